@@ -1,0 +1,68 @@
+"""The bare attention function, for researchers: no engine, no cache to look after."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn.backends.base import AttentionBatch, AttentionSpec
+from chunkattn.backends.registry import make_backend
+from chunkattn.layout import ChunkLayout
+
+_BLOCK_SIZE = 64
+
+
+def chunk_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layout: ChunkLayout,
+    *,
+    backend: str = "auto",
+    scale: float | None = None,
+) -> jax.Array:
+    """Attention of one sequence under its layout's visibility.
+
+    Args:
+        q: `[T, num_heads, head_dim]`, already rotated.
+        k: `[T, num_kv_heads, head_dim]`.
+        v: as `k`.
+        layout: of `T` tokens.
+        backend: a registered backend's name, or `"auto"`.
+        scale: of the scores; `1 / sqrt(head_dim)` by default.
+
+    Returns:
+        `[T, num_heads, head_dim]` in q's dtype.
+
+    Raises:
+        ValueError: shapes disagree with each other or with the layout.
+        BackendError: the backend is unknown or does not support the shapes.
+    """
+    tokens, heads, head_dim = q.shape
+    if k.shape != v.shape or k.shape[::2] != (tokens, head_dim) or heads % k.shape[1] or len(layout) != tokens:
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} and a layout of {len(layout)} tokens do not go together")
+    spec = AttentionSpec(heads, k.shape[1], head_dim, jnp.dtype(q.dtype), _BLOCK_SIZE)
+    pages = -(-tokens // _BLOCK_SIZE)
+    batch = AttentionBatch(
+        num_rows=tokens,
+        row_seq=np.zeros(tokens, np.int32),
+        row_slot=np.arange(tokens, dtype=np.int32),
+        row_start=layout.row_start,
+        prefix_end=np.asarray([layout.prefix_len], np.int32),
+        block_tables=np.arange(pages, dtype=np.int32)[None],
+        page_len=np.full((1, pages), _BLOCK_SIZE, np.int32),
+        block_size=_BLOCK_SIZE,
+    )
+    implementation = make_backend(backend, spec)
+    out, _ = implementation.forward(
+        q,
+        k,
+        v,
+        implementation.allocate(pages),
+        jax.tree.map(jnp.asarray, implementation.build_metadata(batch)),
+        scale=1 / math.sqrt(head_dim) if scale is None else scale,
+    )
+    return out

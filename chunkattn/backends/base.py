@@ -1,0 +1,141 @@
+"""What an attention backend is, and the description of a step it gets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+KVCache = Any
+"""One layer's paged K/V: a pytree of arrays whose axis 0 is the page."""
+Metadata = Any
+"""A backend's own pytree of host arrays describing one step."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a backend is asked to support.
+
+    `windows` holds the distinct sliding windows of the model's layers (None: full attention).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: jnp.dtype
+    block_size: int
+    windows: tuple[int | None, ...] = (None,)
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step's rows and the sequences they belong to: host arrays, O(tokens) in size.
+
+    Rows of a sequence are neighbours with ascending KV slots; rows from `num_rows` on are
+    padding. Row `i` sees slot `s` of its sequence iff
+
+        s <= row_slot[i] and (s < prefix_end[seq] or s >= row_start[i]) and s is valid
+
+    where slot `s` is valid iff `s % block_size < page_len[seq, s // block_size]`. What an
+    invalid slot holds is undefined and may be NaN.
+
+    Attributes:
+        num_rows: rows in use.
+        row_seq: int32 `[T]`, sequence of each row.
+        row_slot: int32 `[T]`, KV slot the row's own K/V goes to.
+        row_start: int32 `[T]`, first slot the row sees beyond the prefix.
+        prefix_end: int32 `[S]`, slots of the prefix.
+        block_tables: int32 `[S, W]`, page of every `block_size` slots.
+        page_len: int32 `[S, W]`, valid slots of every page.
+        block_size: slots per page.
+    """
+
+    num_rows: int
+    row_seq: np.ndarray
+    row_slot: np.ndarray
+    row_start: np.ndarray
+    prefix_end: np.ndarray
+    block_tables: np.ndarray
+    page_len: np.ndarray
+    block_size: int
+
+    def flat_slots(self) -> np.ndarray:
+        """int32 `[T]`: where each row's K/V goes in the pool seen as one list of slots.
+
+        Padding rows get -1, which no scatter may write (use `mode="drop"` after moving it out of range).
+        """
+        page = self.block_tables[self.row_seq, self.row_slot // self.block_size]
+        flat = page * self.block_size + self.row_slot % self.block_size
+        flat[self.num_rows :] = -1
+        return flat.astype(np.int32)
+
+
+class AttentionBackend(ABC):
+    """Chunk-aware attention over a paged KV cache.
+
+    One instance serves one engine. `build_metadata` runs on the host, in NumPy, once a
+    step; `forward` is traced, once a layer. Array sizes in the metadata may depend only
+    on the sizes `T`, `S` and `W` of the batch, or every step compiles anew.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """None when the backend can serve `spec`, else the reason it cannot."""
+
+    def allocate(self, num_pages: int) -> KVCache:
+        """One layer's empty KV cache: by default K and V, each `[pages, block_size, kv_heads, head_dim]`."""
+        shape = (num_pages, self.spec.block_size, self.spec.num_kv_heads, self.spec.head_dim)
+        return jnp.zeros(shape, self.spec.dtype), jnp.zeros(shape, self.spec.dtype)
+
+    @abstractmethod
+    def build_metadata(self, batch: AttentionBatch) -> Metadata:
+        """A pytree of arrays for `forward`; sizes must follow from `T`, `S` and `W` alone."""
+
+    @abstractmethod
+    def forward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: KVCache,
+        metadata: Metadata,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """Write the rows' K/V to the cache, then attend.
+
+        Args:
+            q: `[T, num_heads, head_dim]`; heads `g * groups ... (g + 1) * groups - 1` share KV head `g`.
+            k: `[T, num_kv_heads, head_dim]`.
+            v: as `k`.
+            cache: one layer's cache.
+            metadata: of this step.
+            scale: multiplies the scores.
+            window: rows see only the last `window` slots up to their own. Plain prompts only,
+                whose slots are their positions.
+
+        Returns:
+            `[T, num_heads, head_dim]` in q's dtype (padding rows undefined but finite), and the cache.
+        """
+
+
+def write_pages(cache: KVCache, k: jax.Array, v: jax.Array, flat_slots: jax.Array) -> KVCache:
+    """Scatter rows' K/V into a cache of the default shape; rows with slot -1 are dropped."""
+    index = jnp.where(flat_slots < 0, jnp.iinfo(jnp.int32).max, flat_slots)
+
+    def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
+        flat = pool.reshape(-1, *pool.shape[2:])
+        return flat.at[index].set(rows.astype(pool.dtype), mode="drop", unique_indices=True).reshape(pool.shape)
+
+    return write(cache[0], k), write(cache[1], v)

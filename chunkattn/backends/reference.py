@@ -1,0 +1,82 @@
+"""The oracle: dense masks, one sequence at a time, plain softmax. Slow and obvious."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, write_pages
+from chunkattn.backends.registry import register_backend
+
+
+class DenseMetadata(NamedTuple):
+    """The batch itself, as arrays, with padding rows in sequence -1."""
+
+    row_seq: np.ndarray
+    row_slot: np.ndarray
+    row_start: np.ndarray
+    flat_slots: np.ndarray
+    prefix_end: np.ndarray
+    block_tables: np.ndarray
+    page_len: np.ndarray
+
+
+@register_backend("reference")
+class ReferenceBackend(AttentionBackend):
+    """Builds the dense `[T, slots]` mask of every sequence in turn."""
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Everything is supported."""
+        return None
+
+    def build_metadata(self, batch: AttentionBatch) -> DenseMetadata:
+        """See `AttentionBackend.build_metadata`."""
+        row_seq = batch.row_seq.copy()
+        row_seq[batch.num_rows :] = -1
+        return DenseMetadata(
+            row_seq,
+            batch.row_slot,
+            batch.row_start,
+            batch.flat_slots(),
+            batch.prefix_end,
+            batch.block_tables,
+            batch.page_len,
+        )
+
+    def forward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: KVCache,
+        metadata: DenseMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """See `AttentionBackend.forward`."""
+        cache = write_pages(cache, k, v, metadata.flat_slots)
+        block_size, groups = cache[0].shape[1], q.shape[1] // k.shape[1]
+        slots = jnp.arange(metadata.block_tables.shape[1] * block_size)
+
+        def one_sequence(out: jax.Array, seq: jax.Array) -> tuple[jax.Array, None]:
+            pages = metadata.block_tables[seq]
+            keys, values = (jnp.repeat(x[pages].reshape(len(slots), *x.shape[2:]), groups, axis=1) for x in cache)
+            row_slot, row_start = metadata.row_slot[:, None], metadata.row_start[:, None]
+            mask = (slots <= row_slot) & ((slots < metadata.prefix_end[seq]) | (slots >= row_start))
+            mask &= slots % block_size < metadata.page_len[seq][slots // block_size]
+            if window is not None:
+                mask &= slots > row_slot - window
+            mask &= (metadata.row_seq == seq)[:, None]
+            keys, values = (jnp.where(mask.any(0)[:, None, None], x, 0) for x in (keys, values))
+            scores = jnp.einsum("qhd,khd->hqk", *(x.astype(jnp.float32) for x in (q, keys)), precision="highest")
+            weights = jax.nn.softmax(jnp.where(mask, scores * scale, -1e30), axis=-1)
+            attended = jnp.einsum("hqk,khd->qhd", weights, values.astype(jnp.float32), precision="highest")
+            return jnp.where((metadata.row_seq == seq)[:, None, None], attended.astype(q.dtype), out), None
+
+        out, _ = jax.lax.scan(one_sequence, jnp.zeros_like(q), jnp.arange(metadata.block_tables.shape[0]))
+        return out, cache

@@ -1,0 +1,93 @@
+"""Backends by name: built in, registered by decorator, or found by entry point."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+
+import jax
+
+from chunkattn.backends.base import AttentionBackend, AttentionSpec
+from chunkattn.errors import BackendError
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "chunkattn.backends"
+
+_BUILT_IN = {"reference": "chunkattn.backends.reference", "xla": "chunkattn.backends.xla"}
+_REGISTERED: dict[str, type[AttentionBackend]] = {}
+
+_PREFERENCE: dict[str, tuple[str, ...]] = {}
+"""Platform to backend names tried in order by `auto`; others get `_DEFAULT_PREFERENCE`."""
+_DEFAULT_PREFERENCE = ("xla",)
+
+
+def register_backend(name: str) -> Callable[[type[AttentionBackend]], type[AttentionBackend]]:
+    """Class decorator: make a backend available as `attention_backend=name`.
+
+    Raises:
+        BackendError: another class already has that name.
+    """
+
+    def register(cls: type[AttentionBackend]) -> type[AttentionBackend]:
+        if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
+            raise BackendError(f"backend {name!r} must be a subclass of AttentionBackend, got {cls!r}")
+        known = _REGISTERED.get(name)
+        taken = known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__)
+        if name == "auto" or taken or (name in _BUILT_IN and cls.__module__ != _BUILT_IN[name]):
+            raise BackendError(f"a backend named {name!r} is already registered")
+        cls.name = name
+        _REGISTERED[name] = cls
+        return cls
+
+    return register
+
+
+def available_backends() -> list[str]:
+    """Names of every backend that can be asked for."""
+    return sorted({*_BUILT_IN, *_REGISTERED, *(p.name for p in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def get_backend(name: str) -> type[AttentionBackend]:
+    """The backend class called `name`.
+
+    Raises:
+        BackendError: unknown, or its entry point cannot be loaded.
+    """
+    if name not in _REGISTERED and name in _BUILT_IN:
+        import_module(_BUILT_IN[name])
+    if name not in _REGISTERED:
+        for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+            try:
+                register_backend(name)(point.load())
+            except (ImportError, AttributeError) as error:
+                raise BackendError(f"backend {name!r} ({point.value}) cannot be loaded: {error}") from error
+            break
+    if name not in _REGISTERED:
+        raise BackendError(f"unknown attention_backend {name!r}; available are auto, {', '.join(available_backends())}")
+    return _REGISTERED[name]
+
+
+def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
+    """A backend for `spec`: the named one, or for `"auto"` the platform's first that supports it.
+
+    Raises:
+        BackendError: unknown, or it does not support `spec`; the message says why.
+    """
+    if name != "auto":
+        cls = get_backend(name)
+        if reason := cls.supports(spec):
+            raise BackendError(f"attention_backend {name!r} cannot serve this model: {reason}")
+        return cls(spec)
+    platform = jax.default_backend()
+    refused = []
+    for candidate in _PREFERENCE.get(platform, _DEFAULT_PREFERENCE):
+        cls = get_backend(candidate)
+        reason = cls.supports(spec)
+        if reason is None:
+            logger.info("attention_backend auto: %s on %s%s", candidate, platform, f" ({'; '.join(refused)})" if refused else "")
+            return cls(spec)
+        refused.append(f"{candidate}: {reason}")
+    raise BackendError(f"no attention backend supports this model on {platform}: {'; '.join(refused)}")

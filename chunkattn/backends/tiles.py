@@ -1,0 +1,71 @@
+"""Which KV tiles a step visits, computed on the host.
+
+A query tile holds neighbouring rows of one sequence. The slots its rows see lie in at
+most two ranges, `[0, prefix_end)` and `[smallest row_start, last row's slot]`, so O(query
+tiles) numbers describe all the work of a step, and a tile with nothing visible in it is
+never named.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from chunkattn.backends.base import AttentionBatch
+
+
+class TileRanges(NamedTuple):
+    """KV tiles of each query tile: `[0, first_end)` and `[second_start, second_end)`, int32 `[Q]` each.
+
+    The ranges do not overlap.
+    """
+
+    first_end: np.ndarray
+    second_start: np.ndarray
+    second_end: np.ndarray
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int32 `[Q]`: KV tiles visited."""
+        return self.first_end + self.second_end - self.second_start
+
+
+class Tiles(NamedTuple):
+    """Query tiles: the first row and the number of rows of each, int32 `[Q]`."""
+
+    row: np.ndarray
+    size: np.ndarray
+
+
+def spans(batch: AttentionBatch) -> Tiles:
+    """The runs of rows that belong to one sequence."""
+    seq = batch.row_seq[: batch.num_rows]
+    starts = np.flatnonzero(np.diff(seq, prepend=-1))
+    return Tiles(starts.astype(np.int32), np.diff(starts, append=len(seq)).astype(np.int32))
+
+
+def cut(runs: Tiles, rows: int) -> Tiles:
+    """Cut runs into query tiles of at most `rows` rows, in order."""
+    per_run = -(-runs.size // rows)
+    run = np.repeat(np.arange(len(per_run)), per_run)
+    within = (np.arange(len(run)) - np.repeat(np.cumsum(per_run) - per_run, per_run)) * rows
+    return Tiles((runs.row[run] + within).astype(np.int32), np.minimum(rows, runs.size[run] - within).astype(np.int32))
+
+
+def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRanges:
+    """The KV tiles of `tile_slots` slots that each query tile visits."""
+    if not len(tiles.row):
+        return TileRanges(*(np.zeros(0, np.int32) for _ in range(3)))
+    # Tiles cover the rows from the first to the last without gaps only within a run, so
+    # the minimum is taken over [row, row + size), pairwise with reduceat.
+    edges = np.stack([tiles.row, tiles.row + tiles.size], axis=1).ravel()
+    padded = np.append(batch.row_start, 0)
+    start = np.minimum.reduceat(padded, edges)[::2]
+    last = batch.row_slot[tiles.row + tiles.size - 1]
+    prefix_end = batch.prefix_end[batch.row_seq[tiles.row]]
+    second_start = start // tile_slots
+    # A row start inside the prefix, as a question's 0 is, makes one range of the two.
+    first_end = np.where(start <= prefix_end, 0, -(-prefix_end // tile_slots))
+    second_start = np.where(start <= prefix_end, 0, np.maximum(second_start, first_end))
+    return TileRanges(*(a.astype(np.int32) for a in (first_end, second_start, last // tile_slots + 1)))

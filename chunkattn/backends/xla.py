@@ -1,0 +1,271 @@
+"""Tile-range attention in plain XLA operations: any platform, no O(n^2) array.
+
+Online softmax (FlashAttention, arXiv:2205.14135) over the two KV ranges of each query
+tile. Loops have dynamic trip counts, so a tile in which nothing is visible costs neither
+a load nor a multiply. Rows of one-row runs that see their whole sequence (decodes) are
+handled many sequences at a time; everything else one query tile at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, write_pages
+from chunkattn.backends.registry import register_backend
+from chunkattn.backends.tiles import TileRanges, Tiles, cut, spans, tile_ranges
+
+TILE_ROWS = 128
+"""Rows of a query tile."""
+TILE_SLOTS = 512
+"""Slots of a KV tile; a step whose page tables are narrower uses their width."""
+DECODE_ROWS = 8
+"""Sequences of a decode tile. They are sorted by length, so that few wait for a long one."""
+
+_MASKED = -1e30
+"""Start of the running maximum: finite, so that a row that has seen nothing yet stays finite."""
+
+
+class TileMetadata(NamedTuple):
+    """A step as tiles. `Q` and `D` are static bounds on the tiles; the counts say how many are real.
+
+    Attributes:
+        tile_row, tile_last: int32 `[Q]`, first row and last row's slot of a query tile.
+        ranges: int32 `[Q]` each, its KV tiles.
+        num_tiles: int32 scalar.
+        decode_rows: int32 `[D, DECODE_ROWS]`, rows of a decode tile; `T` is padding.
+        decode_end: int32 `[D]`, KV tiles of its longest sequence.
+        num_decode_tiles: int32 scalar.
+        row_seq, row_slot, row_start, flat_slots: int32 `[T]`, as in `AttentionBatch`.
+        prefix_end, block_tables, page_len: as in `AttentionBatch`.
+    """
+
+    tile_row: np.ndarray
+    tile_last: np.ndarray
+    ranges: TileRanges
+    num_tiles: np.ndarray
+    decode_rows: np.ndarray
+    decode_end: np.ndarray
+    num_decode_tiles: np.ndarray
+    row_seq: np.ndarray
+    row_slot: np.ndarray
+    row_start: np.ndarray
+    flat_slots: np.ndarray
+    prefix_end: np.ndarray
+    block_tables: np.ndarray
+    page_len: np.ndarray
+
+
+class _Softmax(NamedTuple):
+    """Online softmax state: running maximum and sum `[B, G, R]`, weighted values `[B, G, R, d]`, float32."""
+
+    maximum: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+
+@register_backend("xla")
+class XlaBackend(AttentionBackend):
+    """The portable backend; `auto` falls back to it everywhere."""
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Everything is supported."""
+        return None
+
+    def build_metadata(self, batch: AttentionBatch) -> TileMetadata:
+        """See `AttentionBackend.build_metadata`."""
+        rows, (seqs, width) = len(batch.row_seq), batch.block_tables.shape
+        tile_rows, tile_slots = _tile_shape(rows, width, batch.block_size)
+        runs = spans(batch)
+        decode = (runs.size == 1) & (batch.row_start[runs.row] == 0)
+        tiles = cut(Tiles(runs.row[~decode], runs.size[~decode]), tile_rows)
+        ranges = tile_ranges(batch, tiles, tile_slots)
+        bound = rows // tile_rows + min(seqs, rows)
+        last = batch.row_slot[tiles.row + tiles.size - 1]
+
+        decode_row = runs.row[decode]
+        decode_row = decode_row[np.argsort(batch.row_slot[decode_row], kind="stable")]
+        decode_bound = -(-min(seqs, rows) // DECODE_ROWS)
+        decode_rows = np.full(decode_bound * DECODE_ROWS, rows, np.int32)
+        decode_rows[: len(decode_row)] = decode_row
+        decode_rows = decode_rows.reshape(decode_bound, DECODE_ROWS)
+        ends = np.append(batch.row_slot // tile_slots + 1, 0)[decode_rows].max(axis=1)
+        return TileMetadata(
+            tile_row=_pad(tiles.row, bound),
+            tile_last=_pad(last, bound),
+            ranges=TileRanges(*(_pad(r, bound) for r in ranges)),
+            num_tiles=np.int32(len(tiles.row)),
+            decode_rows=decode_rows,
+            decode_end=ends.astype(np.int32),
+            num_decode_tiles=np.int32(-(-len(decode_row) // DECODE_ROWS)),
+            row_seq=batch.row_seq,
+            row_slot=batch.row_slot,
+            row_start=batch.row_start,
+            flat_slots=batch.flat_slots(),
+            prefix_end=batch.prefix_end,
+            block_tables=batch.block_tables,
+            page_len=batch.page_len,
+        )
+
+    def forward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: KVCache,
+        metadata: TileMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """See `AttentionBackend.forward`."""
+        cache = write_pages(cache, k, v, metadata.flat_slots)
+        out = _attend_tiles(q, cache, metadata, scale, window)
+        return _attend_decodes(out, q, cache, metadata, scale, window), cache
+
+
+def _tile_shape(rows: int, width: int, block_size: int) -> tuple[int, int]:
+    """Rows of a query tile and slots of a KV tile, for a step of these static sizes."""
+    pages = max(1, min(TILE_SLOTS // block_size, width))
+    while width % pages:  # page tables are usually a power of two wide; others get the next divisor
+        pages -= 1
+    return min(TILE_ROWS, rows), pages * block_size
+
+
+def _pad(values: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(values.astype(np.int32), (0, size - len(values)))
+
+
+def _fold(q: jax.Array, kv_heads: int) -> jax.Array:
+    """`[B, R, heads, d]` to `[B, kv_heads, R * groups, d]`: GQA groups become rows."""
+    b, r, h, d = q.shape
+    return q.reshape(b, r, kv_heads, h // kv_heads, d).transpose(0, 2, 1, 3, 4).reshape(b, kv_heads, -1, d)
+
+
+def _unfold(x: jax.Array, rows: int) -> jax.Array:
+    """The inverse of `_fold`: `[B, rows, heads, d]`."""
+    b, g, _, d = x.shape
+    return x.reshape(b, g, rows, -1, d).transpose(0, 2, 1, 3, 4).reshape(b, rows, -1, d)
+
+
+def _start(q: jax.Array) -> _Softmax:
+    """No tile seen yet, for folded queries `[B, G, R, d]`."""
+    shape = q.shape[:3]
+    return _Softmax(
+        jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32)
+    )
+
+
+def _finish(state: _Softmax) -> jax.Array:
+    """Normalised values; rows that saw nothing (padding) are zero."""
+    return state.values / jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)[..., None]
+
+
+def _update(
+    state: _Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, present: jax.Array, scale: float
+) -> _Softmax:
+    """One online-softmax step over a KV tile.
+
+    Args:
+        state: so far.
+        q: folded queries `[B, G, R, d]`.
+        keys, values: `[B, N, G, d]`.
+        mask: bool `[B, rows, N]`; each row stands for `R / rows` folded ones.
+        present: bool `[B, N]`, slots that hold a token; the rest may be NaN.
+        scale: multiplies the scores.
+    """
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    groups = q.shape[2] // mask.shape[1]
+    mask = jnp.repeat(mask, groups, axis=1)[:, None]
+    scores = jnp.einsum("bgrd,bngd->bgrn", q, keys, precision=precision, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask, scores * scale, -jnp.inf)
+    maximum = jnp.maximum(state.maximum, scores.max(-1))
+    weights, decay = jnp.exp(scores - maximum[..., None]), jnp.exp(state.maximum - maximum)
+    values = jnp.where(present[..., None, None], values, 0)
+    added = jnp.einsum(
+        "bgrn,bngd->bgrd", weights.astype(values.dtype), values, precision=precision, preferred_element_type=jnp.float32
+    )
+    return _Softmax(maximum, state.total * decay + weights.sum(-1), state.values * decay[..., None] + added)
+
+
+def _kv_tile(
+    cache: KVCache, metadata: TileMetadata, seqs: jax.Array, tile: jax.Array, tile_slots: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """KV tile number `tile` of sequences `[B]`: slots `[N]`, keys and values `[B, N, G, d]`, valid `[B, N]`."""
+    block_size = cache[0].shape[1]
+    pages_per_tile = tile_slots // block_size
+    slots = tile * tile_slots + jnp.arange(tile_slots)
+
+    def columns(table: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(table, tile * pages_per_tile, pages_per_tile, axis=1)[seqs]
+
+    pages, page_len = columns(metadata.block_tables), columns(metadata.page_len)
+    keys, values = (x[pages].reshape(len(seqs), tile_slots, *x.shape[2:]) for x in cache)
+    valid = jnp.arange(block_size) < page_len[..., None]
+    return slots, keys, values, valid.reshape(len(seqs), tile_slots)
+
+
+def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, scale: float, window: int | None) -> jax.Array:
+    """Query tiles one after the other, `[T, heads, d]`; rows of decodes are left undefined."""
+    rows, kv_heads = len(q), cache[0].shape[2]
+    tile_rows, tile_slots = _tile_shape(rows, metadata.block_tables.shape[1], cache[0].shape[1])
+    # A tile reads and writes `tile_rows` rows wherever it begins: padding keeps the last one
+    # in bounds, and what it writes past its own rows the next tile overwrites.
+    q = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0)))
+    row_slot, row_start = (jnp.pad(x, (0, tile_rows)) for x in (metadata.row_slot, metadata.row_start))
+
+    def one_tile(index: jax.Array, out: jax.Array) -> jax.Array:
+        row, last = metadata.tile_row[index], metadata.tile_last[index]
+        seq = metadata.row_seq[row]
+        first_end, second_start, second_end = (r[index] for r in metadata.ranges)
+        own, start = (jax.lax.dynamic_slice_in_dim(x, row, tile_rows)[:, None] for x in (row_slot, row_start))
+        folded = _fold(jax.lax.dynamic_slice_in_dim(q, row, tile_rows)[None], kv_heads)
+        if window is not None:  # a plain prompt: one range, and slots ascend with the rows
+            second_start = jnp.maximum(second_start, (row_slot[row] - window + 1) // tile_slots)
+
+        def one_kv_tile(step: jax.Array, state: _Softmax) -> _Softmax:
+            tile = jnp.where(step < first_end, step, second_start + step - first_end)
+            slots, keys, values, valid = _kv_tile(cache, metadata, seq[None], tile, tile_slots)
+            mask = (slots <= own) & ((slots < metadata.prefix_end[seq]) | (slots >= start)) & valid
+            if window is not None:
+                mask &= slots > own - window
+            return _update(state, folded, keys, values, mask[None], valid & (slots <= last), scale)
+
+        state = jax.lax.fori_loop(0, first_end + second_end - second_start, one_kv_tile, _start(folded))
+        block = _unfold(_finish(state), tile_rows)[0].astype(q.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(out, block, row, axis=0)
+
+    return jax.lax.fori_loop(0, metadata.num_tiles, one_tile, jnp.zeros_like(q))[:rows]
+
+
+def _attend_decodes(
+    out: jax.Array, q: jax.Array, cache: KVCache, metadata: TileMetadata, scale: float, window: int | None
+) -> jax.Array:
+    """One-row runs that see their whole sequence, `DECODE_ROWS` sequences at a time, written into `out`."""
+    kv_heads = cache[0].shape[2]
+    _, tile_slots = _tile_shape(len(q), metadata.block_tables.shape[1], cache[0].shape[1])
+
+    def one_group(index: jax.Array, out: jax.Array) -> jax.Array:
+        rows = metadata.decode_rows[index]
+        seqs, own = metadata.row_seq[rows], jnp.where(rows < len(q), metadata.row_slot[rows], -1)[:, None]
+        folded = _fold(q[rows][:, None], kv_heads)
+        begin = 0
+        if window is not None:
+            shortest = jnp.where(own < 0, jnp.iinfo(jnp.int32).max, own).min()
+            begin = jnp.maximum(shortest - window + 1, 0) // tile_slots
+
+        def one_kv_tile(tile: jax.Array, state: _Softmax) -> _Softmax:
+            slots, keys, values, valid = _kv_tile(cache, metadata, seqs, tile, tile_slots)
+            mask = (slots <= own) & valid
+            if window is not None:
+                mask &= slots > own - window
+            return _update(state, folded, keys, values, mask[:, None], mask, scale)
+
+        state = jax.lax.fori_loop(begin, metadata.decode_end[index], one_kv_tile, _start(folded))
+        return out.at[rows].set(_unfold(_finish(state), 1)[:, 0].astype(q.dtype), mode="drop")
+
+    return jax.lax.fori_loop(0, metadata.num_decode_tiles, one_group, out)

@@ -1,0 +1,1 @@
+"""Where K/V live: slots within a sequence, pages within the pool."""

@@ -1,0 +1,69 @@
+"""From token indices to KV slots: page-aligned parts, with holes behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from chunkattn.layout import ChunkLayout
+
+
+@dataclass(frozen=True, eq=False)
+class SlotPlan:
+    """The slots of one sequence. Generated tokens go on from the last slot.
+
+    Attributes:
+        slots: int32 `[T]`, ascending: slot of every token of the layout.
+        row_start: int32 `[T]`, first slot a row sees beyond the prefix (0 for prefix and question).
+        prefix_end: slots of the prefix.
+        page_len: int32 `[pages]`, valid slots of every page. The last page of the question counts as
+            full: its rows see nothing beyond themselves anyway.
+        block_size: slots per page.
+    """
+
+    slots: np.ndarray
+    row_start: np.ndarray
+    prefix_end: int
+    page_len: np.ndarray
+    block_size: int
+
+    @property
+    def end(self) -> int:
+        """The slot of the first generated token."""
+        return int(self.slots[-1]) + 1 if len(self.slots) else 0
+
+    def pages_for(self, generated: int) -> int:
+        """Pages for the layout and `generated` further tokens."""
+        return -(-(self.end + generated) // self.block_size)
+
+
+def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool) -> SlotPlan:
+    """Lay a prompt out in slots.
+
+    Args:
+        layout: the prompt.
+        block_size: slots per page.
+        aligned: begin every part on a page of its own, so that its pages can be shared;
+            else pack the parts without holes.
+    """
+    lens = np.asarray([s.end - s.start for s in layout.segments], np.int64)
+    if aligned:
+        pages = -(-lens // block_size)
+        page_len = np.full(pages.sum(), block_size, np.int32)
+        # The question's own last page stays full: generated tokens fill it up.
+        closed = lens[:-1] > 0
+        page_len[(np.cumsum(pages)[:-1] - 1)[closed]] = ((lens[:-1] - 1) % block_size + 1)[closed]
+        starts = (np.cumsum(pages) - pages) * block_size
+    else:
+        page_len = np.full(-(-lens.sum() // block_size), block_size, np.int32)
+        starts = np.cumsum(lens) - lens
+    within = np.arange(len(layout)) - np.repeat(np.cumsum(lens) - lens, lens)
+    is_chunk = np.asarray([s.chunk_id >= 0 for s in layout.segments])
+    return SlotPlan(
+        slots=(np.repeat(starts, lens) + within).astype(np.int32),
+        row_start=np.repeat(np.where(is_chunk, starts, 0), lens).astype(np.int32),
+        prefix_end=layout.prefix_len,
+        page_len=page_len,
+        block_size=block_size,
+    )

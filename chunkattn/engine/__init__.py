@@ -1,0 +1,1 @@
+"""From a request to its tokens: scheduling, batching, the jitted step, sampling."""

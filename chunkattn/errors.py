@@ -1,0 +1,39 @@
+"""Every error chunkattn raises on purpose.
+
+All derive from `ChunkAttnError`. Those about a caller's input also derive from
+`ValueError`, so generic callers can catch them without importing this module.
+"""
+
+from __future__ import annotations
+
+
+class ChunkAttnError(Exception):
+    """Base of all deliberate errors of this package."""
+
+
+class ConfigError(ChunkAttnError, ValueError):
+    """An engine option is unknown, malformed or contradicts another."""
+
+
+class RequestError(ChunkAttnError, ValueError):
+    """A prompt, scoring request or sampling parameter cannot be served.
+
+    Attributes:
+        param: the name of the offending argument, for API error bodies.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class CapacityError(RequestError):
+    """The request is well formed but can never fit the configured limits."""
+
+
+class ModelError(ChunkAttnError, ValueError):
+    """A checkpoint is unsupported, incomplete or malformed."""
+
+
+class BackendError(ChunkAttnError, ValueError):
+    """An attention backend is unknown or refuses the requested setting."""

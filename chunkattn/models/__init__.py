@@ -1,0 +1,1 @@
+"""The decoder, its families, its weights and the bundled demo model."""

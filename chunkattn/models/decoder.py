@@ -1,0 +1,145 @@
+"""The one decoder: pre-norm transformer with grouped-query attention and a gated MLP.
+
+It works on a flat list of tokens `[T]`, whatever sequences they belong to. Attention is
+a callback, so the same module serves the paged engine and the training of the demo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from chunkattn.models.spec import DecoderSpec
+from chunkattn.rope.rotary import apply_rotary, rotary_tables
+
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+"""`(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d])` to `[T, heads, d]`."""
+
+
+def _linear(features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(
+        features_in,
+        features_out,
+        use_bias=bias,
+        dtype=dtype,
+        param_dtype=dtype,
+        precision=_precision(dtype),
+        # Accumulate and return float32: more exact, and on CPU twice as fast as a bf16 result.
+        preferred_element_type=jnp.float32,
+        kernel_init=nnx.initializers.lecun_normal(),
+        rngs=rngs,
+    )
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """float32 means float32 on every platform; accelerators would round it to bf16 or tf32."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+class Attention(nnx.Module):
+    """Projections, optional per-head norms and RoPE around the `attend` callback."""
+
+    def __init__(self, spec: DecoderSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = _linear(spec.hidden_size, q_size, spec.qkv_bias, dtype, rngs)
+        self.k_proj = _linear(spec.hidden_size, kv_size, spec.qkv_bias, dtype, rngs)
+        self.v_proj = _linear(spec.hidden_size, kv_size, spec.qkv_bias, dtype, rngs)
+        self.o_proj = _linear(q_size, spec.hidden_size, spec.o_bias, dtype, rngs)
+        if spec.qk_norm:
+            self.q_norm = _norm(spec, spec.head_dim, dtype, rngs)
+            self.k_norm = _norm(spec, spec.head_dim, dtype, rngs)
+        self.head_dim, self.qk_norm, self.dtype = spec.head_dim, spec.qk_norm, dtype
+
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    ) -> jax.Array:
+        """float32 `[T, hidden]` to the same; `attend` has its layer bound."""
+        q, k, v = (p(x).reshape(len(x), -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        out = attend(q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype))
+        return self.o_proj(out.reshape(len(x), -1))
+
+
+class MLP(nnx.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, spec: DecoderSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.gate_proj = _linear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, dtype, rngs)
+        self.up_proj = _linear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, dtype, rngs)
+        self.down_proj = _linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """float32 `[T, hidden]` to the same."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _norm(spec: DecoderSpec, features: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(features, epsilon=spec.norm_eps, dtype=jnp.float32, param_dtype=dtype, rngs=rngs)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each behind a norm, each added to the float32 residual stream."""
+
+    def __init__(self, spec: DecoderSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.input_layernorm = _norm(spec, spec.hidden_size, dtype, rngs)
+        self.self_attn = Attention(spec, dtype, rngs)
+        self.post_attention_layernorm = _norm(spec, spec.hidden_size, dtype, rngs)
+        self.mlp = MLP(spec, dtype, rngs)
+
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    ) -> jax.Array:
+        """float32 `[T, hidden]` to the same."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nnx.Module):
+    """A causal language model of any supported family; parameter names follow the checkpoints."""
+
+    def __init__(self, spec: DecoderSpec, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs) -> None:
+        self.spec, self.dtype = spec, jnp.dtype(dtype)
+        self.embed_tokens = nnx.Embed(
+            spec.vocab_size,
+            spec.hidden_size,
+            param_dtype=dtype,
+            embedding_init=nnx.initializers.normal(spec.hidden_size**-0.5),
+            rngs=rngs,
+        )
+        # One array per layer, not a stacked scan: XLA:CPU copies a slice of a stacked bf16 weight every use.
+        self.layers = nnx.List([DecoderLayer(spec, dtype, rngs) for _ in range(spec.num_layers)])
+        self.norm = _norm(spec, spec.hidden_size, dtype, rngs)
+        if not spec.tie_embeddings:
+            self.lm_head = _linear(spec.hidden_size, spec.vocab_size, False, dtype, rngs)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """Hidden states after the final norm, float32 `[T, hidden]`.
+
+        Args:
+            token_ids: int32 `[T]`.
+            positions: int32 `[T]` position ids.
+            attend: called once a layer, in order.
+        """
+        cos, sin = rotary_tables(self.spec.rotary, positions)
+        x = self.embed_tokens(token_ids).astype(jnp.float32)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, partial(attend, index))
+        return self.norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 `[N, vocab]` from hidden states `[N, hidden]`."""
+        if not self.spec.tie_embeddings:
+            return self.lm_head(hidden)
+        return jnp.einsum(
+            "nh,vh->nv",
+            hidden.astype(self.dtype),
+            self.embed_tokens.embedding[...],
+            precision=_precision(self.dtype),
+            preferred_element_type=jnp.float32,
+        )

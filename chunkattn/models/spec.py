@@ -1,0 +1,108 @@
+"""What distinguishes one supported model family from another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chunkattn.errors import ModelError
+from chunkattn.rope.rotary import RotarySpec, make_rotary
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FAMILIES = {
+    "LlamaForCausalLM": "Llama 2/3.x",
+    "MistralForCausalLM": "Mistral",
+    "Qwen2ForCausalLM": "Qwen2/2.5",
+    "Qwen3ForCausalLM": "Qwen3",
+}
+"""Supported Hugging Face architectures and the family each belongs to."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderSpec:
+    """Shape and variations of one decoder; sizes are in elements.
+
+    `windows[l]` is layer `l`'s sliding window in tokens, or None for full attention.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_embeddings: bool
+    windows: tuple[int | None, ...]
+    rotary: RotarySpec
+    max_model_len: int
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The checkpoint's sliding window, if any layer has one."""
+        return next((w for w in self.windows if w is not None), None)
+
+
+def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
+    """Read a Hugging Face configuration.
+
+    Raises:
+        ModelError: the architecture or one of its settings is not supported.
+    """
+    architecture = (config.architectures or ["none"])[0]
+    if architecture not in FAMILIES:
+        supported = ", ".join(f"{a} ({f})" for a, f in FAMILIES.items())
+        raise ModelError(f"architecture {architecture!r} is not supported; supported are {supported}")
+    if config.hidden_act != "silu":
+        raise ModelError(f"hidden_act {config.hidden_act!r} is not supported by {architecture}; only 'silu' is")
+    if getattr(config, "quantization_config", None):
+        raise ModelError("quantized checkpoints (quantization_config) are not supported; use an unquantized one")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ModelError(
+            f"num_attention_heads {config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {config.num_key_value_heads}"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    layers = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    return DecoderSpec(
+        architecture=architecture,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        norm_eps=config.rms_norm_eps,
+        qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
+        o_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tie_embeddings=bool(config.tie_word_embeddings),
+        windows=tuple(window if t == "sliding_attention" else None for t in types),
+        rotary=make_rotary(config.rope_parameters, head_dim, config.max_position_embeddings),
+        max_model_len=_max_model_len(config),
+    )
+
+
+def _max_model_len(config: PretrainedConfig) -> int:
+    """Positions the checkpoint is made for: a factor counts where it extends the configured length."""
+    rope = config.rope_parameters
+    length = int(config.max_position_embeddings)
+    if rope.get("rope_type") == "linear":
+        return int(length * rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        original = rope.get("original_max_position_embeddings") or length
+        return max(length, int(original * (rope.get("factor") or 1)))
+    return length

@@ -1,0 +1,112 @@
+"""Weights between Hugging Face safetensors folders and the decoder's parameters."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
+
+from chunkattn.errors import ModelError
+from chunkattn.models.decoder import Decoder
+from chunkattn.models.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+
+def checkpoint_name(path: Iterable[Any]) -> str:
+    """The checkpoint's name of the parameter at `path` in the decoder's state.
+
+    >>> checkpoint_name(("layers", 3, "self_attn", "q_proj", "kernel"))
+    'model.layers.3.self_attn.q_proj.weight'
+    """
+    *parents, leaf = map(str, path)
+    name = ".".join([*parents, "bias" if leaf == "bias" else "weight"])
+    return name if parents[0] == "lm_head" else f"model.{name}"
+
+
+def _is_transposed(path: Iterable[Any]) -> bool:
+    """Checkpoints keep linear weights `[out, in]`, flax `[in, out]`."""
+    return str(list(path)[-1]) == "kernel"
+
+
+def _files(folder: Path) -> list[Path]:
+    """The folder's safetensors files, from its index when it has one."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        if not (folder / SINGLE_FILE).exists():
+            raise ModelError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors checkpoints are read")
+        return [folder / SINGLE_FILE]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
+    if missing := [n for n in names if not (folder / n).exists()]:
+        raise ModelError(f"{folder}: shard {missing[0]!r} named in {INDEX_FILE} is missing ({len(missing)} in all)")
+    return [folder / n for n in names]
+
+
+def load_weights(spec: DecoderSpec, folder: Path, dtype: jnp.dtype) -> Decoder:
+    """A decoder with a checkpoint's weights, read tensor by tensor and cast to `dtype`.
+
+    No more than one tensor beyond the finished ones is in host memory at a time.
+
+    Raises:
+        ModelError: a file or tensor is missing, unreadable or of the wrong shape.
+    """
+    model = nnx.eval_shape(lambda: Decoder(spec, dtype, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    flat = nnx.to_flat_state(state)
+    with ExitStack() as stack:
+        where: dict[str, Any] = {}
+        for file in _files(folder):
+            try:
+                handle = stack.enter_context(safe_open(file, framework="np"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
+            where.update((name, handle) for name in handle.keys())  # noqa: SIM118 - no __iter__
+        wanted = {checkpoint_name(path): (path, leaf) for path, leaf in flat}
+        _check_names(folder, spec, wanted.keys(), where.keys())
+        loaded = []
+        for name, (path, leaf) in wanted.items():
+            expected = leaf.shape[::-1] if _is_transposed(path) else leaf.shape
+            found = tuple(where[name].get_slice(name).get_shape())
+            if found != expected:
+                raise ModelError(f"{folder}: tensor {name!r} has shape {list(found)}, the configuration says {list(expected)}")
+            loaded.append((path, leaf.replace(_to_device(where[name].get_tensor(name), dtype, _is_transposed(path)))))
+    return nnx.merge(graph, nnx.from_flat_state(loaded))
+
+
+def _to_device(tensor: np.ndarray, dtype: jnp.dtype, transpose: bool) -> jax.Array:
+    """One tensor cast and laid out on the host, then owned by the device (never a view of the file)."""
+    return jnp.array(np.asarray(tensor.T if transpose else tensor, dtype=dtype, order="C"))
+
+
+def _check_names(folder: Path, spec: DecoderSpec, wanted: Iterable[str], found: Iterable[str]) -> None:
+    wanted, found = set(wanted), set(found)
+    if missing := sorted(wanted - found):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{folder}: tensor {missing[0]!r}{more} that {spec.architecture} needs is missing")
+    unused = {n for n in found - wanted if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")}
+    if unused:
+        logger.warning("%s: %d tensors are not used by %s, e.g. %r", folder, len(unused), spec.architecture, min(unused))
+
+
+def save_weights(model: Decoder, folder: Path) -> None:
+    """Write the decoder's parameters as one Hugging Face safetensors file."""
+    tensors = {
+        checkpoint_name(path): jnp.asarray(leaf[...]).T if _is_transposed(path) else jnp.asarray(leaf[...])
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
+    }
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})

@@ -1,0 +1,44 @@
+"""Tokenizing parts: each exactly as it stands, leading special tokens before the first only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from chunkattn.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PartEncoder:
+    """A tokenizer that encodes parts, or explains that there is none."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.tokenizer = tokenizer
+        self.leading_ids = _leading_ids(tokenizer) if tokenizer is not None else []
+
+    def __call__(self, text: str) -> list[int]:
+        """Token ids of one part, without special tokens.
+
+        Raises:
+            RequestError: the engine was started without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise RequestError("text needs a tokenizer and this engine has none; send token ids", param="prompt")
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of consecutive parts; the first begins with the tokenizer's leading special tokens."""
+        first, *rest = [self(t) for t in texts]
+        return [[*self.leading_ids, *first], *rest]
+
+
+def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens the tokenizer puts before a text (BOS), never those it puts behind."""
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    full = list(tokenizer("a")["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start]
+    return []

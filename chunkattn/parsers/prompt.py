@@ -1,0 +1,158 @@
+"""Prompts as users send them, and their way into a `ChunkLayout`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from chunkattn.errors import RequestError
+from chunkattn.layout import ChunkLayout
+from chunkattn.parsers.chat import split_chat
+from chunkattn.parsers.encode import PartEncoder
+from chunkattn.parsers.separator import split_ids
+from chunkattn.rope.positions import make_layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TokenIds = Sequence[int]
+
+
+@dataclass(frozen=True)
+class ChunkedPrompt:
+    """A prompt already in parts, all text or all token ids. Never split again.
+
+    The safe form for untrusted documents: one that contains the separator cannot
+    forge a boundary.
+    """
+
+    prefix: str | TokenIds
+    chunks: Sequence[str | TokenIds]
+    question: str | TokenIds
+
+
+Prompt = str | Mapping[str, Any] | ChunkedPrompt
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or parts."""
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """A layout and, for text prompts, the parts joined without separators."""
+
+    layout: ChunkLayout
+    text: str | None
+
+
+class PromptParser:
+    """Parses every form of prompt under one tokenizer, separator and position strategy."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, *, separator: str, strategy: str, chunk_aware: bool
+    ) -> None:
+        self.encode = PartEncoder(tokenizer)
+        self.separator = separator
+        self.strategy = strategy
+        self.chunk_aware = chunk_aware
+        self._separator_ids = self.encode(separator) if tokenizer is not None else []
+
+    def parse(self, prompt: Prompt, chunk_aware: bool | None = None) -> ParsedPrompt:
+        """Parse one prompt.
+
+        Args:
+            prompt: see `Prompt`.
+            chunk_aware: split text and ids at the separator; None is the parser's default.
+
+        Raises:
+            RequestError: of no known form, or with an empty question.
+        """
+        split = self.chunk_aware if chunk_aware is None else chunk_aware
+        if isinstance(prompt, ChunkedPrompt):
+            return self._chunked(prompt)
+        if isinstance(prompt, Mapping):
+            given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
+            if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
+                raise RequestError(f"a prompt dict holds 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}", param="prompt")
+            prompt = prompt[given[0]]
+            if given == ["prompt_token_ids"]:
+                return self._ids(prompt, split)
+        if isinstance(prompt, str):
+            return self._text(prompt, split)
+        raise RequestError(
+            f"a prompt is a string, a dict or a ChunkedPrompt, got {type(prompt).__name__}; "
+            'token ids go into {"prompt_token_ids": [...]}',
+            param="prompt",
+        )
+
+    def parse_chat(
+        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[str] | None = None, **template_options: Any
+    ) -> ParsedPrompt:
+        """Parse chat messages; `documents` become the chunks. Contents are never split at separators.
+
+        Raises:
+            RequestError: see `chunkattn.parsers.chat.split_chat`.
+        """
+        if self.encode.tokenizer is None:
+            raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
+        prefix, question = split_chat(self.encode.tokenizer, messages, **template_options)
+        if documents is None:
+            return ParsedPrompt(self._plain(self.encode(prefix + question)), prefix + question)
+        for index, document in enumerate(documents):
+            if not isinstance(document, str):
+                raise RequestError(f"document {index} must be a string, got {type(document).__name__}", param="documents")
+        parts = [self.encode(t) for t in (prefix, *documents, question)]
+        return ParsedPrompt(self._layout(parts), "".join((prefix, *documents, question)))
+
+    def _text(self, text: str, split: bool) -> ParsedPrompt:
+        texts = text.split(self.separator) if split else [text]
+        if len(texts) < 3:
+            if not text:
+                raise RequestError("the prompt is empty", param="prompt")
+            return ParsedPrompt(self._plain(self.encode.parts([text])[0]), text)
+        return self._chunked(ChunkedPrompt(texts[0], texts[1:-1], texts[-1]))
+
+    def _ids(self, ids: TokenIds, split: bool) -> ParsedPrompt:
+        ids = check_ids(ids, "prompt_token_ids")
+        if split and not self._separator_ids:
+            raise RequestError("splitting token ids at the separator needs a tokenizer; send a ChunkedPrompt", param="prompt")
+        parts = split_ids(ids, self._separator_ids) if split else [ids]
+        return ParsedPrompt(self._plain(ids) if len(parts) < 3 else self._layout(parts), None)
+
+    def _chunked(self, prompt: ChunkedPrompt) -> ParsedPrompt:
+        if isinstance(prompt.chunks, str):
+            raise RequestError("chunks must be a list of parts, got one string", param="prompt")
+        parts = [prompt.prefix, *prompt.chunks, prompt.question]
+        texts = [p for p in parts if isinstance(p, str)]
+        if len(texts) == len(parts):
+            if not prompt.question:
+                raise RequestError("the question is empty", param="prompt")
+            return ParsedPrompt(self._layout(self.encode.parts(texts)), "".join(texts))
+        if texts:
+            raise RequestError("the parts of a ChunkedPrompt must be all text or all token ids", param="prompt")
+        names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "question"]
+        return ParsedPrompt(self._layout([check_ids(p, n) for p, n in zip(parts, names, strict=True)]), None)
+
+    def _plain(self, ids: TokenIds) -> ChunkLayout:
+        return self._layout([[], ids])
+
+    def _layout(self, parts: Sequence[TokenIds]) -> ChunkLayout:
+        prefix, *chunks, question = parts
+        if not question:
+            raise RequestError("the question is empty", param="prompt")
+        return make_layout(prefix, chunks, question, self.strategy)
+
+
+def check_ids(ids: Any, name: str) -> list[int]:
+    """Token ids as a list of ints that fit int32; bounds of the vocabulary are the engine's to check.
+
+    Raises:
+        RequestError: not a sequence of non-negative integers.
+    """
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+        raise RequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param="prompt")
+    for index, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
+            raise RequestError(f"{name}[{index}] is not a token id: {token!r}", param="prompt")
+    return [int(t) for t in ids]

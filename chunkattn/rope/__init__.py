@@ -1,0 +1,1 @@
+"""Rotary embedding and the strategies that assign position ids."""

@@ -1,0 +1,118 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) and its published scalings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn.errors import ModelError
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Frequencies of one model's rotary embedding.
+
+    Attributes:
+        inv_freq: float32 `[head_dim / 2]`, radians per position.
+        attention_factor: multiplies cos and sin (1.0 but for yarn).
+        max_positions: positions at or beyond this are refused, or None.
+    """
+
+    inv_freq: np.ndarray
+    attention_factor: float = 1.0
+    max_positions: int | None = None
+
+
+def make_rotary(params: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> RotarySpec:
+    """The rotary embedding a checkpoint's `rope_parameters` describe.
+
+    Args:
+        params: `rope_type`, `rope_theta` and what the type needs, named as in
+            Hugging Face configurations.
+        head_dim: size of an attention head.
+        max_position_embeddings: the configuration's value; `dynamic` refuses
+            positions beyond it instead of letting the frequencies of cached keys
+            depend on the longest position of a call.
+
+    Raises:
+        ModelError: the scaling is not supported or lacks a parameter.
+    """
+    rope_type = params.get("rope_type", params.get("type", "default"))
+    if params.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError("rope_parameters: partial_rotary_factor other than 1.0 is not supported")
+    try:
+        # In float32 step by step, as the reference implementations compute it: at large
+        # positions the last bit of a frequency is visible in the logits.
+        base = np.float32(params["rope_theta"])
+        inv_freq = np.float32(1.0) / base ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+        if rope_type == "default":
+            return RotarySpec(inv_freq)
+        if rope_type == "linear":
+            return RotarySpec(inv_freq / np.float32(params["factor"]))
+        if rope_type == "dynamic":
+            return RotarySpec(inv_freq, max_positions=max_position_embeddings)
+        if rope_type == "llama3":
+            return RotarySpec(_llama3(inv_freq, params, max_position_embeddings))
+        if rope_type == "yarn":
+            return _yarn(inv_freq, params, max_position_embeddings)
+    except KeyError as missing:
+        raise ModelError(f"rope_parameters of type {rope_type!r} lack {missing}") from None
+    raise ModelError(
+        f"rope_type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3 and yarn"
+    )
+
+
+def _llama3(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -> np.ndarray:
+    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp between."""
+    factor, low, high = params["factor"], params["low_freq_factor"], params["high_freq_factor"]
+    original = params.get("original_max_position_embeddings") or max_positions
+    turns = original * inv_freq / (2 * math.pi)
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return ((1 - keep) * inv_freq / factor + keep * inv_freq).astype(np.float32)
+
+
+def _yarn(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -> RotarySpec:
+    """YaRN (arXiv:2309.00071): interpolate slow dimensions, keep fast ones, sharpen attention."""
+    head_dim, base = 2 * len(inv_freq), params["rope_theta"]
+    original = params.get("original_max_position_embeddings") or max_positions
+    factor = params.get("factor") or max_positions / original
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = dimension(params.get("beta_fast") or 32), dimension(params.get("beta_slow") or 1)
+    if params.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    ramp = (np.arange(len(inv_freq), dtype=np.float32) - first) / ((last - first) or 0.001)
+    keep = 1.0 - np.clip(ramp, 0.0, 1.0)
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    attention_factor = params.get("attention_factor")
+    if attention_factor is None:
+        over, under = params.get("mscale"), params.get("mscale_all_dim")
+        attention_factor = mscale(over) / mscale(under) if over and under else mscale(1.0)
+    scaled = (1 - keep) * inv_freq / np.float32(factor) + keep * inv_freq
+    return RotarySpec(scaled.astype(np.float32), float(attention_factor))
+
+
+def rotary_tables(spec: RotarySpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 `[T, 1, head_dim / 2]`, for int32 `[T]` position ids. Once a step, not a layer."""
+    angles = positions.astype(jnp.float32)[:, None] * spec.inv_freq
+    factor = np.float32(spec.attention_factor)
+    return (jnp.cos(angles) * factor)[:, None], (jnp.sin(angles) * factor)[:, None]
+
+
+def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate `[T, heads, head_dim]` in the half-split layout of Hugging Face checkpoints."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
