@@ -37,3 +37,7 @@ class ModelError(ChunkAttnError, ValueError):
 
 class BackendError(ChunkAttnError, ValueError):
     """An attention backend is unknown or refuses the requested setting."""
+
+
+class EngineError(ChunkAttnError, RuntimeError):
+    """A step failed while it computed a request; the engine goes on without that request."""

@@ -128,7 +128,8 @@ def _score_rows(request: Request) -> np.ndarray:
 
 def _prompt_rows(request: Request, sequence: Sequence) -> np.ndarray:
     """`[2, R]`: token indices with a next token in the same part, and that next token's index."""
-    if request.sampling is None or request.sampling.prompt_logprobs is None or sequence.sample:
+    params = request.sampling
+    if params is None or params.prompt_logprobs is None or sequence.sample or sequence.output_ids:
         return _NONE
     ids = request.layout.chunk_ids
     rows = np.flatnonzero(ids[1:] == ids[:-1])

@@ -1,0 +1,150 @@
+"""The model on the device: one jitted step, and the readouts of its hidden states."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
+from chunkattn.engine.batch import SampleRow, StepBatch, bucket_for, buckets
+from chunkattn.engine.messages import TokenLogprobs
+from chunkattn.engine.sampling import Readout, SampleInput, choose, read, sample_input
+from chunkattn.models.decoder import Decoder
+
+READ_ROWS = 64
+"""Most rows whose logits exist at once: bounds the `[rows, vocab]` float32 array."""
+
+
+class Runner:
+    """Owns the parameters and the KV pool.
+
+    The step's outputs are hidden states; sampling and log-probabilities are separate
+    small programs, so their variants add to the step's instead of multiplying them.
+
+    Attributes:
+        compiles: programs traced so far, by name.
+    """
+
+    def __init__(self, model: Decoder, backend: AttentionBackend, num_pages: int, max_logprobs: int) -> None:
+        self.spec, self.backend, self.num_pages = model.spec, backend, num_pages
+        self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
+        self.compiles: Counter[str] = Counter()
+        self._graph, self._params = nnx.split(model)
+        self._row_buckets = buckets(8, READ_ROWS, 8)
+        self._label_buckets = buckets(2, max(model.spec.vocab_size, 2), 4)
+        # The pool is donated: writing a token must not copy it.
+        self._step = jax.jit(self._trace_step, donate_argnums=1)
+        self._copy = jax.jit(self._trace_copy, donate_argnums=0)
+        self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
+        self._read = jax.jit(self._trace_read, static_argnames="num_top")
+        self.reset()
+
+    def reset(self) -> None:
+        """A fresh, empty KV pool."""
+        self.caches: list[KVCache] = [self.backend.allocate(self.num_pages) for _ in range(self.spec.num_layers)]
+
+    def forward(self, batch: StepBatch) -> jax.Array:
+        """Run one step; hidden states float32 `[T, hidden]`."""
+        metadata = self.backend.build_metadata(batch.attention)
+        hidden, self.caches = self._step(self._params, self.caches, batch.token_ids, batch.positions, metadata)
+        return hidden
+
+    def copy_pages(self, pairs: Seq[tuple[int, int]]) -> None:
+        """Copy whole pages `(from, to)` in every layer."""
+        for first in range(0, len(pairs), READ_ROWS):
+            block = np.asarray(pairs[first : first + READ_ROWS], np.int32)
+            padding = np.full((bucket_for(len(block), self._row_buckets) - len(block), 2), (0, self.num_pages), np.int32)
+            self.caches = self._copy(self.caches, *np.concatenate([block, padding]).T)
+
+    def sample(self, hidden: jax.Array, rows: list[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """The next token of every row, and its log-probabilities where asked for."""
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for first in range(0, len(rows), READ_ROWS):
+            block = rows[first : first + READ_ROWS]
+            given = sample_input(block, bucket_for(len(block), self._row_buckets), self.spec.vocab_size)
+            wanted = [r.sequence.request.sampling.logprobs for r in block]  # type: ignore[union-attr]
+            with_logprobs = any(w is not None for w in wanted)
+            chosen, readout = self._sample(self._params, hidden, given, with_logprobs=with_logprobs)
+            tokens += np.asarray(chosen)[: len(block)].tolist()
+            values = jax.device_get(readout)
+            logprobs += [None if w is None else _to_logprobs(values, slice(i, i + 1), w) for i, w in enumerate(wanted)]
+        return tokens, logprobs
+
+    def label_logprobs(self, hidden: jax.Array, rows: Seq[int], labels: Seq[tuple[int, ...]]) -> np.ndarray:
+        """float32 `[rows, L]`: log-probabilities of each row's labels; `L` of the longest, padded."""
+        size = bucket_for(max(map(len, labels)), self._label_buckets)
+        targets = np.zeros((len(rows), size), np.int32)
+        for target, ids in zip(targets, labels, strict=True):
+            target[: len(ids)] = ids
+        return np.concatenate([r.target for r in self._read_blocks(hidden, rows, targets, 0)])
+
+    def token_logprobs(self, hidden: jax.Array, rows: Seq[int], targets: Seq[int]) -> TokenLogprobs:
+        """Log-probability, rank and likeliest tokens for one target a row."""
+        blocks = self._read_blocks(hidden, rows, np.asarray(targets, np.int32)[:, None], self.max_logprobs)
+        return _to_logprobs(Readout(*map(np.concatenate, zip(*blocks, strict=True))), slice(None), self.max_logprobs)
+
+    def _read_blocks(self, hidden: jax.Array, rows: Seq[int], targets: np.ndarray, num_top: int) -> list[Readout]:
+        found = []
+        for first in range(0, len(rows), READ_ROWS):
+            block = np.asarray(rows[first : first + READ_ROWS], np.int32)
+            padding = bucket_for(len(block), self._row_buckets) - len(block)
+            wanted = np.pad(targets[first : first + len(block)], ((0, padding), (0, 0)))
+            values = jax.device_get(self._read(self._params, hidden, np.pad(block, (0, padding)), wanted, num_top=num_top))
+            found.append(Readout(*(v[: len(block)] for v in values)))
+        return found
+
+    # Traced functions. Counting here counts compilations: tracing is what runs this code.
+
+    def _trace_step(
+        self, params: Any, caches: list[KVCache], token_ids: jax.Array, positions: jax.Array, metadata: Metadata
+    ) -> tuple[jax.Array, list[KVCache]]:
+        self.compiles["step"] += 1
+        model: Decoder = nnx.merge(self._graph, params)
+        caches, scale = list(caches), 1 / math.sqrt(self.spec.head_dim)
+
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            out, caches[layer] = self.backend.forward(
+                q, k, v, caches[layer], metadata, scale=scale, window=self.spec.windows[layer]
+            )
+            return out
+
+        return model(token_ids, positions, attend), caches
+
+    def _trace_copy(self, caches: list[KVCache], source: jax.Array, target: jax.Array) -> list[KVCache]:
+        self.compiles["copy"] += 1
+        return jax.tree.map(lambda pool: pool.at[target].set(pool[source], mode="drop"), caches)
+
+    def _trace_sample(
+        self, params: Any, hidden: jax.Array, given: SampleInput, *, with_logprobs: bool
+    ) -> tuple[jax.Array, Readout | None]:
+        self.compiles["sample"] += 1
+        logits = nnx.merge(self._graph, params).logits(hidden[given.rows])
+        tokens = choose(logits, given)
+        return tokens, read(logits, tokens[:, None], self.max_logprobs) if with_logprobs else None
+
+    def _trace_read(self, params: Any, hidden: jax.Array, rows: jax.Array, targets: jax.Array, *, num_top: int) -> Readout:
+        self.compiles["read"] += 1
+        return read(nnx.merge(self._graph, params).logits(hidden[rows]), targets, num_top)
+
+
+def _to_logprobs(values: Readout, rows: slice, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        target=np.asarray(values.target[rows, 0]),
+        rank=np.asarray(values.rank[rows]),
+        top_ids=np.asarray(values.top_ids[rows, :num_top]),
+        top=np.asarray(values.top[rows, :num_top]),
+    )
+
+
+def page_bytes(backend: AttentionBackend, num_layers: int) -> int:
+    """Bytes of one page over all layers."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: backend.allocate(1)))
+    return num_layers * sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)

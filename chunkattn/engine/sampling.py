@@ -1,0 +1,224 @@
+"""Choosing tokens and reading log-probabilities, on the device, a block of rows at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn.engine.batch import SampleRow, bucket_for, buckets
+
+_EDIT_BUCKETS = buckets(64, 1 << 22, 4)
+
+
+class Edits(NamedTuple):
+    """Changes to single logits, `[R, A]` each; unused places hold an id outside the vocabulary.
+
+    Attributes:
+        ids: int32, each at most once a row.
+        bias: float32, added first; -inf bans a token.
+        seen: bool, subject to the repetition penalty.
+        count: float32, occurrences in the output.
+        repetition, presence, frequency: float32 `[R, 1]`.
+    """
+
+    ids: np.ndarray
+    bias: np.ndarray
+    seen: np.ndarray
+    count: np.ndarray
+    repetition: np.ndarray
+    presence: np.ndarray
+    frequency: np.ndarray
+
+
+class SampleInput(NamedTuple):
+    """One block of `R` rows to sample at. A None field compiles its stage away.
+
+    Attributes:
+        rows: int32 `[R]`, rows of the step.
+        temperature: float32 `[R]`, 0 is greedy; None when all rows are.
+        keys: uint32 `[R, 2]`, threefry keys of the requests' seeds.
+        fold: int32 `[R, 2]`, sample and output position, folded into the key.
+        truncation: top_k (int32), top_p and min_p (float32), `[R]` each.
+        edits: penalties, biases and bans.
+    """
+
+    rows: np.ndarray
+    temperature: np.ndarray | None
+    keys: np.ndarray | None
+    fold: np.ndarray | None
+    truncation: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    edits: Edits | None
+
+
+class Readout(NamedTuple):
+    """Log-probabilities of the raw distribution: `target` `[R, L]`, `rank` `[R]`, `top_ids` and `top` `[R, K]`."""
+
+    target: jax.Array
+    rank: jax.Array
+    top_ids: jax.Array
+    top: jax.Array
+
+
+def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleInput:
+    """The arrays of a block of rows, padded to `size`."""
+    params = [row.sequence.request.sampling for row in block]
+    assert all(p is not None for p in params)
+
+    def column(values: list[float], dtype: type, fill: float) -> np.ndarray:
+        return np.asarray(values + [fill] * (size - len(values)), dtype)
+
+    greedy = all(p.greedy for p in params)
+    plain = all(p.greedy or (p.top_k <= 0 and p.top_p == 1 and p.min_p == 0) for p in params)
+    seeds = [row.sequence.request.seed for row in block]
+    folds = [(row.sample, len(row.sequence.output_ids)) for row in block]
+    return SampleInput(
+        rows=column([row.row for row in block], np.int32, 0),
+        temperature=None if greedy else column([p.temperature for p in params], np.float32, 0.0),
+        keys=None if greedy else _padded([(s >> 32, s & 0xFFFFFFFF) for s in seeds], size, np.uint32),
+        fold=None if greedy else _padded(folds, size, np.int32),
+        truncation=None
+        if plain
+        else (
+            column([p.top_k if p.top_k > 0 else vocab_size for p in params], np.int32, vocab_size),
+            column([p.top_p for p in params], np.float32, 1.0),
+            column([p.min_p for p in params], np.float32, 0.0),
+        ),
+        edits=_edits(block, size, vocab_size),
+    )
+
+
+def _padded(rows: list[tuple[int, int]], size: int, dtype: type) -> np.ndarray:
+    return np.asarray(rows + [(0, 0)] * (size - len(rows)), dtype)
+
+
+def _edits(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
+    """The logits each row changes, or None when none does."""
+    per_row = [_row_edits(row) for row in block]
+    if not any(per_row):
+        return None
+    width = bucket_for(max(map(len, per_row)), _EDIT_BUCKETS)
+    edits = Edits(
+        np.full((size, width), vocab_size, np.int32),
+        np.zeros((size, width), np.float32),
+        np.zeros((size, width), bool),
+        np.zeros((size, width), np.float32),
+        *np.ones((1, size, 1), np.float32),
+        *np.zeros((2, size, 1), np.float32),
+    )
+    for i, (row, changes) in enumerate(zip(block, per_row, strict=True)):
+        params = row.sequence.request.sampling
+        assert params is not None
+        edits.repetition[i], edits.presence[i], edits.frequency[i] = (
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        for j, (token, (bias, seen, count)) in enumerate(changes.items()):
+            edits.ids[i, j], edits.bias[i, j], edits.seen[i, j], edits.count[i, j] = token, bias, seen, count
+    return edits
+
+
+def _row_edits(row: SampleRow) -> dict[int, tuple[float, bool, int]]:
+    """Token id to (bias, seen in prompt or output, occurrences in the output)."""
+    request, output = row.sequence.request, row.sequence.output_ids
+    params = request.sampling
+    assert params is not None
+    bias = dict(params.logit_bias)
+    if len(output) < params.min_tokens:
+        bias |= dict.fromkeys((*request.eos_token_ids, *params.stop_token_ids), -np.inf)
+    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    counts = Counter(output) if penalised else Counter()
+    prompt = set(request.layout.token_ids.tolist()) if params.repetition_penalty != 1 else set()
+    seen = prompt | counts.keys()
+    return {t: (bias.get(t, 0.0), t in seen, counts[t]) for t in {*bias, *seen}}
+
+
+def apply_edits(logits: jax.Array, edits: Edits) -> jax.Array:
+    """Bias, then repetition (arXiv:1909.05858), presence and frequency penalties, `[R, V]`."""
+    rows = jnp.arange(len(logits))[:, None]
+    value = logits.at[rows, edits.ids].get(mode="fill", fill_value=0.0) + edits.bias
+    penalty = jnp.where(edits.seen, edits.repetition, 1.0)
+    value = jnp.where(value > 0, value / penalty, value * penalty)
+    value -= edits.frequency * edits.count + edits.presence * (edits.count > 0)
+    return logits.at[rows, edits.ids].set(value, mode="drop", unique_indices=False)
+
+
+def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Mask what min-p, then top-k, then top-p leave out, `[R, V]`; ties at a threshold stay.
+
+    Thresholds are found by bisection over the bits of float32, in 32 passes over the
+    logits: exact, and much faster than sorting a vocabulary of 150,000.
+    """
+    keep = logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)[:, None]
+    logits = jnp.where(keep, logits, -jnp.inf)
+    order = _sortable(logits)
+    ones = jnp.ones_like(logits)
+    logits = jnp.where(order >= _threshold(order, ones, top_k.astype(jnp.float32)), logits, -jnp.inf)
+    kept = order >= _threshold(order, jax.nn.softmax(logits), top_p)
+    return jnp.where(kept | (top_p >= 1)[:, None], logits, -jnp.inf)
+
+
+def _sortable(x: jax.Array) -> jax.Array:
+    """float32 to int32 of the same order."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
+    """Per row the largest `t` such that the weights where `order >= t` sum to `target` or more, `[R, 1]`."""
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low | high) - ((low ^ high) >> 1)  # the average rounded up, without overflow
+        enough = jnp.sum(jnp.where(order >= middle[:, None], weight, 0), -1) >= target
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+    limits = jnp.iinfo(jnp.int32)
+    rows = len(order)
+    low, _ = jax.lax.fori_loop(0, 32, halve, (jnp.full(rows, limits.min), jnp.full(rows, limits.max)))
+    return low[:, None]
+
+
+def choose(logits: jax.Array, given: SampleInput) -> jax.Array:
+    """int32 `[R]` token ids from raw logits float32 `[R, V]`.
+
+    The random numbers of a token depend on (seed, sample, output position) alone, so it
+    comes out the same in any company.
+    """
+    if given.edits is not None:
+        logits = apply_edits(logits, given.edits)
+    likeliest = logits.argmax(-1)
+    if given.temperature is None:
+        return likeliest
+    assert given.keys is not None
+    assert given.fold is not None
+    scaled = logits / jnp.where(given.temperature > 0, given.temperature, 1.0)[:, None]
+    if given.truncation is not None:
+        scaled = truncate(scaled, *given.truncation)
+
+    def draw(key: jax.Array, fold: jax.Array, row: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(key, impl="threefry2x32")
+        return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, fold[0]), fold[1]), row)
+
+    drawn = jax.vmap(draw)(given.keys, given.fold, scaled)
+    return jnp.where(given.temperature > 0, drawn, likeliest)
+
+
+def read(logits: jax.Array, targets: jax.Array, num_top: int) -> Readout:
+    """Log-probabilities of `targets` int32 `[R, L]` and of the `num_top` likeliest tokens.
+
+    Full-vocabulary log-softmax in float32. The rank is of the first target.
+    """
+    logprobs = jax.nn.log_softmax(logits)
+    target = jnp.take_along_axis(logprobs, targets, axis=1)
+    rank = 1 + (logprobs > target[:, :1]).sum(-1)
+    top, top_ids = jax.lax.top_k(logprobs, num_top)
+    return Readout(target, rank, top_ids, top)
+
+
+Sampler = Callable[[jax.Array, SampleInput], jax.Array]
