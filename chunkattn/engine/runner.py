@@ -56,6 +56,10 @@ class Runner:
         hidden, self.caches = self._step(self._params, self.caches, batch.token_ids, batch.positions, metadata)
         return hidden
 
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 `[N, vocab]` of hidden states `[N, hidden]`, uncompiled: for inspection and tests."""
+        return nnx.merge(self._graph, self._params).logits(hidden)
+
     def copy_pages(self, pairs: Seq[tuple[int, int]]) -> None:
         """Copy whole pages `(from, to)` in every layer."""
         for first in range(0, len(pairs), READ_ROWS):

@@ -1,0 +1,106 @@
+"""Tiny random checkpoints of every family, and transformers as the witness over them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from chunkattn import ChunkLayout
+
+VOCAB = 128
+
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _llama(rope: dict | None = None, **changes) -> LlamaConfig:
+    return LlamaConfig(**{**_SHAPE, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", **(rope or {})}, **changes})
+
+
+CHECKPOINTS: dict[str, PretrainedConfig] = {
+    "llama": _llama(tie_word_embeddings=False),
+    "llama-bias": _llama(attention_bias=True, mlp_bias=True, num_key_value_heads=4),
+    "llama-linear": _llama({"rope_type": "linear", "factor": 4.0}),
+    "llama-dynamic": _llama({"rope_type": "dynamic", "factor": 4.0}),
+    "llama-llama3": _llama(
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    ),
+    "llama-yarn": _llama({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+    "mistral": MistralConfig(**_SHAPE, head_dim=32, sliding_window=None),
+    "mistral-window": MistralConfig(**_SHAPE, sliding_window=11),
+    "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
+    "qwen2-window": Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen3": Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+}
+CHUNKABLE = [name for name in CHECKPOINTS if "window" not in name]
+
+
+def make_checkpoint(config: PretrainedConfig, folder: Path, max_shard_size: str = "100KB") -> Path:
+    """Save a random model, sharded, with no parameter at a trivial value."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+class Oracle:
+    """transformers in float32 with eager attention."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+    @torch.no_grad()
+    def logits(self, ids, positions=None, visible=None) -> np.ndarray:
+        """float32 `[T, vocab]`: plain when no mask is given."""
+        ids = torch.as_tensor(np.asarray(ids))[None]
+        if visible is None:
+            return self.model(ids).logits[0].numpy()
+        mask = torch.where(torch.as_tensor(visible), 0.0, torch.finfo(torch.float32).min)[None, None]
+        return self.model(ids, attention_mask=mask, position_ids=torch.as_tensor(np.asarray(positions))[None]).logits[0].numpy()
+
+    def chunked(self, layout: ChunkLayout, generated=()) -> np.ndarray:
+        """Logits of a layout followed by generated tokens, under a mask built from the definition, pair by pair."""
+        ids = [*layout.token_ids.tolist(), *generated]
+        part = [c for c, n in parts_of(layout) for _ in range(n)] + ["question"] * len(generated)
+        visible = np.array(
+            [
+                [k <= i and (part[k] == "prefix" or part[i] == part[k] or part[i] == "question") for k in range(len(ids))]
+                for i in range(len(ids))
+            ]
+        )
+        positions = [*layout.positions.tolist(), *range(layout.next_position, layout.next_position + len(generated))]
+        return self.logits(ids, positions, visible)
+
+
+def parts_of(layout: ChunkLayout):
+    return [("prefix", layout.prefix_len), *enumerate(layout.chunk_lens), ("question", layout.question_len)]
+
+
+def random_parts(rng: np.random.Generator, most_chunks: int = 20, longest: int = 12):
+    """Prefix, chunks and question as id lists: unequal, empty and one-token chunks, sometimes no prefix."""
+    lens = [int(rng.choice([0, 1, rng.integers(1, longest + 1)], p=[0.15, 0.2, 0.65])) for _ in range(rng.integers(0, most_chunks + 1))]
+    sizes = [int(rng.integers(0, longest)), *lens, int(rng.integers(1, longest))]
+    prefix, *chunks, question = (rng.integers(0, VOCAB, n).tolist() for n in sizes)
+    return prefix, chunks, question

@@ -1,0 +1,68 @@
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import pytest
+
+_CACHE = Path(__file__).parent.parent / ".cache" / "jax"
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
+
+from chunkattn import LLM
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Folder of a named tiny random checkpoint, made once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_checkpoint(CHECKPOINTS[name], tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint):
+    """transformers on a named checkpoint: float32, eager, custom masks."""
+    made: dict[str, Oracle] = {}
+
+    def get(name: str) -> Oracle:
+        if name not in made:
+            made[name] = Oracle(checkpoint(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint):
+    """An engine on a named checkpoint; equal options share one, so its programs compile once."""
+    made: dict[tuple, LLM] = {}
+
+    def get(name: str, **options) -> LLM:
+        defaults = {"skip_tokenizer_init": True, "max_num_batched_tokens": 256, "max_num_seqs": 16, "max_logprobs": 128}
+        options = {**defaults, "kv_cache_memory_bytes": 8 << 20, **options}
+        key = (name, *sorted(options.items()))
+        if key not in made:
+            made[key] = LLM(str(checkpoint(name)), **options)
+        return made[key]
+
+    yield get
+    for llm in made.values():
+        llm.core.scheduler.check()
+        assert llm.core.scheduler.pool.num_free == llm.core.runner.num_pages, "pages leaked"
+
+
+@pytest.fixture(scope="session")
+def demo() -> LLM:
+    """The bundled demo model."""
+    return LLM(enable_chunk_aware=True, kv_cache_memory_bytes=32 << 20, max_num_batched_tokens=512)

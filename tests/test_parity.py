@@ -1,0 +1,98 @@
+"""Logits and greedy tokens against transformers, for every family, scaling, strategy and backend."""
+
+import numpy as np
+import pytest
+from tests.checkpoints import CHECKPOINTS, CHUNKABLE, VOCAB, random_parts
+
+from chunkattn import ChunkedPrompt, SamplingParams, make_layout
+from chunkattn.engine.messages import GenerateRequest
+
+GREEDY = SamplingParams(temperature=0, max_tokens=32)
+
+
+def engine_logits(llm, layout):
+    """Raw logits `[T, vocab]` of a prompt in the user's order, from the engine's own step."""
+    core = llm.core
+    request = core.prepare(GenerateRequest("probe", layout, SamplingParams(max_tokens=1)))
+    core.add(request)
+    try:
+        logits = np.zeros((len(layout), VOCAB), np.float32)
+        while request.sequences == [] or request.sequences[0].num_computed < len(layout):
+            (span,) = core.scheduler.schedule()
+            hidden = core.runner.forward(core.batches.build([span]))
+            rows = request.user_index[span.start : span.end]
+            logits[rows] = core.runner.logits(hidden)[: len(rows)]
+            span.sequence.num_computed = span.end
+        return logits
+    finally:
+        core.abort("probe")
+
+
+def check_greedy(logits, prompt_len, tokens):
+    """Every token is the argmax of the logits before it, so the whole text is the greedy one."""
+    expected = logits[prompt_len - 1 : prompt_len - 1 + len(tokens)].argmax(-1)
+    assert tokens == expected.tolist()
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_plain_prompts(name, engine, oracle):
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 17, 90)]
+    llm = engine(name)
+    for ids in prompts:
+        np.testing.assert_allclose(engine_logits(llm, make_layout([], [], ids)), oracle(name).logits(ids), atol=1e-4)
+    for ids, out in zip(prompts, llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY), strict=True):
+        tokens = out.outputs[0].token_ids
+        assert len(tokens) == 32
+        check_greedy(oracle(name).logits(ids + tokens), len(ids), tokens)
+
+
+def _matrix():
+    for name in CHUNKABLE:
+        for strategy in ("shared", "offset"):
+            for backend in ("xla", "reference"):
+                quick = (name == "qwen3") or (strategy, backend) == ("shared", "xla")
+                marks = () if quick else pytest.mark.slow
+                yield pytest.param(name, strategy, backend, marks=marks, id=f"{name}-{strategy}-{backend}")
+
+
+@pytest.mark.parametrize(("name", "strategy", "backend"), _matrix())
+def test_chunked_prompts(name, strategy, backend, engine, oracle):
+    """50 random layouts of 0 to 20 chunks: raw logits, then 32 greedy tokens each, all in one batch."""
+    rng = np.random.default_rng(2)
+    llm = engine(name, position_strategy=strategy, attention_backend=backend)
+    layouts = []
+    while len(layouts) < 50:
+        parts = random_parts(rng)
+        layout = make_layout(*parts, strategy)
+        if layout.next_position + 32 <= llm.max_model_len:
+            layouts.append((parts, layout))
+    for _, layout in layouts[:: 5 if backend == "reference" else 1]:
+        np.testing.assert_allclose(engine_logits(llm, layout), oracle(name).chunked(layout), atol=1e-4)
+    outs = llm.generate([ChunkedPrompt(*parts) for parts, _ in layouts], GREEDY)
+    for (_, layout), out in zip(layouts, outs, strict=True):
+        assert out.prompt_token_ids == layout.token_ids.tolist()
+        tokens = out.outputs[0].token_ids
+        check_greedy(oracle(name).chunked(layout, tokens), len(layout), tokens)
+
+
+def test_each_chunk_is_prefix_and_chunk_alone(engine, oracle):
+    """The logits of a chunk's tokens are those of prefix + chunk as a plain prompt."""
+    rng = np.random.default_rng(3)
+    prefix, chunks, question = rng.integers(0, VOCAB, 9), [rng.integers(0, VOCAB, n) for n in (5, 1, 14)], [7]
+    layout = make_layout(prefix, chunks, question)
+    logits = engine_logits(engine("qwen3"), layout)
+    for segment, chunk in zip(layout.segments[1:], chunks, strict=False):
+        alone = oracle("qwen3").logits([*prefix, *chunk])[len(prefix) :]
+        np.testing.assert_allclose(logits[segment.start : segment.end], alone, atol=1e-4)
+
+
+def test_more_tokens_than_positions(engine, oracle):
+    """64 chunks of 8 times max_position_embeddings tokens in all, under shared positions."""
+    rng = np.random.default_rng(4)
+    llm = engine("llama", max_num_batched_tokens=512)
+    parts = rng.integers(0, VOCAB, 8).tolist(), [rng.integers(0, VOCAB, 32).tolist() for _ in range(64)], [1, 2, 3]
+    layout = make_layout(*parts)
+    assert len(layout) > 8 * llm.max_model_len > 8 * layout.next_position
+    tokens = llm.generate(ChunkedPrompt(*parts), GREEDY)[0].outputs[0].token_ids
+    check_greedy(oracle("llama").chunked(layout, tokens), len(layout), tokens)
