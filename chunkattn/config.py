@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.rope.positions import get_strategy
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -64,7 +63,6 @@ class EngineConfig:
             raise ConfigError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
         if not self.chunk_separator:
             raise ConfigError("chunk_separator must not be empty")
-        get_strategy(self.position_strategy)
         for name in ("max_chunk_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_items_per_request"):
             _whole(name, getattr(self, name), 1, error=ConfigError)
         for name in ("max_model_len", "kv_cache_memory_bytes"):

@@ -35,6 +35,7 @@ from chunkattn.outputs import RequestOutput, ScoreOutput, ScoreUsage
 from chunkattn.parsers import ChunkedPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.delimited import check_delimiter, pack_delimited, parse_delimited
 from chunkattn.parsers.prompt import Prompt, check_ids
+from chunkattn.rope.positions import get_strategy
 from chunkattn.scoring import ALGORITHMS, ScoreJob, select_algorithm
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class LLM:
             raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(known))}")
         self.config = EngineConfig(model=model, **options)
         config = self.config
+        get_strategy(config.position_strategy)  # before anything large is loaded
         loaded = load_model(
             model,
             tokenizer=config.tokenizer,
@@ -224,9 +226,7 @@ class LLM:
             usage=ScoreUsage(len(query_ids) + sum(map(len, item_ids)), sum(len(p.layout) for p in parts)),
         )
 
-    def _score_ids(
-        self, query: Any, items: Any, packed_ids: Sequence[int] | None
-    ) -> tuple[list[int], list[list[int]]]:
+    def _score_ids(self, query: Any, items: Any, packed_ids: Sequence[int] | None) -> tuple[list[int], list[list[int]]]:
         """Token ids of query and items, checked, from whichever form they came in."""
         delimiter = self.config.multi_item_scoring_delimiter
         if packed_ids is not None:

@@ -30,7 +30,7 @@ class _Sequence:
 
 def random_layout(rng: np.random.Generator, *, most_chunks: int = 6, longest: int = 20, scoring: bool = False) -> ChunkLayout:
     """A layout with empty, one-token and unequal parts; without a question when `scoring`."""
-    lens = [int(rng.choice([0, 1, rng.integers(1, longest + 1)])) for _ in range(rng.integers(0, most_chunks + 1))]
+    lens = [int(rng.integers(0, rng.choice([1, 2, longest + 1]))) for _ in range(rng.integers(0, most_chunks + 1))]
     prefix, question = int(rng.integers(0, longest)), 0 if scoring else int(rng.integers(1, longest))
     if not prefix + sum(lens) + question:
         prefix = 1
@@ -50,7 +50,7 @@ def random_steps(rng: np.random.Generator, *, plain: bool = False) -> list[Atten
         plan = plan_slots(layout, _BLOCK_SIZE, aligned=bool(rng.integers(2)))
         if plan.end <= _WIDTH * _BLOCK_SIZE - 4:
             sequences.append(_Sequence(plan, [pool.pop() for _ in range(_WIDTH)], plain=layout.is_plain))
-    steps = []
+    steps: list[AttentionBatch] = []
     while any(s.done < len(s.plan.slots) for s in sequences) or not steps:
         rows: list[tuple[int, int, int]] = []  # sequence, slot, row_start
         for index, seq in enumerate(sequences):
@@ -58,7 +58,9 @@ def random_steps(rng: np.random.Generator, *, plain: bool = False) -> list[Atten
             if left:
                 span = min(int(rng.integers(0, left + 1)), room)
                 picked = slice(seq.done, seq.done + span)
-                rows += [(index, int(a), int(b)) for a, b in zip(seq.plan.slots[picked], seq.plan.row_start[picked], strict=True)]
+                rows += [
+                    (index, int(a), int(b)) for a, b in zip(seq.plan.slots[picked], seq.plan.row_start[picked], strict=True)
+                ]
                 seq.done += span
             elif seq.done - len(seq.plan.slots) == 0 and room:  # one decode
                 rows.append((index, seq.plan.end, 0))
@@ -78,7 +80,8 @@ def _batch(sequences: list[_Sequence], rows: list[tuple[int, int, int]]) -> Atte
         prefix_end[index] = seq.plan.prefix_end
     columns = np.zeros((3, _ROWS), np.int32)
     columns[:, : len(rows)] = np.asarray(rows, np.int32).reshape(-1, 3).T
-    return AttentionBatch(len(rows), *columns, prefix_end, table, page_len, _BLOCK_SIZE)
+    row_seq, row_slot, row_start = columns
+    return AttentionBatch(len(rows), row_seq, row_slot, row_start, prefix_end, table, page_len, _BLOCK_SIZE)
 
 
 def check_backend(
@@ -100,7 +103,10 @@ def check_backend(
         backend: a class, or a registered name.
         cases: random sets of sequences, each computed in several steps.
         seed: of the generator.
-        head_dim, num_heads, num_kv_heads, dtype: of the queries and keys.
+        head_dim: size of a head.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        dtype: of queries, keys and values.
         window: a sliding window, over plain prompts.
 
     Returns:
@@ -116,7 +122,9 @@ def check_backend(
     if reason := cls.supports(spec):
         raise NotImplementedError(f"backend {cls.name!r} refuses {spec}: {reason}")
     rng, worst = np.random.default_rng(seed), 0.0
-    judged, oracle = ((b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (cls(spec), get_backend("reference")(spec)))
+    judged, oracle = (
+        (b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (cls(spec), get_backend("reference")(spec))
+    )
     for case in range(cases):
         caches = [jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), b.allocate(_SEQS * _WIDTH)) for b, _ in (judged, oracle)]
         for number, batch in enumerate(random_steps(rng, plain=window is not None)):

@@ -26,7 +26,9 @@ _SHAPE = {
 
 
 def _llama(rope: dict | None = None, **changes) -> LlamaConfig:
-    return LlamaConfig(**{**_SHAPE, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", **(rope or {})}, **changes})
+    return LlamaConfig(
+        **{**_SHAPE, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", **(rope or {})}, **changes}
+    )
 
 
 CHECKPOINTS: dict[str, PretrainedConfig] = {
@@ -58,7 +60,7 @@ def make_checkpoint(config: PretrainedConfig, folder: Path, max_shard_size: str 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -100,7 +102,10 @@ def parts_of(layout: ChunkLayout):
 
 def random_parts(rng: np.random.Generator, most_chunks: int = 20, longest: int = 12):
     """Prefix, chunks and question as id lists: unequal, empty and one-token chunks, sometimes no prefix."""
-    lens = [int(rng.choice([0, 1, rng.integers(1, longest + 1)], p=[0.15, 0.2, 0.65])) for _ in range(rng.integers(0, most_chunks + 1))]
+    lens = [
+        int(rng.choice([0, 1, rng.integers(1, longest + 1)], p=[0.15, 0.2, 0.65]))
+        for _ in range(rng.integers(0, most_chunks + 1))
+    ]
     sizes = [int(rng.integers(0, longest)), *lens, int(rng.integers(1, longest))]
     prefix, *chunks, question = (rng.integers(0, VOCAB, n).tolist() for n in sizes)
     return prefix, chunks, question

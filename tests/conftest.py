@@ -12,9 +12,8 @@ jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
-from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
-
 from chunkattn import LLM
+from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from tests.checkpoints import CHECKPOINTS, CHUNKABLE, VOCAB, random_parts
 
 from chunkattn import ChunkedPrompt, SamplingParams, make_layout
 from chunkattn.engine.messages import GenerateRequest
+from tests.checkpoints import CHECKPOINTS, CHUNKABLE, VOCAB, random_parts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32)
 
@@ -56,7 +56,7 @@ def _matrix():
                 yield pytest.param(name, strategy, backend, marks=marks, id=f"{name}-{strategy}-{backend}")
 
 
-@pytest.mark.parametrize(("name", "strategy", "backend"), _matrix())
+@pytest.mark.parametrize(("name", "strategy", "backend"), list(_matrix()))
 def test_chunked_prompts(name, strategy, backend, engine, oracle):
     """50 random layouts of 0 to 20 chunks: raw logits, then 32 greedy tokens each, all in one batch."""
     rng = np.random.default_rng(2)

@@ -13,7 +13,8 @@ from training.world import EOS, PREFIX, SYLLABLES, World
 CHAT_TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}" + PREFIX + "{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ message['content'] }}{% if not loop.last or add_generation_prompt %} Answer:{% endif %}"
+    "{% if message['role'] == 'user' %}{{ message['content'] }}"
+    "{% if not loop.last or add_generation_prompt %} Answer:{% endif %}"
     "{% elif message['role'] == 'assistant' %} {{ message['content'] }}" + EOS + "{% else %}{{ message['content'] }}{% endif %}"
     "{% endfor %}"
 )

@@ -206,7 +206,8 @@ def main() -> None:
         losses.append(loss)
         if number % 50 == 0:
             mean = float(jnp.stack(losses).mean())
-            print(json.dumps({"step": number, "of": steps, "loss": round(mean, 4), "s": round(time.perf_counter() - began)}), flush=True)
+            seconds = round(time.perf_counter() - began)
+            print(json.dumps({"step": number, "of": steps, "loss": round(mean, 4), "s": seconds}), flush=True)
             losses = []
         if number % 500 == 0 or number == steps:
             save_weights(nnx.merge(graph, params), args.out)

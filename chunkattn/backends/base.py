@@ -14,6 +14,8 @@ KVCache = Any
 """One layer's paged K/V: a pytree of arrays whose axis 0 is the page."""
 Metadata = Any
 """A backend's own pytree of host arrays describing one step."""
+StepArray = Any
+"""An array of the metadata: NumPy where it is built, `jax.Array` where it is traced."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class AttentionBackend(ABC):
 
 def write_pages(cache: KVCache, k: jax.Array, v: jax.Array, flat_slots: jax.Array) -> KVCache:
     """Scatter rows' K/V into a cache of the default shape; rows with slot -1 are dropped."""
-    index = jnp.where(flat_slots < 0, jnp.iinfo(jnp.int32).max, flat_slots)
+    index = jnp.where(flat_slots < 0, np.iinfo(np.int32).max, flat_slots)
 
     def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
         flat = pool.reshape(-1, *pool.shape[2:])

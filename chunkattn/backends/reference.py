@@ -6,22 +6,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, write_pages
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, write_pages
 from chunkattn.backends.registry import register_backend
 
 
 class DenseMetadata(NamedTuple):
     """The batch itself, as arrays, with padding rows in sequence -1."""
 
-    row_seq: np.ndarray
-    row_slot: np.ndarray
-    row_start: np.ndarray
-    flat_slots: np.ndarray
-    prefix_end: np.ndarray
-    block_tables: np.ndarray
-    page_len: np.ndarray
+    row_seq: StepArray
+    row_slot: StepArray
+    row_start: StepArray
+    flat_slots: StepArray
+    prefix_end: StepArray
+    block_tables: StepArray
+    page_len: StepArray
 
 
 @register_backend("reference")

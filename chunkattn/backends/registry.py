@@ -82,12 +82,14 @@ def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
             raise BackendError(f"attention_backend {name!r} cannot serve this model: {reason}")
         return cls(spec)
     platform = jax.default_backend()
-    refused = []
+    refused: list[str] = []
     for candidate in _PREFERENCE.get(platform, _DEFAULT_PREFERENCE):
         cls = get_backend(candidate)
         reason = cls.supports(spec)
         if reason is None:
-            logger.info("attention_backend auto: %s on %s%s", candidate, platform, f" ({'; '.join(refused)})" if refused else "")
+            logger.info(
+                "attention_backend auto: %s on %s%s", candidate, platform, f" ({'; '.join(refused)})" if refused else ""
+            )
             return cls(spec)
         refused.append(f"{candidate}: {reason}")
     raise BackendError(f"no attention backend supports this model on {platform}: {'; '.join(refused)}")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkattn.backends.base import AttentionBatch
+from chunkattn.backends.base import AttentionBatch, StepArray
 
 
 class TileRanges(NamedTuple):
@@ -21,12 +21,12 @@ class TileRanges(NamedTuple):
     The ranges do not overlap.
     """
 
-    first_end: np.ndarray
-    second_start: np.ndarray
-    second_end: np.ndarray
+    first_end: StepArray
+    second_start: StepArray
+    second_end: StepArray
 
     @property
-    def counts(self) -> np.ndarray:
+    def counts(self) -> StepArray:
         """int32 `[Q]`: KV tiles visited."""
         return self.first_end + self.second_end - self.second_start
 
@@ -34,8 +34,8 @@ class TileRanges(NamedTuple):
 class Tiles(NamedTuple):
     """Query tiles: the first row and the number of rows of each, int32 `[Q]`."""
 
-    row: np.ndarray
-    size: np.ndarray
+    row: StepArray
+    size: StepArray
 
 
 def spans(batch: AttentionBatch) -> Tiles:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, write_pages
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, write_pages
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import TileRanges, Tiles, cut, spans, tile_ranges
 
@@ -25,6 +25,8 @@ TILE_SLOTS = 512
 DECODE_ROWS = 8
 """Sequences of a decode tile. They are sorted by length, so that few wait for a long one."""
 
+_FAR = np.iinfo(np.int32).max
+_TINY = np.finfo(np.float32).tiny
 _MASKED = -1e30
 """Start of the running maximum: finite, so that a row that has seen nothing yet stays finite."""
 
@@ -43,20 +45,20 @@ class TileMetadata(NamedTuple):
         prefix_end, block_tables, page_len: as in `AttentionBatch`.
     """
 
-    tile_row: np.ndarray
-    tile_last: np.ndarray
+    tile_row: StepArray
+    tile_last: StepArray
     ranges: TileRanges
-    num_tiles: np.ndarray
-    decode_rows: np.ndarray
-    decode_end: np.ndarray
-    num_decode_tiles: np.ndarray
-    row_seq: np.ndarray
-    row_slot: np.ndarray
-    row_start: np.ndarray
-    flat_slots: np.ndarray
-    prefix_end: np.ndarray
-    block_tables: np.ndarray
-    page_len: np.ndarray
+    num_tiles: StepArray
+    decode_rows: StepArray
+    decode_end: StepArray
+    num_decode_tiles: StepArray
+    row_seq: StepArray
+    row_slot: StepArray
+    row_start: StepArray
+    flat_slots: StepArray
+    prefix_end: StepArray
+    block_tables: StepArray
+    page_len: StepArray
 
 
 class _Softmax(NamedTuple):
@@ -155,14 +157,12 @@ def _unfold(x: jax.Array, rows: int) -> jax.Array:
 def _start(q: jax.Array) -> _Softmax:
     """No tile seen yet, for folded queries `[B, G, R, d]`."""
     shape = q.shape[:3]
-    return _Softmax(
-        jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32)
-    )
+    return _Softmax(jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
 
 
 def _finish(state: _Softmax) -> jax.Array:
     """Normalised values; rows that saw nothing (padding) are zero."""
-    return state.values / jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return state.values / jnp.maximum(state.total, _TINY)[..., None]
 
 
 def _update(
@@ -173,7 +173,8 @@ def _update(
     Args:
         state: so far.
         q: folded queries `[B, G, R, d]`.
-        keys, values: `[B, N, G, d]`.
+        keys: `[B, N, G, d]`.
+        values: as `keys`.
         mask: bool `[B, rows, N]`; each row stands for `R / rows` folded ones.
         present: bool `[B, N]`, slots that hold a token; the rest may be NaN.
         scale: multiplies the scores.
@@ -253,9 +254,9 @@ def _attend_decodes(
         rows = metadata.decode_rows[index]
         seqs, own = metadata.row_seq[rows], jnp.where(rows < len(q), metadata.row_slot[rows], -1)[:, None]
         folded = _fold(q[rows][:, None], kv_heads)
-        begin = 0
+        begin = jnp.int32(0)
         if window is not None:
-            shortest = jnp.where(own < 0, jnp.iinfo(jnp.int32).max, own).min()
+            shortest = jnp.where(own < 0, _FAR, own).min()
             begin = jnp.maximum(shortest - window + 1, 0) // tile_slots
 
         def one_kv_tile(tile: jax.Array, state: _Softmax) -> _Softmax:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkattn.backends.base import AttentionBatch
+from chunkattn.config import SamplingParams
 from chunkattn.engine.request import Request, Sequence
 from chunkattn.engine.scheduler import Span
 
@@ -38,13 +39,20 @@ class SampleRow(NamedTuple):
     sequence: Sequence
     sample: int
 
+    @property
+    def params(self) -> SamplingParams:
+        """The request's; only generation requests are sampled."""
+        params = self.sequence.request.sampling
+        assert params is not None
+        return params
+
 
 class LogprobRow(NamedTuple):
-    """Read log-probabilities at a row: scoring index or prompt token index `index` of a request."""
+    """Read log-probabilities at a row: for a scoring row or prompt token (`place`) of a request."""
 
     row: int
     request: Request
-    index: int
+    place: int
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,8 @@ class StepBatch:
         token_ids, positions: int32 `[T]`, padded to a bucket.
         attention: the backend's description of the same rows.
         samples: rows to sample at.
-        scores: rows of scoring requests; `index` is the place in the request's rows.
-        prompt_logprobs: rows before a prompt token asked about; `index` is that token's.
+        scores: rows of scoring requests; `place` is the index among the request's rows.
+        prompt_logprobs: rows before a prompt token asked about; `place` is that token's index.
     """
 
     token_ids: np.ndarray
@@ -91,7 +99,9 @@ class BatchBuilder:
         block_tables = np.zeros((self.max_num_seqs, width), np.int32)
         page_len = np.full((self.max_num_seqs, width), self.block_size, np.int32)
         prefix_end = np.zeros(self.max_num_seqs, np.int32)
-        samples, scores, prompt_logprobs = [], [], []
+        samples: list[SampleRow] = []
+        scores: list[LogprobRow] = []
+        prompt_logprobs: list[LogprobRow] = []
         first = 0
         for index, (sequence, start, end) in enumerate(spans):
             request = sequence.request

@@ -175,7 +175,9 @@ class EngineCore:
         self._check_ids("logit_bias", np.asarray([*params.logit_bias], np.int64))
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.runner.max_logprobs:
-                raise RequestError(f"{name} {getattr(params, name)} exceeds max_logprobs {self.runner.max_logprobs}", param=name)
+                raise RequestError(
+                    f"{name} {getattr(params, name)} exceeds max_logprobs {self.runner.max_logprobs}", param=name
+                )
         if params.n > self.config.max_num_seqs:
             raise CapacityError(f"n {params.n} exceeds max_num_seqs {self.config.max_num_seqs}", param="n")
 
@@ -237,15 +239,15 @@ class EngineCore:
         if batch.scores:
             scored = [r.request.score for r in batch.scores]
             values = self.runner.label_logprobs(hidden, [r.row for r in batch.scores], [s.label_token_ids for s in scored if s])
-            for (_, request, index), value in zip(batch.scores, values, strict=True):
-                if collector := self._collector_of(request, index, value):
+            for (_, request, place), value in zip(batch.scores, values, strict=True):
+                if collector := self._collector_of(request, place, value):
                     outputs.append(collector.score_result(request))
         if batch.prompt_logprobs:
-            targets = [int(r.request.layout.token_ids[r.index]) for r in batch.prompt_logprobs]
+            targets = [int(r.request.layout.token_ids[r.place]) for r in batch.prompt_logprobs]
             read = self.runner.token_logprobs(hidden, [r.row for r in batch.prompt_logprobs], targets)
-            for i, (_, request, index) in enumerate(batch.prompt_logprobs):
+            for i, (_, request, place) in enumerate(batch.prompt_logprobs):
                 row = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
-                if collector := self._collector_of(request, int(request.user_index[index]), row):
+                if collector := self._collector_of(request, int(request.user_index[place]), row):
                     outputs.append(collector.prompt_output(request))
         return outputs
 
@@ -270,7 +272,7 @@ class EngineCore:
 
 
 def _known(layout: ChunkLayout) -> np.ndarray:
-    """bool `[T]`: tokens with a token before them in the same part."""
+    """Bool `[T]`: tokens with a token before them in the same part."""
     known = np.zeros(len(layout), bool)
     known[1:] = layout.chunk_ids[1:] == layout.chunk_ids[:-1]
     return known

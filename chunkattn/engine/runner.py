@@ -74,7 +74,7 @@ class Runner:
         for first in range(0, len(rows), READ_ROWS):
             block = rows[first : first + READ_ROWS]
             given = sample_input(block, bucket_for(len(block), self._row_buckets), self.spec.vocab_size)
-            wanted = [r.sequence.request.sampling.logprobs for r in block]  # type: ignore[union-attr]
+            wanted = [r.params.logprobs for r in block]
             with_logprobs = any(w is not None for w in wanted)
             chosen, readout = self._sample(self._params, hidden, given, with_logprobs=with_logprobs)
             tokens += np.asarray(chosen)[: len(block)].tolist()

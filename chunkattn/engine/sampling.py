@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from chunkattn.backends.base import StepArray
 from chunkattn.engine.batch import SampleRow, bucket_for, buckets
 
 _EDIT_BUCKETS = buckets(64, 1 << 22, 4)
@@ -26,13 +26,13 @@ class Edits(NamedTuple):
         repetition, presence, frequency: float32 `[R, 1]`.
     """
 
-    ids: np.ndarray
-    bias: np.ndarray
-    seen: np.ndarray
-    count: np.ndarray
-    repetition: np.ndarray
-    presence: np.ndarray
-    frequency: np.ndarray
+    ids: StepArray
+    bias: StepArray
+    seen: StepArray
+    count: StepArray
+    repetition: StepArray
+    presence: StepArray
+    frequency: StepArray
 
 
 class SampleInput(NamedTuple):
@@ -47,27 +47,26 @@ class SampleInput(NamedTuple):
         edits: penalties, biases and bans.
     """
 
-    rows: np.ndarray
-    temperature: np.ndarray | None
-    keys: np.ndarray | None
-    fold: np.ndarray | None
-    truncation: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    rows: StepArray
+    temperature: StepArray | None
+    keys: StepArray | None
+    fold: StepArray | None
+    truncation: tuple[StepArray, StepArray, StepArray] | None
     edits: Edits | None
 
 
 class Readout(NamedTuple):
     """Log-probabilities of the raw distribution: `target` `[R, L]`, `rank` `[R]`, `top_ids` and `top` `[R, K]`."""
 
-    target: jax.Array
-    rank: jax.Array
-    top_ids: jax.Array
-    top: jax.Array
+    target: StepArray
+    rank: StepArray
+    top_ids: StepArray
+    top: StepArray
 
 
 def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleInput:
     """The arrays of a block of rows, padded to `size`."""
-    params = [row.sequence.request.sampling for row in block]
-    assert all(p is not None for p in params)
+    params = [row.params for row in block]
 
     def column(values: list[float], dtype: type, fill: float) -> np.ndarray:
         return np.asarray(values + [fill] * (size - len(values)), dtype)
@@ -111,8 +110,7 @@ def _edits(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
         *np.zeros((2, size, 1), np.float32),
     )
     for i, (row, changes) in enumerate(zip(block, per_row, strict=True)):
-        params = row.sequence.request.sampling
-        assert params is not None
+        params = row.params
         edits.repetition[i], edits.presence[i], edits.frequency[i] = (
             params.repetition_penalty,
             params.presence_penalty,
@@ -126,8 +124,7 @@ def _edits(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
 def _row_edits(row: SampleRow) -> dict[int, tuple[float, bool, int]]:
     """Token id to (bias, seen in prompt or output, occurrences in the output)."""
     request, output = row.sequence.request, row.sequence.output_ids
-    params = request.sampling
-    assert params is not None
+    params = row.params
     bias = dict(params.logit_bias)
     if len(output) < params.min_tokens:
         bias |= dict.fromkeys((*request.eos_token_ids, *params.stop_token_ids), -np.inf)
@@ -178,7 +175,7 @@ def _threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Ar
         enough = jnp.sum(jnp.where(order >= middle[:, None], weight, 0), -1) >= target
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
-    limits = jnp.iinfo(jnp.int32)
+    limits = np.iinfo(np.int32)
     rows = len(order)
     low, _ = jax.lax.fori_loop(0, 32, halve, (jnp.full(rows, limits.min), jnp.full(rows, limits.max)))
     return low[:, None]
@@ -195,8 +192,6 @@ def choose(logits: jax.Array, given: SampleInput) -> jax.Array:
     likeliest = logits.argmax(-1)
     if given.temperature is None:
         return likeliest
-    assert given.keys is not None
-    assert given.fold is not None
     scaled = logits / jnp.where(given.temperature > 0, given.temperature, 1.0)[:, None]
     if given.truncation is not None:
         scaled = truncate(scaled, *given.truncation)
@@ -205,7 +200,7 @@ def choose(logits: jax.Array, given: SampleInput) -> jax.Array:
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
         return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, fold[0]), fold[1]), row)
 
-    drawn = jax.vmap(draw)(given.keys, given.fold, scaled)
+    drawn = jax.vmap(draw)(jnp.asarray(given.keys), jnp.asarray(given.fold), scaled)
     return jnp.where(given.temperature > 0, drawn, likeliest)
 
 
@@ -219,6 +214,3 @@ def read(logits: jax.Array, targets: jax.Array, num_top: int) -> Readout:
     rank = 1 + (logprobs > target[:, :1]).sum(-1)
     top, top_ids = jax.lax.top_k(logprobs, num_top)
     return Readout(target, rank, top_ids, top)
-
-
-Sampler = Callable[[jax.Array, SampleInput], jax.Array]

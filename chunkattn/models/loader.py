@@ -111,13 +111,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    advice = "pass tokenizer=..., or skip_tokenizer_init=True to work with token ids only"
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # missing files, unknown classes, broken vocabularies
-        raise ModelError(
-            f"the tokenizer of {name!r} cannot be loaded: {error}; pass tokenizer=..., or skip_tokenizer_init=True to "
-            "work with token ids only"
-        ) from error
+        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {error}; {advice}") from error
+    # Where its files are missing, transformers makes some tokenizers with an empty vocabulary.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelError(f"{name!r} has no tokenizer files; {advice}")
+    return tokenizer
 
 
 def _checkpoint_dtype(config: PretrainedConfig) -> str:

@@ -49,9 +49,7 @@ class ParsedPrompt:
 class PromptParser:
     """Parses every form of prompt under one tokenizer, separator and position strategy."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, *, separator: str, strategy: str, chunk_aware: bool
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, separator: str, strategy: str, chunk_aware: bool) -> None:
         self.encode = PartEncoder(tokenizer)
         self.separator = separator
         self.strategy = strategy
@@ -74,10 +72,12 @@ class PromptParser:
         if isinstance(prompt, Mapping):
             given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
             if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
-                raise RequestError(f"a prompt dict holds 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}", param="prompt")
-            prompt = prompt[given[0]]
+                raise RequestError(
+                    f"a prompt dict holds 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}", param="prompt"
+                )
             if given == ["prompt_token_ids"]:
-                return self._ids(prompt, split)
+                return self._ids(prompt["prompt_token_ids"], split)
+            prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return self._text(prompt, split)
         raise RequestError(

@@ -9,6 +9,7 @@ import numpy as np
 from chunkattn.errors import ConfigError
 from chunkattn.layout import ChunkLayout
 
+TokenIds = Sequence[int] | np.ndarray
 PositionStrategy = Callable[[int, Sequence[int], int], np.ndarray]
 """`(prefix_len, chunk_lens, question_len)` to int32 `[T]` position ids."""
 
@@ -45,9 +46,7 @@ def get_strategy(name: str) -> PositionStrategy:
     return STRATEGIES[name]
 
 
-def make_layout(
-    prefix: Sequence[int], chunks: Sequence[Sequence[int]], question: Sequence[int], strategy: str = "shared"
-) -> ChunkLayout:
+def make_layout(prefix: TokenIds, chunks: Sequence[TokenIds], question: TokenIds, strategy: str = "shared") -> ChunkLayout:
     """A `ChunkLayout` from the token ids of its parts."""
     lens = tuple(len(c) for c in chunks)
     return ChunkLayout(

@@ -63,9 +63,7 @@ def make_rotary(params: Mapping[str, Any], head_dim: int, max_position_embedding
             return _yarn(inv_freq, params, max_position_embeddings)
     except KeyError as missing:
         raise ModelError(f"rope_parameters of type {rope_type!r} lack {missing}") from None
-    raise ModelError(
-        f"rope_type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3 and yarn"
-    )
+    raise ModelError(f"rope_type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3 and yarn")
 
 
 def _llama3(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -> np.ndarray:
@@ -105,7 +103,7 @@ def _yarn(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -
 
 
 def rotary_tables(spec: RotarySpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 `[T, 1, head_dim / 2]`, for int32 `[T]` position ids. Once a step, not a layer."""
+    """Cos and sin, float32 `[T, 1, head_dim / 2]`, for int32 `[T]` position ids. Once a step, not a layer."""
     angles = positions.astype(jnp.float32)[:, None] * spec.inv_freq
     factor = np.float32(spec.attention_factor)
     return (jnp.cos(angles) * factor)[:, None], (jnp.sin(angles) * factor)[:, None]

@@ -1,0 +1,5 @@
+"""`python -m chunkattn`."""
+
+from chunkattn.cli import app
+
+app()

@@ -1,0 +1,214 @@
+"""The commands: `chunkattn generate | score | inspect | demo`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from chunkattn.config import SamplingParams
+from chunkattn.errors import ChunkAttnError, RequestError
+from chunkattn.llm import LLM
+from chunkattn.models.loader import load_tokenizer, resolve_folder
+from chunkattn.parsers import ChunkedPrompt, PromptParser
+from chunkattn.picture import layout_summary, layout_table, plot_layout
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Exact chunk-aware LLM inference: many independent pieces behind one shared prefix.",
+)
+console = Console(highlight=False)
+
+Model = Annotated[str | None, typer.Option(help="Local folder or hub id; the bundled demo model when left out.")]
+Separator = Annotated[str, typer.Option("--chunk-separator", help="Text between prefix, chunks and question.")]
+Strategy = Annotated[str, typer.Option("--position-strategy", help="shared or offset.")]
+PrefixPart = Annotated[str | None, typer.Option("--prefix", help="The prefix, as a part: never split at separators.")]
+Documents = Annotated[list[str] | None, typer.Option("--document", help="One chunk, as a part; repeat it.")]
+QuestionPart = Annotated[str | None, typer.Option("--question", help="The question, as a part.")]
+PromptText = Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.", show_default=False)]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Backend = Annotated[str, typer.Option("--attention-backend", help="auto, xla, reference or a registered one.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")]
+
+
+def _command(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a command; our own errors become one line on stderr and exit code 2."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except ChunkAttnError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+    return app.command(name=function.__name__.rstrip("_"))(run)
+
+
+def _log(verbose: bool) -> None:
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("chunkattn").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def _prompt(text: str | None, prefix: str | None, documents: list[str] | None, question: str | None) -> str | ChunkedPrompt:
+    """The prompt as text, or as parts when any part option is given."""
+    if prefix is None and not documents and question is None:
+        if text is None:
+            raise RequestError("give a prompt, or its parts with --prefix, --document and --question")
+        return sys.stdin.read() if text == "-" else text
+    if text is not None:
+        raise RequestError("give either a prompt or its parts, not both")
+    return ChunkedPrompt(prefix or "", documents or [], question or "")
+
+
+@_command
+def generate(
+    prompt: PromptText = None,
+    prefix: PrefixPart = None,
+    document: Documents = None,
+    question: QuestionPart = None,
+    model: Model = None,
+    chunk_aware: Annotated[bool, typer.Option(help="Split the prompt at separators.")] = True,
+    chunk_separator: Separator = " # # ",
+    position_strategy: Strategy = "shared",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus size.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of the random numbers.")] = None,
+    n: Annotated[int, typer.Option("-n", help="Samples.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="Strings that end the text; repeat it.")] = None,
+    dtype: Dtype = "auto",
+    attention_backend: Backend = "auto",
+    verbose: Verbose = False,
+) -> None:
+    """Continue a prompt: "prefix # # document # # document # # question"."""
+    _log(verbose)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, n=n, stop=stop or ())
+    wanted = _prompt(prompt, prefix, document, question)
+    llm = LLM(
+        model,
+        enable_chunk_aware=chunk_aware,
+        chunk_separator=chunk_separator,
+        position_strategy=position_strategy,
+        dtype=dtype,
+        attention_backend=attention_backend,
+    )
+    for sample in llm.generate(wanted, params)[0].outputs:
+        print(sample.text.strip() if n == 1 else f"[{sample.index}] {sample.text.strip()}")
+
+
+@_command
+def score(
+    query: Annotated[str, typer.Argument(help="What every item is scored against.")],
+    items: Annotated[list[str], typer.Argument(help="The items; a single '-' reads one a line from standard input.")],
+    label: Annotated[list[str] | None, typer.Option(help="Label text, one token each; repeat it. Default: yes, no.")] = None,
+    softmax: Annotated[bool, typer.Option(help="Normalise over the labels.")] = True,
+    item_first: Annotated[bool, typer.Option(help="Score item + query.")] = False,
+    algorithm: Annotated[str, typer.Option(help="auto, serial or packed_segment.")] = "auto",
+    sort: Annotated[bool, typer.Option(help="Best first, by the first label.")] = True,
+    model: Model = None,
+    dtype: Dtype = "auto",
+    attention_backend: Backend = "auto",
+    verbose: Verbose = False,
+) -> None:
+    """Score items against a query: P(label | query + item), each as if sent alone."""
+    _log(verbose)
+    if items == ["-"]:
+        items = sys.stdin.read().splitlines()
+    llm = LLM(model, dtype=dtype, attention_backend=attention_backend)
+    labels = label or ["yes", "no"]
+    ids = [_label_id(llm, text) for text in labels]
+    result = llm.score(query, items, label_token_ids=ids, apply_softmax=softmax, item_first=item_first, algorithm=algorithm)
+    order = sorted(range(len(items)), key=lambda i: -result.scores[i][0]) if sort else range(len(items))
+    table = Table("#", *(f"P({escape(text)})" for text in labels), "", "item")
+    table.columns[-1].overflow = "fold"
+    for i in order:
+        values = (f"{value:.4f}" for value in result.scores[i])
+        table.add_row(str(i), *values, _bar(result.scores[i][0]), escape(items[i]))
+    console.print(table)
+    console.print(f"{result.algorithm}: {result.usage.prompt_tokens} tokens, {result.usage.computed_tokens} computed")
+
+
+def _label_id(llm: LLM, text: str) -> int:
+    ids = llm.parser.encode(text)
+    if len(ids) != 1:
+        raise RequestError(f"label {text!r} is {len(ids)} tokens; a label must be exactly one", param="label")
+    return ids[0]
+
+
+def _bar(value: float, width: int = 20) -> str:
+    filled = round(value * width)
+    return "[green]" + "█" * filled + "[/][dim]" + "░" * (width - filled) + "[/]"
+
+
+@_command
+def inspect(
+    prompt: PromptText = None,
+    prefix: PrefixPart = None,
+    document: Documents = None,
+    question: QuestionPart = None,
+    model: Model = None,
+    chunk_separator: Separator = " # # ",
+    position_strategy: Strategy = "shared",
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the mask and positions (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Show how a prompt is parsed: parts, tokens, positions. Loads a tokenizer, no weights."""
+    tokenizer = load_tokenizer(str(resolve_folder(model)))
+    parser = PromptParser(tokenizer, separator=chunk_separator, strategy=position_strategy, chunk_aware=True)
+    layout = parser.parse(_prompt(prompt, prefix, document, question)).layout
+    console.print(layout_table(layout, tokenizer))
+    console.print(layout_summary(layout))
+    if plot is not None:
+        plot_layout(layout, plot)
+        console.print(f"picture: {escape(str(plot))}")
+
+
+DEMO_PREFIX = "Read the documents and answer the question."
+DEMO_DOCUMENTS = [
+    "Zarimo works as a baker. Zarimo lives in Kelura.",
+    "Mitasu has a friend called Bodeka. Mitasu was born in Sorami.",
+    "Lonavi likes honey. Lonavi has a house in Petubo.",
+    "Tekiru is a sailor. The best friend of Tekiru is Vasoni.",
+]
+DEMO_QUESTIONS = ["Where does Lonavi live?", "Who is the friend of Mitasu?", "What is the job of Tekiru?"]
+DEMO_QUERY = "Find a person who lives in Kelura."
+
+
+@_command
+def demo() -> None:
+    """A question answered out of several documents, and the documents scored, by the bundled model."""
+    _log(False)
+    console.print("[bold]chunkattn demo[/]: a 1.1 M-parameter model, trained chunk-aware on invented people it has never met\n")
+    llm = LLM(enable_chunk_aware=True)
+    console.print("[bold]Documents[/] (each sees the prefix and itself, never another document)")
+    for i, text in enumerate(DEMO_DOCUMENTS):
+        console.print(f"  {i}  {text}")
+    orders = [DEMO_DOCUMENTS, DEMO_DOCUMENTS[::-1]]
+    prompts = [
+        " # # ".join([DEMO_PREFIX, *documents, f"{question} Answer:"]) for documents in orders for question in DEMO_QUESTIONS
+    ]
+    outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
+    answers = [out.outputs[0].text.strip() for out in outs]
+    console.print("\n[bold]Questions[/] over all documents")
+    for i, question in enumerate(DEMO_QUESTIONS):
+        again = answers[i + len(DEMO_QUESTIONS)]
+        same = "same" if again == answers[i] else f"[red]{escape(again)}[/]"
+        console.print(f"  {question:32} [green]{escape(answers[i]):10}[/] documents reversed: {same}")
+    layout = llm.parser.parse(prompts[0]).layout
+    console.print(f"  [dim]{layout_summary(layout)}[/]")
+    console.print(f"\n[bold]Scores[/] of the documents as items, query: {DEMO_QUERY}")
+    ids = [_label_id(llm, text) for text in ("yes", "no")]
+    result = llm.score(DEMO_QUERY, DEMO_DOCUMENTS, label_token_ids=ids, apply_softmax=True)
+    for text, (yes, _) in zip(DEMO_DOCUMENTS, result.scores, strict=True):
+        console.print(f"  {yes:6.1%} {_bar(yes)}  {text}")
+    console.print("\nTry it: chunkattn generate | score | inspect --help")

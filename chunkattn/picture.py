@@ -1,0 +1,109 @@
+"""A prompt's layout as a table and as a picture of its mask and positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.table import Table
+
+from chunkattn.errors import ConfigError
+from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout, Segment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_PLOTTED = 4000
+"""Tokens beyond which a dense picture of the mask is refused: it is O(tokens^2)."""
+
+_PREFIX_COLOR, _QUESTION_COLOR = "#44546a", "#c0392b"
+_CHUNK_COLORS = ("#2e86c1", "#28a06b", "#e08e0b", "#8e5bb5", "#17a2b8", "#b5651d")
+
+
+def _positions(layout: ChunkLayout, segment: Segment) -> str:
+    if segment.start == segment.end:
+        return "-"
+    first, last = layout.positions[segment.start], layout.positions[segment.end - 1]
+    return f"{first}-{last}" if last > first else str(first)
+
+
+def layout_table(layout: ChunkLayout, tokenizer: PreTrainedTokenizerBase | None) -> Table:
+    """Part, tokens, positions and the beginning of the text; a plain prompt is one part."""
+    table = Table("part", "tokens", "positions", "text", title_justify="left")
+    for column in (1, 2):
+        table.columns[column].justify = "right"
+    table.columns[3].no_wrap = True
+    table.columns[3].overflow = "ellipsis"
+    for segment in layout.segments:
+        if layout.is_plain and segment.chunk_id != QUESTION_ID:
+            continue
+        name = "prompt" if layout.is_plain else segment.name
+        ids = layout.part(segment).tolist()
+        text = tokenizer.decode(ids) if tokenizer is not None else " ".join(map(str, ids))
+        table.add_row(name, str(len(ids)), _positions(layout, segment), repr(text)[1:-1])
+    return table
+
+
+def layout_summary(layout: ChunkLayout) -> str:
+    """One line: tokens, highest position, and how much of the causal work is left."""
+    tokens = len(layout)
+    per_row = np.arange(1, tokens + 1) - np.maximum(layout.row_start - layout.prefix_len, 0)
+    share = per_row.sum() / (tokens * (tokens + 1) / 2)
+    kind = "plain prompt" if layout.is_plain else f"{layout.num_chunks} chunks"
+    return f"{kind}, {tokens} tokens, positions up to {layout.max_position}, {share:.0%} of the causal pairs are visible"
+
+
+def _color(segment: Segment) -> str:
+    if segment.chunk_id == PREFIX_ID:
+        return _PREFIX_COLOR
+    if segment.chunk_id == QUESTION_ID:
+        return _QUESTION_COLOR
+    return _CHUNK_COLORS[segment.chunk_id % len(_CHUNK_COLORS)]
+
+
+def plot_layout(layout: ChunkLayout, path: Path) -> None:
+    """Write a picture: who sees whom, coloured by the part that is looked at, and every token's position id.
+
+    Raises:
+        ConfigError: matplotlib is not installed, the prompt is too long, or the format is unknown.
+    """
+    try:
+        from matplotlib.colors import to_rgb
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'chunkattn[plot]'") from error
+    tokens = len(layout)
+    if tokens > MOST_PLOTTED:
+        raise ConfigError(f"a picture of {tokens} tokens would not be readable; the limit is {MOST_PLOTTED}")
+    segments = [s for s in layout.segments if s.end > s.start]
+    colors = np.repeat([to_rgb(_color(s)) for s in segments], [s.end - s.start for s in segments], axis=0)
+    image = np.where(layout.visible()[..., None], colors[None], 1.0)
+
+    figure = Figure(figsize=(7.5, 9.4), layout="constrained")
+    mask, track = figure.subplots(2, 1, height_ratios=[4, 1], sharex=True)
+    edges = (-0.5, tokens - 0.5)
+    mask.imshow(image, interpolation="nearest", extent=(*edges, *edges[::-1]), aspect="auto")
+    for segment in segments:
+        for line in (mask.axhline, mask.axvline):
+            line(segment.end - 0.5, color="#cccccc", linewidth=0.6)
+        track.axvline(segment.end - 0.5, color="#cccccc", linewidth=0.6)
+        index = np.arange(segment.start, segment.end)
+        track.plot(index, layout.positions[index], ".-", color=_color(segment), markersize=3, linewidth=1.2)
+    crowded = len(segments) > 14
+    middles = [(s.start + s.end - 1) / 2 for s in segments]
+    names = ["prompt" if layout.is_plain else s.name for s in segments]
+    if crowded:  # too many names to read: the first and last parts say enough
+        keep = [i for i, s in enumerate(segments) if s.chunk_id < 0 or i in (1, len(segments) - 2)]
+        middles, names = [middles[i] for i in keep], [names[i] for i in keep]
+    mask.set_yticks(middles, names)
+    mask.set_ylabel("token that looks")
+    mask.set_title(layout_summary(layout), fontsize=10)
+    track.set_xticks(middles, names, rotation=45 if len(names) > 6 else 0, ha="right" if len(names) > 6 else "center")
+    track.set_xlabel("token that is looked at")
+    track.set_ylabel("position id")
+    track.set_ylim(bottom=-0.5)
+    try:
+        figure.savefig(path, dpi=130)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"cannot write the picture {path}: {error}") from error

@@ -1,0 +1,321 @@
+"""Generation: batches, budgets, samples, order independence, stops, log-probabilities, failures."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from chunkattn import ChunkedPrompt, SamplingParams, make_layout
+from chunkattn.errors import CapacityError, EngineError, RequestError
+from tests.checkpoints import VOCAB, random_parts
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def tokens(outs):
+    return [o.outputs[0].token_ids for o in outs]
+
+
+def log_softmax(logits):
+    return torch.log_softmax(torch.as_tensor(logits), -1).numpy()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Chunk-aware and plain prompts of many lengths."""
+    rng = np.random.default_rng(5)
+    chunked = [ChunkedPrompt(*random_parts(rng, most_chunks=6, longest=40)) for _ in range(6)]
+    plain = [{"prompt_token_ids": rng.integers(0, VOCAB, n).tolist()} for n in (1, 3, 60, 150)]
+    return [p for pair in zip(chunked, [*plain, *plain[:2]], strict=True) for p in pair]
+
+
+def test_mixed_batches_equal_each_prompt_alone(engine, prompts):
+    """Spans cut by a small budget, few sequences at a time, scoring and sampling in between: the same tokens."""
+    llm = engine("qwen3")
+    alone = [tokens(llm.generate(p, GREEDY))[0] for p in prompts]
+    assert tokens(llm.generate(prompts, GREEDY)) == alone
+    small = engine("qwen3", max_num_batched_tokens=24, max_num_seqs=3)
+    assert tokens(small.generate(prompts, GREEDY)) == alone
+    few_pages = engine("qwen3", kv_cache_memory_bytes=24 * small.core.runner.backend.spec.block_size * 3 * 2 * 2 * 32 * 4)
+    assert few_pages.core.runner.num_pages == 24
+    assert tokens(few_pages.generate(prompts, GREEDY)) == alone
+
+
+def test_generation_and_scoring_share_steps(engine, prompts):
+    """Scoring requests among running generations change neither."""
+    from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, TokenOutput
+
+    llm = engine("qwen3")
+    expected = tokens(llm.generate(prompts, GREEDY))
+    layout = make_layout([1, 2, 3, 4, 5], [[6, 7], [8], [9, 10, 11]], [])
+    score = ScoreRequest("s", layout, np.array([6, 7, 10]), (3, 4, 5))
+    requests = [llm.core.prepare(GenerateRequest(f"g{i}", llm.parser.parse(p).layout, GREEDY)) for i, p in enumerate(prompts)]
+    for request in (*requests[:5], llm.core.prepare(score), *requests[5:]):
+        llm.core.add(request)
+    found, scored, both = {f"g{i}": [] for i in range(len(prompts))}, None, False
+    while llm.core.has_work:
+        events = llm.core.step()
+        for event in events:
+            if isinstance(event, TokenOutput):
+                found[event.request_id].append(event.token_id)
+            elif isinstance(event, ScoreResult):
+                scored = event.logprobs
+        both |= len({type(e) for e in events}) == 2
+    assert both
+    assert list(found.values()) == expected
+    alone = llm.score([1, 2, 3, 4, 5], [[6, 7], [8], [9, 10, 11]], label_token_ids=[3, 4, 5], algorithm="serial")
+    np.testing.assert_allclose(scored, alone.logprobs, atol=1e-4)
+
+
+def test_equal_bits_in_every_order_of_documents(engine):
+    """Canonical order: log-probabilities of every step are bitwise the same."""
+    rng = np.random.default_rng(6)
+    prefix, chunks, question = [1, 2, 3], [rng.integers(0, VOCAB, n).tolist() for n in (7, 1, 19, 7, 12)], [4, 5]
+    chunks.append(chunks[0])  # a duplicate
+    params = SamplingParams(temperature=0, max_tokens=10, logprobs=5, prompt_logprobs=0)
+    llm = engine("qwen3")
+    seen = set()
+    for _ in range(24):
+        order = rng.permutation(len(chunks))
+        out = llm.generate(ChunkedPrompt(prefix, [chunks[i] for i in order], question), params)[0]
+        # The user's own order everywhere: ids and prompt log-probabilities.
+        assert out.prompt_token_ids == [*prefix, *(t for i in order for t in chunks[i]), *question]
+        assert out.chunk_lens == tuple(len(chunks[i]) for i in order)
+        by_part, start = [], 0
+        for length in (len(prefix), *out.chunk_lens, len(question)):
+            entries = out.prompt_logprobs[start : start + length]
+            by_part.append(tuple(e and tuple(lp.logprob for lp in e.values()) for e in entries))
+            start += length
+        parts = (by_part[0], tuple(by_part[1:-1][j] for j in np.argsort(order)), by_part[-1])
+        sample = out.outputs[0]
+        steps = tuple(tuple((t, lp.logprob) for t, lp in step.items()) for step in sample.logprobs)
+        seen.add((tuple(sample.token_ids), steps, parts))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_prompt_and_output_logprobs(engine, oracle, chunked):
+    rng = np.random.default_rng(7)
+    parts = ([1, 2, 3], [[4], [], rng.integers(0, VOCAB, 30).tolist()], [7, 8]) if chunked else ([], [], [5, 6, 7, 8])
+    prompt = ChunkedPrompt(*parts) if chunked else {"prompt_token_ids": parts[2]}
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=4)
+    out = engine("qwen3", max_num_batched_tokens=16).generate(prompt, params)[0]
+    layout = make_layout(*parts)
+    sample = out.outputs[0]
+    expected = log_softmax(oracle("qwen3").chunked(layout, sample.token_ids))
+    starts = {s.start for s in layout.segments if s.end > s.start}
+    assert [i for i, e in enumerate(out.prompt_logprobs) if e is None] == sorted(starts)
+    rows = [(i - 1, t, e, 4) for i, (t, e) in enumerate(zip(out.prompt_token_ids, out.prompt_logprobs, strict=True)) if e]
+    rows += [(len(layout) - 1 + i, t, e, 3) for i, (t, e) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True))]
+    for row, token, entry, k in rows:
+        top = np.argsort(-expected[row])[:k]
+        assert set(entry) == {token, *top}
+        assert next(iter(entry)) == token
+        for t, value in entry.items():
+            assert value.logprob == pytest.approx(expected[row, t], abs=1e-4)
+            assert value.rank == 1 + (expected[row] > expected[row, t]).sum()
+    assert sample.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(sample.token_ids, sample.logprobs, strict=True))
+    )
+
+
+def test_a_one_token_prompt_has_no_prompt_logprobs(engine):
+    out = engine("qwen3").generate({"prompt_token_ids": [3]}, SamplingParams(prompt_logprobs=2, max_tokens=1))[0]
+    assert out.prompt_logprobs == [None]
+
+
+def test_samples_are_independent_reproducible_and_the_same_in_any_company(engine, prompts):
+    llm = engine("qwen3")
+    params = SamplingParams(n=5, seed=11, max_tokens=9, temperature=1.0)
+    alone = llm.generate(prompts[0], params)[0]
+    samples = [o.token_ids for o in alone.outputs]
+    assert len(set(map(tuple, samples))) == 5
+    company = engine("qwen3", max_num_batched_tokens=24, max_num_seqs=7).generate(
+        [prompts[2], prompts[0], prompts[1]], [GREEDY, params, SamplingParams(seed=3)]
+    )
+    assert [o.token_ids for o in company[1].outputs] == samples
+    other = llm.generate(prompts[0], SamplingParams(n=5, seed=12, max_tokens=9))[0]
+    assert [o.token_ids for o in other.outputs] != samples
+    # Each sample is a plain continuation: greedy ones agree with n = 1.
+    greedy = llm.generate(prompts[0], SamplingParams(n=3, temperature=0, max_tokens=9))[0]
+    assert [o.token_ids for o in greedy.outputs] == [
+        tokens(llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=9)))[0]
+    ] * 3
+
+
+def test_without_a_seed_samples_differ_but_programs_repeat(checkpoint):
+    from chunkattn import LLM
+
+    def run(seed):
+        options = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 20, "max_num_batched_tokens": 64}
+        llm = LLM(str(checkpoint("qwen3")), seed=seed, **options)
+        prompt = {"prompt_token_ids": [1, 2, 3]}
+        return tokens(llm.generate([prompt, prompt], SamplingParams(max_tokens=8)))
+
+    first = run(0)
+    assert first[0] != first[1]
+    assert run(0) == first
+    assert run(1) != first
+
+
+def test_sampling_follows_the_model_s_distribution(engine, oracle):
+    """4,000 first tokens at temperature 1.3 against softmax(logits / 1.3)."""
+    ids = [5, 9, 2, 77]
+    llm = engine("qwen3")
+    params = [SamplingParams(n=16, seed=s, max_tokens=1, temperature=1.3) for s in range(250)]
+    outs = llm.generate([{"prompt_token_ids": ids}] * 250, params)
+    drawn = np.bincount([o.token_ids[0] for out in outs for o in out.outputs], minlength=VOCAB) / 4000
+    expected = torch.softmax(torch.as_tensor(oracle("qwen3").logits(ids)[-1]) / 1.3, -1).numpy()
+    error = np.abs(drawn - expected)
+    assert (error <= 5 * np.sqrt(expected * (1 - expected) / 4000) + 1e-3).all()
+
+
+def test_stops(engine):
+    llm = engine("qwen3")
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    free = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=20))[0].outputs[0]
+    assert (free.finish_reason, free.stop_reason, len(free.token_ids)) == ("length", None, 20)
+    stop = free.token_ids[7]
+    first = free.token_ids.index(stop)
+    out = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop]))[0].outputs[0]
+    assert (out.token_ids, out.finish_reason, out.stop_reason) == (free.token_ids[: first + 1], "stop", stop)
+    # min_tokens bans the stop token until enough is generated.
+    out = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=20, min_tokens=12, stop_token_ids=[stop]))[0].outputs[0]
+    assert len(out.token_ids) >= 12
+    assert stop not in out.token_ids[:12]
+
+
+def test_logit_bias_and_bans(engine):
+    llm = engine("qwen3")
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    out = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4, logit_bias={42: 100.0}))[0].outputs[0]
+    assert out.token_ids == [42] * 4
+
+
+BAD_PARAMS = [
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": math.nan}, "temperature"),
+    ({"temperature": math.inf}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": -0.5}, "min_p"),
+    ({"n": 0}, "n must"),
+    ({"n": True}, "n must"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"min_tokens": 20}, "min_tokens"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"presence_penalty": math.nan}, "presence_penalty"),
+    ({"frequency_penalty": 3.0}, "frequency_penalty"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"seed": -1}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"logit_bias": {3: math.nan}}, "logit_bias"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_PARAMS, ids=str)
+def test_bad_sampling_params(options, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**options)
+
+
+def test_requests_that_cannot_be_served_leave_nothing_behind(engine):
+    llm = engine("llama", max_chunk_len=20, max_logprobs=5)
+    pool = llm.core.scheduler.pool
+    ok = {"prompt_token_ids": [1, 2]}
+    bad = [
+        ({"prompt_token_ids": [1, VOCAB]}, GREEDY, f"token id {VOCAB} is outside the vocabulary of {VOCAB}"),
+        (ChunkedPrompt([1], [[2], [3] * 21], [4]), GREEDY, "chunk 1 has 21 tokens, max_chunk_len is 20"),
+        ({"prompt_token_ids": [1] * 257}, GREEDY, "highest position is 256, max_model_len 256 allows 255"),
+        ({"prompt_token_ids": [1] * 250}, GREEDY, "exceed max_model_len 256"),
+        (ok, SamplingParams(n=17), "n 17 exceeds max_num_seqs 16"),
+        (ok, SamplingParams(logprobs=6), "logprobs 6 exceeds max_logprobs 5"),
+        (ok, SamplingParams(stop_token_ids=[VOCAB]), "stop_token_ids"),
+        (ok, SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias"),
+        (ok, SamplingParams(stop="x"), "stop strings need a tokenizer"),
+        (ChunkedPrompt([1], [[2] * 20] * 2000, [4]), GREEDY, "KV pages"),
+    ]
+    for prompt, params, message in bad:
+        with pytest.raises(RequestError, match=message):
+            llm.generate([ok, prompt], [GREEDY, params])
+        assert not llm.core.has_work
+        assert pool.num_free == pool.num_pages
+    with pytest.raises(RequestError, match="2 sampling_params for 1"):
+        llm.generate([ok], [GREEDY, GREEDY])
+    with pytest.raises(CapacityError):
+        llm.generate(bad[3][0], GREEDY)
+    assert len(tokens(llm.generate(ok, GREEDY))[0]) == 12
+
+
+def test_max_tokens_none_fills_the_positions(engine):
+    out = engine("llama").generate({"prompt_token_ids": [1] * 230}, SamplingParams(temperature=0, max_tokens=None))[0]
+    assert len(out.outputs[0].token_ids) == 256 - 230
+
+
+def test_sliding_window_checkpoints_refuse_chunks(engine):
+    llm = engine("mistral-window")
+    with pytest.raises(RequestError, match="sliding window of 11 tokens"):
+        llm.generate(ChunkedPrompt([1], [[2]], [3]))
+
+
+def test_a_failing_step_fails_its_requests_only(engine, monkeypatch):
+    """The donated pool is lost: requests in the step fail, later ones are right, no page leaks."""
+    llm = engine("qwen3")
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    expected = tokens(llm.generate(prompt, GREEDY))
+    original, calls = llm.core.runner.forward, []
+
+    def failing(batch):
+        calls.append(batch)
+        if len(calls) == 4:
+            original(batch)  # consumes the pool
+            raise RuntimeError("injected")
+        return original(batch)
+
+    monkeypatch.setattr(llm.core.runner, "forward", failing)
+    with pytest.raises(EngineError, match="injected"):
+        llm.generate(prompt, GREEDY)
+    assert not llm.core.has_work
+    assert llm.core.scheduler.pool.num_free == llm.core.runner.num_pages
+    assert tokens(llm.generate(prompt, GREEDY)) == expected
+
+
+def test_others_start_over_after_a_failed_step(engine, monkeypatch):
+    """A request that was running, but not in the failing step, is recomputed and ends the same."""
+    from chunkattn.engine.messages import GenerateRequest, RequestFailed, TokenOutput
+
+    llm = engine("qwen3")
+    expected = tokens(llm.generate([{"prompt_token_ids": [4, 5]}], GREEDY))[0]
+    core = llm.core
+    for name, ids in (("a", [1, 2, 3]), ("b", [4, 5])):
+        core.add(core.prepare(GenerateRequest(name, make_layout([], [], ids), GREEDY)))
+    found = []
+    for step in range(40):
+        if step == 5:
+            spans = core.scheduler.schedule()
+            monkeypatch.setattr(
+                core.scheduler, "schedule", lambda spans=spans: [s for s in spans if s.sequence.request.request_id == "a"]
+            )
+            monkeypatch.setattr(core.runner, "forward", lambda batch: 1 / 0)
+        for event in core.step():
+            if isinstance(event, TokenOutput) and event.request_id == "b":
+                found.append(event.token_id)
+            if isinstance(event, RequestFailed):
+                assert event.request_id == "a"
+                monkeypatch.undo()
+    assert found == expected
+    assert not core.has_work
+
+
+def test_compiled_programs_are_few_and_do_not_grow(engine, prompts):
+    llm = engine("qwen3")
+    llm.generate(prompts, GREEDY)
+    before = sum(llm.core.runner.compiles.values())
+    llm.generate(prompts[::-1], GREEDY)
+    assert sum(llm.core.runner.compiles.values()) == before
+    assert llm.core.runner.compiles["step"] <= len(llm.core.batches.token_buckets) * len(llm.core.batches.width_buckets)

@@ -1,0 +1,18 @@
+"""The architecture as declared: imports run down, files stay readable."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_imports_run_down():
+    lint = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run([lint], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_package_needs_no_torch_and_no_plotting():
+    code = "import chunkattn.cli, sys; assert not {'torch', 'matplotlib'} & set(sys.modules), 'heavy import'"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,0 +1,80 @@
+"""Frequencies and rotation against transformers."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from chunkattn.errors import ModelError
+from chunkattn.rope.rotary import apply_rotary, make_rotary, rotary_tables
+from tests.checkpoints import CHECKPOINTS
+
+SCALINGS = [
+    {"rope_type": "linear", "factor": 3.0},
+    {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.7},
+    {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+        "attention_factor": 1.3,
+    },
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s['rope_type']}-{s['factor']:.0f}")
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_scaled_frequencies(scaling, theta):
+    config = CHECKPOINTS["llama"].__class__(
+        hidden_size=512, num_attention_heads=4, max_position_embeddings=131072, rope_parameters={"rope_theta": theta, **scaling}
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    spec = make_rotary(config.rope_parameters, 128, config.max_position_embeddings)
+    np.testing.assert_allclose(spec.inv_freq, expected.numpy(), rtol=1e-6)
+    assert spec.attention_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "llama-llama3", "llama-linear"])
+def test_rotation(name):
+    config = CHECKPOINTS[name]
+    rng = np.random.default_rng(0)
+    positions = rng.integers(0, config.max_position_embeddings, 33)
+    q, k = rng.standard_normal((2, 33, 3, 16)).astype(np.float32)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.as_tensor(positions)[None])
+    expected = apply_rotary_pos_emb(*(torch.as_tensor(x).transpose(0, 1)[None] for x in (q, k)), cos, sin)
+    spec = make_rotary(config.rope_parameters, 16, config.max_position_embeddings)
+    tables = rotary_tables(spec, jnp.asarray(positions))
+    for mine, theirs in zip((q, k), expected, strict=True):
+        np.testing.assert_allclose(apply_rotary(jnp.asarray(mine), *tables), theirs[0].transpose(0, 1).numpy(), atol=2e-5)
+
+
+def test_dynamic_refuses_positions_beyond_the_original():
+    spec = make_rotary({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 64, 512)
+    assert spec.max_positions == 512
+    base = make_rotary({"rope_theta": 1e4}, 64, 512)
+    np.testing.assert_array_equal(spec.inv_freq, base.inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"rope_type": "longrope", "rope_theta": 1e4}, "longrope"),
+        ({"rope_type": "linear", "rope_theta": 1e4}, "factor"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_unsupported(params, message):
+    with pytest.raises(ModelError, match=message):
+        make_rotary(params, 64, 512)

@@ -1,0 +1,137 @@
+"""Logit processing against transformers' processors, and detokenization against whole decodes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from chunkattn import SamplingParams, make_layout
+from chunkattn.engine.batch import SampleRow
+from chunkattn.engine.detokenizer import Detokenizer
+from chunkattn.engine.messages import GenerateRequest
+from chunkattn.engine.request import Sequence, prepare_generate
+from chunkattn.engine.sampling import apply_edits, sample_input, truncate
+from chunkattn.models.loader import DEMO_FOLDER
+
+V = 300
+
+
+@pytest.fixture(scope="module")
+def logits():
+    return np.random.default_rng(0).standard_normal((6, V)).astype(np.float32) * 4
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 17, 299, 300])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.93, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.02, 0.5, 1.0])
+def test_truncation(logits, top_k, top_p, min_p):
+    rows = len(logits)
+    mine = truncate(
+        jnp.asarray(logits),
+        jnp.full(rows, top_k),
+        jnp.full(rows, top_p, jnp.float32),
+        jnp.full(rows, min_p, jnp.float32),
+    )
+    theirs = torch.as_tensor(logits)
+    for warper in (MinPLogitsWarper(min_p), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p) if top_p < 1 else None):
+        theirs = warper(None, theirs) if warper else theirs
+    np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs.numpy()))
+    np.testing.assert_array_equal(np.asarray(mine)[np.isfinite(mine)], logits[np.isfinite(mine)])
+
+
+def rows_for(params, prompt, output):
+    request = prepare_generate(
+        GenerateRequest("r", make_layout([], [], prompt), params, (2,)), block_size=16, canonical=True, max_tokens=99, seed=0
+    )
+    return [SampleRow(0, Sequence(request, 0, [], output_ids=output), 0)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(0, V - 1), min_size=1, max_size=20),
+    st.lists(st.integers(0, V - 1), max_size=20),
+    st.floats(0.5, 2.0),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100), max_size=5),
+    st.integers(0, 30),
+)
+def test_penalties_bias_and_bans(prompt, output, repetition, presence, frequency, bias, min_tokens):
+    logits = np.random.default_rng(1).standard_normal((1, V)).astype(np.float32) * 3
+    params = SamplingParams(
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=bias,
+        min_tokens=min_tokens,
+        stop_token_ids=[7],
+        max_tokens=None,
+    )
+    given_ = sample_input(rows_for(params, prompt, output), 8, V)
+    mine = logits
+    if given_.edits is not None:
+        mine = np.asarray(apply_edits(jnp.asarray(np.repeat(logits, 8, 0)), given_.edits))
+        np.testing.assert_array_equal(mine[1:], np.repeat(logits, 7, 0))
+    expected = logits.copy()
+    for token, value in bias.items():
+        expected[0, token] += np.float32(value)
+    if len(output) < min_tokens:
+        expected[0, [2, 7]] = -np.inf
+    processor = RepetitionPenaltyLogitsProcessor(penalty=repetition)
+    expected = processor(torch.as_tensor([prompt + output]), torch.as_tensor(expected)).numpy()
+    counts = np.bincount(output, minlength=V)
+    expected[0] -= frequency * counts + presence * (counts > 0)
+    np.testing.assert_allclose(mine[0], expected[0], rtol=1e-5, atol=1e-4)
+
+
+TEXTS = ["Bukepi likes onions.", "naïve café, 東京 🦙🦙 done", "", " leading", "x\n\ny  z"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_detokenizer_never_splits_a_character(text):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    prompt = tokenizer("Where? Answer:", add_special_tokens=False).input_ids
+    detokenizer = Detokenizer(tokenizer, prompt)
+    seen = []
+    for i, token in enumerate(ids):
+        detokenizer.add(token, last=i == len(ids) - 1)
+        assert "\ufffd" not in detokenizer.text
+        assert not seen or detokenizer.text.startswith(seen[-1])
+        seen.append(detokenizer.text)
+    whole = tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
+    assert detokenizer.text == whole
+
+
+def test_unfinished_bytes_appear_at_the_end_only():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    ids = tokenizer("a東", add_special_tokens=False).input_ids[:-1]
+    detokenizer = Detokenizer(tokenizer, [])
+    for token in ids[:-1]:
+        detokenizer.add(token)
+    assert "\ufffd" not in detokenizer.text
+    detokenizer.add(ids[-1], last=True)
+    assert detokenizer.text.endswith("\ufffd")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_across_tokens(include):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    ids = tokenizer("Meru lives in Melubo. Meru is a doctor.", add_special_tokens=False).input_ids
+    detokenizer = Detokenizer(tokenizer, [], stop=("nowhere", "ubo. Me", "doctor"), include_stop=include)
+    stopped = [detokenizer.add(t) for t in ids]
+    first = stopped.index(True)
+    again = Detokenizer(tokenizer, [], stop=("nowhere", "ubo. Me", "doctor"), include_stop=include)
+    for token in ids[: first + 1]:
+        again.add(token)
+    assert again.text == "Meru lives in Mel" + "ubo. Me" * include
+    assert again.stopped_by == "ubo. Me"

@@ -1,0 +1,205 @@
+"""Scores against one transformers forward per item; isolation; every kind of bad input."""
+
+import numpy as np
+import pytest
+import torch
+
+from chunkattn.errors import ConfigError, ModelError, RequestError
+from chunkattn.llm import LLM
+from chunkattn.scoring import ScoreJob, select_algorithm
+from chunkattn.scoring.algorithms import packed_segment
+from tests.checkpoints import VOCAB
+
+ALGORITHMS = ["serial", "packed_segment"]
+
+
+def one_forward_per_item(oracle, query, items, labels, item_first=False):
+    """float32 `[items, labels]` log-probabilities by definition."""
+    rows = []
+    for item in items:
+        ids = [*item, *query] if item_first else [*query, *item]
+        rows.append(torch.log_softmax(torch.as_tensor(oracle.logits(ids)[-1]), -1).numpy()[labels])
+    return np.array(rows)
+
+
+def random_job(rng):
+    query = rng.integers(0, VOCAB, rng.integers(1, 60)).tolist()
+    items = [rng.integers(0, VOCAB, rng.integers(0, rng.choice([1, 2, 25]))).tolist() for _ in range(rng.integers(1, 15))]
+    if rng.random() < 0.3:
+        items.append(items[0])
+    labels = rng.integers(0, VOCAB, rng.integers(1, 7)).tolist()
+    return query, items, labels
+
+
+def check(result, expected):
+    logprobs, scores = np.array(result.logprobs), np.array(result.scores)
+    np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(scores, np.exp(expected), atol=1e-5 * np.exp(expected).max())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-yarn", "qwen2"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_scores_are_one_forward_per_item(name, algorithm, engine, oracle):
+    rng = np.random.default_rng(8)
+    llm = engine(name)
+    for _ in range(15):
+        query, items, labels = random_job(rng)
+        expected = one_forward_per_item(oracle(name), query, items, labels)
+        result = llm.score(query, items, label_token_ids=labels, algorithm=algorithm)
+        assert result.algorithm == algorithm
+        check(result, expected)
+        normalised = llm.score(query, items, label_token_ids=labels, algorithm=algorithm, apply_softmax=True)
+        shares = np.exp(expected) / np.exp(expected).sum(1, keepdims=True)
+        np.testing.assert_allclose(normalised.scores, shares, atol=1e-4)
+
+
+def test_offset_positions_score_the_same(engine, oracle):
+    query, items, labels = random_job(np.random.default_rng(9))
+    llm = engine("qwen3", position_strategy="offset")
+    check(llm.score(query, items, label_token_ids=labels), one_forward_per_item(oracle("qwen3"), query, items, labels))
+
+
+def test_many_items_are_split_into_packs(engine, oracle, monkeypatch):
+    rng = np.random.default_rng(10)
+    items = [rng.integers(0, VOCAB, rng.integers(0, 6)).tolist() for _ in range(1000)]
+    llm = engine("qwen3")
+    monkeypatch.setattr(llm, "_max_pack_tokens", lambda query: 300)
+    result = llm.score([1, 2, 3], items, label_token_ids=[4, 5], algorithm="packed_segment")
+    assert result.usage.computed_tokens > result.usage.prompt_tokens == 3 + sum(map(len, items))
+    check(result, one_forward_per_item(oracle("qwen3"), [1, 2, 3], items, [4, 5]))
+
+
+def test_packs_respect_their_size():
+    items = [[1] * n for n in (5, 100, 3, 3, 0, 9)]
+    parts = packed_segment(ScoreJob([7] * 10, items, max_pack_tokens=30))
+    assert [len(p.layout) for p in parts] == [15, 110, 25]
+    assert [sorted(p.items) for p in parts] == [[0], [1], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_isolation(algorithm, engine):
+    """Other items of the same length change no bit; of other lengths, next to nothing."""
+    rng = np.random.default_rng(11)
+    llm = engine("qwen3")
+    query = rng.integers(0, VOCAB, 30).tolist()
+    items = [rng.integers(0, VOCAB, n).tolist() for n in (4, 9, 1, 20, 9, 0, 6)]
+
+    def run(items):
+        return np.array(llm.score(query, items, label_token_ids=[3, 4, 5], algorithm=algorithm).logprobs)
+
+    base = run(items)
+    np.testing.assert_array_equal(run(items), base)
+    for changed in range(len(items)):
+        if not items[changed]:
+            continue
+        other = [list(i) for i in items]
+        other[changed] = ((np.array(other[changed]) + rng.integers(1, VOCAB, len(other[changed]))) % VOCAB).tolist()
+        result = run(other)
+        others = [i for i in range(len(items)) if i != changed]
+        np.testing.assert_array_equal(result[others], base[others])
+        assert np.abs(result[changed] - base[changed]).max() > 1e-3
+    longer = run([*items[:2], [*items[2], 1, 2, 3], *items[3:]])
+    others = [0, 1, 3, 4, 5, 6]
+    np.testing.assert_allclose(np.exp(longer[others]), np.exp(base[others]), atol=1e-6)
+    np.testing.assert_allclose(np.exp(run(items[2:])), np.exp(base[2:]), atol=1e-6)
+    order = rng.permutation(len(items))
+    np.testing.assert_allclose(np.exp(run([items[i] for i in order])), np.exp(base[order]), atol=1e-6)
+
+
+def test_item_first(engine, oracle):
+    query, items, labels = random_job(np.random.default_rng(12))
+    llm = engine("qwen3")
+    result = llm.score(query, items, label_token_ids=labels, item_first=True)
+    assert result.algorithm == "serial"
+    check(result, one_forward_per_item(oracle("qwen3"), query, items, labels, item_first=True))
+    with pytest.raises(RequestError, match="no shared prefix"):
+        llm.score(query, items, label_token_ids=labels, item_first=True, algorithm="packed_segment")
+
+
+def test_sliding_window_checkpoints_are_scored_serially(engine, oracle):
+    query, items, labels = random_job(np.random.default_rng(13))
+    llm = engine("mistral-window")
+    result = llm.score(query, items, label_token_ids=labels)
+    assert result.algorithm == "serial"
+    check(result, one_forward_per_item(oracle("mistral-window"), query, items, labels))
+    with pytest.raises(RequestError, match="sliding window"):
+        llm.score(query, items, label_token_ids=labels, algorithm="packed_segment")
+
+
+def test_text_is_tokenized_part_by_part(demo):
+    labels = [demo.tokenizer.convert_tokens_to_ids(t) for t in ("▁yes", "▁no")]
+    query, items = "Find a person who likes figs.", ["Böb 東 likes figs.", "", "Meru likes tea."]
+    text = demo.score(query, items, label_token_ids=labels)
+    ids = [demo.tokenizer(t, add_special_tokens=False).input_ids for t in (query, *items)]
+    assert text == demo.score(ids[0], ids[1:], label_token_ids=labels)
+
+
+def test_no_items(engine):
+    result = engine("qwen3").score([1], [], label_token_ids=[2])
+    assert (result.scores, result.logprobs) == ([], [])
+
+
+def test_scores_may_underflow_but_log_probabilities_do_not(engine):
+    """Nothing is lost in exp: the log-probabilities are there beside the scores."""
+    result = engine("qwen3").score([1, 2], [[3]], label_token_ids=list(range(VOCAB)))
+    logprobs = np.array(result.logprobs[0])
+    assert np.isfinite(logprobs).all()
+    assert np.exp(logprobs).sum() == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"query": []}, "query is empty"),
+        ({"query": "", "items": ["a"]}, "query is empty|tokenizer"),
+        ({"query": None}, "needs a query"),
+        ({"items": None}, "needs a query and items"),
+        ({"items": "abc"}, "must be a list"),
+        ({"items": ["text"]}, "all text or all token ids"),
+        ({"items": [[1], [-5]]}, r"items\[1\]\[0\]"),
+        ({"items": [[VOCAB]]}, "outside the vocabulary"),
+        ({"items": [[1] * 300]}, "position"),
+        ({"label_token_ids": []}, "at least one"),
+        ({"label_token_ids": [True]}, r"label_token_ids\[0\]"),
+        ({"label_token_ids": [1.5]}, r"label_token_ids\[0\]"),
+        ({"label_token_ids": [VOCAB]}, "label_token_ids: token id 128 is outside"),
+        ({"algorithm": "magic"}, "unknown algorithm"),
+        ({"items": [[1]] * 10_001}, "max_items_per_request 10000"),
+        ({"packed_ids": [1, 0, 2, 0]}, "multi_item_scoring_delimiter"),
+    ],
+    ids=str,
+)
+def test_bad_requests(arguments, message, engine):
+    llm = engine("qwen3")
+    with pytest.raises(RequestError, match=message):
+        llm.score(**{"query": [1, 2], "items": [[3], [4]], "label_token_ids": [5], **arguments})
+    assert not llm.core.has_work
+    assert llm.score([1, 2], [[3], [4]], label_token_ids=[5, 5]).scores[0][0] > 0
+
+
+def test_delimited_sequences(engine):
+    """A packed sequence means its query and items; delimiter 0 is as good as any, and never seen by the model."""
+    llm = engine("qwen3", multi_item_scoring_delimiter=0)
+    plain = engine("qwen3").score([5, 6], [[7], [], [8, 9]], label_token_ids=[3])
+    packed = llm.score(packed_ids=[5, 6, 0, 7, 0, 0, 8, 9, 0], label_token_ids=[3])
+    assert packed == plain
+    for arguments, message in (
+        ({"packed_ids": [5, 6, 7], "label_token_ids": [3]}, "no delimiter"),
+        ({"packed_ids": [5, 0], "query": [1], "label_token_ids": [3]}, "instead of query"),
+        ({"query": [5], "items": [[6], [0]], "label_token_ids": [3]}, "item 1 contains the delimiter"),
+        ({"query": [5, 0], "items": [[6]], "label_token_ids": [3]}, "query contains the delimiter"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.score(**arguments)
+
+
+def test_a_delimiter_that_text_cannot_stand_for_is_refused_at_start():
+    with pytest.raises(ConfigError, match="tokenizes to"):
+        LLM(multi_item_scoring_delimiter=200, kv_cache_memory_bytes=1 << 20)
+    with pytest.raises((ConfigError, ModelError), match="outside the vocabulary"):
+        LLM(multi_item_scoring_delimiter=99999, kv_cache_memory_bytes=1 << 20)
+
+
+def test_selector():
+    assert select_algorithm("auto", ScoreJob([1], [[2], [3]]), None) == "packed_segment"
+    assert select_algorithm("auto", ScoreJob([1], [[2]]), None) == "serial"
