@@ -16,6 +16,7 @@ from tqdm import tqdm
 from chunkattn.backends import AttentionSpec, make_backend
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.collect import OutputBuilder, token_decoder
+from chunkattn.engine.compile_cache import enable_compile_cache
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import (
     EngineOutput,
@@ -69,6 +70,7 @@ class LLM:
         self.config = EngineConfig(model=model, **options)
         config = self.config
         get_strategy(config.position_strategy)  # before anything large is loaded
+        enable_compile_cache()
         loaded = load_model(
             model,
             tokenizer=config.tokenizer,

@@ -84,6 +84,12 @@ def _batch(sequences: list[_Sequence], rows: list[tuple[int, int, int]]) -> Atte
     return AttentionBatch(len(rows), row_seq, row_slot, row_start, prefix_end, table, page_len, _BLOCK_SIZE)
 
 
+def _full_of_nan(pool: jax.Array) -> jax.Array:
+    """NaN in every slot; all bits set is NaN in every float format kept as integers."""
+    is_float = jnp.issubdtype(pool.dtype, jnp.floating)
+    return jnp.full_like(pool, jnp.nan if is_float else np.iinfo(pool.dtype).max)
+
+
 def check_backend(
     backend: str | type[AttentionBackend],
     *,
@@ -126,7 +132,7 @@ def check_backend(
         (b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (cls(spec), get_backend("reference")(spec))
     )
     for case in range(cases):
-        caches = [jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), b.allocate(_SEQS * _WIDTH)) for b, _ in (judged, oracle)]
+        caches = [jax.tree.map(_full_of_nan, b.allocate(_SEQS * _WIDTH)) for b, _ in (judged, oracle)]
         for number, batch in enumerate(random_steps(rng, plain=window is not None)):
             shapes = ((_ROWS, num_heads, head_dim), *2 * [(_ROWS, num_kv_heads, head_dim)])
             q, k, v = (jnp.asarray(rng.standard_normal(s), dtype) for s in shapes)

@@ -129,6 +129,23 @@ def test_registry():
     assert issubclass(Picky, AttentionBackend)
 
 
+def test_entry_points(tmp_path, monkeypatch):
+    """An installed package brings a backend without being imported first."""
+    (tmp_path / "outside.py").write_text(
+        "from chunkattn.backends.xla import XlaBackend\nclass Outside(XlaBackend):\n    pass\n", encoding="utf-8"
+    )
+    info = tmp_path / "outside-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[chunkattn.backends]\noutside = outside:Outside\ngone = outside:Gone\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {"outside", "gone"} <= set(available_backends())
+    assert get_backend("outside").name == "outside"
+    check_backend("outside", cases=2)
+    with pytest.raises(BackendError, match=r"'gone' \(outside:Gone\) cannot be loaded"):
+        get_backend("gone")
+
+
 def test_chunk_attention_refuses_shapes_that_do_not_match():
     layout = random_layout(np.random.default_rng(0))
     x = jnp.zeros((len(layout) + 1, 2, 8))

@@ -148,7 +148,7 @@ def test_no_such_model():
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_a_checkpoint_without_a_tokenizer(name, checkpoint):
-    with pytest.raises(ModelError, match="tokenizer.*skip_tokenizer_init"):
+    with pytest.raises(ModelError, match=r"tokenizer.*skip_tokenizer_init"):
         LLM(str(checkpoint(name)))
 
 

@@ -95,9 +95,14 @@ class AttentionBackend(ABC):
         """None when the backend can serve `spec`, else the reason it cannot."""
 
     def allocate(self, num_pages: int) -> KVCache:
-        """One layer's empty KV cache: by default K and V, each `[pages, block_size, kv_heads, head_dim]`."""
+        """One layer's empty KV cache.
+
+        By default K and V, each `[pages, block_size, kv_heads, head_dim]` in `storage_dtype`; `write_pages`
+        and `read_pages` go with it.
+        """
         shape = (num_pages, self.spec.block_size, self.spec.num_kv_heads, self.spec.head_dim)
-        return jnp.zeros(shape, self.spec.dtype), jnp.zeros(shape, self.spec.dtype)
+        dtype = storage_dtype(self.spec.dtype)
+        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
@@ -132,12 +137,28 @@ class AttentionBackend(ABC):
         """
 
 
+def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """What a default cache keeps values of `dtype` as: 16-bit floats as their bits.
+
+    XLA:CPU scatters and gathers no 16-bit floats; it would convert the whole pool to float32
+    and back at every step.
+    """
+    return jnp.dtype(f"uint{8 * dtype.itemsize}") if dtype.itemsize < 4 else dtype
+
+
 def write_pages(cache: KVCache, k: jax.Array, v: jax.Array, flat_slots: jax.Array) -> KVCache:
-    """Scatter rows' K/V into a cache of the default shape; rows with slot -1 are dropped."""
+    """Scatter rows' K/V into a cache of the default form; rows with slot -1 are dropped."""
     index = jnp.where(flat_slots < 0, np.iinfo(np.int32).max, flat_slots)
 
     def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
+        rows = jax.lax.bitcast_convert_type(rows, pool.dtype)
         flat = pool.reshape(-1, *pool.shape[2:])
-        return flat.at[index].set(rows.astype(pool.dtype), mode="drop", unique_indices=True).reshape(pool.shape)
+        return flat.at[index].set(rows, mode="drop", unique_indices=True).reshape(pool.shape)
 
     return write(cache[0], k), write(cache[1], v)
+
+
+def read_pages(cache: KVCache, pages: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """K and V of `pages` of any shape: `[*pages.shape, block_size, kv_heads, head_dim]` each."""
+    keys, values = (jax.lax.bitcast_convert_type(pool[pages], dtype) for pool in cache)
+    return keys, values

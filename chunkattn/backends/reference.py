@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, write_pages
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, read_pages, write_pages
 from chunkattn.backends.registry import register_backend
 
 
@@ -64,7 +64,9 @@ class ReferenceBackend(AttentionBackend):
 
         def one_sequence(out: jax.Array, seq: jax.Array) -> tuple[jax.Array, None]:
             pages = metadata.block_tables[seq]
-            keys, values = (jnp.repeat(x[pages].reshape(len(slots), *x.shape[2:]), groups, axis=1) for x in cache)
+            keys, values = (
+                jnp.repeat(x.reshape(len(slots), *x.shape[2:]), groups, axis=1) for x in read_pages(cache, pages, q.dtype)
+            )
             row_slot, row_start = metadata.row_slot[:, None], metadata.row_start[:, None]
             mask = (slots <= row_slot) & ((slots < metadata.prefix_end[seq]) | (slots >= row_start))
             mask &= slots % block_size < metadata.page_len[seq][slots // block_size]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, write_pages
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, read_pages, write_pages
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import TileRanges, Tiles, cut, spans, tile_ranges
 
@@ -194,7 +194,7 @@ def _update(
 
 
 def _kv_tile(
-    cache: KVCache, metadata: TileMetadata, seqs: jax.Array, tile: jax.Array, tile_slots: int
+    cache: KVCache, metadata: TileMetadata, seqs: jax.Array, tile: jax.Array, tile_slots: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """KV tile number `tile` of sequences `[B]`: slots `[N]`, keys and values `[B, N, G, d]`, valid `[B, N]`."""
     block_size = cache[0].shape[1]
@@ -205,7 +205,7 @@ def _kv_tile(
         return jax.lax.dynamic_slice_in_dim(table, tile * pages_per_tile, pages_per_tile, axis=1)[seqs]
 
     pages, page_len = columns(metadata.block_tables), columns(metadata.page_len)
-    keys, values = (x[pages].reshape(len(seqs), tile_slots, *x.shape[2:]) for x in cache)
+    keys, values = (x.reshape(len(seqs), tile_slots, *x.shape[3:]) for x in read_pages(cache, pages, dtype))
     valid = jnp.arange(block_size) < page_len[..., None]
     return slots, keys, values, valid.reshape(len(seqs), tile_slots)
 
@@ -230,7 +230,7 @@ def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, scale: f
 
         def one_kv_tile(step: jax.Array, state: _Softmax) -> _Softmax:
             tile = jnp.where(step < first_end, step, second_start + step - first_end)
-            slots, keys, values, valid = _kv_tile(cache, metadata, seq[None], tile, tile_slots)
+            slots, keys, values, valid = _kv_tile(cache, metadata, seq[None], tile, tile_slots, q.dtype)
             mask = (slots <= own) & ((slots < metadata.prefix_end[seq]) | (slots >= start)) & valid
             if window is not None:
                 mask &= slots > own - window
@@ -260,7 +260,7 @@ def _attend_decodes(
             begin = jnp.maximum(shortest - window + 1, 0) // tile_slots
 
         def one_kv_tile(tile: jax.Array, state: _Softmax) -> _Softmax:
-            slots, keys, values, valid = _kv_tile(cache, metadata, seqs, tile, tile_slots)
+            slots, keys, values, valid = _kv_tile(cache, metadata, seqs, tile, tile_slots, q.dtype)
             mask = (slots <= own) & valid
             if window is not None:
                 mask &= slots > own - window

@@ -1,0 +1,41 @@
+# Needs Python 3.11 or newer, make and the package index; everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: run test test-slow lint eval clean
+
+run: .venv/.installed  ## install and run the demo
+	@$(BIN)/chunkattn demo
+
+test: .venv/.installed-test  ## the tests, under 15 minutes on two cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: .venv/.installed-test  ## the longer tests
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/.installed-test  ## style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+eval: .venv/.installed  ## the demo model on held-out worlds
+	$(BIN)/python -m training.evaluate
+
+clean:
+	rm -rf .venv .cache build dist
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "chunkattn needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+
+.venv/.installed: .venv/bin/python pyproject.toml
+	@echo "Installing chunkattn into .venv (a minute or two, the first time only)"
+	$(BIN)/pip install --quiet --editable .
+	@touch $@
+
+.venv/.installed-test: .venv/.installed
+	@echo "Installing the test tools (PyTorch among them) into .venv"
+	$(BIN)/pip install --quiet --editable '.[test]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Figures the documentation quotes. Each prints a table, and JSON with `--json`."""

@@ -1,0 +1,56 @@
+"""Models of a known geometry with random weights: the right cost without a download."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from transformers import Qwen3Config
+
+from chunkattn.backends import AttentionSpec, make_backend
+from chunkattn.config import EngineConfig
+from chunkattn.engine.core import EngineCore
+from chunkattn.engine.runner import Runner
+from chunkattn.models.decoder import Decoder
+from chunkattn.models.spec import DecoderSpec, spec_from_config
+
+_COMMON = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1e6}
+GEOMETRIES = {
+    "qwen3-0.6b": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        **_COMMON,
+    ),
+    "small": Qwen3Config(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=40960,
+        **_COMMON,
+    ),
+}
+
+
+def spec_of(geometry: str) -> DecoderSpec:
+    """The decoder's shape."""
+    return spec_from_config(GEOMETRIES[geometry])
+
+
+def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend: str = "xla", **options: int) -> EngineCore:
+    """An engine of `num_pages` pages over random weights."""
+    config = EngineConfig(dtype=dtype, **options)
+    spec = spec_of(geometry)
+    model = Decoder(spec, jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    attention = make_backend(
+        backend, AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, jnp.dtype(dtype), config.block_size)
+    )
+    return EngineCore(Runner(model, attention, num_pages, config.max_logprobs), config, spec.max_model_len)

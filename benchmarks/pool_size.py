@@ -1,0 +1,68 @@
+"""Step time against the size of the KV pool: a pool that is copied shows at once.
+
+    python -m benchmarks.pool_size
+
+Decodes 8 running sequences over a small and a large pool, step by step in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+
+from benchmarks.geometry import make_core
+from chunkattn.config import SamplingParams
+from chunkattn.engine.core import EngineCore
+from chunkattn.engine.messages import GenerateRequest
+from chunkattn.rope.positions import make_layout
+
+
+def start(core: EngineCore, steps: int) -> None:
+    """Bring 8 sequences to decoding, everything compiled."""
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        layout = make_layout([], [], rng.integers(0, 1000, 100))
+        params = SamplingParams(temperature=0, max_tokens=steps + 10, ignore_eos=True)
+        core.add(core.prepare(GenerateRequest(str(i), layout, params)))
+    for _ in range(5):
+        core.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--geometry", default="small")
+    parser.add_argument("--pages", type=int, nargs=2, default=(512, 32768))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    cores = [make_core(args.geometry, pages, dtype=args.dtype, max_num_batched_tokens=1024) for pages in args.pages]
+    for core in cores:
+        start(core, args.steps)
+    times: list[list[float]] = [[], []]
+    for _ in range(args.steps):
+        for core, taken in zip(cores, times, strict=True):
+            began = time.perf_counter()
+            core.step()
+            taken.append(time.perf_counter() - began)
+    rows = []
+    for core, pages, taken in zip(cores, args.pages, times, strict=True):
+        pool = sum(a.nbytes for layer in core.runner.caches for a in layer)
+        rows.append({"pages": pages, "pool_mib": pool / 2**20, "median_step_ms": 1000 * statistics.median(taken)})
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return
+    print("pages   pool MiB  median step ms")
+    for r in rows:
+        print(f"{r['pages']:5}  {r['pool_mib']:9.1f}  {r['median_step_ms']:14.2f}")
+    print(
+        f"ratio {rows[1]['median_step_ms'] / rows[0]['median_step_ms']:.2f} for a pool {args.pages[1] / args.pages[0]:.0f} times as large"
+    )
+
+
+if __name__ == "__main__":
+    main()
