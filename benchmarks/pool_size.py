@@ -59,9 +59,8 @@ def main() -> None:
     print("pages   pool MiB  median step ms")
     for r in rows:
         print(f"{r['pages']:5}  {r['pool_mib']:9.1f}  {r['median_step_ms']:14.2f}")
-    print(
-        f"ratio {rows[1]['median_step_ms'] / rows[0]['median_step_ms']:.2f} for a pool {args.pages[1] / args.pages[0]:.0f} times as large"
-    )
+    ratio = rows[1]["median_step_ms"] / rows[0]["median_step_ms"]
+    print(f"ratio {ratio:.2f} for a pool {args.pages[1] / args.pages[0]:.0f} times as large")
 
 
 if __name__ == "__main__":

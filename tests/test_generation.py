@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from chunkattn import ChunkedPrompt, SamplingParams, make_layout
+from chunkattn.engine.messages import GenerateRequest
 from chunkattn.errors import CapacityError, EngineError, RequestError
 from tests.checkpoints import VOCAB, random_parts
 
@@ -44,7 +45,7 @@ def test_mixed_batches_equal_each_prompt_alone(engine, prompts):
 
 def test_generation_and_scoring_share_steps(engine, prompts):
     """Scoring requests among running generations change neither."""
-    from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, TokenOutput
+    from chunkattn.engine.messages import ScoreRequest, ScoreResult, TokenOutput
 
     llm = engine("qwen3")
     expected = tokens(llm.generate(prompts, GREEDY))
@@ -287,7 +288,7 @@ def test_a_failing_step_fails_its_requests_only(engine, monkeypatch):
 
 def test_others_start_over_after_a_failed_step(engine, monkeypatch):
     """A request that was running, but not in the failing step, is recomputed and ends the same."""
-    from chunkattn.engine.messages import GenerateRequest, RequestFailed, TokenOutput
+    from chunkattn.engine.messages import RequestFailed, TokenOutput
 
     llm = engine("qwen3")
     expected = tokens(llm.generate([{"prompt_token_ids": [4, 5]}], GREEDY))[0]
@@ -319,3 +320,19 @@ def test_compiled_programs_are_few_and_do_not_grow(engine, prompts):
     llm.generate(prompts[::-1], GREEDY)
     assert sum(llm.core.runner.compiles.values()) == before
     assert llm.core.runner.compiles["step"] <= len(llm.core.batches.token_buckets) * len(llm.core.batches.width_buckets)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_makes_no_copy_of_the_pool(dtype, checkpoint):
+    """The compiled step writes the donated pool in place, and its temporaries are far smaller."""
+    from chunkattn import LLM
+
+    llm = LLM(str(checkpoint("qwen3")), dtype=dtype, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20)
+    core, runner = llm.core, llm.core.runner
+    core.add(core.prepare(GenerateRequest("r", make_layout([], [], [1, 2, 3]), GREEDY)))
+    batch = core.batches.build(core.scheduler.schedule())
+    metadata = runner.backend.build_metadata(batch.attention)
+    compiled = runner._step.lower(runner._params, runner.caches, batch.token_ids, batch.positions, metadata).compile()
+    memory, pool = compiled.memory_analysis(), sum(a.nbytes for layer in runner.caches for a in layer)
+    assert memory.alias_size_in_bytes >= pool > 60 << 20
+    assert memory.temp_size_in_bytes < 4 << 20

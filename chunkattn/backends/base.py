@@ -68,7 +68,7 @@ class AttentionBatch:
     def flat_slots(self) -> np.ndarray:
         """int32 `[T]`: where each row's K/V goes in the pool seen as one list of slots.
 
-        Padding rows get -1, which no scatter may write (use `mode="drop"` after moving it out of range).
+        Padding rows get -1, which nothing may write to.
         """
         page = self.block_tables[self.row_seq, self.row_slot // self.block_size]
         flat = page * self.block_size + self.row_slot % self.block_size
@@ -148,11 +148,12 @@ def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 def write_pages(cache: KVCache, k: jax.Array, v: jax.Array, flat_slots: jax.Array) -> KVCache:
     """Scatter rows' K/V into a cache of the default form; rows with slot -1 are dropped."""
-    index = jnp.where(flat_slots < 0, np.iinfo(np.int32).max, flat_slots)
 
     def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
         rows = jax.lax.bitcast_convert_type(rows, pool.dtype)
         flat = pool.reshape(-1, *pool.shape[2:])
+        beyond = len(flat) + jnp.arange(len(flat_slots))  # dropped, yet unique
+        index = jnp.where(flat_slots < 0, beyond, flat_slots)
         return flat.at[index].set(rows, mode="drop", unique_indices=True).reshape(pool.shape)
 
     return write(cache[0], k), write(cache[1], v)

@@ -18,6 +18,10 @@ def enable_compile_cache() -> None:
     """
     if jax.config.jax_compilation_cache_dir is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkattn" / "jax"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_COMPILE_S)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        options = {
+            "jax_compilation_cache_dir": str(folder),
+            "jax_persistent_cache_min_compile_time_secs": SHORTEST_COMPILE_S,
+            "jax_persistent_cache_min_entry_size_bytes": 0,
+        }
+        for name, value in options.items():
+            jax.config.update(name, value)  # type: ignore[no-untyped-call]
