@@ -16,7 +16,7 @@ def enable_compile_cache() -> None:
 
     Does nothing where a cache is configured already (`JAX_COMPILATION_CACHE_DIR`, `jax.config`).
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkattn" / "jax"
         options = {
             "jax_compilation_cache_dir": str(folder),
