@@ -22,8 +22,10 @@ TILE_ROWS = 128
 """Rows of a query tile."""
 TILE_SLOTS = 512
 """Slots of a KV tile; a step whose page tables are narrower uses their width."""
-DECODE_ROWS = 8
-"""Sequences of a decode tile. They are sorted by length, so that few wait for a long one."""
+DECODE_SLOTS = 256
+"""Slots of a KV tile of decodes: less is read past the end of a short sequence."""
+DECODE_ROWS = 1 if jax.default_backend() == "cpu" else 32
+"""Sequences of a decode tile, sorted by length. On CPU batching them gains nothing and waits for the longest."""
 
 _FAR = np.iinfo(np.int32).max
 _TINY = np.finfo(np.float32).tiny
@@ -39,7 +41,7 @@ class TileMetadata(NamedTuple):
         ranges: int32 `[Q]` each, its KV tiles.
         num_tiles: int32 scalar.
         decode_rows: int32 `[D, DECODE_ROWS]`, rows of a decode tile; `T` is padding.
-        decode_end: int32 `[D]`, KV tiles of its longest sequence.
+        decode_end: int32 `[D]`, KV tiles (of `DECODE_SLOTS`) of its longest sequence.
         num_decode_tiles: int32 scalar.
         row_seq, row_slot, row_start, flat_slots: int32 `[T]`, as in `AttentionBatch`.
         prefix_end, block_tables, page_len: as in `AttentionBatch`.
@@ -81,7 +83,7 @@ class XlaBackend(AttentionBackend):
     def build_metadata(self, batch: AttentionBatch) -> TileMetadata:
         """See `AttentionBackend.build_metadata`."""
         rows, (seqs, width) = len(batch.row_seq), batch.block_tables.shape
-        tile_rows, tile_slots = _tile_shape(rows, width, batch.block_size)
+        tile_rows, tile_slots = min(TILE_ROWS, rows), _tile_slots(TILE_SLOTS, width, batch.block_size)
         runs = spans(batch)
         decode = (runs.size == 1) & (batch.row_start[runs.row] == 0)
         tiles = cut(Tiles(runs.row[~decode], runs.size[~decode]), tile_rows)
@@ -95,7 +97,8 @@ class XlaBackend(AttentionBackend):
         decode_rows = np.full(decode_bound * DECODE_ROWS, rows, np.int32)
         decode_rows[: len(decode_row)] = decode_row
         decode_rows = decode_rows.reshape(decode_bound, DECODE_ROWS)
-        ends = np.append(batch.row_slot // tile_slots + 1, 0)[decode_rows].max(axis=1)
+        decode_slots = _tile_slots(DECODE_SLOTS, width, batch.block_size)
+        ends = np.append(batch.row_slot // decode_slots + 1, 0)[decode_rows].max(axis=1)
         return TileMetadata(
             tile_row=_pad(tiles.row, bound),
             tile_last=_pad(last, bound),
@@ -130,12 +133,12 @@ class XlaBackend(AttentionBackend):
         return _attend_decodes(out, q, cache, metadata, scale, window), cache
 
 
-def _tile_shape(rows: int, width: int, block_size: int) -> tuple[int, int]:
-    """Rows of a query tile and slots of a KV tile, for a step of these static sizes."""
-    pages = max(1, min(TILE_SLOTS // block_size, width))
+def _tile_slots(wanted: int, width: int, block_size: int) -> int:
+    """Slots of a KV tile: about `wanted`, in whole pages that divide a page table `width` pages wide."""
+    pages = max(1, min(wanted // block_size, width))
     while width % pages:  # page tables are usually a power of two wide; others get the next divisor
         pages -= 1
-    return min(TILE_ROWS, rows), pages * block_size
+    return pages * block_size
 
 
 def _pad(values: np.ndarray, size: int) -> np.ndarray:
@@ -180,10 +183,9 @@ def _update(
         scale: multiplies the scores.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    groups = q.shape[2] // mask.shape[1]
-    mask = jnp.repeat(mask, groups, axis=1)[:, None]
     scores = jnp.einsum("bgrd,bngd->bgrn", q, keys, precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask, scores * scale, -jnp.inf)
+    by_row = scores.reshape(*scores.shape[:2], mask.shape[1], -1, scores.shape[3])
+    scores = jnp.where(mask[:, None, :, None], by_row * scale, -jnp.inf).reshape(scores.shape)
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights, decay = jnp.exp(scores - maximum[..., None]), jnp.exp(state.maximum - maximum)
     values = jnp.where(present[..., None, None], values, 0)
@@ -213,7 +215,8 @@ def _kv_tile(
 def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, scale: float, window: int | None) -> jax.Array:
     """Query tiles one after the other, `[T, heads, d]`; rows of decodes are left undefined."""
     rows, kv_heads = len(q), cache[0].shape[2]
-    tile_rows, tile_slots = _tile_shape(rows, metadata.block_tables.shape[1], cache[0].shape[1])
+    tile_rows = min(TILE_ROWS, rows)
+    tile_slots = _tile_slots(TILE_SLOTS, metadata.block_tables.shape[1], cache[0].shape[1])
     # A tile reads and writes `tile_rows` rows wherever it begins: padding keeps the last one
     # in bounds, and what it writes past its own rows the next tile overwrites.
     q = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0)))
@@ -248,7 +251,7 @@ def _attend_decodes(
 ) -> jax.Array:
     """One-row runs that see their whole sequence, `DECODE_ROWS` sequences at a time, written into `out`."""
     kv_heads = cache[0].shape[2]
-    _, tile_slots = _tile_shape(len(q), metadata.block_tables.shape[1], cache[0].shape[1])
+    tile_slots = _tile_slots(DECODE_SLOTS, metadata.block_tables.shape[1], cache[0].shape[1])
 
     def one_group(index: jax.Array, out: jax.Array) -> jax.Array:
         rows = metadata.decode_rows[index]
