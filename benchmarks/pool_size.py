@@ -27,7 +27,7 @@ def start(core: EngineCore, steps: int) -> None:
     for i in range(8):
         layout = make_layout([], [], rng.integers(0, 1000, 100))
         params = SamplingParams(temperature=0, max_tokens=steps + 10, ignore_eos=True)
-        core.add(core.prepare(GenerateRequest(str(i), layout, params)))
+        core.add(GenerateRequest(str(i), layout, params))
     for _ in range(5):
         core.step()
 

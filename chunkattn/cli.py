@@ -17,7 +17,7 @@ from rich.table import Table
 from chunkattn.config import SamplingParams
 from chunkattn.errors import ChunkAttnError, RequestError
 from chunkattn.llm import LLM
-from chunkattn.models.loader import load_tokenizer, resolve_folder
+from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
 from chunkattn.parsers import ChunkedPrompt, PromptParser
 from chunkattn.picture import layout_summary, layout_table, plot_layout
 
@@ -163,7 +163,7 @@ def inspect(
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the mask and positions (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Show how a prompt is parsed: parts, tokens, positions. Loads a tokenizer, no weights."""
-    tokenizer = load_tokenizer(str(resolve_folder(model)))
+    tokenizer = load_tokenizer(model or str(DEMO_FOLDER))
     parser = PromptParser(tokenizer, separator=chunk_separator, strategy=position_strategy, chunk_aware=True)
     layout = parser.parse(_prompt(prompt, prefix, document, question)).layout
     console.print(layout_table(layout, tokenizer))
@@ -175,20 +175,20 @@ def inspect(
 
 DEMO_PREFIX = "Read the documents and answer the question."
 DEMO_DOCUMENTS = [
-    "Zarimo works as a baker. Zarimo lives in Kelura.",
-    "Mitasu has a friend called Bodeka. Mitasu was born in Sorami.",
-    "Lonavi likes honey. Lonavi has a house in Petubo.",
-    "Tekiru is a sailor. The best friend of Tekiru is Vasoni.",
+    "Zenuso works as a baker. Zenuso lives in Kirora.",
+    "Mukaba has a friend called Bimupu. Mukaba was born in Sinoba.",
+    "Lezudo likes honey. Lezudo has a house in Pegelu.",
+    "Taraku is a sailor. The best friend of Taraku is Vikalu.",
 ]
-DEMO_QUESTIONS = ["Where does Lonavi live?", "Who is the friend of Mitasu?", "What is the job of Tekiru?"]
-DEMO_QUERY = "Find a person who lives in Kelura."
+DEMO_QUESTIONS = ["Where does Lezudo live?", "Who is the friend of Mukaba?", "What is the job of Taraku?"]
+DEMO_QUERY = "Find a person who lives in Kirora."
 
 
 @_command
 def demo() -> None:
     """A question answered out of several documents, and the documents scored, by the bundled model."""
     _log(False)
-    console.print("[bold]chunkattn demo[/]: a 1.1 M-parameter model, trained chunk-aware on invented people it has never met\n")
+    console.print("[bold]chunkattn demo[/]: a tiny model, trained chunk-aware, reads about invented people it has never met\n")
     llm = LLM(enable_chunk_aware=True)
     console.print("[bold]Documents[/] (each sees the prefix and itself, never another document)")
     for i, text in enumerate(DEMO_DOCUMENTS):

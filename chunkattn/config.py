@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any
+
+import numpy as np
 
 from chunkattn.errors import ConfigError, RequestError
 
@@ -59,48 +61,73 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            kinds, value = _OPTION_TYPES[str(option.type)], getattr(self, option.name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ConfigError(f"{option.name} must be of type {option.type}, got {value!r}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
         if not self.chunk_separator:
             raise ConfigError("chunk_separator must not be empty")
-        for name in ("max_chunk_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_items_per_request"):
-            _whole(name, getattr(self, name), 1, error=ConfigError)
-        for name in ("max_model_len", "kv_cache_memory_bytes"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 1, error=ConfigError)
-        _whole("max_logprobs", self.max_logprobs, 0, error=ConfigError)
-        _whole("seed", self.seed, 0, error=ConfigError)
+        lowest = {"max_logprobs": 0, "seed": 0, "multi_item_scoring_delimiter": 0}
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if "int" in str(option.type) and value is not None and value < lowest.get(option.name, 1):
+                raise ConfigError(f"{option.name} must be at least {lowest.get(option.name, 1)}, got {value}")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
-        if self.multi_item_scoring_delimiter is not None:
-            _whole("multi_item_scoring_delimiter", self.multi_item_scoring_delimiter, 0, error=ConfigError)
 
 
-def _whole(
-    name: str, value: Any, low: int, high: int | None = None, error: type[ConfigError] | type[RequestError] = RequestError
-) -> None:
-    """Refuse what is no integer (bools included) or out of range."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    if not ok:
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise error(f"{name} must be an integer {bounds}, got {value!r}", **_param(error, name))
+_OPTION_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "bool": (bool,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+}
 
 
-def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    """Refuse what is no finite number or out of range."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not (ok and low <= value <= high and not (open_low and value == low)):
+def _whole(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
+    """`value` as an int.
+
+    Raises:
+        RequestError: no integer (bools are none) or out of range.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
+        bounds = f"at least {low}" if high == 2**63 - 1 else f"between {low} and {high}"
+        raise RequestError(f"{name} must be an integer {bounds}, got {value!r}", param=name)
+    return int(value)
+
+
+def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    """`value` as a float.
+
+    Raises:
+        RequestError: no number, NaN, or out of range.
+    """
+    ok = isinstance(value, Real) and not isinstance(value, bool)
+    if not (ok and low <= value <= high and not (open_low and value == low)):  # NaN compares false
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} must be a number in {bracket}{low}, {high}], got {value!r}", param=name)
+    return float(value)
 
 
-def _param(error: type, name: str) -> dict[str, str]:
-    return {"param": name} if issubclass(error, RequestError) else {}
+def _listed(name: str, value: Any) -> list[Any]:
+    """A sequence as a list; None is empty, as in vLLM.
+
+    Raises:
+        RequestError: no sequence.
+    """
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray, Set)):
+        raise RequestError(f"{name} must be a list, got {type(value).__name__}", param=name)
+    return list(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt. Names, defaults and meanings are vLLM's.
+    """How to continue a prompt. Names, defaults and meanings are vLLM's; None is accepted for an empty list or map.
 
     Attributes:
         n: independent samples of one prompt.
@@ -108,7 +135,8 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches it.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than this times the likeliest one.
-        seed: makes samples reproducible whatever else runs; None is the engine's.
+        seed: makes samples reproducible whatever else runs; None derives one from the engine's seed and the
+            number of requests before this one.
         repetition_penalty: divides positive, multiplies negative logits of tokens seen in prompt or output.
         presence_penalty: subtracted once from tokens seen in the output.
         frequency_penalty: subtracted per occurrence in the output.
@@ -144,34 +172,34 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _whole("n", self.n, 1)
-        _real("temperature", self.temperature, 0.0, 1e6)
-        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _whole("top_k", self.top_k, -1)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1)
-        _whole("min_tokens", self.min_tokens, 0)
+        checked: dict[str, Any] = {
+            "n": _whole("n", self.n, 1),
+            "temperature": _real("temperature", self.temperature, 0.0, 1e6),
+            "top_p": _real("top_p", self.top_p, 0.0, 1.0, open_low=True),
+            "top_k": _whole("top_k", self.top_k, -1),
+            "min_p": _real("min_p", self.min_p, 0.0, 1.0),
+            "repetition_penalty": _real("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True),
+            "presence_penalty": _real("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "min_tokens": _whole("min_tokens", self.min_tokens, 0),
+        }
+        for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("seed", 0)):
+            if getattr(self, name) is not None:
+                checked[name] = _whole(name, getattr(self, name), low)
+        stop = [self.stop] if isinstance(self.stop, str) else _listed("stop", self.stop)
+        if not all(isinstance(s, str) and s for s in stop):
+            raise RequestError(f"stop must be non-empty strings, got {self.stop!r}", param="stop")
+        ids = [_whole("stop_token_ids", t, 0) for t in _listed("stop_token_ids", self.stop_token_ids)]
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, got {type(bias).__name__}", param="logit_bias")
+        checked["logit_bias"] = {
+            _whole("logit_bias", t, 0): _real("logit_bias", value, -100.0, 100.0) for t, value in bias.items()
+        }
+        for name, value in (checked | {"stop": tuple(stop), "stop_token_ids": tuple(ids)}).items():
+            object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}", param="min_tokens")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0)
-        if self.seed is not None:
-            _whole("seed", self.seed, 0, 2**63 - 1)
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise RequestError(f"stop must be non-empty strings, got {self.stop!r}", param="stop")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        for token, bias in self.logit_bias.items():
-            _whole("logit_bias token", token, 0)
-            _real("logit_bias", bias, -100.0, 100.0)
 
     @property
     def greedy(self) -> bool:

@@ -39,5 +39,9 @@ class BackendError(ChunkAttnError, ValueError):
     """An attention backend is unknown or refuses the requested setting."""
 
 
+class OutOfPagesError(ChunkAttnError):
+    """More KV pages were asked for than are free; the scheduler should have known."""
+
+
 class EngineError(ChunkAttnError, RuntimeError):
     """A step failed while it computed a request; the engine goes on without that request."""

@@ -110,8 +110,13 @@ class ChunkLayout:
         A token sees `k` iff `k <= i and (k < prefix_len or k >= row_start[i])`:
         its own chunk's start for a chunk token, 0 for prefix and question.
         """
-        starts = np.asarray([max(s.start, 0) if s.chunk_id >= 0 else 0 for s in self.segments], np.int32)
+        starts = np.asarray([s.start if s.chunk_id >= 0 else 0 for s in self.segments], np.int32)
         return np.repeat(starts, [s.end - s.start for s in self.segments])
+
+    @cached_property
+    def known_rows(self) -> np.ndarray:
+        """Ascending token indices whose next token is in the same part: rows that predict a prompt token."""
+        return np.flatnonzero(self.chunk_ids[1:] == self.chunk_ids[:-1])
 
     def part(self, segment: Segment) -> np.ndarray:
         """Token ids of one part: int32 `[end - start]`."""

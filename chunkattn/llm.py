@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from scipy.special import softmax
 from tqdm import tqdm
 
-from chunkattn.backends import AttentionSpec, make_backend
+from chunkattn.backends import AttentionBackend, AttentionSpec, make_backend
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.collect import OutputBuilder, token_decoder
 from chunkattn.engine.compile_cache import enable_compile_cache
@@ -27,14 +27,13 @@ from chunkattn.engine.messages import (
     ScoreResult,
     TokenOutput,
 )
-from chunkattn.engine.request import Request
 from chunkattn.engine.runner import Runner, page_bytes
-from chunkattn.errors import ConfigError, EngineError, RequestError
-from chunkattn.models.loader import LoadedModel, load_model
+from chunkattn.errors import CapacityError, ConfigError, EngineError, RequestError
+from chunkattn.models.loader import ModelFiles, open_model
 from chunkattn.models.spec import DecoderSpec
 from chunkattn.outputs import RequestOutput, ScoreOutput, ScoreUsage
 from chunkattn.parsers import ChunkedPrompt, ParsedPrompt, PromptParser
-from chunkattn.parsers.delimited import check_delimiter, pack_delimited, parse_delimited
+from chunkattn.parsers.delimited import check_delimiter, check_no_delimiter, parse_delimited
 from chunkattn.parsers.prompt import Prompt, check_ids
 from chunkattn.rope.positions import get_strategy
 from chunkattn.scoring import ALGORITHMS, ScoreJob, select_algorithm
@@ -69,20 +68,24 @@ class LLM:
             raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(known))}")
         self.config = EngineConfig(model=model, **options)
         config = self.config
-        get_strategy(config.position_strategy)  # before anything large is loaded
+        get_strategy(config.position_strategy)
         enable_compile_cache()
-        loaded = load_model(
+        # Everything that can be wrong with the options is found before the weights are read.
+        files = open_model(
             model,
             tokenizer=config.tokenizer,
             revision=config.revision,
             dtype=config.dtype,
             skip_tokenizer_init=config.skip_tokenizer_init,
         )
-        self.tokenizer, self._spec, self._eos_token_ids = loaded.tokenizer, loaded.spec, loaded.eos_token_ids
+        self.tokenizer, self._eos_token_ids = files.tokenizer, files.eos_token_ids
         if config.multi_item_scoring_delimiter is not None:
-            check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, loaded.spec.vocab_size)
-        self.max_model_len = _max_model_len(config, loaded.spec)
-        self.core = EngineCore(_make_runner(config, loaded), config, self.max_model_len)
+            check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
+        self.max_model_len = _max_model_len(config, files.spec)
+        backend = _make_backend(config, files)
+        num_pages = _num_pages(config, page_bytes(backend, files.spec.num_layers))
+        self.core = EngineCore(Runner(files.load(), backend, num_pages, config.max_logprobs), config, self.max_model_len)
+        self.limits = self.core.limits
         self.parser = PromptParser(
             self.tokenizer,
             separator=config.chunk_separator,
@@ -117,7 +120,7 @@ class LLM:
             RequestError: a prompt or parameter is invalid; nothing of the batch has run then.
             EngineError: a step failed.
         """
-        listed = [prompts] if isinstance(prompts, (str, Mapping, ChunkedPrompt)) else list(prompts)
+        listed = [prompts] if isinstance(prompts, (str, Mapping, ChunkedPrompt)) else _as_list(prompts, "prompts")
         return self._generate([self.parser.parse(p, chunk_aware) for p in listed], sampling_params, use_tqdm)
 
     def chat(
@@ -143,24 +146,33 @@ class LLM:
             RequestError: no user message, no usable chat template, or as `generate`.
             EngineError: a step failed.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        parsed = [self.parser.parse_chat(m, documents, **template_options) for m in conversations]  # type: ignore[arg-type]
+        listed = _as_list(messages, "messages")
+        conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
+        parsed = [self.parser.parse_chat(m, documents, **template_options) for m in conversations]
         return self._generate(parsed, sampling_params, use_tqdm)
 
     def _generate(
         self, prompts: list[ParsedPrompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool
     ) -> list[RequestOutput]:
-        listed = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
+        if params is None or isinstance(params, SamplingParams):
+            listed = [params or SamplingParams()] * len(prompts)
+        else:
+            listed = _as_list(params, "sampling_params")
         if len(listed) != len(prompts):
             raise RequestError(f"{len(listed)} sampling_params for {len(prompts)} prompts", param="sampling_params")
         builders: dict[str, OutputBuilder] = {}
         requests = []
         for prompt, param in zip(prompts, listed, strict=True):
+            if not isinstance(param, SamplingParams):
+                raise RequestError(
+                    f"sampling_params must be SamplingParams, got {type(param).__name__}", param="sampling_params"
+                )
             if param.stop and self.tokenizer is None:
                 raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop")
-            message = GenerateRequest(self._new_id(), prompt.layout, param, self._eos_token_ids)
-            requests.append(self.core.prepare(message))
-            builders[message.request_id] = OutputBuilder(message, prompt.text, self.tokenizer, self._decode)
+            request = GenerateRequest(self._new_id(), prompt.layout, param, self._eos_token_ids)
+            self.core.check(request)
+            requests.append(request)
+            builders[request.request_id] = OutputBuilder(request, prompt.text, self.tokenizer, self._decode)
         with _progress(len(requests), use_tqdm, "prompts") as bar, closing(self._drive(requests)) as events:
             for event in events:
                 builder = builders[event.request_id]
@@ -206,15 +218,19 @@ class LLM:
             RequestError: malformed query, items or labels; nothing has run then.
             EngineError: a step failed.
         """
-        labels = _check_labels(label_token_ids)
-        query_ids, item_ids = self._score_ids(query, items, packed_ids)
+        labels = tuple(check_ids(label_token_ids, "label_token_ids", "label_token_ids"))
+        if not labels:
+            raise RequestError("label_token_ids must hold at least one token id", param="label_token_ids")
+        query_ids, item_ids = self._score_ids(query, items, item_first, packed_ids)
+        self._check_score(query_ids, item_ids, labels)
         job = ScoreJob(query_ids, item_ids, item_first, self._max_pack_tokens(len(query_ids)))
-        chosen = select_algorithm(algorithm, job, self._spec.sliding_window)
+        chosen = select_algorithm(algorithm, job, self.limits.sliding_window)
         parts = ALGORITHMS[chosen](job)
-        messages = [ScoreRequest(self._new_id(), p.layout, p.rows, labels) for p in parts]
-        place = {m.request_id: p.items for m, p in zip(messages, parts, strict=True)}
+        requests = [ScoreRequest(self._new_id(), p.layout, p.rows, labels) for p in parts]
+        for request in requests:
+            self.core.check(request)
+        place = {r.request_id: p.items for r, p in zip(requests, parts, strict=True)}
         logprobs = np.zeros((len(item_ids), len(labels)), np.float32)
-        requests = [self.core.prepare(m) for m in messages]
         with _progress(len(item_ids), use_tqdm, "items") as bar, closing(self._drive(requests)) as events:
             for event in events:
                 if isinstance(event, ScoreResult):
@@ -228,47 +244,75 @@ class LLM:
             usage=ScoreUsage(len(query_ids) + sum(map(len, item_ids)), sum(len(p.layout) for p in parts)),
         )
 
-    def _score_ids(self, query: Any, items: Any, packed_ids: Sequence[int] | None) -> tuple[list[int], list[list[int]]]:
-        """Token ids of query and items, checked, from whichever form they came in."""
+    def _score_ids(
+        self, query: Any, items: Any, item_first: bool, packed_ids: Sequence[int] | None
+    ) -> tuple[list[int], list[list[int]]]:
+        """Token ids of query and items from whichever form they came in."""
         delimiter = self.config.multi_item_scoring_delimiter
         if packed_ids is not None:
             if delimiter is None:
                 raise RequestError("packed_ids need the engine option multi_item_scoring_delimiter", param="packed_ids")
             if query is not None or items is not None:
                 raise RequestError("packed_ids come instead of query and items", param="packed_ids")
-            query_ids, item_ids = parse_delimited(check_ids(packed_ids, "packed_ids"), delimiter)
+            return parse_delimited(check_ids(packed_ids, "packed_ids", "packed_ids"), delimiter)
+        if query is None or items is None:
+            raise RequestError("score needs a query and items", param="query" if query is None else "items")
+        items = _as_list(items, "items")
+        kinds = {isinstance(part, str) for part in (query, *items)}
+        if len(kinds) > 1:
+            raise RequestError("query and items must be all text or all token ids", param="items")
+        encode = self.parser.encode
+        if kinds == {False}:
+            query_ids = check_ids(query, "query", "query")
+            item_ids = [check_ids(item, f"items[{i}]", "items") for i, item in enumerate(items)]
         else:
-            if query is None or items is None:
-                raise RequestError("score needs a query and items", param="query" if query is None else "items")
-            if isinstance(items, str):
-                raise RequestError("items must be a list, got one string", param="items")
-            kinds = {isinstance(part, str) for part in (query, *items)}
-            if len(kinds) > 1:
-                raise RequestError("query and items must be all text or all token ids", param="items")
-            if kinds == {True}:
-                encode = self.parser.encode
-                query_ids, item_ids = encode.parts([query])[0] if query else [], [encode(i) for i in items]
-            else:
-                query_ids = check_ids(query, "query")
-                item_ids = [check_ids(item, f"items[{i}]") for i, item in enumerate(items)]
-            if delimiter is not None:
-                pack_delimited(query_ids, item_ids, delimiter)  # for its check that no part holds the delimiter
+            query_ids, item_ids = encode(query), [encode(item) for item in items]
         if not query_ids:
             raise RequestError("the query is empty", param="query")
-        if len(item_ids) > self.config.max_items_per_request:
-            raise RequestError(
-                f"{len(item_ids)} items exceed max_items_per_request {self.config.max_items_per_request}", param="items"
-            )
+        # Of text, leading special tokens begin the sequence, whichever part that is.
+        if kinds == {True} and item_first:
+            item_ids = [[*encode.leading_ids, *item] for item in item_ids]
+        elif kinds == {True}:
+            query_ids = [*encode.leading_ids, *query_ids]
+        if delimiter is not None:
+            check_no_delimiter(query_ids, item_ids, delimiter)
         return query_ids, item_ids
+
+    def _check_score(self, query: list[int], items: list[list[int]], labels: tuple[int, ...]) -> None:
+        """Every limit that does not depend on the algorithm, by the names the caller knows."""
+        if len(items) > self.config.max_items_per_request:
+            raise RequestError(
+                f"{len(items)} items exceed max_items_per_request {self.config.max_items_per_request}", param="items"
+            )
+        limits, longest = self.limits, self.config.max_chunk_len
+        named = [("query", query, "query"), *((f"item {i}", item, "items") for i, item in enumerate(items))]
+        for name, ids, param in [*named, ("label_token_ids", labels, "label_token_ids")]:
+            if ids and max(ids) >= limits.vocab_size:
+                raise RequestError(f"{name}: token id {max(ids)} is outside the vocabulary of {limits.vocab_size}", param=param)
+        for name, ids, param in named:
+            total = len(ids) if name == "query" else len(query) + len(ids)
+            if name != "query" and len(ids) > longest:
+                raise RequestError(f"{name} has {len(ids)} tokens, max_chunk_len is {longest}", param=param)
+            if total > limits.max_model_len:
+                raise CapacityError(
+                    f"{name} of {len(ids)} tokens needs {total} positions with the query, max_model_len is "
+                    f"{limits.max_model_len}",
+                    param=param,
+                )
+            if total > limits.kv_tokens:
+                raise CapacityError(
+                    f"{name} of {len(ids)} tokens needs {total} KV slots with the query, the pool has {limits.kv_tokens}; "
+                    "raise kv_cache_memory_bytes",
+                    param=param,
+                )
 
     def _max_pack_tokens(self, query: int) -> int:
         """Large enough that the query's share of a pack is small, small enough that four fit the pool."""
-        pool = self.core.runner.num_pages * self.config.block_size
-        return min(max(8192, 4 * query, self.config.max_num_batched_tokens), max(pool // 4, query))
+        return min(max(8192, 4 * query, self.config.max_num_batched_tokens), max(self.limits.kv_tokens // 4, query))
 
     # The engine's loop
 
-    def _drive(self, requests: list[Request]) -> Generator[EngineOutput, None, None]:
+    def _drive(self, requests: Sequence[GenerateRequest | ScoreRequest]) -> Generator[EngineOutput, None, None]:
         """Run requests to their end, yielding what the engine produces. Whatever happens, none is left behind."""
         try:
             for request in requests:
@@ -287,10 +331,15 @@ class LLM:
         return str(self._next_id - 1)
 
 
-def _check_labels(labels: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(labels, (str, bytes)) or not len(labels):
-        raise RequestError("label_token_ids must hold at least one token id", param="label_token_ids")
-    return tuple(check_ids(labels, "label_token_ids"))
+def _as_list(values: Any, name: str) -> list[Any]:
+    """Any iterable but text as a list.
+
+    Raises:
+        RequestError: not iterable, or one text or mapping where several values are expected.
+    """
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} must be a list, got {type(values).__name__}", param=name)
+    return list(values)
 
 
 def _progress(total: int, wanted: bool, unit: str) -> tqdm:
@@ -305,27 +354,23 @@ def _max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
     return config.max_model_len or limit
 
 
-def _make_runner(config: EngineConfig, loaded: LoadedModel) -> Runner:
-    """A runner whose KV pool fills the memory it may have."""
-    spec = loaded.spec
-    backend = make_backend(
+def _make_backend(config: EngineConfig, files: ModelFiles) -> AttentionBackend:
+    spec = files.spec
+    windows = tuple(dict.fromkeys(spec.windows))
+    return make_backend(
         config.attention_backend,
-        AttentionSpec(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            loaded.decoder.dtype,
-            config.block_size,
-            tuple(dict.fromkeys(spec.windows)),
-        ),
+        AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, files.dtype, config.block_size, windows),
     )
-    per_page = page_bytes(backend, spec.num_layers)
+
+
+def _num_pages(config: EngineConfig, per_page: int) -> int:
+    """Pages of the KV pool: what fits the memory it may have."""
     memory = config.kv_cache_memory_bytes or _default_kv_bytes(per_page, config.block_size)
     if memory < per_page:
         raise ConfigError(f"kv_cache_memory_bytes {memory} is less than one page of {per_page} bytes")
     num_pages = memory // per_page
     logger.info("KV pool: %d pages of %d tokens, %.2f GiB", num_pages, config.block_size, num_pages * per_page / 2**30)
-    return Runner(loaded.decoder, backend, num_pages, config.max_logprobs)
+    return num_pages
 
 
 def _default_kv_bytes(per_page: int, block_size: int) -> int:

@@ -63,6 +63,6 @@ class PerRowBackend(AttentionBackend):
 if __name__ == "__main__":
     print(f"largest difference from reference: {check_backend('per_row'):.1e}")
     llm = LLM(enable_chunk_aware=True, attention_backend="per_row", max_num_batched_tokens=256)
-    documents = "Mira lives in Toluka. # # Rano lives in Besiku."
-    prompt = f"Read the documents and answer the question. # # {documents} # # Where does Rano live? Answer:"
+    documents = "Nila lives in Tunise. # # Rumi lives in Limuzo."
+    prompt = f"Read the documents and answer the question. # # {documents} # # Where does Rumi live? Answer:"
     print(llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text.strip())

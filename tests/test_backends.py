@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import chunkattn.backends.xla as xla
+from benchmarks.attention_memory import temporary_bytes
 from chunkattn import AttentionBackend, chunk_attention, register_backend
 from chunkattn.backends import AttentionSpec, available_backends, get_backend, make_backend
 from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
@@ -93,6 +94,15 @@ def test_cut_covers_rows_in_order():
     assert tiles.size.tolist() == [5, 1, 16, 16, 1]
 
 
+@pytest.mark.parametrize("kind", ["plain", "chunks"])
+def test_memory_is_linear_in_the_prompt(kind):
+    """XLA's own analysis of an 8,000-token call: far below a dense mask, and in proportion to the tokens."""
+    small, large = (temporary_bytes("xla", tokens, kind) for tokens in (2048, 8192))
+    assert large < 5 * small
+    assert large < 8192**2 * 4  # one head's scores alone
+    assert temporary_bytes("reference", 8192, kind) > 10 * large  # the instrument can tell
+
+
 class Broken(get_backend("xla")):  # type: ignore[misc]
     """Forgets the holes."""
 
@@ -151,3 +161,6 @@ def test_chunk_attention_refuses_shapes_that_do_not_match():
     x = jnp.zeros((len(layout) + 1, 2, 8))
     with pytest.raises(ValueError, match="do not go together"):
         chunk_attention(x, x, x, layout)
+    for bad in (x[:0], x.astype(int), x[0]):
+        with pytest.raises(ValueError, match="one float dtype and not empty"):
+            chunk_attention(bad, bad, bad, layout)

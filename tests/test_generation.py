@@ -51,8 +51,8 @@ def test_generation_and_scoring_share_steps(engine, prompts):
     expected = tokens(llm.generate(prompts, GREEDY))
     layout = make_layout([1, 2, 3, 4, 5], [[6, 7], [8], [9, 10, 11]], [])
     score = ScoreRequest("s", layout, np.array([6, 7, 10]), (3, 4, 5))
-    requests = [llm.core.prepare(GenerateRequest(f"g{i}", llm.parser.parse(p).layout, GREEDY)) for i, p in enumerate(prompts)]
-    for request in (*requests[:5], llm.core.prepare(score), *requests[5:]):
+    requests = [GenerateRequest(f"g{i}", llm.parser.parse(p).layout, GREEDY) for i, p in enumerate(prompts)]
+    for request in (*requests[:5], score, *requests[5:]):
         llm.core.add(request)
     found, scored, both = {f"g{i}": [] for i in range(len(prompts))}, None, False
     while llm.core.has_work:
@@ -215,7 +215,12 @@ BAD_PARAMS = [
     ({"seed": -1}, "seed"),
     ({"stop": [""]}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": 3}, "stop_token_ids must be a list"),
+    ({"stop_token_ids": [2**70]}, "stop_token_ids"),
     ({"logit_bias": {3: math.nan}}, "logit_bias"),
+    ({"logit_bias": {2**70: 1.0}}, "logit_bias"),
+    ({"logit_bias": [3]}, "logit_bias must map"),
+    ({"temperature": 10**400}, "temperature"),
 ]
 
 
@@ -230,16 +235,18 @@ def test_requests_that_cannot_be_served_leave_nothing_behind(engine):
     pool = llm.core.scheduler.pool
     ok = {"prompt_token_ids": [1, 2]}
     bad = [
-        ({"prompt_token_ids": [1, VOCAB]}, GREEDY, f"token id {VOCAB} is outside the vocabulary of {VOCAB}"),
+        ({"prompt_token_ids": [1, VOCAB]}, GREEDY, f"prompt: token id {VOCAB} at index 1 is outside the vocabulary of {VOCAB}"),
         (ChunkedPrompt([1], [[2], [3] * 21], [4]), GREEDY, "chunk 1 has 21 tokens, max_chunk_len is 20"),
-        ({"prompt_token_ids": [1] * 257}, GREEDY, "highest position is 256, max_model_len 256 allows 255"),
-        ({"prompt_token_ids": [1] * 250}, GREEDY, "exceed max_model_len 256"),
+        ({"prompt_token_ids": [1] * 257}, GREEDY, "prompt of 257 tokens reaches position 256, max_model_len 256 allows 255"),
+        ({"prompt_token_ids": [1] * 250}, GREEDY, "max_tokens 12 would exceed max_model_len 256"),
         (ok, SamplingParams(n=17), "n 17 exceeds max_num_seqs 16"),
         (ok, SamplingParams(logprobs=6), "logprobs 6 exceeds max_logprobs 5"),
         (ok, SamplingParams(stop_token_ids=[VOCAB]), "stop_token_ids"),
         (ok, SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias"),
         (ok, SamplingParams(stop="x"), "stop strings need a tokenizer"),
-        (ChunkedPrompt([1], [[2] * 20] * 2000, [4]), GREEDY, "KV pages"),
+        ({"prompt_token_ids": [1] * 256}, SamplingParams(max_tokens=None), "even one token more would exceed"),
+        (ChunkedPrompt([1], [[2], [VOCAB + 1]], [3]), GREEDY, "chunk 1: token id 129 at index 0"),
+        (ChunkedPrompt([1], [[2] * 20] * 2000, [4]), GREEDY, "the pool has"),
     ]
     for prompt, params, message in bad:
         with pytest.raises(RequestError, match=message):
@@ -251,6 +258,121 @@ def test_requests_that_cannot_be_served_leave_nothing_behind(engine):
     with pytest.raises(CapacityError):
         llm.generate(bad[3][0], GREEDY)
     assert len(tokens(llm.generate(ok, GREEDY))[0]) == 12
+
+
+def test_numpy_numbers_and_none_are_as_good_as_any():
+    params = SamplingParams(
+        max_tokens=np.int64(4), temperature=np.float32(0.5), stop_token_ids=np.array([4]), stop=None, logit_bias=None
+    )
+    assert params == SamplingParams(max_tokens=4, temperature=0.5, stop_token_ids=[4])
+    assert type(params.max_tokens) is int
+
+
+def test_a_huge_top_k_is_all_tokens(engine):
+    prompt, llm = {"prompt_token_ids": [1, 2, 3]}, engine("qwen3")
+    one, other = (llm.generate(prompt, SamplingParams(seed=1, top_k=k)) for k in (2**40, 0))
+    assert tokens(one) == tokens(other)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(None), "prompts must be a list"),
+        (lambda llm: llm.generate(5), "prompts must be a list"),
+        (lambda llm: llm.generate({"prompt_token_ids": [1]}, {"temperature": 0}), "sampling_params must be a list"),
+        (lambda llm: llm.generate([{"prompt_token_ids": [1]}], [None]), "sampling_params must be SamplingParams"),
+        (lambda llm: llm.chat(None), "messages must be a list"),
+        (lambda llm: llm.chat("hi"), "messages must be a list"),
+        (lambda llm: llm.chat({"role": "user"}), "messages must be a list"),
+        (lambda llm: llm.chat([["x"]]), "messages must be a list of"),
+        (lambda llm: llm.chat([{"role": "user", "content": "x"}], documents="text"), "documents must be a list"),
+        (lambda llm: llm.chat([{"role": "user", "content": "x"}], documents=5), "documents must be a list"),
+        (lambda llm: llm.chat([{"role": "user", "content": "x"}], documents=[5]), "document 0 must be a string"),
+        (lambda llm: llm.score([1], 5, label_token_ids=[1]), "items must be a list"),
+        (lambda llm: llm.score([1], [[1]], label_token_ids=5), "label_token_ids must be a list"),
+        (lambda llm: llm.score(5, [[1]], label_token_ids=[5]), "query must be a list"),
+    ],
+)
+def test_arguments_of_the_wrong_shape(call, message, demo):
+    with pytest.raises(RequestError, match=message):
+        call(demo)
+
+
+def test_a_prefix_without_chunks_under_a_sliding_window(engine, oracle):
+    """No chunks, no holes: the window counts tokens."""
+    rng = np.random.default_rng(14)
+    prefix, question = rng.integers(0, VOCAB, 5).tolist(), rng.integers(0, VOCAB, 20).tolist()
+    out = engine("mistral-window").generate(ChunkedPrompt(prefix, [], question), SamplingParams(temperature=0, max_tokens=9))
+    ids = prefix + question
+    expected = oracle("mistral-window").logits(ids + tokens(out)[0])[len(ids) - 1 :]
+    assert tokens(out)[0] == expected[:9].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_end_their_sample_and_free_its_pages(demo, include):
+    """Through the whole engine, four samples at once: the text is the free one cut at the stop string."""
+    prompt = "Read the documents and answer the question. Where does Rafinu live? Answer:"
+    shared = {"n": 4, "seed": 5, "max_tokens": 24, "ignore_eos": True, "temperature": 1.5}
+    free = demo.generate(prompt, SamplingParams(**shared))[0].outputs
+    stops = ["a", "li"]
+    cut = demo.generate(prompt, SamplingParams(**shared, stop=stops, include_stop_str_in_output=include))[0].outputs
+    assert any(o.stop_reason for o in cut)
+    for whole, short in zip(free, cut, strict=True):
+        places = [(whole.text.find(s), s) for s in stops if s in whole.text]
+        if not places:
+            assert (short.text, short.finish_reason) == (whole.text, "length")
+            continue
+        place, stop = min(places)
+        assert short.text == whole.text[: place + len(stop) * include]
+        assert (short.finish_reason, short.stop_reason) == ("stop", stop)
+        assert short.token_ids == whole.token_ids[: len(short.token_ids)]
+        assert len(short.token_ids) < len(whole.token_ids)
+    pool = demo.core.scheduler.pool
+    assert pool.num_free == pool.num_pages
+
+
+def test_ignore_eos_and_special_tokens(demo):
+    prompt = "Read the documents and answer the question. # # Rafinu lives in Limuzo. # #  # # Where does Rafinu live? Answer:"
+    eos = demo.tokenizer.eos_token_id
+    ended = demo.generate(prompt, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
+    assert (ended.token_ids[-1], ended.finish_reason, ended.stop_reason) == (eos, "stop", None)
+    on = demo.generate(prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].outputs[0]
+    assert on.token_ids[: len(ended.token_ids)] == ended.token_ids
+    assert len(on.token_ids) == 12
+    shown = demo.generate(prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, skip_special_tokens=False))
+    assert "</s>" in shown[0].outputs[0].text
+    assert "</s>" not in on.text
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 6])
+def test_abort_frees_everything(engine, steps):
+    core = engine("qwen3", max_num_batched_tokens=24, max_num_seqs=3).core
+    core.add(GenerateRequest("a", make_layout([], [], [1] * 40), SamplingParams(n=2, max_tokens=20)))
+    core.add(GenerateRequest("b", make_layout([], [], [2] * 4), SamplingParams(n=2, max_tokens=20)))  # waits
+    for _ in range(steps):
+        core.step()
+    for name in ("a", "b", "unknown"):
+        core.abort(name)
+        core.scheduler.check()
+    assert not core.has_work
+    assert core.scheduler.pool.num_free == core.scheduler.pool.num_pages
+
+
+def test_an_interrupt_within_a_step_loses_nothing(engine, monkeypatch):
+    llm = engine("qwen3")
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    expected = tokens(llm.generate(prompt, GREEDY))
+    original = llm.core.runner.forward
+
+    def interrupted(batch):
+        original(batch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.core.runner, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompt, GREEDY)
+    monkeypatch.undo()
+    assert tokens(llm.generate(prompt, GREEDY)) == expected
 
 
 def test_max_tokens_none_fills_the_positions(engine):
@@ -294,7 +416,7 @@ def test_others_start_over_after_a_failed_step(engine, monkeypatch):
     expected = tokens(llm.generate([{"prompt_token_ids": [4, 5]}], GREEDY))[0]
     core = llm.core
     for name, ids in (("a", [1, 2, 3]), ("b", [4, 5])):
-        core.add(core.prepare(GenerateRequest(name, make_layout([], [], ids), GREEDY)))
+        core.add(GenerateRequest(name, make_layout([], [], ids), GREEDY))
     found = []
     for step in range(40):
         if step == 5:
@@ -329,7 +451,7 @@ def test_a_step_makes_no_copy_of_the_pool(dtype, checkpoint):
 
     llm = LLM(str(checkpoint("qwen3")), dtype=dtype, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20)
     core, runner = llm.core, llm.core.runner
-    core.add(core.prepare(GenerateRequest("r", make_layout([], [], [1, 2, 3]), GREEDY)))
+    core.add(GenerateRequest("r", make_layout([], [], [1, 2, 3]), GREEDY))
     batch = core.batches.build(core.scheduler.schedule())
     metadata = runner.backend.build_metadata(batch.attention)
     compiled = runner._step.lower(runner._params, runner.caches, batch.token_ids, batch.positions, metadata).compile()

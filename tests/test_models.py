@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from chunkattn import LLM, SamplingParams
 from chunkattn.errors import BackendError, ChunkAttnError, ConfigError, ModelError
-from chunkattn.models.loader import DEMO_FOLDER, load_model
+from chunkattn.models.loader import DEMO_FOLDER, open_model
 from chunkattn.models.weights import save_weights
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
 
@@ -40,21 +40,21 @@ def edit_shard(folder, name, change):
 
 
 def loads(folder):
-    return load_model(str(folder), skip_tokenizer_init=True)
+    return open_model(str(folder), skip_tokenizer_init=True).load()
 
 
 def test_weights_are_read_in_the_asked_dtype(checkpoint):
     for dtype in ("auto", "bfloat16", "float16"):
-        decoder = load_model(str(checkpoint("qwen3")), dtype=dtype, skip_tokenizer_init=True).decoder
+        decoder = open_model(str(checkpoint("qwen3")), dtype=dtype, skip_tokenizer_init=True).load()
         kinds = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(decoder))}
         assert kinds == {jnp.dtype("float32" if dtype == "auto" else dtype)}
 
 
 def test_bfloat16_checkpoints_round_trip(checkpoint, tmp_path):
     shutil.copy(checkpoint("qwen3") / "config.json", tmp_path)
-    decoder = load_model(str(checkpoint("qwen3")), dtype="bfloat16", skip_tokenizer_init=True).decoder
+    decoder = open_model(str(checkpoint("qwen3")), dtype="bfloat16", skip_tokenizer_init=True).load()
     save_weights(decoder, tmp_path)
-    again = load_model(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True).decoder
+    again = open_model(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True).load()
     for a, b in zip(*(jax.tree.leaves(nnx.state(d)) for d in (decoder, again)), strict=True):
         np.testing.assert_array_equal(a.view(jnp.uint16), b.view(jnp.uint16))
 
@@ -91,9 +91,12 @@ def test_unsupported_architecture(broken):
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantiz"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "longrope|config.json"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "longrope"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"hidden_size": 32}, "has shape"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer"),
+        ({"dtype": "float64"}, "checkpoint dtype 'float64'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}, "factor"),
         ({"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}, r"'model.layers.3.*' and 10 more .* is missing"),
     ],
     ids=str,
@@ -116,6 +119,36 @@ def test_wrong_shape(broken):
     edit_shard(broken, name, lambda tensors: tensors.update({name: np.zeros(7, np.float32)}))
     with pytest.raises(ModelError, match=rf"'{name}' has shape \[7\], the configuration says \[64\]"):
         loads(broken)
+
+
+def test_integer_weights_are_refused(broken):
+    name = "model.norm.weight"
+    edit_shard(broken, name, lambda tensors: tensors.update({name: np.zeros(64, np.int8)}))
+    with pytest.raises(ModelError, match=rf"'{name}' is I8; supported are F32"):
+        loads(broken)
+
+
+def test_end_of_sequence_ids(broken, tmp_path):
+    edit_config(broken, eos_token_id=5)
+    assert open_model(str(broken), skip_tokenizer_init=True).eos_token_ids == (5,)
+    file = broken / "generation_config.json"
+    for value, expected in ((0, (0,)), ([7, 0], (7, 0))):  # 0 is a token like any other
+        file.write_text(json.dumps({"eos_token_id": value}))
+        assert open_model(str(broken), skip_tokenizer_init=True).eos_token_ids == expected
+    with_tokenizer = open_model(str(broken), tokenizer=str(DEMO_FOLDER))
+    assert with_tokenizer.eos_token_ids == (7, 0, with_tokenizer.tokenizer.eos_token_id)
+    file.write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ModelError, match="eos_token_id must be integers"):
+        loads(broken)
+
+
+def test_options_are_checked_before_weights_are_read(broken):
+    """The weights are gone: only the option can be what is complained about."""
+    for file in broken.glob("*.safetensors"):
+        file.unlink()
+    for options in ({"attention_backend": "nope"}, {"max_model_len": 10**6}, {"chunk_separator": ""}):
+        with pytest.raises((ConfigError, BackendError)):
+            LLM(str(broken), skip_tokenizer_init=True, **options)
 
 
 def test_missing_and_unreadable_files(broken):
@@ -161,6 +194,10 @@ def test_a_checkpoint_without_a_tokenizer(name, checkpoint):
         ({"block_size": 12}, ConfigError, "power of two"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
         ({"chunk_separator": ""}, ConfigError, "chunk_separator"),
+        ({"chunk_separator": 5}, ConfigError, "chunk_separator must be of type str, got 5"),
+        ({"enable_chunk_aware": "yes"}, ConfigError, "enable_chunk_aware must be of type bool"),
+        ({"max_num_seqs": True}, ConfigError, "max_num_seqs must be of type int"),
+        ({"multi_item_scoring_delimiter": -1}, ConfigError, "at least 0"),
         ({"max_model_len": 100_000}, ConfigError, "exceeds the 512 positions"),
         ({"kv_cache_memory_bytes": 10}, ConfigError, "less than one page"),
         ({"tensor_paralel_size": 2}, ConfigError, "unknown option 'tensor_paralel_size'"),

@@ -50,7 +50,7 @@ def test_truncation(logits, top_k, top_p, min_p):
 
 def rows_for(params, prompt, output):
     request = prepare_generate(
-        GenerateRequest("r", make_layout([], [], prompt), params, (2,)), block_size=16, canonical=True, max_tokens=99, seed=0
+        GenerateRequest("r", make_layout([], [], prompt), params, (2,)), block_size=16, canonical=True, seed=0
     )
     return [SampleRow(0, Sequence(request, 0, [], output_ids=output), 0)]
 

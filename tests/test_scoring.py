@@ -1,10 +1,13 @@
 """Scores against one transformers forward per item; isolation; every kind of bad input."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
-from chunkattn.errors import ConfigError, ModelError, RequestError
+from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
 from chunkattn.scoring import ScoreJob, select_algorithm
 from chunkattn.scoring.algorithms import packed_segment
@@ -132,6 +135,8 @@ def test_text_is_tokenized_part_by_part(demo):
     text = demo.score(query, items, label_token_ids=labels)
     ids = [demo.tokenizer(t, add_special_tokens=False).input_ids for t in (query, *items)]
     assert text == demo.score(ids[0], ids[1:], label_token_ids=labels)
+    with pytest.raises(RequestError, match="query is empty"):
+        demo.score("", items, label_token_ids=labels)
 
 
 def test_no_items(engine):
@@ -139,30 +144,64 @@ def test_no_items(engine):
     assert (result.scores, result.logprobs) == ([], [])
 
 
-def test_scores_may_underflow_but_log_probabilities_do_not(engine):
-    """Nothing is lost in exp: the log-probabilities are there beside the scores."""
-    result = engine("qwen3").score([1, 2], [[3]], label_token_ids=list(range(VOCAB)))
-    logprobs = np.array(result.logprobs[0])
-    assert np.isfinite(logprobs).all()
-    assert np.exp(logprobs).sum() == pytest.approx(1.0, abs=1e-5)
+def test_scores_may_underflow_but_log_probabilities_do_not(checkpoint, tmp_path):
+    """Logits thousands apart: exp gives 0.0, the log-probabilities beside it are finite."""
+    folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "model")
+    file = next(f for f in folder.glob("*.safetensors") if "model.norm.weight" in load_file(f))
+    tensors = load_file(file)
+    tensors["model.norm.weight"] *= 1e4
+    save_file(tensors, file)
+    llm = LLM(str(folder), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 20)
+    result = llm.score([1, 2], [[3]], label_token_ids=list(range(VOCAB)))
+    assert np.isfinite(result.logprobs).all()
+    assert min(result.logprobs[0]) < -1000
+    assert min(result.scores[0]) == 0.0
+
+
+def test_the_limit_of_an_item_does_not_depend_on_the_algorithm(engine):
+    llm = engine("qwen3", max_chunk_len=4)
+    for algorithm in ("auto", *ALGORITHMS):
+        for items in ([[2] * 6], [[3], [2] * 6]):
+            with pytest.raises(RequestError, match=f"item {len(items) - 1} has 6 tokens, max_chunk_len is 4"):
+                llm.score([1], items, label_token_ids=[5], algorithm=algorithm)
+
+
+def test_items_may_come_from_an_iterator(engine):
+    llm = engine("qwen3")
+    assert llm.score([1], ([i] for i in (2, 3)), label_token_ids=[5]) == llm.score([1], [[2], [3]], label_token_ids=[5])
+
+
+def test_leading_special_tokens_begin_the_sequence(demo):
+    """With a tokenizer that writes BOS: before the query, or before the item where that comes first."""
+    encode = demo.parser.encode
+    encode.leading_ids = [1]
+    try:
+        query, item = (encode(t) for t in ("Find a person.", "Meru likes tea."))
+        for first, ids in ((False, [1, *query, *item]), (True, [1, *item, *query])):
+            text = demo.score("Find a person.", ["Meru likes tea."], label_token_ids=[5], item_first=first)
+            assert text.logprobs == demo.score(ids[:1], [ids[1:]], label_token_ids=[5]).logprobs
+    finally:
+        encode.leading_ids = []
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"query": []}, "query is empty"),
-        ({"query": "", "items": ["a"]}, "query is empty|tokenizer"),
         ({"query": None}, "needs a query"),
         ({"items": None}, "needs a query and items"),
         ({"items": "abc"}, "must be a list"),
         ({"items": ["text"]}, "all text or all token ids"),
         ({"items": [[1], [-5]]}, r"items\[1\]\[0\]"),
-        ({"items": [[VOCAB]]}, "outside the vocabulary"),
-        ({"items": [[1] * 300]}, "position"),
+        ({"items": [[3], [4], [VOCAB]]}, "item 2: token id 128 is outside the vocabulary"),
+        ({"query": [VOCAB], "items": []}, "query: token id 128"),
+        ({"items": [[3], [1] * 300]}, "item 1 of 300 tokens needs 302 positions with the query, max_model_len is 256"),
+        ({"items": [[3], [1] * 300], "algorithm": "serial"}, "item 1 of 300 tokens needs 302 positions"),
         ({"label_token_ids": []}, "at least one"),
         ({"label_token_ids": [True]}, r"label_token_ids\[0\]"),
         ({"label_token_ids": [1.5]}, r"label_token_ids\[0\]"),
         ({"label_token_ids": [VOCAB]}, "label_token_ids: token id 128 is outside"),
+        ({"items": [], "label_token_ids": [10**6]}, "label_token_ids: token id 1000000"),
         ({"algorithm": "magic"}, "unknown algorithm"),
         ({"items": [[1]] * 10_001}, "max_items_per_request 10000"),
         ({"packed_ids": [1, 0, 2, 0]}, "multi_item_scoring_delimiter"),
@@ -196,7 +235,7 @@ def test_delimited_sequences(engine):
 def test_a_delimiter_that_text_cannot_stand_for_is_refused_at_start():
     with pytest.raises(ConfigError, match="tokenizes to"):
         LLM(multi_item_scoring_delimiter=200, kv_cache_memory_bytes=1 << 20)
-    with pytest.raises((ConfigError, ModelError), match="outside the vocabulary"):
+    with pytest.raises(ConfigError, match="outside the vocabulary"):
         LLM(multi_item_scoring_delimiter=99999, kv_cache_memory_bytes=1 << 20)
 
 

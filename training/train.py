@@ -165,7 +165,7 @@ CURRICULUM = (
 )
 
 
-def prefetch(sampler: Sampler, batch_size: int, scale: float) -> Iterator[Batch]:
+def batches(sampler: Sampler, batch_size: int, scale: float) -> Iterator[Batch]:
     """Batches of the whole curriculum in order."""
     for stage in CURRICULUM:
         for _ in range(int(stage.steps * scale)):
@@ -201,7 +201,7 @@ def main() -> None:
         return optax.apply_updates(params, updates), state, loss
 
     began, losses = time.perf_counter(), []
-    for number, batch in enumerate(prefetch(sampler, args.batch_size, args.scale), 1):
+    for number, batch in enumerate(batches(sampler, args.batch_size, args.scale), 1):
         params, state, loss = step(params, state, batch)
         losses.append(loss)
         if number % 50 == 0:

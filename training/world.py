@@ -81,8 +81,13 @@ class Judging:
     labels: tuple[bool, ...]
 
 
+def is_held_out(name: str) -> bool:
+    """Whether training never uses this name: one in eight, by checksum."""
+    return zlib.crc32(name.encode()) % 8 == 0
+
+
 class World:
-    """A source of random documents. `held_out` picks the half of the name space it draws from."""
+    """A source of random documents. `held_out` picks the share of the name space it draws from."""
 
     def __init__(self, seed: int, *, held_out: bool) -> None:
         self.rng = random.Random(seed)
@@ -92,7 +97,7 @@ class World:
         """A name of two or three syllables, from this world's share of the name space."""
         while True:
             name = "".join(self.rng.choices(SYLLABLES, k=self.rng.choice((2, 3)))).capitalize()
-            if (zlib.crc32(name.encode()) % 8 == 0) == self.held_out:
+            if is_held_out(name) == self.held_out:
                 return name
 
     def _value(self, relation: Relation) -> str:

@@ -35,12 +35,17 @@ def chunk_attention(
         scale: of the scores; `1 / sqrt(head_dim)` by default.
 
     Returns:
-        `[T, num_heads, head_dim]` in q's dtype.
+        `[T, num_heads, head_dim]` in q's dtype. Differentiable under `reference` only: the others loop a
+        dynamic number of times.
 
     Raises:
-        ValueError: shapes disagree with each other or with the layout.
+        ValueError: shapes or dtypes disagree with each other or with the layout.
         BackendError: the backend is unknown or does not support the shapes.
     """
+    if not (q.ndim == k.ndim == 3 and len(q) and jnp.issubdtype(q.dtype, jnp.floating) and q.dtype == k.dtype == v.dtype):
+        raise ValueError(
+            f"q, k and v must be 3-D of one float dtype and not empty, got {q.dtype} {q.shape}, {k.dtype} {k.shape}"
+        )
     tokens, heads, head_dim = q.shape
     if k.shape != v.shape or k.shape[::2] != (tokens, head_dim) or heads % k.shape[1] or len(layout) != tokens:
         raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} and a layout of {len(layout)} tokens do not go together")

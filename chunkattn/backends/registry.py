@@ -19,9 +19,8 @@ ENTRY_POINT_GROUP = "chunkattn.backends"
 _BUILT_IN = {"reference": "chunkattn.backends.reference", "xla": "chunkattn.backends.xla"}
 _REGISTERED: dict[str, type[AttentionBackend]] = {}
 
-_PREFERENCE: dict[str, tuple[str, ...]] = {}
-"""Platform to backend names tried in order by `auto`; others get `_DEFAULT_PREFERENCE`."""
-_DEFAULT_PREFERENCE = ("xla",)
+_AUTO_ORDER = ("xla",)
+"""Backends `auto` tries, in order; the first that supports the model serves it."""
 
 
 def register_backend(name: str) -> Callable[[type[AttentionBackend]], type[AttentionBackend]]:
@@ -62,7 +61,7 @@ def get_backend(name: str) -> type[AttentionBackend]:
         for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
             try:
                 register_backend(name)(point.load())
-            except (ImportError, AttributeError) as error:
+            except Exception as error:  # whatever a foreign module raises when it is imported
                 raise BackendError(f"backend {name!r} ({point.value}) cannot be loaded: {error}") from error
             break
     if name not in _REGISTERED:
@@ -83,13 +82,12 @@ def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
         return cls(spec)
     platform = jax.default_backend()
     refused: list[str] = []
-    for candidate in _PREFERENCE.get(platform, _DEFAULT_PREFERENCE):
+    for candidate in _AUTO_ORDER:
         cls = get_backend(candidate)
         reason = cls.supports(spec)
         if reason is None:
-            logger.info(
-                "attention_backend auto: %s on %s%s", candidate, platform, f" ({'; '.join(refused)})" if refused else ""
-            )
+            why = "; ".join(refused) or "the first choice, and it supports this model"
+            logger.info("attention_backend auto: %s on %s (%s)", candidate, platform, why)
             return cls(spec)
         refused.append(f"{candidate}: {reason}")
     raise BackendError(f"no attention backend supports this model on {platform}: {'; '.join(refused)}")

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from chunkattn.errors import ChunkAttnError
-
-
-class OutOfPagesError(ChunkAttnError):
-    """More pages were asked for than are free; the scheduler should have known."""
+from chunkattn.errors import OutOfPagesError
 
 
 class PagePool:

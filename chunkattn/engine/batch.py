@@ -141,6 +141,5 @@ def _prompt_rows(request: Request, sequence: Sequence) -> np.ndarray:
     params = request.sampling
     if params is None or params.prompt_logprobs is None or sequence.sample or sequence.output_ids:
         return _NONE
-    ids = request.layout.chunk_ids
-    rows = np.flatnonzero(ids[1:] == ids[:-1])
+    rows = request.layout.known_rows
     return np.stack([rows, rows + 1])

@@ -77,9 +77,11 @@ class OutputBuilder:
         completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
         if detokenizer is None:
             return False
-        ended_by_token = event.finish_reason == "stop"
-        # The token that ends a text is no part of it, as with a stop string.
-        stopped = not ended_by_token and detokenizer.add(event.token_id, last=event.finish_reason is not None)
+        stopped = False
+        if event.finish_reason == "stop":  # the token that ends a text is no part of it
+            detokenizer.flush()
+        else:
+            stopped = detokenizer.add(event.token_id, last=event.finish_reason is not None)
         completion.text = detokenizer.text
         if stopped:
             completion.finish_reason, completion.stop_reason = "stop", detokenizer.stopped_by

@@ -12,6 +12,7 @@ from chunkattn.cache.pages import PagePool
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.batch import BatchBuilder, StepBatch
 from chunkattn.engine.messages import (
+    EngineLimits,
     EngineOutput,
     GenerateRequest,
     PromptLogprobsOutput,
@@ -34,6 +35,8 @@ class EngineCore:
     """Admits requests, schedules and runs steps. Knows token ids, never text.
 
     Attributes:
+        requests: admitted and not yet ended, by id.
+        limits: what it can hold.
         scheduler: for its counts of waiting and running requests and free pages.
         runner: for its counts of compiled programs.
     """
@@ -51,78 +54,82 @@ class EngineCore:
             num_pages=runner.num_pages,
             block_size=config.block_size,
         )
-        self._requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}
+        self.limits = EngineLimits(
+            kv_tokens=runner.num_pages * config.block_size,
+            max_model_len=max_model_len,
+            vocab_size=runner.spec.vocab_size,
+            sliding_window=runner.spec.sliding_window,
+        )
         self._readouts: dict[str, _Collector] = {}
         self._admitted = 0
 
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self._requests)
+        return bool(self.requests)
 
     # Requests
 
-    def prepare(self, message: GenerateRequest | ScoreRequest) -> Request:
+    def check(self, message: GenerateRequest | ScoreRequest) -> None:
         """Check a request against every limit, without admitting it.
 
         Raises:
             RequestError: malformed; the message names the part, its size and the limit.
             CapacityError: it can never fit this engine.
         """
-        self._check_layout(message.layout)
-        if isinstance(message, ScoreRequest):
-            self._check_ids("label_token_ids", np.asarray(message.label_token_ids))
-            request = prepare_score(message, block_size=self.config.block_size)
-        else:
-            params, room = message.sampling, self.max_model_len - message.layout.next_position
-            self._check_sampling(params)
-            if room < (params.max_tokens or 1):
-                raise CapacityError(
-                    f"the prompt's highest position {message.layout.next_position - 1} and max_tokens "
-                    f"{params.max_tokens or 1} exceed max_model_len {self.max_model_len}; shorten the prompt or "
-                    "lower max_tokens",
-                    param="max_tokens",
-                )
-            request = prepare_generate(
-                message,
-                block_size=self.config.block_size,
-                canonical=self.config.position_strategy == "shared",
-                max_tokens=params.max_tokens or min(room, self._room(message)),
-                seed=self._next_seed() if params.seed is None else params.seed,
-            )
-        if request.total_pages > self.runner.num_pages:
-            raise CapacityError(
-                f"the request needs {request.total_pages} KV pages of {self.config.block_size} tokens (prompt, n and "
-                f"max_tokens), the pool has {self.runner.num_pages}; lower them or raise kv_cache_memory_bytes",
-                param="max_tokens",
-            )
-        return request
+        self._prepare(message, seed=0)
 
-    def add(self, request: Request) -> None:
-        """Queue a prepared request.
+    def add(self, message: GenerateRequest | ScoreRequest) -> None:
+        """Queue a request.
 
         Raises:
-            RequestError: its id is in use.
+            RequestError: as `check`, or its id is in use.
         """
-        if request.request_id in self._requests:
-            raise RequestError(f"request_id {request.request_id!r} is already in use", param="request_id")
-        self._requests[request.request_id] = request
+        if message.request_id in self.requests:
+            raise RequestError(f"request_id {message.request_id!r} is already in use", param="request_id")
+        request = self._prepare(message, seed=self._next_seed())
+        self.requests[request.request_id] = request
         params = request.sampling
         if request.score is not None:
             self._readouts[request.request_id] = _Collector(len(request.score.rows))
-        elif params is not None and params.prompt_logprobs is not None and (wanted := _known(request.layout).sum()):
-            self._readouts[request.request_id] = _Collector(int(wanted))
+        elif params is not None and params.prompt_logprobs is not None and (wanted := len(request.layout.known_rows)):
+            self._readouts[request.request_id] = _Collector(wanted)
         self.scheduler.add(request)
+
+    def _prepare(self, message: GenerateRequest | ScoreRequest, seed: int) -> Request:
+        self._check_layout(message.layout)
+        block_size = self.config.block_size
+        if isinstance(message, ScoreRequest):
+            self._check_ids("label_token_ids", np.asarray(message.label_token_ids))
+            request = prepare_score(message, block_size=block_size)
+            what, param = "", "items"
+        else:
+            params = message.sampling
+            self._check_sampling(params, message.layout)
+            canonical = self.config.position_strategy == "shared"
+            request = prepare_generate(
+                message, block_size=block_size, canonical=canonical, seed=seed if params.seed is None else params.seed
+            )
+            request.max_tokens = params.max_tokens or self._most_tokens(request)
+            what, param = " with its n and max_tokens", "max_tokens"
+        if request.total_pages > self.runner.num_pages:
+            raise CapacityError(
+                f"the prompt of {len(request.layout)} tokens{what} needs {request.total_pages} KV pages of {block_size} "
+                f"tokens, the pool has {self.runner.num_pages}; send less or raise kv_cache_memory_bytes",
+                param=param,
+            )
+        return request
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; unknown ids are ignored, for it may just have finished."""
-        if request := self._requests.pop(request_id, None):
+        if request := self.requests.pop(request_id, None):
             self._readouts.pop(request_id, None)
             self.scheduler.remove(request)
 
     def stop(self, request_id: str, sample: int) -> None:
         """End one sample early, for instance at a stop string."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         for sequence in list(request.sequences) if request else []:
             if sequence.sample == sample:
                 self._finish(sequence)
@@ -130,33 +137,35 @@ class EngineCore:
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         if not sequence.request.sequences:
-            self._requests.pop(sequence.request.request_id)
+            self.requests.pop(sequence.request.request_id)
 
     def _next_seed(self) -> int:
         """64 bits for the next request without a seed: the same in every run of the same program."""
         self._admitted += 1
         return int(np.random.SeedSequence([self.config.seed, self._admitted]).generate_state(1, np.uint64)[0])
 
-    def _room(self, message: GenerateRequest) -> int:
-        """Tokens each sample may generate before the pool is full: what `max_tokens=None` resolves to."""
-        probe = prepare_generate(message, block_size=self.config.block_size, canonical=False, max_tokens=1, seed=0)
-        pages = (self.runner.num_pages - probe.shared_pages) // message.sampling.n + probe.shared_pages
-        return max(pages * self.config.block_size - probe.plan.end, 1)
+    def _most_tokens(self, request: Request) -> int:
+        """What `max_tokens=None` resolves to: as many as positions and pages allow."""
+        pages = (self.runner.num_pages - request.shared_pages) // request.samples + request.shared_pages
+        slots = pages * self.config.block_size - request.plan.end + 1  # the last token is never computed
+        return max(min(slots, self.max_model_len - request.layout.next_position), 1)
 
     def _check_layout(self, layout: ChunkLayout) -> None:
-        self._check_ids("prompt", layout.token_ids)
-        for segment in layout.segments[1:-1]:
-            if segment.end - segment.start > self.config.max_chunk_len:
+        for segment in layout.segments:
+            name = "prompt" if layout.is_plain else segment.name
+            self._check_ids(name, layout.part(segment), param="prompt")
+            if segment.chunk_id >= 0 and segment.end - segment.start > self.config.max_chunk_len:
                 raise RequestError(
-                    f"{segment.name} has {segment.end - segment.start} tokens, max_chunk_len is {self.config.max_chunk_len}",
+                    f"{name} has {segment.end - segment.start} tokens, max_chunk_len is {self.config.max_chunk_len}",
                     param="prompt",
                 )
-        if layout.max_position >= self.max_model_len:
-            raise CapacityError(
-                f"the prompt's highest position is {layout.max_position}, max_model_len {self.max_model_len} allows "
-                f"{self.max_model_len - 1}",
-                param="prompt",
-            )
+            last = int(layout.positions[segment.start : segment.end].max(initial=-1))
+            if last >= self.max_model_len:
+                raise CapacityError(
+                    f"{name} of {segment.end - segment.start} tokens reaches position {last}, max_model_len "
+                    f"{self.max_model_len} allows {self.max_model_len - 1}",
+                    param="prompt",
+                )
         if layout.num_chunks and (window := self.runner.spec.sliding_window) is not None:
             raise RequestError(
                 f"this checkpoint attends within a sliding window of {window} tokens, which has no meaning across "
@@ -164,13 +173,23 @@ class EngineCore:
                 param="prompt",
             )
 
-    def _check_ids(self, name: str, ids: np.ndarray) -> None:
+    def _check_ids(self, name: str, ids: np.ndarray, param: str | None = None) -> None:
         vocab = self.runner.spec.vocab_size
-        bad = ids[(ids < 0) | (ids >= vocab)]
+        bad = np.flatnonzero((ids < 0) | (ids >= vocab))
         if len(bad):
-            raise RequestError(f"{name}: token id {int(bad[0])} is outside the vocabulary of {vocab}", param=name)
+            raise RequestError(
+                f"{name}: token id {ids[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab}", param=param or name
+            )
 
-    def _check_sampling(self, params: SamplingParams) -> None:
+    def _check_sampling(self, params: SamplingParams, layout: ChunkLayout) -> None:
+        room = self.max_model_len - layout.next_position
+        if room < (params.max_tokens or 1):
+            wanted = f"max_tokens {params.max_tokens}" if params.max_tokens else "even one token more"
+            raise CapacityError(
+                f"the prompt reaches position {layout.next_position - 1}; {wanted} would exceed max_model_len "
+                f"{self.max_model_len}; shorten the prompt or lower max_tokens",
+                param="max_tokens",
+            )
         self._check_ids("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))
         self._check_ids("logit_bias", np.asarray([*params.logit_bias], np.int64))
         for name in ("logprobs", "prompt_logprobs"):
@@ -184,7 +203,7 @@ class EngineCore:
     # Steps
 
     def step(self) -> list[EngineOutput]:
-        """Run one step and return what it produced; empty when there is nothing to do."""
+        """Run one step and return what it produced: often nothing, while prompts are being computed."""
         spans = self.scheduler.schedule()
         if not spans:
             return []
@@ -193,6 +212,9 @@ class EngineCore:
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(spans))
             return self._recover({s.sequence.request.request_id for s in spans}, error)
+        except BaseException:  # an interrupt: nobody's fault, but the donated pool is just as lost
+            self._recover(set(), None)
+            raise
 
     def _run(self, spans: list[Span]) -> list[EngineOutput]:
         batch = self.batches.build(spans)
@@ -240,26 +262,26 @@ class EngineCore:
             scored = [r.request.score for r in batch.scores]
             values = self.runner.label_logprobs(hidden, [r.row for r in batch.scores], [s.label_token_ids for s in scored if s])
             for (_, request, place), value in zip(batch.scores, values, strict=True):
-                if collector := self._collector_of(request, place, value):
+                if collector := self._note(request, place, value):
                     outputs.append(collector.score_result(request))
         if batch.prompt_logprobs:
             targets = [int(r.request.layout.token_ids[r.place]) for r in batch.prompt_logprobs]
             read = self.runner.token_logprobs(hidden, [r.row for r in batch.prompt_logprobs], targets)
             for i, (_, request, place) in enumerate(batch.prompt_logprobs):
                 row = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
-                if collector := self._collector_of(request, int(request.user_index[place]), row):
+                if collector := self._note(request, int(request.user_index[place]), row):
                     outputs.append(collector.prompt_output(request))
         return outputs
 
-    def _collector_of(self, request: Request, index: int, row: Any) -> _Collector | None:
-        """Note a row; the request's collector once it is complete, which it then leaves."""
+    def _note(self, request: Request, index: int, row: Any) -> _Collector | None:
+        """Note a row; returns the request's collector, no longer kept here, when this was its last."""
         collector = self._readouts.get(request.request_id)
         if collector is None:  # answered before its sequence had to start over
             return None
         collector.rows[index] = row
         return self._readouts.pop(request.request_id) if len(collector.rows) == collector.wanted else None
 
-    def _recover(self, failed: set[str], error: Exception) -> list[EngineOutput]:
+    def _recover(self, failed: set[str], error: Exception | None) -> list[EngineOutput]:
         """The step's donated pool is lost: fail the requests in it, start the others over on a fresh pool."""
         for request_id in failed:
             self.abort(request_id)
@@ -269,13 +291,6 @@ class EngineCore:
                 sequence.num_computed = 0
         reason = f"{type(error).__name__}: {error}"
         return [RequestFailed(request_id, reason) for request_id in sorted(failed)]
-
-
-def _known(layout: ChunkLayout) -> np.ndarray:
-    """Bool `[T]`: tokens with a token before them in the same part."""
-    known = np.zeros(len(layout), bool)
-    known[1:] = layout.chunk_ids[1:] == layout.chunk_ids[:-1]
-    return known
 
 
 class _Collector:

@@ -34,6 +34,8 @@ class Detokenizer:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._stop, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
         self._ids = prompt_ids[-_CONTEXT:]
+        if self._decode(0, len(self._ids)).endswith("\ufffd"):  # it ends within a character: no context is better
+            self._ids = []
         self._num_generated = 0
         self._begin, self._done = 0, len(self._ids)
 
@@ -45,13 +47,18 @@ class Detokenizer:
         self._ids.append(token_id)
         self._num_generated += 1
         before, now = self._decode(self._begin, self._done), self._decode(self._begin, len(self._ids))
-        if now.endswith("\ufffd") and not last:
+        if now.endswith("\ufffd") and not last:  # held back
             return False
         searched = len(self.text)
         self.text += now[len(before) :]
         if len(now) > len(before):
             self._begin, self._done = self._done, len(self._ids)
         return self._num_generated >= self._min_tokens and self._cut(searched)
+
+    def flush(self) -> None:
+        """Add what was held back: the text ends here."""
+        self.text += self._decode(self._begin, len(self._ids))[len(self._decode(self._begin, self._done)) :]
+        self._done = len(self._ids)
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip)

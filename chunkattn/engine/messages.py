@@ -30,7 +30,7 @@ class ScoreRequest:
     """Read label log-probabilities off a prompt.
 
     Attributes:
-        rows: int32 `[R]`, ascending token indices to read at.
+        rows: `[R]`, ascending token indices to read at.
         label_token_ids: whose log-probabilities to return.
     """
 
@@ -38,6 +38,21 @@ class ScoreRequest:
     layout: ChunkLayout
     rows: np.ndarray
     label_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine can hold; told once, at its start.
+
+    Attributes:
+        kv_tokens: slots of the KV pool.
+        max_model_len: bound on the highest position id + 1.
+    """
+
+    kv_tokens: int
+    max_model_len: int
+    vocab_size: int
+    sliding_window: int | None
 
 
 @dataclass(frozen=True)

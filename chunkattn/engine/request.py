@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -20,11 +21,13 @@ class Request:
         layout: chunks in canonical order when `order` says so.
         plan: slots of the layout.
         user_index: int64 `[T]`, for every token here its token index in the user's order.
+        max_tokens: most tokens to generate; 0 for scoring.
+        seed: of the request's random numbers, 64 bits.
         sampling: of a generation request, else None.
         score: of a scoring request, else None.
-        max_tokens: most tokens to generate, resolved; 0 for scoring.
-        seed: of the request's random numbers, 64 bits.
-        readout: float32 `[R, L]` of scoring, or prompt log-probabilities, filled as rows are computed.
+        eos_token_ids: tokens that end the text.
+        sequences: its samples, once it runs; one until the prompt is computed.
+        spare_pages: held for the samples still to come.
     """
 
     request_id: str
@@ -38,6 +41,11 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     sequences: list[Sequence] = field(default_factory=list)
     spare_pages: list[int] = field(default_factory=list)
+
+    @cached_property
+    def prompt_ids(self) -> np.ndarray:
+        """int32, the prompt's distinct token ids."""
+        return np.unique(self.layout.token_ids)
 
     @property
     def samples(self) -> int:
@@ -95,18 +103,19 @@ class Sequence:
         )
 
 
-def prepare_generate(message: GenerateRequest, *, block_size: int, canonical: bool, max_tokens: int, seed: int) -> Request:
+def prepare_generate(message: GenerateRequest, *, block_size: int, canonical: bool, seed: int) -> Request:
     """A generation request, its chunks in canonical order when `canonical`."""
     layout, index = message.layout, np.arange(len(message.layout))
     if canonical and layout.num_chunks > 1:
         order = layout.canonical_order()
         index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
+    # Without chunks there is nothing to share but the beginning; and a sliding window counts slots, so no holes.
     return Request(
         request_id=message.request_id,
         layout=layout,
-        plan=plan_slots(layout, block_size, aligned=True),
+        plan=plan_slots(layout, block_size, aligned=layout.num_chunks > 0),
         user_index=index,
-        max_tokens=max_tokens,
+        max_tokens=message.sampling.max_tokens or 1,
         seed=seed,
         sampling=message.sampling,
         eos_token_ids=frozenset(message.eos_token_ids),

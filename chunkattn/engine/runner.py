@@ -48,7 +48,8 @@ class Runner:
 
     def reset(self) -> None:
         """A fresh, empty KV pool."""
-        self.caches: list[KVCache] = [self.backend.allocate(self.num_pages) for _ in range(self.spec.num_layers)]
+        self.caches: list[KVCache] = []  # let go of an old pool before there are two
+        self.caches = [self.backend.allocate(self.num_pages) for _ in range(self.spec.num_layers)]
 
     def forward(self, batch: StepBatch) -> jax.Array:
         """Run one step; hidden states float32 `[T, hidden]`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -83,7 +82,7 @@ def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleIn
         truncation=None
         if plain
         else (
-            column([p.top_k if p.top_k > 0 else vocab_size for p in params], np.int32, vocab_size),
+            column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], np.int32, vocab_size),
             column([p.top_p for p in params], np.float32, 1.0),
             column([p.min_p for p in params], np.float32, 0.0),
         ),
@@ -97,10 +96,11 @@ def _padded(rows: list[tuple[int, int]], size: int, dtype: type) -> np.ndarray:
 
 def _edits(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
     """The logits each row changes, or None when none does."""
-    per_row = [_row_edits(row) for row in block]
-    if not any(per_row):
+    per_row = [_edited_ids(row) for row in block]
+    longest = max(map(len, per_row))
+    if not longest:
         return None
-    width = bucket_for(max(map(len, per_row)), _EDIT_BUCKETS)
+    width = bucket_for(longest, _EDIT_BUCKETS)
     edits = Edits(
         np.full((size, width), vocab_size, np.int32),
         np.zeros((size, width), np.float32),
@@ -109,30 +109,38 @@ def _edits(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
         *np.ones((1, size, 1), np.float32),
         *np.zeros((2, size, 1), np.float32),
     )
-    for i, (row, changes) in enumerate(zip(block, per_row, strict=True)):
-        params = row.params
-        edits.repetition[i], edits.presence[i], edits.frequency[i] = (
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
-        for j, (token, (bias, seen, count)) in enumerate(changes.items()):
-            edits.ids[i, j], edits.bias[i, j], edits.seen[i, j], edits.count[i, j] = token, bias, seen, count
+    for i, (row, ids) in enumerate(zip(block, per_row, strict=True)):
+        params, output = row.params, np.asarray(row.sequence.output_ids, np.int64)
+        edits.repetition[i] = params.repetition_penalty
+        edits.presence[i], edits.frequency[i] = params.presence_penalty, params.frequency_penalty
+        places = slice(0, len(ids))
+        edits.ids[i, places] = ids
+        # Every output id is among the edited ones when a penalty needs it.
+        edits.count[i, places] = np.bincount(np.searchsorted(ids, output[np.isin(output, ids)]), minlength=len(ids))
+        edits.seen[i, places] = (edits.count[i, places] > 0) | np.isin(ids, row.sequence.request.prompt_ids)
+        for token, bias in _biases(row).items():
+            edits.bias[i, np.searchsorted(ids, token)] = bias
     return edits
 
 
-def _row_edits(row: SampleRow) -> dict[int, tuple[float, bool, int]]:
-    """Token id to (bias, seen in prompt or output, occurrences in the output)."""
-    request, output = row.sequence.request, row.sequence.output_ids
+def _biases(row: SampleRow) -> dict[int, float]:
+    """Token id to what is added to its logit; -inf bans it."""
     params = row.params
-    bias = dict(params.logit_bias)
-    if len(output) < params.min_tokens:
-        bias |= dict.fromkeys((*request.eos_token_ids, *params.stop_token_ids), -np.inf)
-    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    counts = Counter(output) if penalised else Counter()
-    prompt = set(request.layout.token_ids.tolist()) if params.repetition_penalty != 1 else set()
-    seen = prompt | counts.keys()
-    return {t: (bias.get(t, 0.0), t in seen, counts[t]) for t in {*bias, *seen}}
+    if len(row.sequence.output_ids) >= params.min_tokens:
+        return dict(params.logit_bias)
+    ends = (*row.sequence.request.eos_token_ids, *params.stop_token_ids)
+    return dict(params.logit_bias) | dict.fromkeys(ends, -np.inf)
+
+
+def _edited_ids(row: SampleRow) -> np.ndarray:
+    """Ascending distinct token ids whose logits this row changes."""
+    params = row.params
+    parts: list[np.ndarray | list[int]] = [[*_biases(row)]]
+    if params.repetition_penalty != 1:
+        parts.append(row.sequence.request.prompt_ids)
+    if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
+        parts.append(row.sequence.output_ids)
+    return np.unique(np.concatenate([np.asarray(p, np.int64) for p in parts]))
 
 
 def apply_edits(logits: jax.Array, edits: Edits) -> jax.Array:

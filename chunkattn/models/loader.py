@@ -1,4 +1,4 @@
-"""From a model's name to its decoder and tokenizer."""
+"""From a model's name to its configuration, tokenizer and weights."""
 
 from __future__ import annotations
 
@@ -20,30 +20,45 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 DEMO_FOLDER = Path(__file__).parent / "demo"
 """The bundled demo model, an ordinary Hugging Face folder."""
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A decoder ready to run, and how to turn text into its tokens and back."""
+class ModelFiles:
+    """A checkpoint whose configuration and tokenizer are read; the weights are not yet.
+
+    Attributes:
+        spec: the decoder's shape.
+        dtype: of weights, activations and KV.
+        eos_token_ids: tokens that end a text.
+    """
 
     folder: Path
     spec: DecoderSpec
-    decoder: Decoder
+    dtype: jnp.dtype
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: tuple[int, ...]
 
+    def load(self) -> Decoder:
+        """The decoder with its weights.
 
-def load_model(
+        Raises:
+            ModelError: a file or tensor is missing, unreadable or of the wrong shape.
+        """
+        return load_weights(self.spec, self.folder, self.dtype)
+
+
+def open_model(
     model: str | None,
     *,
     tokenizer: str | None = None,
     revision: str | None = None,
     dtype: str = "auto",
     skip_tokenizer_init: bool = False,
-) -> LoadedModel:
-    """Load a checkpoint.
+) -> ModelFiles:
+    """Read what is small of a checkpoint, so that mistakes show before the weights are loaded.
 
     Args:
         model: a local folder, a hub id, or None for the bundled demo model.
@@ -58,13 +73,13 @@ def load_model(
     folder = resolve_folder(model, revision)
     config = read_config(folder)
     spec = spec_from_config(config)
-    wanted = jnp.dtype(_checkpoint_dtype(config) if dtype == "auto" else dtype)
-    return LoadedModel(
+    loaded = None if skip_tokenizer_init else load_tokenizer(tokenizer or str(folder))
+    return ModelFiles(
         folder=folder,
         spec=spec,
-        decoder=load_weights(spec, folder, wanted),
-        tokenizer=None if skip_tokenizer_init else load_tokenizer(tokenizer or str(folder)),
-        eos_token_ids=_eos_token_ids(folder, config),
+        dtype=jnp.dtype(_checkpoint_dtype(config) if dtype == "auto" else dtype),
+        tokenizer=loaded,
+        eos_token_ids=_eos_token_ids(folder, config, loaded),
     )
 
 
@@ -81,7 +96,8 @@ def resolve_folder(model: str | None, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+        # Not "consolidated.safetensors" and the like: those are second copies of the weights.
+        patterns = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises a wide family: not found, offline, invalid id
         raise ModelError(f"model {model!r} is no local folder and cannot be had from the hub: {error}") from error
@@ -123,18 +139,24 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _checkpoint_dtype(config: PretrainedConfig) -> str:
-    dtype = getattr(config, "dtype", None) or "float32"
-    return str(dtype).removeprefix("torch.")
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if dtype not in CHECKPOINT_DTYPES:
+        raise ModelError(f"checkpoint dtype {dtype!r} is not supported; pass dtype= one of {', '.join(CHECKPOINT_DTYPES)}")
+    return dtype
 
 
-def _eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation configuration's, else the model's."""
+def _eos_token_ids(folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """End-of-sequence ids: the generation configuration's, else the model's, and the tokenizer's own."""
     found, file = config.eos_token_id, folder / "generation_config.json"
     if file.exists():
         try:
-            found = json.loads(file.read_text()).get("eos_token_id") or found
+            from_file = json.loads(file.read_text()).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise ModelError(f"{file} cannot be read: {error}") from error
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+        found = found if from_file is None else from_file
+    ids = list(found) if isinstance(found, (list, tuple)) else [found]
+    ids.append(None if tokenizer is None else tokenizer.eos_token_id)
+    ids = [i for i in ids if i is not None]
+    if not all(isinstance(i, int) for i in ids):
+        raise ModelError(f"{folder}: eos_token_id must be integers, got {found!r}")
+    return tuple(dict.fromkeys(ids))

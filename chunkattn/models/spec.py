@@ -65,6 +65,18 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
         raise ModelError(f"hidden_act {config.hidden_act!r} is not supported by {architecture}; only 'silu' is")
     if getattr(config, "quantization_config", None):
         raise ModelError("quantized checkpoints (quantization_config) are not supported; use an unquantized one")
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    ):
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"configuration: {name} must be a positive integer, got {value!r}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ModelError(
             f"num_attention_heads {config.num_attention_heads} is not a multiple of "

@@ -22,6 +22,7 @@ from chunkattn.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = ("F32", "BF16", "F16", "F64")
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -49,7 +50,7 @@ def _files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors checkpoints are read")
         return [folder / SINGLE_FILE]
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(map(str, set(json.loads(index.read_text())["weight_map"].values())))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
     if missing := [n for n in names if not (folder / n).exists()]:
@@ -81,7 +82,10 @@ def load_weights(spec: DecoderSpec, folder: Path, dtype: jnp.dtype) -> Decoder:
         loaded = []
         for name, (path, leaf) in wanted.items():
             expected = leaf.shape[::-1] if _is_transposed(path) else leaf.shape
-            found = tuple(where[name].get_slice(name).get_shape())
+            stored = where[name].get_slice(name)
+            if stored.get_dtype() not in _DTYPES:
+                raise ModelError(f"{folder}: tensor {name!r} is {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
+            found = tuple(stored.get_shape())
             if found != expected:
                 raise ModelError(f"{folder}: tensor {name!r} has shape {list(found)}, the configuration says {list(expected)}")
             loaded.append((path, leaf.replace(_to_device(where[name].get_tensor(name), dtype, _is_transposed(path)))))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from chunkattn.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_MARK = "\u2063chunkattn-first-user-content\u2063"
 
 
 def split_chat(
@@ -26,15 +25,18 @@ def split_chat(
     Raises:
         RequestError: no user message, no usable template, or a template that moves the content.
     """
+    if isinstance(messages, (str, Mapping)) or not all(isinstance(m, Mapping) for m in messages):
+        raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
     first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
     if first is None:
         raise RequestError("messages hold no user message", param="messages")
     if not isinstance(messages[first].get("content"), str):
         raise RequestError("the content of a user message must be a string", param="messages")
     marked = copy.deepcopy(list(map(dict, messages)))
-    marked[first]["content"] = _MARK
+    mark = f"\u2063{uuid4().hex}\u2063"  # no text can hold it by chance or by intent
+    marked[first]["content"] = mark
     text, probe = (_render(tokenizer, m, template_options) for m in (messages, marked))
-    cut = probe.find(_MARK)
+    cut = probe.find(mark)
     if cut < 0 or text[:cut] != probe[:cut]:
         raise RequestError("the chat template does not render the first user message in place", param="messages")
     return text[:cut], text[cut:]

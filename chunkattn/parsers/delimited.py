@@ -40,10 +40,22 @@ def pack_delimited(query: Sequence[int], items: Sequence[Sequence[int]], delimit
     Raises:
         RequestError: the delimiter occurs inside the query or an item.
     """
+    check_no_delimiter(query, items, delimiter)
+    return [*query, delimiter, *(t for item in items for t in (*item, delimiter))]
+
+
+def check_no_delimiter(query: Sequence[int], items: Sequence[Sequence[int]], delimiter: int) -> None:
+    """Refuse ids that could not be packed.
+
+    Raises:
+        RequestError: the delimiter occurs inside the query or an item.
+    """
     for name, part in (("query", query), *((f"item {i}", item) for i, item in enumerate(items))):
         if delimiter in part:
-            raise RequestError(f"{name} contains the delimiter (id {delimiter}) at index {list(part).index(delimiter)}")
-    return [*query, delimiter, *(t for item in items for t in (*item, delimiter))]
+            raise RequestError(
+                f"{name} contains the delimiter (id {delimiter}) at index {list(part).index(delimiter)}",
+                param=name.split()[0].replace("item", "items"),
+            )
 
 
 class FlashInferParams(NamedTuple):

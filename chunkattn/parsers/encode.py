@@ -22,11 +22,14 @@ class PartEncoder:
         """Token ids of one part, without special tokens.
 
         Raises:
-            RequestError: the engine was started without a tokenizer.
+            RequestError: the engine was started without a tokenizer, or the text is no valid Unicode.
         """
         if self.tokenizer is None:
             raise RequestError("text needs a tokenizer and this engine has none; send token ids", param="prompt")
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        try:
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        except (TypeError, UnicodeError) as error:  # a lone surrogate, as from undecodable bytes
+            raise RequestError(f"the text {text[:40]!r} cannot be tokenized; is it valid Unicode?", param="prompt") from error
 
     def parts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of consecutive parts; the first begins with the tokenizer's leading special tokens."""

@@ -73,7 +73,7 @@ class PromptParser:
             given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
             if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
                 raise RequestError(
-                    f"a prompt dict holds 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}", param="prompt"
+                    f"a prompt dict holds 'prompt' or 'prompt_token_ids', got keys {list(prompt)}", param="prompt"
                 )
             if given == ["prompt_token_ids"]:
                 return self._ids(prompt["prompt_token_ids"], split)
@@ -99,6 +99,8 @@ class PromptParser:
         prefix, question = split_chat(self.encode.tokenizer, messages, **template_options)
         if documents is None:
             return ParsedPrompt(self._plain(self.encode(prefix + question)), prefix + question)
+        if isinstance(documents, str) or not isinstance(documents, Sequence):
+            raise RequestError(f"documents must be a list of strings, got {type(documents).__name__}", param="documents")
         for index, document in enumerate(documents):
             if not isinstance(document, str):
                 raise RequestError(f"document {index} must be a string, got {type(document).__name__}", param="documents")
@@ -121,8 +123,8 @@ class PromptParser:
         return ParsedPrompt(self._plain(ids) if len(parts) < 3 else self._layout(parts), None)
 
     def _chunked(self, prompt: ChunkedPrompt) -> ParsedPrompt:
-        if isinstance(prompt.chunks, str):
-            raise RequestError("chunks must be a list of parts, got one string", param="prompt")
+        if isinstance(prompt.chunks, str) or not isinstance(prompt.chunks, Sequence):
+            raise RequestError(f"chunks must be a list of parts, got {type(prompt.chunks).__name__}", param="prompt")
         parts = [prompt.prefix, *prompt.chunks, prompt.question]
         texts = [p for p in parts if isinstance(p, str)]
         if len(texts) == len(parts):
@@ -144,15 +146,20 @@ class PromptParser:
         return make_layout(prefix, chunks, question, self.strategy)
 
 
-def check_ids(ids: Any, name: str) -> list[int]:
+def check_ids(ids: Any, name: str, param: str = "prompt") -> list[int]:
     """Token ids as a list of ints that fit int32; bounds of the vocabulary are the engine's to check.
+
+    Args:
+        ids: whatever the user gave.
+        name: what messages call it.
+        param: the argument it came in.
 
     Raises:
         RequestError: not a sequence of non-negative integers.
     """
     if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
-        raise RequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param="prompt")
+        raise RequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param=param)
     for index, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
-            raise RequestError(f"{name}[{index}] is not a token id: {token!r}", param="prompt")
+            raise RequestError(f"{name}[{index}] is not a token id: {token!r}", param=param)
     return [int(t) for t in ids]

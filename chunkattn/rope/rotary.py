@@ -14,7 +14,7 @@ import numpy as np
 from chunkattn.errors import ModelError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RotarySpec:
     """Frequencies of one model's rotary embedding.
 
@@ -47,23 +47,37 @@ def make_rotary(params: Mapping[str, Any], head_dim: int, max_position_embedding
     if params.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("rope_parameters: partial_rotary_factor other than 1.0 is not supported")
     try:
-        # In float32 step by step, as the reference implementations compute it: at large
-        # positions the last bit of a frequency is visible in the logits.
-        base = np.float32(params["rope_theta"])
-        inv_freq = np.float32(1.0) / base ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
-        if rope_type == "default":
-            return RotarySpec(inv_freq)
-        if rope_type == "linear":
-            return RotarySpec(inv_freq / np.float32(params["factor"]))
-        if rope_type == "dynamic":
-            return RotarySpec(inv_freq, max_positions=max_position_embeddings)
-        if rope_type == "llama3":
-            return RotarySpec(_llama3(inv_freq, params, max_position_embeddings))
-        if rope_type == "yarn":
-            return _yarn(inv_freq, params, max_position_embeddings)
+        return _make_rotary(rope_type, params, head_dim, max_position_embeddings)
+    except ModelError:
+        raise
     except KeyError as missing:
         raise ModelError(f"rope_parameters of type {rope_type!r} lack {missing}") from None
-    raise ModelError(f"rope_type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3 and yarn")
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise ModelError(f"rope_parameters {dict(params)} make no rotary embedding: {error}") from error
+
+
+def _make_rotary(rope_type: str, params: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> RotarySpec:
+    # In float32 step by step, as the reference implementations compute it: at large
+    # positions the last bit of a frequency is visible in the logits.
+    base = np.float32(params["rope_theta"])
+    inv_freq = np.float32(1.0) / base ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    if "factor" in params and params["factor"] is not None and not params["factor"] >= 1:
+        raise ValueError("factor must be at least 1")
+    if rope_type == "default":
+        spec = RotarySpec(inv_freq)
+    elif rope_type == "linear":
+        spec = RotarySpec(inv_freq / np.float32(params["factor"]))
+    elif rope_type == "dynamic":
+        spec = RotarySpec(inv_freq, max_positions=max_position_embeddings)
+    elif rope_type == "llama3":
+        spec = RotarySpec(_llama3(inv_freq, params, max_position_embeddings))
+    elif rope_type == "yarn":
+        spec = _yarn(inv_freq, params, max_position_embeddings)
+    else:
+        raise ModelError(f"rope_type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3 and yarn")
+    if not (np.isfinite(spec.inv_freq).all() and (spec.inv_freq > 0).all()):
+        raise ValueError("frequencies must be positive and finite")
+    return spec
 
 
 def _llama3(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -> np.ndarray:

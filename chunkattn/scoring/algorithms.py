@@ -17,7 +17,7 @@ from chunkattn.rope.positions import make_layout
 
 @dataclass(frozen=True)
 class ScoreJob:
-    """Token ids of a query and its items.
+    """Token ids of a query and its items, whichever comes first with the tokenizer's leading special tokens.
 
     Attributes:
         item_first: each sequence is item + query instead of query + item.
