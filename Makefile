@@ -26,16 +26,16 @@ clean:
 	rm -rf .venv .cache build dist
 
 .venv/bin/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "chunkattn needs Python 3.11 or newer; set PYTHON=...")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade pip
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "chunkattn needs Python 3.11 or newer; set PYTHON=...")'
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --upgrade pip
 
 .venv/.installed: .venv/bin/python pyproject.toml
 	@echo "Installing chunkattn into .venv (a minute or two, the first time only)"
-	$(BIN)/pip install --quiet --editable .
+	@$(BIN)/pip install --quiet --editable .
 	@touch $@
 
 .venv/.installed-test: .venv/.installed
 	@echo "Installing the test tools (PyTorch among them) into .venv"
-	$(BIN)/pip install --quiet --editable '.[test]'
+	@$(BIN)/pip install --quiet --editable '.[test]'
 	@touch $@

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -188,11 +188,12 @@ DEMO_QUERY = "Find a person who lives in Kirora."
 def demo() -> None:
     """A question answered out of several documents, and the documents scored, by the bundled model."""
     _log(False)
-    console.print("[bold]chunkattn demo[/]: a tiny model, trained chunk-aware, reads about invented people it has never met\n")
+    out = partial(console.print, soft_wrap=True)  # lines break where the terminal does
+    out("[bold]chunkattn demo[/]: a tiny model, trained chunk-aware, reads about invented people it has never met\n")
     llm = LLM(enable_chunk_aware=True)
     console.print("[bold]Documents[/] (each sees the prefix and itself, never another document)")
     for i, text in enumerate(DEMO_DOCUMENTS):
-        console.print(f"  {i}  {text}")
+        out(f"  {i}  {text}")
     orders = [DEMO_DOCUMENTS, DEMO_DOCUMENTS[::-1]]
     prompts = [
         " # # ".join([DEMO_PREFIX, *documents, f"{question} Answer:"]) for documents in orders for question in DEMO_QUESTIONS
@@ -203,12 +204,12 @@ def demo() -> None:
     for i, question in enumerate(DEMO_QUESTIONS):
         again = answers[i + len(DEMO_QUESTIONS)]
         same = "same" if again == answers[i] else f"[red]{escape(again)}[/]"
-        console.print(f"  {question:32} [green]{escape(answers[i]):10}[/] documents reversed: {same}")
+        out(f"  {question:32} [green]{escape(answers[i]):10}[/] documents reversed: {same}")
     layout = llm.parser.parse(prompts[0]).layout
     console.print(f"  [dim]{layout_summary(layout)}[/]")
     console.print(f"\n[bold]Scores[/] of the documents as items, query: {DEMO_QUERY}")
     ids = [_label_id(llm, text) for text in ("yes", "no")]
     result = llm.score(DEMO_QUERY, DEMO_DOCUMENTS, label_token_ids=ids, apply_softmax=True)
     for text, (yes, _) in zip(DEMO_DOCUMENTS, result.scores, strict=True):
-        console.print(f"  {yes:6.1%} {_bar(yes)}  {text}")
+        out(f"  {yes:6.1%} {_bar(yes)}  {text}")
     console.print("\nTry it: chunkattn generate | score | inspect --help")

@@ -17,15 +17,19 @@ from chunkattn.rope.positions import make_layout
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 """Largest absolute difference from the reference, by dtype."""
 
-_ROWS, _SEQS, _WIDTH, _BLOCK_SIZE = 96, 6, 16, 8
+_ROWS, _SEQS, _WIDTH = 96, 6, 16
+_DECODES = 3
 
 
 @dataclass
 class _Sequence:
+    """Slots and row starts of all its tokens, generated ones included, and how many rows were in a step."""
+
     plan: SlotPlan
     pages: list[int]
+    slots: list[int]
+    row_start: list[int]
     done: int = 0
-    plain: bool = False
 
 
 def random_layout(rng: np.random.Generator, *, most_chunks: int = 6, longest: int = 20, scoring: bool = False) -> ChunkLayout:
@@ -39,40 +43,38 @@ def random_layout(rng: np.random.Generator, *, most_chunks: int = 6, longest: in
     return make_layout(parts[0], parts[1:-1], parts[-1])
 
 
-def random_steps(rng: np.random.Generator, *, plain: bool = False) -> list[AttentionBatch]:
-    """A few consecutive steps over the same sequences: mixed spans, decodes, padding, holes."""
-    sequences, pool = [], rng.permutation(_SEQS * _WIDTH).tolist()
+def random_steps(rng: np.random.Generator, *, plain: bool = False, block_size: int = 8) -> list[AttentionBatch]:
+    """Consecutive steps over the same sequences: mixed spans, a few decodes each, padding, holes."""
+    sequences: list[_Sequence] = []
+    pool = rng.permutation(_SEQS * _WIDTH).tolist()
     for _ in range(rng.integers(1, _SEQS + 1)):
         if plain:
-            layout = make_layout([], [], rng.integers(0, 1000, rng.integers(1, _WIDTH * _BLOCK_SIZE // 2)))
+            layout = make_layout([], [], rng.integers(0, 1000, rng.integers(1, _WIDTH * block_size // 2)))
         else:
-            layout = random_layout(rng, scoring=bool(rng.integers(2)))
-        plan = plan_slots(layout, _BLOCK_SIZE, aligned=bool(rng.integers(2)))
-        if plan.end <= _WIDTH * _BLOCK_SIZE - 4:
-            sequences.append(_Sequence(plan, [pool.pop() for _ in range(_WIDTH)], plain=layout.is_plain))
+            layout = random_layout(rng, longest=5 * block_size // 2, scoring=bool(rng.integers(2)))
+        plan = plan_slots(layout, block_size, aligned=bool(rng.integers(2)))
+        decodes = _DECODES if layout.question_len else 0
+        if plan.end + decodes <= _WIDTH * block_size:
+            slots = [*plan.slots.tolist(), *range(plan.end, plan.end + decodes)]
+            pages = [pool.pop() for _ in range(_WIDTH)]
+            sequences.append(_Sequence(plan, pages, slots, plan.row_start.tolist() + [0] * decodes))
     steps: list[AttentionBatch] = []
-    while any(s.done < len(s.plan.slots) for s in sequences) or not steps:
+    while any(s.done < len(s.slots) for s in sequences) or not steps:
         rows: list[tuple[int, int, int]] = []  # sequence, slot, row_start
         for index, seq in enumerate(sequences):
-            left, room = len(seq.plan.slots) - seq.done, _ROWS - len(rows)
-            if left:
-                span = min(int(rng.integers(0, left + 1)), room)
-                picked = slice(seq.done, seq.done + span)
-                rows += [
-                    (index, int(a), int(b)) for a, b in zip(seq.plan.slots[picked], seq.plan.row_start[picked], strict=True)
-                ]
-                seq.done += span
-            elif seq.done - len(seq.plan.slots) == 0 and room:  # one decode
-                rows.append((index, seq.plan.end, 0))
-        steps.append(_batch(sequences, rows))
-        if len(steps) > 50:
-            raise RuntimeError("random_steps made no progress")
+            prompt = len(seq.plan.slots) - seq.done
+            most = min(prompt if prompt > 0 else min(1, len(seq.slots) - seq.done), _ROWS - len(rows))
+            span = int(rng.integers(0, most + 1))
+            picked = slice(seq.done, seq.done + span)
+            rows += [(index, slot, start) for slot, start in zip(seq.slots[picked], seq.row_start[picked], strict=True)]
+            seq.done += span
+        steps.append(_batch(sequences, rows, block_size))
     return steps
 
 
-def _batch(sequences: list[_Sequence], rows: list[tuple[int, int, int]]) -> AttentionBatch:
+def _batch(sequences: list[_Sequence], rows: list[tuple[int, int, int]], block_size: int) -> AttentionBatch:
     table = np.zeros((_SEQS, _WIDTH), np.int32)
-    page_len = np.full((_SEQS, _WIDTH), _BLOCK_SIZE, np.int32)
+    page_len = np.full((_SEQS, _WIDTH), block_size, np.int32)
     prefix_end = np.zeros(_SEQS, np.int32)
     for index, seq in enumerate(sequences):
         table[index] = seq.pages
@@ -81,7 +83,7 @@ def _batch(sequences: list[_Sequence], rows: list[tuple[int, int, int]]) -> Atte
     columns = np.zeros((3, _ROWS), np.int32)
     columns[:, : len(rows)] = np.asarray(rows, np.int32).reshape(-1, 3).T
     row_seq, row_slot, row_start = columns
-    return AttentionBatch(len(rows), row_seq, row_slot, row_start, prefix_end, table, page_len, _BLOCK_SIZE)
+    return AttentionBatch(len(rows), row_seq, row_slot, row_start, prefix_end, table, page_len, block_size)
 
 
 def _full_of_nan(pool: jax.Array) -> jax.Array:
@@ -99,6 +101,7 @@ def check_backend(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     dtype: str = "float32",
+    block_size: int = 8,
     window: int | None = None,
 ) -> float:
     """Run a backend beside `reference` over random ragged batches.
@@ -113,6 +116,7 @@ def check_backend(
         num_heads: query heads.
         num_kv_heads: key and value heads.
         dtype: of queries, keys and values.
+        block_size: slots per page.
         window: a sliding window, over plain prompts.
 
     Returns:
@@ -124,7 +128,7 @@ def check_backend(
         AssertionError: a difference beyond `TOLERANCE[dtype]`, or a NaN; the message names the case.
     """
     cls = get_backend(backend) if isinstance(backend, str) else backend
-    spec = AttentionSpec(num_heads, num_kv_heads, head_dim, jnp.dtype(dtype), _BLOCK_SIZE, (window,))
+    spec = AttentionSpec(num_heads, num_kv_heads, head_dim, jnp.dtype(dtype), block_size, (window,))
     if reason := cls.supports(spec):
         raise NotImplementedError(f"backend {cls.name!r} refuses {spec}: {reason}")
     rng, worst = np.random.default_rng(seed), 0.0
@@ -133,15 +137,17 @@ def check_backend(
     )
     for case in range(cases):
         caches = [jax.tree.map(_full_of_nan, b.allocate(_SEQS * _WIDTH)) for b, _ in (judged, oracle)]
-        for number, batch in enumerate(random_steps(rng, plain=window is not None)):
+        for number, batch in enumerate(random_steps(rng, plain=window is not None, block_size=block_size)):
             shapes = ((_ROWS, num_heads, head_dim), *2 * [(_ROWS, num_kv_heads, head_dim)])
             q, k, v = (jnp.asarray(rng.standard_normal(s), dtype) for s in shapes)
             results = []
             for i, (instance, forward) in enumerate((judged, oracle)):
                 metadata = instance.build_metadata(batch)
                 out, caches[i] = forward(q, k, v, caches[i], metadata, scale=head_dim**-0.5, window=window)
-                results.append(np.asarray(out[: batch.num_rows], np.float32))
-            difference = float(np.abs(results[0] - results[1]).max(initial=0.0))
+                results.append(np.asarray(out, np.float32))
+            if not np.isfinite(results[0]).all():
+                raise AssertionError(f"backend {cls.name!r}, seed {seed}, case {case}, step {number}: NaN or infinity came out")
+            difference = float(np.abs(np.subtract(*results)[: batch.num_rows]).max(initial=0.0))
             if not difference <= TOLERANCE[dtype]:
                 raise AssertionError(
                     f"backend {cls.name!r}, seed {seed}, case {case}, step {number}: differs from reference by "

@@ -47,7 +47,8 @@ def test_chunk_attention_is_the_definition(backend, seed):
         {"cases": 40},
         {"dtype": "bfloat16", "num_heads": 2, "num_kv_heads": 2},
         {"window": 7},
-        {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64},
+        {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64, "block_size": 16},
+        {"dtype": "float16", "block_size": 4},
     ],
     ids=str,
 )
@@ -110,9 +111,19 @@ class Broken(get_backend("xla")):  # type: ignore[misc]
         return super().build_metadata(batch)._replace(page_len=np.full_like(batch.page_len, batch.block_size))
 
 
+class Leaky(get_backend("xla")):  # type: ignore[misc]
+    """Right where it matters, NaN in padding rows."""
+
+    def forward(self, q, k, v, cache, metadata, **options):
+        out, cache = super().forward(q, k, v, cache, metadata, **options)
+        return jnp.where((metadata.flat_slots < 0)[:, None, None], jnp.nan, out), cache
+
+
 def test_check_backend_notices_a_broken_backend():
-    with pytest.raises(AssertionError, match="differs from reference"):
+    with pytest.raises(AssertionError, match=r"differs from reference|NaN or infinity"):
         check_backend(Broken)
+    with pytest.raises(AssertionError, match="NaN or infinity"):
+        check_backend(Leaky)
 
 
 def test_registry():
