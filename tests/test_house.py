@@ -1,4 +1,4 @@
-"""The architecture as declared: imports run down, files stay readable."""
+"""The architecture as declared: imports run down, and stay light."""
 
 import subprocess
 import sys

@@ -123,6 +123,29 @@ def test_unfinished_bytes_appear_at_the_end_only():
     assert detokenizer.text.endswith("\ufffd")
 
 
+def test_held_back_bytes_are_flushed_when_the_text_ends():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    *ids, _ = tokenizer("a東", add_special_tokens=False).input_ids
+    detokenizer = Detokenizer(tokenizer, [])
+    for token in ids:
+        detokenizer.add(token)
+    held = detokenizer.text
+    detokenizer.flush()
+    assert detokenizer.text.startswith(held)
+    assert detokenizer.text == tokenizer.decode(ids)
+
+
+def test_a_prompt_that_ends_within_a_character():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    ids = tokenizer("a東b", add_special_tokens=False).input_ids
+    cut = ids[:3]
+    assert tokenizer.decode(cut).endswith("\ufffd")
+    detokenizer = Detokenizer(tokenizer, cut)
+    for i, token in enumerate(ids[3:]):
+        detokenizer.add(token, last=i == len(ids) - 4)
+    assert detokenizer.text == tokenizer.decode(ids[3:])
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_across_tokens(include):
     tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
