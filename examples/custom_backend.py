@@ -51,6 +51,7 @@ class PerRowBackend(AttentionBackend):
             keys, values = (x.reshape(-1, *x.shape[2:]) for x in read_pages(cache, row.pages, query.dtype))
             slots = jnp.arange(len(keys))
             seen = (slots <= row.slot) & ((slots < row.prefix_end) | (slots >= row.start))
+            seen &= row.flat_slots >= 0  # a padding row sees nothing, for what is there may be NaN
             seen &= slots % block_size < jnp.repeat(row.page_len, block_size)
             keys, values = (jnp.repeat(jnp.where(seen[:, None, None], x, 0), groups, axis=1) for x in (keys, values))
             scores = jnp.einsum("hd,khd->hk", query, keys, precision="highest") * scale
