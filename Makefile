@@ -27,7 +27,7 @@ clean:
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "chunkattn needs Python 3.11 or newer; set PYTHON=...")'
-	@$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 	@$(BIN)/pip install --quiet --upgrade pip
 
 .venv/.installed: .venv/bin/python pyproject.toml

@@ -49,7 +49,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(*args, **kwargs)
         except ChunkAttnError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print("error:", " ".join(str(error).split()), file=sys.stderr)
             raise typer.Exit(2) from None
 
     return app.command(name=function.__name__.rstrip("_"))(run)
@@ -65,7 +65,7 @@ def _prompt(text: str | None, prefix: str | None, documents: list[str] | None, q
     if prefix is None and not documents and question is None:
         if text is None:
             raise RequestError("give a prompt, or its parts with --prefix, --document and --question")
-        return sys.stdin.read() if text == "-" else text
+        return sys.stdin.read().removesuffix("\n") if text == "-" else text
     if text is not None:
         raise RequestError("give either a prompt or its parts, not both")
     return ChunkedPrompt(prefix or "", documents or [], question or "")
@@ -104,7 +104,8 @@ def generate(
         attention_backend=attention_backend,
     )
     for sample in llm.generate(wanted, params)[0].outputs:
-        print(sample.text.strip() if n == 1 else f"[{sample.index}] {sample.text.strip()}")
+        text = sample.text.removeprefix(" ")  # of the first word
+        print(text if n == 1 else f"[{sample.index}] {text}")
 
 
 @_command

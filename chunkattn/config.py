@@ -74,6 +74,11 @@ class EngineConfig:
             value = getattr(self, option.name)
             if "int" in str(option.type) and value is not None and value < lowest.get(option.name, 1):
                 raise ConfigError(f"{option.name} must be at least {lowest.get(option.name, 1)}, got {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: "
+                "a step could not advance every running sequence"
+            )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
 
@@ -131,7 +136,7 @@ class SamplingParams:
 
     Attributes:
         n: independent samples of one prompt.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; anything between that and 0.01 is 0.01.
         top_p: keep the smallest set of tokens whose probability reaches it.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than this times the likeliest one.
@@ -183,6 +188,9 @@ class SamplingParams:
             "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             "min_tokens": _whole("min_tokens", self.min_tokens, 0),
         }
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
         for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("seed", 0)):
             if getattr(self, name) is not None:
                 checked[name] = _whole(name, getattr(self, name), low)

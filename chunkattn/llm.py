@@ -83,8 +83,9 @@ class LLM:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
         self.max_model_len = _max_model_len(config, files.spec)
         backend = _make_backend(config, files)
-        num_pages = _num_pages(config, page_bytes(backend, files.spec.num_layers))
-        self.core = EngineCore(Runner(files.load(), backend, num_pages, config.max_logprobs), config, self.max_model_len)
+        decoder = files.load()
+        num_pages = _num_pages(config, page_bytes(backend, files.spec.num_layers))  # of the memory the weights leave
+        self.core = EngineCore(Runner(decoder, backend, num_pages, config.max_logprobs), config, self.max_model_len)
         self.limits = self.core.limits
         self.parser = PromptParser(
             self.tokenizer,
@@ -130,7 +131,7 @@ class LLM:
         *,
         documents: Sequence[str] | None = None,
         use_tqdm: bool = True,
-        **template_options: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many.
 
@@ -140,15 +141,16 @@ class LLM:
             documents: become the chunks of every conversation; what comes before the first user
                 message's content is the prefix, the rest the question.
             use_tqdm: see `generate`.
-            **template_options: passed to the chat template, e.g. `enable_thinking=False`.
+            chat_template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`.
 
         Raises:
             RequestError: no user message, no usable chat template, or as `generate`.
             EngineError: a step failed.
         """
         listed = _as_list(messages, "messages")
-        conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
-        parsed = [self.parser.parse_chat(m, documents, **template_options) for m in conversations]
+        conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
+        options = dict(chat_template_kwargs or {})
+        parsed = [self.parser.parse_chat(m, documents, **options) for m in conversations]
         return self._generate(parsed, sampling_params, use_tqdm)
 
     def _generate(
@@ -221,9 +223,9 @@ class LLM:
         labels = tuple(check_ids(label_token_ids, "label_token_ids", "label_token_ids"))
         if not labels:
             raise RequestError("label_token_ids must hold at least one token id", param="label_token_ids")
-        query_ids, item_ids = self._score_ids(query, items, item_first, packed_ids)
-        self._check_score(query_ids, item_ids, labels)
-        job = ScoreJob(query_ids, item_ids, item_first, self._max_pack_tokens(len(query_ids)))
+        query_ids, item_ids, leading = self._score_ids(query, items, packed_ids)
+        self._check_score(query_ids, item_ids, leading, labels)
+        job = ScoreJob(query_ids, item_ids, leading, item_first, self._max_pack_tokens(len(query_ids)))
         chosen = select_algorithm(algorithm, job, self.limits.sliding_window)
         parts = ALGORITHMS[chosen](job)
         requests = [ScoreRequest(self._new_id(), p.layout, p.rows, labels) for p in parts]
@@ -241,20 +243,20 @@ class LLM:
             scores=(softmax(values, axis=1) if apply_softmax else np.exp(values)).tolist(),
             logprobs=values.tolist(),
             algorithm=chosen,
-            usage=ScoreUsage(len(query_ids) + sum(map(len, item_ids)), sum(len(p.layout) for p in parts)),
+            usage=ScoreUsage(len(leading) + len(query_ids) + sum(map(len, item_ids)), sum(len(p.layout) for p in parts)),
         )
 
     def _score_ids(
-        self, query: Any, items: Any, item_first: bool, packed_ids: Sequence[int] | None
-    ) -> tuple[list[int], list[list[int]]]:
-        """Token ids of query and items from whichever form they came in."""
+        self, query: Any, items: Any, packed_ids: Sequence[int] | None
+    ) -> tuple[list[int], list[list[int]], list[int]]:
+        """Token ids of query and items from whichever form they came in, and of text the leading special tokens."""
         delimiter = self.config.multi_item_scoring_delimiter
         if packed_ids is not None:
             if delimiter is None:
                 raise RequestError("packed_ids need the engine option multi_item_scoring_delimiter", param="packed_ids")
             if query is not None or items is not None:
                 raise RequestError("packed_ids come instead of query and items", param="packed_ids")
-            return parse_delimited(check_ids(packed_ids, "packed_ids", "packed_ids"), delimiter)
+            return *parse_delimited(check_ids(packed_ids, "packed_ids", "packed_ids"), delimiter), []
         if query is None or items is None:
             raise RequestError("score needs a query and items", param="query" if query is None else "items")
         items = _as_list(items, "items")
@@ -269,16 +271,11 @@ class LLM:
             query_ids, item_ids = encode(query), [encode(item) for item in items]
         if not query_ids:
             raise RequestError("the query is empty", param="query")
-        # Of text, leading special tokens begin the sequence, whichever part that is.
-        if kinds == {True} and item_first:
-            item_ids = [[*encode.leading_ids, *item] for item in item_ids]
-        elif kinds == {True}:
-            query_ids = [*encode.leading_ids, *query_ids]
         if delimiter is not None:
             check_no_delimiter(query_ids, item_ids, delimiter)
-        return query_ids, item_ids
+        return query_ids, item_ids, encode.leading_ids if kinds == {True} else []
 
-    def _check_score(self, query: list[int], items: list[list[int]], labels: tuple[int, ...]) -> None:
+    def _check_score(self, query: list[int], items: list[list[int]], leading: list[int], labels: tuple[int, ...]) -> None:
         """Every limit that does not depend on the algorithm, by the names the caller knows."""
         if len(items) > self.config.max_items_per_request:
             raise RequestError(
@@ -290,7 +287,7 @@ class LLM:
             if ids and max(ids) >= limits.vocab_size:
                 raise RequestError(f"{name}: token id {max(ids)} is outside the vocabulary of {limits.vocab_size}", param=param)
         for name, ids, param in named:
-            total = len(ids) if name == "query" else len(query) + len(ids)
+            total = len(leading) + len(query) + (len(ids) if name != "query" else 0)
             if name != "query" and len(ids) > longest:
                 raise RequestError(f"{name} has {len(ids)} tokens, max_chunk_len is {longest}", param=param)
             if total > limits.max_model_len:
@@ -307,7 +304,7 @@ class LLM:
                 )
 
     def _max_pack_tokens(self, query: int) -> int:
-        """Large enough that the query's share of a pack is small, small enough that four fit the pool."""
+        """Large enough that the query's share of a pack is small, small enough that several fit the pool."""
         return min(max(8192, 4 * query, self.config.max_num_batched_tokens), max(self.limits.kv_tokens // 4, query))
 
     # The engine's loop
@@ -374,7 +371,7 @@ def _num_pages(config: EngineConfig, per_page: int) -> int:
 
 
 def _default_kv_bytes(per_page: int, block_size: int) -> int:
-    """Most of what an accelerator has left; on CPU 1 GiB, or less where that is beyond 256K tokens."""
+    """85% of an accelerator's memory less what the weights take; on CPU 1 GiB, or less where that is beyond 256K tokens."""
     stats = jax.devices()[0].memory_stats() or {}
     if jax.default_backend() != "cpu" and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * _ACCELERATOR_SHARE) - stats.get("bytes_in_use", 0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from chunkattn.errors import ConfigError
 from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout, Segment
@@ -41,7 +42,7 @@ def layout_table(layout: ChunkLayout, tokenizer: PreTrainedTokenizerBase | None)
         name = "prompt" if layout.is_plain else segment.name
         ids = layout.part(segment).tolist()
         text = tokenizer.decode(ids) if tokenizer is not None else " ".join(map(str, ids))
-        table.add_row(name, str(len(ids)), _positions(layout, segment), repr(text)[1:-1])
+        table.add_row(name, str(len(ids)), _positions(layout, segment), Text(repr(text)[1:-1]))
     return table
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec
 from chunkattn.backends.registry import get_backend
 from chunkattn.cache.slots import SlotPlan, plan_slots
+from chunkattn.errors import BackendError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
 
@@ -123,14 +124,13 @@ def check_backend(
         The largest absolute difference seen.
 
     Raises:
-        BackendError: the backend is unknown.
-        NotImplementedError: the backend's `supports` refuses these sizes.
+        BackendError: the backend is unknown, or its `supports` refuses these sizes.
         AssertionError: a difference beyond `TOLERANCE[dtype]`, or a NaN; the message names the case.
     """
     cls = get_backend(backend) if isinstance(backend, str) else backend
     spec = AttentionSpec(num_heads, num_kv_heads, head_dim, jnp.dtype(dtype), block_size, (window,))
     if reason := cls.supports(spec):
-        raise NotImplementedError(f"backend {cls.name!r} refuses {spec}: {reason}")
+        raise BackendError(f"backend {cls.name!r} refuses {spec}: {reason}")
     rng, worst = np.random.default_rng(seed), 0.0
     judged, oracle = (
         (b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (cls(spec), get_backend("reference")(spec))

@@ -1,5 +1,6 @@
 """The reference against NumPy, everything else against the reference, and the registry."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -145,7 +146,7 @@ def test_registry():
 
     with pytest.raises(BackendError, match="head_dim must be 7"):
         make_backend("picky", spec)
-    with pytest.raises(NotImplementedError, match="head_dim must be 7"):
+    with pytest.raises(BackendError, match="head_dim must be 7"):
         check_backend("picky")
     assert issubclass(Picky, AttentionBackend)
 
@@ -165,6 +166,27 @@ def test_entry_points(tmp_path, monkeypatch):
     check_backend("outside", cases=2)
     with pytest.raises(BackendError, match=r"'gone' \(outside:Gone\) cannot be loaded"):
         get_backend("gone")
+
+
+def test_gradients_under_reference():
+    """d/dq, d/dk and d/dv are those of plain softmax attention under the mask."""
+    rng = np.random.default_rng(3)
+    layout = random_layout(rng)
+    t = len(layout)
+    q, k, v = (jnp.asarray(rng.standard_normal((t, h, 8)), jnp.float32) for h in (4, 2, 2))
+    weight = jnp.asarray(rng.standard_normal(q.shape), jnp.float32)
+
+    def plain(q, k, v):
+        scores = jnp.einsum("qhd,khd->hqk", q, jnp.repeat(k, 2, 1)) * 8**-0.5
+        attention = jax.nn.softmax(jnp.where(layout.visible(), scores, -1e30))
+        return (weight * jnp.einsum("hqk,khd->qhd", attention, jnp.repeat(v, 2, 1))).sum()
+
+    def ours(q, k, v):
+        return (weight * chunk_attention(q, k, v, layout, backend="reference")).sum()
+
+    for mine, theirs in zip(jax.grad(ours, (0, 1, 2))(q, k, v), jax.grad(plain, (0, 1, 2))(q, k, v), strict=True):
+        assert np.abs(theirs).max() > 0.1
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 def test_chunk_attention_refuses_shapes_that_do_not_match():

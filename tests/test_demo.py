@@ -98,7 +98,7 @@ def test_cli_generate():
     assert run("generate", PROMPT).stdout.strip() == "Tunise"
     parts = ["--prefix", "Read the documents and answer the question.", "--document", "Nila lives in Tunise."]
     assert run("generate", *parts, "--question", "Where does Nila live? Answer:").stdout.strip() == "Tunise"
-    assert run("generate", "-", input=PROMPT).stdout.strip() == "Tunise"
+    assert run("generate", "-", input=PROMPT + "\n").stdout.strip() == "Tunise"
 
 
 def test_cli_score():
@@ -117,6 +117,7 @@ def test_cli_inspect(tmp_path):
     assert "2 chunks" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "plain prompt" in run("inspect", "hello").stdout
+    assert "[/INST] [bold]x[/bold]" in run("inspect", "[/INST] [bold]x[/bold]").stdout
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,8 @@ def test_cli_inspect(tmp_path):
         (["score", "q", "a", "--label", "two words"], "must be exactly one"),
         (["inspect", "x", "--position-strategy", "zigzag"], "zigzag"),
         (["inspect", "x", "--plot", "/nowhere/x.png"], "cannot write"),
+        (["inspect", "x", "--chunk-separator", ""], "chunk_separator must not be empty"),
+        (["inspect", "x", "--model", "/nowhere"], "/nowhere"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -138,6 +141,7 @@ def test_cli_errors_are_one_line(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     assert "Traceback" not in result.output
 
 

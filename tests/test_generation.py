@@ -221,6 +221,8 @@ BAD_PARAMS = [
     ({"logit_bias": {2**70: 1.0}}, "logit_bias"),
     ({"logit_bias": [3]}, "logit_bias must map"),
     ({"temperature": 10**400}, "temperature"),
+    ({"ignore_eos": "false"}, "ignore_eos"),
+    ({"include_stop_str_in_output": 2}, "include_stop_str_in_output"),
 ]
 
 
@@ -244,6 +246,7 @@ def test_requests_that_cannot_be_served_leave_nothing_behind(engine):
         (ok, SamplingParams(stop_token_ids=[VOCAB]), "stop_token_ids"),
         (ok, SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias"),
         (ok, SamplingParams(stop="x"), "stop strings need a tokenizer"),
+        (ok, SamplingParams(max_tokens=None, min_tokens=5000), "min_tokens 5000 exceeds the 254 that fit"),
         ({"prompt_token_ids": [1] * 256}, SamplingParams(max_tokens=None), "even one token more would exceed"),
         (ChunkedPrompt([1], [[2], [VOCAB + 1]], [3]), GREEDY, "chunk 1: token id 129 at index 0"),
         (ChunkedPrompt([1], [[2] * 20] * 2000, [4]), GREEDY, "the pool has"),
@@ -268,6 +271,12 @@ def test_numpy_numbers_and_none_are_as_good_as_any():
     assert type(params.max_tokens) is int
 
 
+def test_a_tiny_temperature_is_all_but_greedy(engine):
+    prompt, llm = {"prompt_token_ids": [1, 2, 3]}, engine("qwen3")
+    cold = llm.generate(prompt, SamplingParams(seed=1, temperature=1e-38, top_p=0.9))
+    assert tokens(cold) == tokens(llm.generate(prompt, SamplingParams(temperature=0)))
+
+
 def test_a_huge_top_k_is_all_tokens(engine):
     prompt, llm = {"prompt_token_ids": [1, 2, 3]}, engine("qwen3")
     one, other = (llm.generate(prompt, SamplingParams(seed=1, top_k=k)) for k in (2**40, 0))
@@ -285,6 +294,8 @@ def test_a_huge_top_k_is_all_tokens(engine):
         (lambda llm: llm.chat("hi"), "messages must be a list"),
         (lambda llm: llm.chat({"role": "user"}), "messages must be a list"),
         (lambda llm: llm.chat([["x"]]), "messages must be a list of"),
+        (lambda llm: llm.chat([None]), "messages must be a list of"),
+        (lambda llm: llm.chat([]), "no user message"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], documents="text"), "documents must be a list"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], documents=5), "documents must be a list"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], documents=[5]), "document 0 must be a string"),
@@ -437,6 +448,13 @@ def test_others_start_over_after_a_failed_step(engine, monkeypatch):
 
 def test_compiled_programs_are_few_and_do_not_grow(engine, prompts):
     llm = engine("qwen3")
+    compiles = llm.core.runner.compiles
+    llm.generate({"prompt_token_ids": [1] * 4}, GREEDY)
+    samplers = compiles["sample"]
+    for length in (12, 20, 40, 80, 160):
+        llm.generate({"prompt_token_ids": [1] * length}, GREEDY)
+    # Samplers are compiled for the number of rows, not for the tokens of a step.
+    assert compiles["sample"] == samplers
     llm.generate(prompts, GREEDY)
     before = sum(llm.core.runner.compiles.values())
     llm.generate(prompts[::-1], GREEDY)

@@ -16,7 +16,7 @@ from chunkattn.models.loader import DEMO_FOLDER, open_model
 from chunkattn.models.weights import save_weights
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
 
-TINY = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 20, "max_num_batched_tokens": 32}
+TINY = {"skip_tokenizer_init": True, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20, "max_num_batched_tokens": 32}
 
 
 @pytest.fixture
@@ -94,6 +94,9 @@ def test_unsupported_architecture(broken):
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "longrope"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"hidden_size": 32}, "has shape"),
+        ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({"layer_types": ["sliding_attention"] * 3}, "need a sliding_window"),
+        ({"head_dim": -2}, "head_dim must be"),
         ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer"),
         ({"dtype": "float64"}, "checkpoint dtype 'float64'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}, "factor"),
@@ -196,6 +199,7 @@ def test_a_checkpoint_without_a_tokenizer(name, checkpoint):
         ({"chunk_separator": ""}, ConfigError, "chunk_separator"),
         ({"chunk_separator": 5}, ConfigError, "chunk_separator must be of type str, got 5"),
         ({"enable_chunk_aware": "yes"}, ConfigError, "enable_chunk_aware must be of type bool"),
+        ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, ConfigError, "less than max_num_seqs"),
         ({"max_num_seqs": True}, ConfigError, "max_num_seqs must be of type int"),
         ({"multi_item_scoring_delimiter": -1}, ConfigError, "at least 0"),
         ({"max_model_len": 100_000}, ConfigError, "exceeds the 512 positions"),

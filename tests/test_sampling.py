@@ -135,6 +135,15 @@ def test_held_back_bytes_are_flushed_when_the_text_ends():
     assert detokenizer.text == tokenizer.decode(ids)
 
 
+def test_a_stop_string_may_turn_up_when_the_text_ends():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    *ids, _ = tokenizer("STOP東", add_special_tokens=False).input_ids
+    detokenizer = Detokenizer(tokenizer, [], stop=("\ufffd",))
+    assert not any(detokenizer.add(token) for token in ids)
+    assert detokenizer.flush()
+    assert detokenizer.text == "STOP"
+
+
 def test_a_prompt_that_ends_within_a_character():
     tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
     ids = tokenizer("a東b", add_special_tokens=False).input_ids

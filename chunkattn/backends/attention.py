@@ -35,8 +35,8 @@ def chunk_attention(
         scale: of the scores; `1 / sqrt(head_dim)` by default.
 
     Returns:
-        `[T, num_heads, head_dim]` in q's dtype. Differentiable under `reference` only: the others loop a
-        dynamic number of times.
+        `[T, num_heads, head_dim]` in q's dtype. Differentiable under `reference` in float32 only: `xla`
+        loops a dynamic number of times, and 16-bit K/V pass through the pool as bits.
 
     Raises:
         ValueError: shapes or dtypes disagree with each other or with the layout.

@@ -150,16 +150,19 @@ def write_pages(cache: KVCache, k: jax.Array, v: jax.Array, flat_slots: jax.Arra
     """Scatter rows' K/V into a cache of the default form; rows with slot -1 are dropped."""
 
     def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        rows = jax.lax.bitcast_convert_type(rows, pool.dtype)
         flat = pool.reshape(-1, *pool.shape[2:])
-        beyond = len(flat) + jnp.arange(len(flat_slots))  # dropped, yet unique
-        index = jnp.where(flat_slots < 0, beyond, flat_slots)
-        return flat.at[index].set(rows, mode="drop", unique_indices=True).reshape(pool.shape)
+        index = jnp.where(flat_slots < 0, len(flat), flat_slots)
+        return flat.at[index].set(_as_stored(rows, pool.dtype), mode="drop").reshape(pool.shape)
 
     return write(cache[0], k), write(cache[1], v)
 
 
 def read_pages(cache: KVCache, pages: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """K and V of `pages` of any shape: `[*pages.shape, block_size, kv_heads, head_dim]` each."""
-    keys, values = (jax.lax.bitcast_convert_type(pool[pages], dtype) for pool in cache)
+    keys, values = (_as_stored(pool[pages], dtype) for pool in cache)
     return keys, values
+
+
+def _as_stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The same bits as `dtype`; a cast to the type it has would be no gradient's friend."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)

@@ -77,9 +77,8 @@ class OutputBuilder:
         completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
         if detokenizer is None:
             return False
-        stopped = False
         if event.finish_reason == "stop":  # the token that ends a text is no part of it
-            detokenizer.flush()
+            stopped = detokenizer.flush()
         else:
             stopped = detokenizer.add(event.token_id, last=event.finish_reason is not None)
         completion.text = detokenizer.text

@@ -112,6 +112,10 @@ class EngineCore:
                 message, block_size=block_size, canonical=canonical, seed=seed if params.seed is None else params.seed
             )
             request.max_tokens = params.max_tokens or self._most_tokens(request)
+            if params.min_tokens > request.max_tokens:
+                raise RequestError(
+                    f"min_tokens {params.min_tokens} exceeds the {request.max_tokens} that fit", param="min_tokens"
+                )
             what, param = " with its n and max_tokens", "max_tokens"
         if request.total_pages > self.runner.num_pages:
             raise CapacityError(

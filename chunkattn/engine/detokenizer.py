@@ -55,10 +55,12 @@ class Detokenizer:
             self._begin, self._done = self._done, len(self._ids)
         return self._num_generated >= self._min_tokens and self._cut(searched)
 
-    def flush(self) -> None:
-        """Add what was held back: the text ends here."""
+    def flush(self) -> bool:
+        """Add what was held back, for the text ends here; True when a stop string turns up in it."""
+        searched = len(self.text)
         self.text += self._decode(self._begin, len(self._ids))[len(self._decode(self._begin, self._done)) :]
         self._done = len(self._ids)
+        return self._num_generated >= self._min_tokens and self._cut(searched)
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip)

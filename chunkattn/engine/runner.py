@@ -42,6 +42,7 @@ class Runner:
         # The pool is donated: writing a token must not copy it.
         self._step = jax.jit(self._trace_step, donate_argnums=1)
         self._copy = jax.jit(self._trace_copy, donate_argnums=0)
+        self._gather = jax.jit(self._trace_gather)
         self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
         self._read = jax.jit(self._trace_read, static_argnames="num_top")
         self.reset()
@@ -77,7 +78,8 @@ class Runner:
             given = sample_input(block, bucket_for(len(block), self._row_buckets), self.spec.vocab_size)
             wanted = [r.params.logprobs for r in block]
             with_logprobs = any(w is not None for w in wanted)
-            chosen, readout = self._sample(self._params, hidden, given, with_logprobs=with_logprobs)
+            picked = self._pick(hidden, [r.row for r in block])
+            chosen, readout = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
             tokens += np.asarray(chosen)[: len(block)].tolist()
             values = jax.device_get(readout)
             logprobs += [None if w is None else _to_logprobs(values, slice(i, i + 1), w) for i, w in enumerate(wanted)]
@@ -99,12 +101,17 @@ class Runner:
     def _read_blocks(self, hidden: jax.Array, rows: Seq[int], targets: np.ndarray, num_top: int) -> list[Readout]:
         found = []
         for first in range(0, len(rows), READ_ROWS):
-            block = np.asarray(rows[first : first + READ_ROWS], np.int32)
-            padding = bucket_for(len(block), self._row_buckets) - len(block)
-            wanted = np.pad(targets[first : first + len(block)], ((0, padding), (0, 0)))
-            values = jax.device_get(self._read(self._params, hidden, np.pad(block, (0, padding)), wanted, num_top=num_top))
+            block = rows[first : first + READ_ROWS]
+            picked = self._pick(hidden, block)
+            wanted = np.pad(targets[first : first + len(block)], ((0, len(picked) - len(block)), (0, 0)))
+            values = jax.device_get(self._read(self._params, picked, wanted, num_top=num_top))
             found.append(Readout(*(v[: len(block)] for v in values)))
         return found
+
+    def _pick(self, hidden: jax.Array, rows: Seq[int]) -> jax.Array:
+        """The hidden states of up to `READ_ROWS` rows, padded to a bucket: what follows is compiled for that alone."""
+        padding = bucket_for(len(rows), self._row_buckets) - len(rows)
+        return self._gather(hidden, np.pad(np.asarray(rows, np.int32), (0, padding)))
 
     # Traced functions. Counting here counts compilations: tracing is what runs this code.
 
@@ -127,17 +134,21 @@ class Runner:
         self.compiles["copy"] += 1
         return jax.tree.map(lambda pool: pool.at[target].set(pool[source], mode="drop"), caches)
 
+    def _trace_gather(self, hidden: jax.Array, rows: jax.Array) -> jax.Array:
+        self.compiles["gather"] += 1
+        return hidden[rows]
+
     def _trace_sample(
         self, params: Any, hidden: jax.Array, given: SampleInput, *, with_logprobs: bool
     ) -> tuple[jax.Array, Readout | None]:
         self.compiles["sample"] += 1
-        logits = nnx.merge(self._graph, params).logits(hidden[given.rows])
+        logits = nnx.merge(self._graph, params).logits(hidden)
         tokens = choose(logits, given)
         return tokens, read(logits, tokens[:, None], self.max_logprobs) if with_logprobs else None
 
-    def _trace_read(self, params: Any, hidden: jax.Array, rows: jax.Array, targets: jax.Array, *, num_top: int) -> Readout:
+    def _trace_read(self, params: Any, hidden: jax.Array, targets: jax.Array, *, num_top: int) -> Readout:
         self.compiles["read"] += 1
-        return read(nnx.merge(self._graph, params).logits(hidden[rows]), targets, num_top)
+        return read(nnx.merge(self._graph, params).logits(hidden), targets, num_top)
 
 
 def _to_logprobs(values: Readout, rows: slice, num_top: int) -> TokenLogprobs:

@@ -11,6 +11,8 @@ import numpy as np
 from chunkattn.backends.base import StepArray
 from chunkattn.engine.batch import SampleRow, bucket_for, buckets
 
+LOWEST_TEMPERATURE = 0.01
+"""Temperatures between 0 and this are taken as this, as in vLLM: dividing by less loses the logits' digits."""
 _EDIT_BUCKETS = buckets(64, 1 << 22, 4)
 
 
@@ -38,7 +40,6 @@ class SampleInput(NamedTuple):
     """One block of `R` rows to sample at. A None field compiles its stage away.
 
     Attributes:
-        rows: int32 `[R]`, rows of the step.
         temperature: float32 `[R]`, 0 is greedy; None when all rows are.
         keys: uint32 `[R, 2]`, threefry keys of the requests' seeds.
         fold: int32 `[R, 2]`, sample and output position, folded into the key.
@@ -46,7 +47,6 @@ class SampleInput(NamedTuple):
         edits: penalties, biases and bans.
     """
 
-    rows: StepArray
     temperature: StepArray | None
     keys: StepArray | None
     fold: StepArray | None
@@ -75,8 +75,9 @@ def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleIn
     seeds = [row.sequence.request.seed for row in block]
     folds = [(row.sample, len(row.sequence.output_ids)) for row in block]
     return SampleInput(
-        rows=column([row.row for row in block], np.int32, 0),
-        temperature=None if greedy else column([p.temperature for p in params], np.float32, 0.0),
+        temperature=None
+        if greedy
+        else column([p.temperature and max(p.temperature, LOWEST_TEMPERATURE) for p in params], np.float32, 0.0),
         keys=None if greedy else _padded([(s >> 32, s & 0xFFFFFFFF) for s in seeds], size, np.uint32),
         fold=None if greedy else _padded(folds, size, np.int32),
         truncation=None

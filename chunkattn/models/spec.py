@@ -83,10 +83,16 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
             f"num_key_value_heads {config.num_key_value_heads}"
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
+        raise ModelError(f"configuration: head_dim must be a positive even integer, got {head_dim!r}")
     attention_bias = bool(getattr(config, "attention_bias", False))
     layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise ModelError(f"layer type {unknown[0]!r} is not supported by {architecture}")
+    if "sliding_attention" in types and (not isinstance(window, int) or window < 1):
+        raise ModelError(f"configuration: layers with sliding_attention need a sliding_window, got {window!r}")
     return DecoderSpec(
         architecture=architecture,
         vocab_size=config.vocab_size,

@@ -25,7 +25,7 @@ def split_chat(
     Raises:
         RequestError: no user message, no usable template, or a template that moves the content.
     """
-    if isinstance(messages, (str, Mapping)) or not all(isinstance(m, Mapping) for m in messages):
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
         raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
     first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
     if first is None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunkattn.errors import RequestError
+from chunkattn.errors import ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers.chat import split_chat
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.separator import split_ids
-from chunkattn.rope.positions import make_layout
+from chunkattn.rope.positions import get_strategy, make_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,9 +47,16 @@ class ParsedPrompt:
 
 
 class PromptParser:
-    """Parses every form of prompt under one tokenizer, separator and position strategy."""
+    """Parses every form of prompt under one tokenizer, separator and position strategy.
+
+    Raises:
+        ConfigError: the separator is empty or the strategy unknown.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, separator: str, strategy: str, chunk_aware: bool) -> None:
+        if not separator:
+            raise ConfigError("chunk_separator must not be empty")
+        get_strategy(strategy)
         self.encode = PartEncoder(tokenizer)
         self.separator = separator
         self.strategy = strategy
