@@ -100,7 +100,8 @@ def plot_layout(layout: ChunkLayout, path: Path) -> None:
     mask.set_yticks(middles, names)
     mask.set_ylabel("token that looks")
     mask.set_title(layout_summary(layout), fontsize=10)
-    track.set_xticks(middles, names, rotation=45 if len(names) > 6 else 0, ha="right" if len(names) > 6 else "center")
+    slant = 90 if crowded else 45 if len(names) > 6 else 0
+    track.set_xticks(middles, names, rotation=slant, ha="right" if slant == 45 else "center")
     track.set_xlabel("token that is looked at")
     track.set_ylabel("position id")
     track.set_ylim(bottom=-0.5)
