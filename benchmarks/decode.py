@@ -1,0 +1,73 @@
+"""Decode step time against how many sequences share a decode tile.
+
+    python -m benchmarks.decode --geometry qwen3-0.6b --context 2000 --batch 1 --decode-rows 1 8
+
+The settings take turns step by step, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+
+import chunkattn.backends.xla as xla
+from benchmarks.geometry import make_core
+from chunkattn.config import SamplingParams
+from chunkattn.engine.core import EngineCore
+from chunkattn.engine.messages import GenerateRequest
+from chunkattn.rope.positions import make_layout
+
+
+def start(core: EngineCore, batch: int, context: int, steps: int) -> None:
+    """Bring `batch` sequences of `context` tokens to decoding, everything compiled."""
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0, max_tokens=steps + 10, ignore_eos=True)
+    for i in range(batch):
+        core.add(GenerateRequest(str(i), make_layout([], [], rng.integers(0, 1000, context)), params))
+    while (
+        any(s.num_tokens - s.num_computed != 1 for r in core.requests.values() for s in r.sequences) or core.scheduler.waiting
+    ):
+        core.step()
+    core.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--geometry", default="small")
+    parser.add_argument("--context", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--decode-rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    pages = args.batch * (args.context + args.steps + 32) // 16 + args.batch
+    cores = []
+    for rows in args.decode_rows:
+        xla.DECODE_ROWS = rows  # read when a step is built and traced
+        cores.append(make_core(args.geometry, pages, max_num_batched_tokens=2048, max_num_seqs=max(8, args.batch)))
+        start(cores[-1], args.batch, args.context, args.steps)
+    times: list[list[float]] = [[] for _ in cores]
+    for _ in range(args.steps):
+        for rows, core, taken in zip(args.decode_rows, cores, times, strict=True):
+            xla.DECODE_ROWS = rows
+            began = time.perf_counter()
+            core.step()
+            taken.append(time.perf_counter() - began)
+    rows_ms = [
+        {"decode_rows": rows, "median_step_ms": round(1000 * statistics.median(taken), 1)}
+        for rows, taken in zip(args.decode_rows, times, strict=True)
+    ]
+    if args.json:
+        print(json.dumps(rows_ms, indent=2))
+        return
+    print(f"{args.geometry}, {args.batch} sequences of {args.context} tokens\ndecode rows  median step ms")
+    for r in rows_ms:
+        print(f"{r['decode_rows']:11}  {r['median_step_ms']:14.1f}")
+
+
+if __name__ == "__main__":
+    main()
