@@ -67,8 +67,6 @@ class EngineConfig:
                 raise ConfigError(f"{option.name} must be of type {option.type}, got {value!r}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-        if not self.chunk_separator:
-            raise ConfigError("chunk_separator must not be empty")
         lowest = {"max_logprobs": 0, "seed": 0, "multi_item_scoring_delimiter": 0}
         for option in fields(self):
             value = getattr(self, option.name)

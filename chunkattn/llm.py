@@ -35,7 +35,6 @@ from chunkattn.outputs import RequestOutput, ScoreOutput, ScoreUsage
 from chunkattn.parsers import ChunkedPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.delimited import check_delimiter, check_no_delimiter, parse_delimited
 from chunkattn.parsers.prompt import Prompt, check_ids
-from chunkattn.rope.positions import get_strategy
 from chunkattn.scoring import ALGORITHMS, ScoreJob, select_algorithm
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,6 @@ class LLM:
             raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(known))}")
         self.config = EngineConfig(model=model, **options)
         config = self.config
-        get_strategy(config.position_strategy)
         enable_compile_cache()
         # Everything that can be wrong with the options is found before the weights are read.
         files = open_model(
@@ -79,6 +77,12 @@ class LLM:
             skip_tokenizer_init=config.skip_tokenizer_init,
         )
         self.tokenizer, self._eos_token_ids = files.tokenizer, files.eos_token_ids
+        self.parser = PromptParser(
+            self.tokenizer,
+            separator=config.chunk_separator,
+            strategy=config.position_strategy,
+            chunk_aware=config.enable_chunk_aware,
+        )
         if config.multi_item_scoring_delimiter is not None:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
         self.max_model_len = _max_model_len(config, files.spec)
@@ -87,12 +91,6 @@ class LLM:
         num_pages = _num_pages(config, page_bytes(backend, files.spec.num_layers))  # of the memory the weights leave
         self.core = EngineCore(Runner(decoder, backend, num_pages, config.max_logprobs), config, self.max_model_len)
         self.limits = self.core.limits
-        self.parser = PromptParser(
-            self.tokenizer,
-            separator=config.chunk_separator,
-            strategy=config.position_strategy,
-            chunk_aware=config.enable_chunk_aware,
-        )
         self._decode = token_decoder(self.tokenizer)
         self._next_id = 0
 

@@ -69,7 +69,7 @@ def test_half_precision_is_close_to_float32(checkpoint, dtype):
         ]
         for d in ("float32", dtype)
     ]
-    np.testing.assert_allclose(*values, atol=0.6 if dtype == "bfloat16" else 0.1)
+    np.testing.assert_allclose(*values, atol=0.1 if dtype == "bfloat16" else 0.02)
     assert values[0] != values[1]
 
 

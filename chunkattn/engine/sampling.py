@@ -158,7 +158,7 @@ def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
     """Mask what min-p, then top-k, then top-p leave out, `[R, V]`; ties at a threshold stay.
 
     Thresholds are found by bisection over the bits of float32, in 32 passes over the
-    logits: exact, and much faster than sorting a vocabulary of 150,000.
+    logits: exact, and without sorting a vocabulary of 150,000.
     """
     keep = logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)[:, None]
     logits = jnp.where(keep, logits, -jnp.inf)
