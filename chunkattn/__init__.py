@@ -1,20 +1,42 @@
 """Exact chunk-aware LLM inference in JAX: many independent pieces behind one shared prefix."""
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from chunkattn.backends import AttentionBackend, chunk_attention, register_backend
-from chunkattn.config import EngineConfig, SamplingParams
-from chunkattn.layout import ChunkLayout
-from chunkattn.llm import LLM
-from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
-from chunkattn.parsers import ChunkedPrompt
-from chunkattn.rope.positions import make_layout
+if TYPE_CHECKING:
+    from chunkattn.backends import AttentionBackend, chunk_attention, register_backend
+    from chunkattn.config import EngineConfig, SamplingParams
+    from chunkattn.layout import ChunkLayout
+    from chunkattn.llm import LLM
+    from chunkattn.outputs import CacheReport, CompletionOutput, Logprob, RequestOutput, ScoreOutput
+    from chunkattn.parsers import ChunkedPrompt
+    from chunkattn.rope.positions import make_layout
 
 __version__ = version("chunkattn")
+
+# Where each public name lives. Imported on first use: the tools that need no JAX start without it.
+_HOMES = {
+    "LLM": "llm",
+    "AttentionBackend": "backends",
+    "CacheReport": "outputs",
+    "ChunkLayout": "layout",
+    "ChunkedPrompt": "parsers",
+    "CompletionOutput": "outputs",
+    "EngineConfig": "config",
+    "Logprob": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "config",
+    "ScoreOutput": "outputs",
+    "chunk_attention": "backends",
+    "make_layout": "rope.positions",
+    "register_backend": "backends",
+}
 
 __all__ = [
     "LLM",
     "AttentionBackend",
+    "CacheReport",
     "ChunkLayout",
     "ChunkedPrompt",
     "CompletionOutput",
@@ -27,3 +49,15 @@ __all__ = [
     "make_layout",
     "register_backend",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -35,9 +35,18 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step.
         block_size: tokens per KV page.
         kv_cache_memory_bytes: size of the KV pool; None picks one by platform.
+        enable_prefix_caching: keep the K/V of prefixes, chunks and questions for later requests.
+        long_prefill_token_threshold: tokens of one sequence's prompt a step computes before others get their turn;
+            what is left of the budget goes to the first again. None is half of `max_num_batched_tokens`.
+        kv_store: folder that keeps the K/V of prefixes and chunks beyond this process; None keeps none.
+        kv_store_max_bytes: size of that folder.
+        warmup: compile every step variant at start. None leaves it to the caller: servers do, `LLM` does not.
         max_logprobs: highest `logprobs` or `prompt_logprobs` a request may ask for.
         max_items_per_request: highest number of items of one scoring request.
         seed: of requests that bring none.
+        max_queued_requests: calls an `AsyncLLM` takes at once; further ones are refused.
+        engine_hang_timeout_s: seconds without a sign of life, or in one step that is not compiling, after which an
+            `AsyncLLM` starts its engine process again. Longer than the longest step on your machine.
     """
 
     model: str | None = None
@@ -56,9 +65,16 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int | None = None
+    kv_store: str | None = None
+    kv_store_max_bytes: int = 16 << 30
+    warmup: bool | None = None
     max_logprobs: int = 20
     max_items_per_request: int = 10_000
     seed: int = 0
+    max_queued_requests: int = 1024
+    engine_hang_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -79,14 +95,18 @@ class EngineConfig:
             )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if not 1 <= self.engine_hang_timeout_s < float("inf"):  # NaN compares false
+            raise ConfigError(f"engine_hang_timeout_s must be a number of at least 1, got {self.engine_hang_timeout_s}")
 
 
 _OPTION_TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "str | None": (str, type(None)),
     "bool": (bool,),
+    "bool | None": (bool, type(None)),
     "int": (int,),
     "int | None": (int, type(None)),
+    "float": (int, float),
 }
 
 
@@ -152,6 +172,7 @@ class SamplingParams:
         logprobs: log-probabilities of this many likeliest tokens at each step; 0 is the chosen one's alone.
         prompt_logprobs: the same for every prompt token.
         skip_special_tokens: leave special tokens out of the text.
+        skip_reading_prefix_cache: compute every prompt token, and leave nothing in the cache.
     """
 
     n: int = 1
@@ -173,6 +194,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -186,7 +208,7 @@ class SamplingParams:
             "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             "min_tokens": _whole("min_tokens", self.min_tokens, 0),
         }
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "skip_reading_prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
         for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("seed", 0)):

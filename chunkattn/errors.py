@@ -45,3 +45,15 @@ class OutOfPagesError(ChunkAttnError):
 
 class EngineError(ChunkAttnError, RuntimeError):
     """A step failed while it computed a request; the engine goes on without that request."""
+
+
+class EngineDeadError(EngineError):
+    """The engine's process died, hung or is not ready; it is being started again unless it was closed."""
+
+
+class QueueFullError(ChunkAttnError):
+    """As many requests as `max_queued_requests` allows are on their way; send this one again later."""
+
+
+class DeadlineExceededError(ChunkAttnError, TimeoutError):
+    """The request's `timeout` passed before it ended; it has been aborted."""

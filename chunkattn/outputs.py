@@ -41,7 +41,8 @@ class RequestOutput:
         prompt_token_ids: the logical sequence prefix + chunks + question.
         prompt_logprobs: per prompt token, None for the first token of a part.
         chunk_lens: tokens of every chunk; empty for plain prompts.
-        num_cached_tokens: prompt tokens whose K/V came from the cache.
+        num_cached_tokens: prompt tokens whose K/V came from the cache, or from a request running beside this one.
+        num_cached_chunk_tokens: of those, the tokens of every chunk.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     chunk_lens: tuple[int, ...] = ()
     num_cached_tokens: int = 0
+    num_cached_chunk_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,44 @@ class ScoreOutput:
     logprobs: list[list[float]]
     algorithm: str
     usage: ScoreUsage
+
+
+@dataclass(frozen=True)
+class CachedDocument:
+    """One document of `LLM.precompute`.
+
+    Attributes:
+        num_bytes: of its K/V pages.
+        was_cached: whether all of it was in the cache before.
+        done: whether it has been computed.
+    """
+
+    tokens: int
+    num_bytes: int
+    was_cached: bool
+    done: bool
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What `LLM.precompute` has put into the cache.
+
+    Attributes:
+        prefix_tokens, prefix_bytes: of the prefix.
+        documents: in the order given.
+        pool_bytes: of the whole KV pool.
+        fits: how many of the documents, from the first on, the pool holds together with the prefix.
+        pin_ids: for `LLM.unpin`.
+    """
+
+    prefix_tokens: int
+    prefix_bytes: int
+    documents: list[CachedDocument]
+    pool_bytes: int
+    fits: int
+    pin_ids: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the prefix and all documents."""
+        return self.prefix_bytes + sum(d.num_bytes for d in self.documents)

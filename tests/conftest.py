@@ -58,7 +58,7 @@ def engine(checkpoint):
     yield get
     for llm in made.values():
         llm.core.scheduler.check()
-        assert llm.core.scheduler.pool.num_free == llm.core.runner.num_pages, "pages leaked"
+        assert llm.reset_prefix_cache(), "pages leaked"
 
 
 @pytest.fixture(scope="session")

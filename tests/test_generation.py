@@ -234,7 +234,7 @@ def test_bad_sampling_params(options, message):
 
 def test_requests_that_cannot_be_served_leave_nothing_behind(engine):
     llm = engine("llama", max_chunk_len=20, max_logprobs=5)
-    pool = llm.core.scheduler.pool
+    pool = llm.core.scheduler.trie
     ok = {"prompt_token_ids": [1, 2]}
     bad = [
         ({"prompt_token_ids": [1, VOCAB]}, GREEDY, f"prompt: token id {VOCAB} at index 1 is outside the vocabulary of {VOCAB}"),
@@ -255,7 +255,7 @@ def test_requests_that_cannot_be_served_leave_nothing_behind(engine):
         with pytest.raises(RequestError, match=message):
             llm.generate([ok, prompt], [GREEDY, params])
         assert not llm.core.has_work
-        assert pool.num_free == pool.num_pages
+        assert pool.num_available == pool.num_pages
     with pytest.raises(RequestError, match="2 sampling_params for 1"):
         llm.generate([ok], [GREEDY, GREEDY])
     with pytest.raises(CapacityError):
@@ -338,8 +338,8 @@ def test_stop_strings_end_their_sample_and_free_its_pages(demo, include):
         assert (short.finish_reason, short.stop_reason) == ("stop", stop)
         assert short.token_ids == whole.token_ids[: len(short.token_ids)]
         assert len(short.token_ids) < len(whole.token_ids)
-    pool = demo.core.scheduler.pool
-    assert pool.num_free == pool.num_pages
+    pool = demo.core.scheduler.trie
+    assert pool.num_available == pool.num_pages
 
 
 def test_ignore_eos_and_special_tokens(demo):
@@ -366,7 +366,7 @@ def test_abort_frees_everything(engine, steps):
         core.abort(name)
         core.scheduler.check()
     assert not core.has_work
-    assert core.scheduler.pool.num_free == core.scheduler.pool.num_pages
+    assert core.scheduler.trie.num_available == core.limits.num_pages
 
 
 def test_an_interrupt_within_a_step_loses_nothing(engine, monkeypatch):
@@ -415,7 +415,7 @@ def test_a_failing_step_fails_its_requests_only(engine, monkeypatch):
     with pytest.raises(EngineError, match="injected"):
         llm.generate(prompt, GREEDY)
     assert not llm.core.has_work
-    assert llm.core.scheduler.pool.num_free == llm.core.runner.num_pages
+    assert llm.core.scheduler.trie.num_available == llm.core.runner.num_pages
     assert tokens(llm.generate(prompt, GREEDY)) == expected
 
 
@@ -431,9 +431,9 @@ def test_others_start_over_after_a_failed_step(engine, monkeypatch):
     found = []
     for step in range(40):
         if step == 5:
-            spans = core.scheduler.schedule()
+            spans = core.scheduler.plan()
             monkeypatch.setattr(
-                core.scheduler, "schedule", lambda spans=spans: [s for s in spans if s.sequence.request.request_id == "a"]
+                core.scheduler, "plan", lambda spans=spans: [s for s in spans if s.sequence.request.request_id == "a"]
             )
             monkeypatch.setattr(core.runner, "forward", lambda batch: 1 / 0)
         for event in core.step():
@@ -470,9 +470,9 @@ def test_a_step_makes_no_copy_of_the_pool(dtype, checkpoint):
     llm = LLM(str(checkpoint("qwen3")), dtype=dtype, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20)
     core, runner = llm.core, llm.core.runner
     core.add(GenerateRequest("r", make_layout([], [], [1, 2, 3]), GREEDY))
-    batch = core.batches.build(core.scheduler.schedule())
-    metadata = runner.backend.build_metadata(batch.attention)
-    compiled = runner._step.lower(runner._params, runner.caches, batch.token_ids, batch.positions, metadata).compile()
+    core.scheduler.admit()
+    batch = core.batches.build(core.scheduler.plan())
+    compiled = runner._step.lower(runner._params, runner.caches, batch.token_ids, batch.positions, batch.metadata).compile()
     memory, pool = compiled.memory_analysis(), sum(a.nbytes for layer in runner.caches for a in layer)
     assert memory.alias_size_in_bytes >= pool > 60 << 20
     assert memory.temp_size_in_bytes < 4 << 20

@@ -13,16 +13,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32)
 def engine_logits(llm, layout):
     """Raw logits `[T, vocab]` of a prompt in the user's order, from the engine's own step."""
     core = llm.core
-    core.add(GenerateRequest("probe", layout, SamplingParams(max_tokens=1)))
+    core.add(GenerateRequest("probe", layout, SamplingParams(max_tokens=1, prompt_logprobs=0)))
+    core.scheduler.admit()
     request = core.requests["probe"]
     try:
         logits = np.zeros((len(layout), VOCAB), np.float32)
-        while request.sequences == [] or request.sequences[0].num_computed < len(layout):
-            (span,) = core.scheduler.schedule()
-            hidden = core.runner.forward(core.batches.build([span]))
-            rows = request.user_index[span.start : span.end]
+        while spans := core.scheduler.plan():
+            hidden = core.runner.forward(core.batches.build(spans))
+            rows = np.concatenate([request.user_index[span.start : span.end] for span in spans])
             logits[rows] = core.runner.logits(hidden)[: len(rows)]
-            span.sequence.num_computed = span.end
+            core.scheduler.commit(spans)
+        assert request.sequences[0].num_computed == len(layout)
         return logits
     finally:
         core.abort("probe")
@@ -65,7 +66,7 @@ def test_chunked_prompts(name, strategy, backend, engine, oracle):
     while len(layouts) < 50:
         parts = random_parts(rng)
         layout = make_layout(*parts, strategy)
-        if layout.next_position + 32 <= llm.max_model_len:
+        if layout.next_position + 32 <= llm.limits.max_model_len:
             layouts.append((parts, layout))
     for _, layout in layouts:
         np.testing.assert_allclose(engine_logits(llm, layout), oracle(name).chunked(layout), atol=1e-4)
@@ -93,6 +94,6 @@ def test_more_tokens_than_positions(engine, oracle):
     llm = engine("llama", max_num_batched_tokens=512)
     parts = rng.integers(0, VOCAB, 8).tolist(), [rng.integers(0, VOCAB, 32).tolist() for _ in range(64)], [1, 2, 3]
     layout = make_layout(*parts)
-    assert len(layout) > 8 * llm.max_model_len > 8 * layout.next_position
+    assert len(layout) > 8 * llm.limits.max_model_len > 8 * layout.next_position
     tokens = llm.generate(ChunkedPrompt(*parts), GREEDY)[0].outputs[0].token_ids
     check_greedy(oracle("llama").chunked(layout, tokens), len(layout), tokens)

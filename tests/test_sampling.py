@@ -14,11 +14,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from chunkattn import SamplingParams, make_layout
+from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.engine.batch import SampleRow
 from chunkattn.engine.detokenizer import Detokenizer
-from chunkattn.engine.messages import GenerateRequest
-from chunkattn.engine.request import Sequence, prepare_generate
+from chunkattn.engine.intake import Intake
+from chunkattn.engine.messages import EngineLimits, GenerateRequest
+from chunkattn.engine.request import Sequence
 from chunkattn.engine.sampling import apply_edits, sample_input, truncate
 from chunkattn.models.loader import DEMO_FOLDER
 
@@ -49,10 +50,9 @@ def test_truncation(logits, top_k, top_p, min_p):
 
 
 def rows_for(params, prompt, output):
-    request = prepare_generate(
-        GenerateRequest("r", make_layout([], [], prompt), params, (2,)), block_size=16, canonical=True, seed=0
-    )
-    return [SampleRow(0, Sequence(request, 0, [], output_ids=output), 0)]
+    limits = EngineLimits(1000, 16, 1, 4000, 20, V, None)
+    request = Intake(EngineConfig(), limits).prepare(GenerateRequest("r", make_layout([], [], prompt), params, (2,)), arrival=0)
+    return [SampleRow(0, Sequence(request, 0, output_ids=output), 0)]
 
 
 @settings(max_examples=50, deadline=None)

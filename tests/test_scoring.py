@@ -66,7 +66,7 @@ def test_many_items_are_split_into_packs(engine, oracle, monkeypatch):
     rng = np.random.default_rng(10)
     items = [rng.integers(0, VOCAB, rng.integers(0, 6)).tolist() for _ in range(1000)]
     llm = engine("qwen3")
-    monkeypatch.setattr(llm, "_max_pack_tokens", lambda query: 300)
+    monkeypatch.setattr(llm.frontend, "_max_pack_tokens", lambda query: 300)
     result = llm.score([1, 2, 3], items, label_token_ids=[4, 5], algorithm="packed_segment")
     assert result.usage.computed_tokens > result.usage.prompt_tokens == 3 + sum(map(len, items))
     check(result, one_forward_per_item(oracle("qwen3"), [1, 2, 3], items, [4, 5]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -20,6 +21,7 @@ class SlotPlan:
         page_len: int32 `[pages]`, valid slots of every page. The last page of the question counts as
             full: its rows see nothing beyond themselves anyway.
         block_size: slots per page.
+        aligned: whether every part begins on a page of its own.
     """
 
     slots: np.ndarray
@@ -27,8 +29,9 @@ class SlotPlan:
     prefix_end: int
     page_len: np.ndarray
     block_size: int
+    aligned: bool
 
-    @property
+    @cached_property
     def end(self) -> int:
         """The slot of the first generated token."""
         return int(self.slots[-1]) + 1 if len(self.slots) else 0
@@ -66,4 +69,5 @@ def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool) -> SlotPl
         prefix_end=layout.prefix_len,
         page_len=page_len,
         block_size=block_size,
+        aligned=aligned,
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkattn.backends.base import AttentionBatch
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, Metadata
 from chunkattn.config import SamplingParams
 from chunkattn.engine.request import Request, Sequence
 from chunkattn.engine.scheduler import Span
@@ -61,7 +61,8 @@ class StepBatch:
 
     Attributes:
         token_ids, positions: int32 `[T]`, padded to a bucket.
-        attention: the backend's description of the same rows.
+        num_rows: rows in use.
+        metadata: the backend's description of the same rows.
         samples: rows to sample at.
         scores: rows of scoring requests; `place` is the index among the request's rows.
         prompt_logprobs: rows before a prompt token asked about; `place` is that token's index.
@@ -69,7 +70,8 @@ class StepBatch:
 
     token_ids: np.ndarray
     positions: np.ndarray
-    attention: AttentionBatch
+    num_rows: int
+    metadata: Metadata
     samples: list[SampleRow]
     scores: list[LogprobRow]
     prompt_logprobs: list[LogprobRow]
@@ -83,63 +85,84 @@ class BatchBuilder:
         width_buckets: sizes `W` of the page tables.
     """
 
-    def __init__(self, *, max_num_batched_tokens: int, max_num_seqs: int, num_pages: int, block_size: int) -> None:
-        self.max_num_seqs = max_num_seqs
+    def __init__(
+        self, backend: AttentionBackend, *, max_num_batched_tokens: int, max_spans: int, num_pages: int, block_size: int
+    ) -> None:
+        self.backend = backend
+        self.max_spans = max_spans
         self.block_size = block_size
         self.token_buckets = buckets(8, max(max_num_batched_tokens, 8), 2)
         self.width_buckets = buckets(32, max(1 << (num_pages - 1).bit_length(), 32), 8)
 
-    def build(self, spans: list[Span]) -> StepBatch:
-        """Arrays and readouts of one step."""
-        sizes = [s.end - s.start for s in spans]
-        total = sum(sizes)
-        rows = bucket_for(total, self.token_buckets)
-        width = bucket_for(max(len(s.sequence.pages) for s in spans), self.width_buckets)
+    @property
+    def variants(self) -> list[tuple[int, int]]:
+        """Every `(T, W)` a step can have, largest first."""
+        return [(rows, width) for width in self.width_buckets for rows in reversed(self.token_buckets)]
+
+    def empty(self, rows: int, width: int) -> StepBatch:
+        """A step of nothing but padding, which writes no page."""
+        token_ids, positions, attention = self._arrays(rows, width, 0)
+        return StepBatch(token_ids, positions, 0, self.backend.build_metadata(attention), [], [], [])
+
+    def _arrays(self, rows: int, width: int, used: int) -> tuple[np.ndarray, np.ndarray, AttentionBatch]:
+        """Token ids, positions and attention of a step, zero but for the page lengths."""
         token_ids, positions, row_seq, row_slot, row_start = np.zeros((5, rows), np.int32)
-        block_tables = np.zeros((self.max_num_seqs, width), np.int32)
-        page_len = np.full((self.max_num_seqs, width), self.block_size, np.int32)
-        prefix_end = np.zeros(self.max_num_seqs, np.int32)
+        prefix_end, block_tables = np.zeros(self.max_spans, np.int32), np.zeros((self.max_spans, width), np.int32)
+        page_len = np.full((self.max_spans, width), self.block_size, np.int32)
+        attention = AttentionBatch(used, row_seq, row_slot, row_start, prefix_end, block_tables, page_len, self.block_size)
+        return token_ids, positions, attention
+
+    def build(self, spans: list[Span]) -> StepBatch:
+        """Arrays and readouts of one step; every span is a sequence of its own to the backend."""
+        total = sum(s.end - s.start for s in spans)
+        width = bucket_for(max(s.sequence.num_pages for s in spans), self.width_buckets)
+        token_ids, positions, attention = self._arrays(bucket_for(total, self.token_buckets), width, total)
         samples: list[SampleRow] = []
         scores: list[LogprobRow] = []
         prompt_logprobs: list[LogprobRow] = []
         first = 0
         for index, (sequence, start, end) in enumerate(spans):
-            request = sequence.request
-            here = slice(first, first + end - start)
-            token_ids[here] = sequence.tokens(start, end)
-            positions[here], row_slot[here], row_start[here] = sequence.rows(start, end)
-            row_seq[here] = index
-            block_tables[index, : len(sequence.pages)] = sequence.pages
-            page_len[index, : len(request.plan.page_len)] = request.plan.page_len
-            prefix_end[index] = request.plan.prefix_end
+            request, plan, last = sequence.request, sequence.request.plan, first + end - start
+            attention.row_seq[first:last] = index
+            if start >= len(request.layout) and last == first + 1:  # a decode: no arrays needed
+                token_ids[first] = sequence.output_ids[start - len(request.layout)]
+                later = start - len(request.layout)
+                positions[first], attention.row_slot[first] = request.next_position + later, plan.end + later
+            else:
+                token_ids[first:last] = sequence.tokens(start, end)
+                rows = sequence.rows(start, end)
+                positions[first:last], attention.row_slot[first:last], attention.row_start[first:last] = rows
+            attention.block_tables[index, : sequence.num_pages] = sequence.pages[: sequence.num_pages]
+            attention.prefix_end[index] = plan.prefix_end
+            if plan.aligned:
+                attention.page_len[index, : len(plan.page_len)] = plan.page_len
             if request.sampling and end == sequence.num_tokens:
-                forks = request.samples if not sequence.output_ids and len(request.sequences) == 1 else 1
-                samples += [SampleRow(first + end - start - 1, sequence, sequence.sample + f) for f in range(forks)]
+                forks = request.samples if request.forks else 1
+                samples += [SampleRow(last - 1, sequence, sequence.sample + f) for f in range(forks)]
             for wanted, found in ((_score_rows(request), scores), (_prompt_rows(request, sequence), prompt_logprobs)):
+                if wanted is None:
+                    continue
                 low, high = np.searchsorted(wanted[0], (start, end))
                 found += [
                     LogprobRow(first + int(r) - start, request, int(i))
                     for r, i in zip(wanted[0][low:high], wanted[1][low:high], strict=True)
                 ]
-            first += end - start
-        attention = AttentionBatch(total, row_seq, row_slot, row_start, prefix_end, block_tables, page_len, self.block_size)
-        return StepBatch(token_ids, positions, attention, samples, scores, prompt_logprobs)
+            first = last
+        metadata = self.backend.build_metadata(attention)
+        return StepBatch(token_ids, positions, total, metadata, samples, scores, prompt_logprobs)
 
 
-_NONE = np.zeros((2, 0), np.int64)
-
-
-def _score_rows(request: Request) -> np.ndarray:
+def _score_rows(request: Request) -> np.ndarray | None:
     """`[2, R]`: token indices to read labels at (ascending), and their places in the request."""
     if request.score is None:
-        return _NONE
+        return None
     return np.stack([request.score.rows, np.arange(len(request.score.rows))])
 
 
-def _prompt_rows(request: Request, sequence: Sequence) -> np.ndarray:
+def _prompt_rows(request: Request, sequence: Sequence) -> np.ndarray | None:
     """`[2, R]`: token indices with a next token in the same part, and that next token's index."""
     params = request.sampling
     if params is None or params.prompt_logprobs is None or sequence.sample or sequence.output_ids:
-        return _NONE
+        return None
     rows = request.layout.known_rows
     return np.stack([rows, rows + 1])

@@ -71,6 +71,9 @@ class OutputBuilder:
         """Take one token; True when a stop string has just ended its sample, which the engine must be told."""
         completion, detokenizer = self.output.outputs[event.sample], self._text[event.sample]
         completion.token_ids.append(event.token_id)
+        if event.cached is not None:
+            self.output.num_cached_tokens = event.cached.total
+            self.output.num_cached_chunk_tokens = event.cached.chunks
         if event.logprobs is not None and completion.logprobs is not None:
             completion.logprobs.append(self._entry(event.logprobs, 0, event.token_id))
             completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + float(event.logprobs.target[0])

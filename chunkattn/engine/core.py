@@ -1,32 +1,37 @@
-"""`EngineCore`: requests in, outputs out, one step at a time."""
+"""`EngineCore`: messages in, outputs out, one step at a time."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import jax
 import numpy as np
+from prometheus_client import generate_latest
 
-from chunkattn.cache.pages import PagePool
-from chunkattn.config import EngineConfig, SamplingParams
+from chunkattn.cache.trie import BlockTrie
+from chunkattn.config import EngineConfig
 from chunkattn.engine.batch import BatchBuilder, StepBatch
+from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import (
+    CachedTokens,
     EngineLimits,
     EngineOutput,
-    GenerateRequest,
-    PromptLogprobsOutput,
+    Message,
+    PrecomputeResult,
     RequestFailed,
-    ScoreRequest,
-    ScoreResult,
     TokenLogprobs,
     TokenOutput,
 )
-from chunkattn.engine.request import Request, Sequence, prepare_generate, prepare_score
+from chunkattn.engine.metrics import EngineMetrics
+from chunkattn.engine.offload import DiskTier
+from chunkattn.engine.readout import RowCollector
+from chunkattn.engine.request import Request, Sequence
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.scheduler import Scheduler, Span
-from chunkattn.errors import CapacityError, RequestError
-from chunkattn.layout import ChunkLayout
+from chunkattn.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -35,34 +40,44 @@ class EngineCore:
     """Admits requests, schedules and runs steps. Knows token ids, never text.
 
     Attributes:
-        requests: admitted and not yet ended, by id.
+        requests: added and not yet ended, by id.
         limits: what it can hold.
-        scheduler: for its counts of waiting and running requests and free pages.
+        scheduler: for its counts of waiting and running requests, and the cache.
         runner: for its counts of compiled programs.
+        metrics: of this engine.
     """
 
-    def __init__(self, runner: Runner, config: EngineConfig, max_model_len: int) -> None:
-        self.runner, self.config, self.max_model_len = runner, config, max_model_len
+    def __init__(self, runner: Runner, config: EngineConfig, max_model_len: int, disk: DiskTier | None = None) -> None:
+        self.runner, self.config, self.disk = runner, config, disk
+        self.limits = EngineLimits(
+            num_pages=runner.num_pages,
+            block_size=config.block_size,
+            page_bytes=runner.page_bytes,
+            max_model_len=max_model_len,
+            max_logprobs=runner.max_logprobs,
+            vocab_size=runner.spec.vocab_size,
+            sliding_window=runner.spec.sliding_window,
+        )
+        self.intake = Intake(config, self.limits)
         self.scheduler = Scheduler(
-            PagePool(runner.num_pages),
+            BlockTrie(runner.num_pages),
+            block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         self.batches = BatchBuilder(
+            runner.backend,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
+            max_spans=self.scheduler.max_spans,
             num_pages=runner.num_pages,
             block_size=config.block_size,
         )
         self.requests: dict[str, Request] = {}
-        self.limits = EngineLimits(
-            kv_tokens=runner.num_pages * config.block_size,
-            max_model_len=max_model_len,
-            vocab_size=runner.spec.vocab_size,
-            sliding_window=runner.spec.sliding_window,
-        )
-        self._readouts: dict[str, _Collector] = {}
-        self._admitted = 0
+        self.metrics = EngineMetrics()
+        self._readouts: dict[str, RowCollector] = {}
+        self._arrivals = 0
+        self._follow_totals()
 
     @property
     def has_work(self) -> bool:
@@ -71,65 +86,33 @@ class EngineCore:
 
     # Requests
 
-    def check(self, message: GenerateRequest | ScoreRequest) -> None:
-        """Check a request against every limit, without admitting it.
+    def check(self, message: Message) -> None:
+        """Check a request against every limit, without admitting it (see `Intake.check`)."""
+        self.intake.check(message)
 
-        Raises:
-            RequestError: malformed; the message names the part, its size and the limit.
-            CapacityError: it can never fit this engine.
-        """
-        self._prepare(message, seed=0)
-
-    def add(self, message: GenerateRequest | ScoreRequest) -> None:
+    def add(self, message: Message) -> None:
         """Queue a request.
 
         Raises:
             RequestError: as `check`, or its id is in use.
         """
-        if message.request_id in self.requests:
+        if message.request_id in self.requests or message.request_id in self.pins:
             raise RequestError(f"request_id {message.request_id!r} is already in use", param="request_id")
-        request = self._prepare(message, seed=self._next_seed())
+        self._arrivals += 1
+        request = self.intake.prepare(message, arrival=self._arrivals)
+        request.added_at = time.perf_counter()
         self.requests[request.request_id] = request
         params = request.sampling
         if request.score is not None:
-            self._readouts[request.request_id] = _Collector(len(request.score.rows))
+            self._readouts[request.request_id] = RowCollector(len(request.score.rows))
         elif params is not None and params.prompt_logprobs is not None and (wanted := len(request.layout.known_rows)):
-            self._readouts[request.request_id] = _Collector(wanted)
+            self._readouts[request.request_id] = RowCollector(wanted)
         self.scheduler.add(request)
-
-    def _prepare(self, message: GenerateRequest | ScoreRequest, seed: int) -> Request:
-        self._check_layout(message.layout)
-        block_size = self.config.block_size
-        if isinstance(message, ScoreRequest):
-            self._check_ids("label_token_ids", np.asarray(message.label_token_ids))
-            request = prepare_score(message, block_size=block_size)
-            what, param = "", "items"
-        else:
-            params = message.sampling
-            self._check_sampling(params, message.layout)
-            canonical = self.config.position_strategy == "shared"
-            request = prepare_generate(
-                message, block_size=block_size, canonical=canonical, seed=seed if params.seed is None else params.seed
-            )
-            request.max_tokens = params.max_tokens or self._most_tokens(request)
-            if params.min_tokens > request.max_tokens:
-                raise RequestError(
-                    f"min_tokens {params.min_tokens} exceeds the {request.max_tokens} that fit", param="min_tokens"
-                )
-            what, param = " with its n and max_tokens", "max_tokens"
-        if request.total_pages > self.runner.num_pages:
-            raise CapacityError(
-                f"the prompt of {len(request.layout)} tokens{what} needs {request.total_pages} KV pages of {block_size} "
-                f"tokens, the pool has {self.runner.num_pages}; send less or raise kv_cache_memory_bytes",
-                param=param,
-            )
-        return request
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; unknown ids are ignored, for it may just have finished."""
-        if request := self.requests.pop(request_id, None):
-            self._readouts.pop(request_id, None)
-            self.scheduler.remove(request)
+        if request_id in self.requests:
+            self._end(self.requests[request_id], "aborted")
 
     def stop(self, request_id: str, sample: int) -> None:
         """End one sample early, for instance at a stop string."""
@@ -139,114 +122,105 @@ class EngineCore:
                 self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        self.scheduler.finish(sequence)
-        if not sequence.request.sequences:
-            self.requests.pop(sequence.request.request_id)
+        if len(sequence.request.sequences) == 1:
+            self._end(sequence.request, "finished")
+        else:
+            self.scheduler.finish(sequence)
 
-    def _next_seed(self) -> int:
-        """64 bits for the next request without a seed: the same in every run of the same program."""
-        self._admitted += 1
-        return int(np.random.SeedSequence([self.config.seed, self._admitted]).generate_state(1, np.uint64)[0])
+    def _end(self, request: Request, outcome: str) -> None:
+        """The one way out for every request: nothing of it stays behind but what the cache keeps."""
+        self.scheduler.remove(request)
+        self.requests.pop(request.request_id, None)
+        self._readouts.pop(request.request_id, None)
+        self.metrics.requests.labels(outcome).inc()
+        self.metrics.end_to_end.observe(time.perf_counter() - request.added_at)
 
-    def _most_tokens(self, request: Request) -> int:
-        """What `max_tokens=None` resolves to: as many as positions and pages allow."""
-        pages = (self.runner.num_pages - request.shared_pages) // request.samples + request.shared_pages
-        slots = pages * self.config.block_size - request.plan.end + 1  # the last token is never computed
-        return max(min(slots, self.max_model_len - request.layout.next_position), 1)
+    # The cache
 
-    def _check_layout(self, layout: ChunkLayout) -> None:
-        for segment in layout.segments:
-            name = "prompt" if layout.is_plain else segment.name
-            self._check_ids(name, layout.part(segment), param="prompt")
-            if segment.chunk_id >= 0 and segment.end - segment.start > self.config.max_chunk_len:
-                raise RequestError(
-                    f"{name} has {segment.end - segment.start} tokens, max_chunk_len is {self.config.max_chunk_len}",
-                    param="prompt",
-                )
-            last = int(layout.positions[segment.start : segment.end].max(initial=-1))
-            if last >= self.max_model_len:
-                raise CapacityError(
-                    f"{name} of {segment.end - segment.start} tokens reaches position {last}, max_model_len "
-                    f"{self.max_model_len} allows {self.max_model_len - 1}",
-                    param="prompt",
-                )
-        if layout.num_chunks and (window := self.runner.spec.sliding_window) is not None:
-            raise RequestError(
-                f"this checkpoint attends within a sliding window of {window} tokens, which has no meaning across "
-                "chunks that share positions; only plain prompts can be served",
-                param="prompt",
-            )
+    @property
+    def pins(self) -> list[str]:
+        """Ids of the precompute requests whose blocks are pinned."""
+        return [r.request_id for r in self.scheduler.pinned]
 
-    def _check_ids(self, name: str, ids: np.ndarray, param: str | None = None) -> None:
-        vocab = self.runner.spec.vocab_size
-        bad = np.flatnonzero((ids < 0) | (ids >= vocab))
-        if len(bad):
-            raise RequestError(
-                f"{name}: token id {ids[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab}", param=param or name
-            )
+    def unpin(self, request_ids: Iterable[str]) -> None:
+        """Let the cache evict what these precompute requests pinned; unknown ids are ignored."""
+        wanted = set(request_ids)
+        for request in [r for r in self.scheduler.pinned if r.request_id in wanted]:
+            self.scheduler.remove(request)
 
-    def _check_sampling(self, params: SamplingParams, layout: ChunkLayout) -> None:
-        room = self.max_model_len - layout.next_position
-        if room < (params.max_tokens or 1):
-            wanted = f"max_tokens {params.max_tokens}" if params.max_tokens else "even one token more"
-            raise CapacityError(
-                f"the prompt reaches position {layout.next_position - 1}; {wanted} would exceed max_model_len "
-                f"{self.max_model_len}; shorten the prompt or lower max_tokens",
-                param="max_tokens",
-            )
-        self._check_ids("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))
-        self._check_ids("logit_bias", np.asarray([*params.logit_bias], np.int64))
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self.runner.max_logprobs:
-                raise RequestError(
-                    f"{name} {getattr(params, name)} exceeds max_logprobs {self.runner.max_logprobs}", param=name
-                )
-        if params.n > self.config.max_num_seqs:
-            raise CapacityError(f"n {params.n} exceeds max_num_seqs {self.config.max_num_seqs}", param="n")
+    def reset_prefix_cache(self) -> bool:
+        """Unpin and forget everything cached. Returns whether every page is free: False while requests run."""
+        self.unpin(self.pins)
+        self.scheduler.trie.evict_all()
+        return self.scheduler.trie.pool.num_free == self.limits.num_pages
 
     # Steps
 
     def step(self) -> list[EngineOutput]:
         """Run one step and return what it produced: often nothing, while prompts are being computed."""
-        spans = self.scheduler.schedule()
+        began = time.perf_counter()
+        for request in self.scheduler.admit():
+            if not request.computed.any() and not request.sequences[0].output_ids:
+                self.metrics.queue_time.observe(began - request.added_at)
+            if self.disk is not None:
+                self.disk.load(request)
+        outputs = [*self._fail_stuck(), *self._finish_precomputed()]
+        spans = self.scheduler.plan()
         if not spans:
-            return []
+            return outputs
         try:
-            return self._run(spans)
+            outputs += self._run(spans, began)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(spans))
-            return self._recover({s.sequence.request.request_id for s in spans}, error)
+            self.metrics.failed_steps.inc()
+            outputs += self._recover({s.sequence.request.request_id for s in spans}, error)
         except BaseException:  # an interrupt: nobody's fault, but the donated pool is just as lost
             self._recover(set(), None)
             raise
+        return outputs
 
-    def _run(self, spans: list[Span]) -> list[EngineOutput]:
+    def _run(self, spans: list[Span], began: float) -> list[EngineOutput]:
         batch = self.batches.build(spans)
+        self.metrics.host_time.observe(time.perf_counter() - began)
         hidden = self.runner.forward(batch)
         tokens, logprobs = self.runner.sample(hidden, batch.samples)
         outputs = self._collect(hidden, batch)
+        self._count(spans, batch)
+        self.scheduler.commit(spans)
+        if self.disk is not None:
+            self.disk.save(spans)
         for span in spans:
-            span.sequence.num_computed = span.end
-            if span.sequence.request.sampling is None and span.end == span.sequence.num_tokens:
+            if span.sequence.request.score and span.end == span.sequence.num_tokens:
                 self._finish(span.sequence)
         self._fork(batch)
         for row, token, logprob in zip(batch.samples, tokens, logprobs, strict=True):
             outputs.append(self._accept(row.sequence.request, row.sample, token, logprob))
-        return outputs
+        self.metrics.steps.inc()
+        self.metrics.step_time.observe(time.perf_counter() - began)
+        return [*outputs, *self._finish_precomputed()]
 
     def _fork(self, batch: StepBatch) -> None:
         """Prompts just completed split into their samples before the first tokens are taken."""
         copies = []
         for request in dict.fromkeys(r.sequence.request for r in batch.samples if r.sample != r.sequence.sample):
-            copies += self.scheduler.fork(request)
+            copies += self.scheduler.placement.fork(request)
         self.runner.copy_pages(copies)
 
     def _accept(self, request: Request, sample: int, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         """Append a sampled token and end its sequence when it is the last."""
-        params = request.sampling
+        params, now = request.sampling, time.perf_counter()
         assert params is not None
         sequence = next(s for s in request.sequences if s.sample == sample)
         sequence.output_ids.append(token)
+        cached = None
+        if len(sequence.output_ids) == 1:
+            cached = _cached_tokens(request)
+            if sample == 0:
+                self.metrics.first_token.observe(now - request.added_at)
+                self.metrics.count_cached(cached, _prompt_tokens(request))
+        else:
+            self.metrics.inter_token.observe(now - sequence.last_token_at)
+        sequence.last_token_at = now
         finish_reason, stop_reason = None, None
         if len(sequence.output_ids) > params.min_tokens:
             if token in params.stop_token_ids:
@@ -257,7 +231,40 @@ class EngineCore:
             finish_reason = "length"
         if finish_reason:
             self._finish(sequence)
-        return TokenOutput(request.request_id, sample, token, logprobs, finish_reason, stop_reason)
+        return TokenOutput(request.request_id, sample, token, logprobs, finish_reason, stop_reason, cached)
+
+    def _finish_precomputed(self) -> list[EngineOutput]:
+        """Answer the precompute requests whose blocks are all there, whoever computed them."""
+        outputs: list[EngineOutput] = []
+        for request in [r for r in self.scheduler.running if r.precompute]:
+            if request.sequences[0].num_computed < len(request.layout):
+                continue
+            if request.precompute and request.precompute.pin:
+                self.scheduler.pin(request)
+            if request.request_id not in self.requests:  # pinned before, computed again after a failure
+                continue
+            cached = _cached_tokens(request)
+            self.metrics.count_cached(cached, _prompt_tokens(request))
+            outputs.append(PrecomputeResult(request.request_id, cached))
+            if request in self.scheduler.pinned:
+                del self.requests[request.request_id]
+            else:
+                self._end(request, "finished")
+        return outputs
+
+    def _fail_stuck(self) -> list[EngineOutput]:
+        """Fail who could not even be placed alone: pinned pages leave too few."""
+        outputs: list[EngineOutput] = []
+        while request := self.scheduler.stuck:
+            held = self.limits.num_pages - self.scheduler.trie.num_available
+            reason = (
+                f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages; of "
+                f"{self.limits.num_pages} in the pool {held} are pinned; unpin documents or raise kv_cache_memory_bytes"
+            )
+            self._end(request, "failed")
+            outputs.append(RequestFailed(request.request_id, reason, "prompt"))
+            self.scheduler.admit()
+        return outputs
 
     def _collect(self, hidden: jax.Array, batch: StepBatch) -> list[EngineOutput]:
         """Read the rows asked about; requests whose last row this was are answered."""
@@ -277,7 +284,7 @@ class EngineCore:
                     outputs.append(collector.prompt_output(request))
         return outputs
 
-    def _note(self, request: Request, index: int, row: Any) -> _Collector | None:
+    def _note(self, request: Request, index: int, row: object) -> RowCollector | None:
         """Note a row; returns the request's collector, no longer kept here, when this was its last."""
         collector = self._readouts.get(request.request_id)
         if collector is None:  # answered before its sequence had to start over
@@ -287,36 +294,93 @@ class EngineCore:
 
     def _recover(self, failed: set[str], error: Exception | None) -> list[EngineOutput]:
         """The step's donated pool is lost: fail the requests in it, start the others over on a fresh pool."""
-        for request_id in failed:
-            self.abort(request_id)
+        outputs: list[EngineOutput] = []
+        for request in [self.requests[i] for i in sorted(failed) if i in self.requests]:
+            self._end(request, "failed")
+            outputs.append(RequestFailed(request.request_id, f"{type(error).__name__}: {error}"))
+        self.scheduler.restart()
         self.runner.reset()
-        for request in self.scheduler.running:
-            for sequence in request.sequences:
-                sequence.num_computed = 0
-        reason = f"{type(error).__name__}: {error}"
-        return [RequestFailed(request_id, reason) for request_id in sorted(failed)]
+        return outputs
+
+    # Before and beside the steps
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
+        """Compile every step variant and the common readouts, so that no request waits for it.
+
+        Args:
+            progress: called with the number of programs done and in all.
+
+        Returns:
+            Seconds it took.
+        """
+        began = time.perf_counter()
+        sizes = self.batches.variants
+        for done, (rows, width) in enumerate(sizes):
+            if progress:
+                progress(done, len(sizes))
+            hidden = self.runner.forward(self.batches.empty(rows, width))
+            if width == sizes[0][1]:
+                self.runner.warm_readouts(hidden, sampling=done == 0)
+            hidden.block_until_ready()
+        if progress:
+            progress(len(sizes), len(sizes))
+        seconds = time.perf_counter() - began
+        logger.info("warm-up: %d step variants in %.1f s", len(sizes), seconds)
+        return seconds
+
+    def metrics_text(self) -> str:
+        """The metrics in Prometheus' text format."""
+        self._update_totals()
+        return generate_latest(self.metrics.registry).decode()
+
+    def _count(self, spans: list[Span], batch: StepBatch) -> None:
+        rows = batch.num_rows
+        decodes = sum(len(s.sequence.output_ids) > 0 and s.end - s.start == 1 for s in spans)
+        scored = sum(s.end - s.start for s in spans if s.sequence.request.score)
+        for kind, count in (("decode", decodes), ("score", scored), ("prefill", rows - decodes - scored)):
+            self.metrics.tokens.labels(kind).inc(count)
+        self.metrics.padding.inc(len(batch.token_ids) - rows)
+
+    def _follow_totals(self) -> None:
+        scheduler, metrics = self.scheduler, self.metrics
+        totals = [
+            metrics.follow(metrics.evictions, lambda: scheduler.trie.evictions),
+            metrics.follow(metrics.preemptions, lambda: scheduler.preemptions),
+        ]
+        labelled = [(metrics.compiles, self.runner.compiles, ("step", "copy", "gather", "sample", "read", "pages"))]
+        if self.disk is not None:
+            labelled.append((metrics.store, self.disk.counts, tuple(self.disk.counts)))
+        for counter, counts, names in labelled:
+            totals += [metrics.follow(counter.labels(name), partial(counts.__getitem__, name)) for name in names]
+        trie = scheduler.trie
+
+        def update() -> None:
+            for follow in totals:
+                follow()
+            pinned = len({b for r in scheduler.pinned for s in r.sequences for b in s.held if b.page >= 0})
+            held = self.limits.num_pages - trie.num_available
+            for state, pages in (("free", trie.pool.num_free), ("cached", trie.num_cached), ("used", held - pinned)):
+                metrics.pages.labels(state).set(pages)
+            metrics.pages.labels("pinned").set(pinned)
+            metrics.queue.labels("waiting").set(len(scheduler.waiting))
+            metrics.queue.labels("running").set(len(scheduler.running))
+
+        self._update_totals = update
 
 
-class _Collector:
-    """Rows of one request's readout as steps compute them."""
+def _by_part(request: Request, tokens: np.ndarray) -> CachedTokens:
+    """Counts of a bool `[T]` over the parts, chunks in the user's order."""
+    layout = request.layout
+    counts = [int(tokens[s.start : s.end].sum()) for s in layout.segments]
+    chunks = [0] * layout.num_chunks
+    for place, number in enumerate(request.chunk_order):
+        chunks[number] = counts[1 + place]
+    return CachedTokens(counts[0], tuple(chunks), counts[-1])
 
-    def __init__(self, wanted: int) -> None:
-        self.wanted = wanted
-        self.rows: dict[int, Any] = {}
 
-    def score_result(self, request: Request) -> ScoreResult:
-        """Label log-probabilities in the order of the request's rows."""
-        assert request.score is not None
-        values = np.stack([self.rows[i] for i in range(self.wanted)])
-        return ScoreResult(request.request_id, values[:, : len(request.score.label_token_ids)])
+def _cached_tokens(request: Request) -> CachedTokens:
+    return _by_part(request, ~request.computed)
 
-    def prompt_output(self, request: Request) -> PromptLogprobsOutput:
-        """Everything collected, by token index in the user's order."""
-        assert request.sampling is not None
-        tokens, num_top = len(request.layout), request.sampling.prompt_logprobs or 0
-        target, rank, known = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32), np.zeros(tokens, bool)
-        top_ids, top = np.zeros((tokens, num_top), np.int32), np.zeros((tokens, num_top), np.float32)
-        for index, row in self.rows.items():
-            target[index], rank[index], known[index] = row[0], row[1], True
-            top_ids[index], top[index] = row[2][:num_top], row[3][:num_top]
-        return PromptLogprobsOutput(request.request_id, TokenLogprobs(target, rank, top_ids, top), known)
+
+def _prompt_tokens(request: Request) -> CachedTokens:
+    return _by_part(request, np.ones(len(request.layout), bool))

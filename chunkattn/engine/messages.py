@@ -17,12 +17,16 @@ class GenerateRequest:
     Attributes:
         layout: in the user's order of chunks.
         eos_token_ids: tokens that end the text unless `ignore_eos`.
+        cache_salt: shares the cache with requests of the same salt alone.
+        priority: the lower, the earlier.
     """
 
     request_id: str
     layout: ChunkLayout
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,35 @@ class ScoreRequest:
     Attributes:
         rows: `[R]`, ascending token indices to read at.
         label_token_ids: whose log-probabilities to return.
+        priority: the lower, the earlier.
     """
 
     request_id: str
     layout: ChunkLayout
     rows: np.ndarray
     label_token_ids: tuple[int, ...]
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class PrecomputeRequest:
+    """Fill the cache with a prefix and its chunks.
+
+    Attributes:
+        layout: without a question.
+        cache_salt: see `GenerateRequest`.
+        pin: keep everything in the cache until `EngineCore.unpin`.
+        priority: the lower, the earlier.
+    """
+
+    request_id: str
+    layout: ChunkLayout
+    cache_salt: str | None = None
+    pin: bool = False
+    priority: int = 0
+
+
+Message = GenerateRequest | ScoreRequest | PrecomputeRequest
 
 
 @dataclass(frozen=True)
@@ -45,14 +72,25 @@ class EngineLimits:
     """What an engine can hold; told once, at its start.
 
     Attributes:
-        kv_tokens: slots of the KV pool.
+        num_pages: pages of the KV pool, of `block_size` tokens each.
+        page_bytes: bytes of one page over all layers.
         max_model_len: bound on the highest position id + 1.
+        max_logprobs: most log-probabilities per token.
+        sliding_window: of the checkpoint, None when it has none.
     """
 
-    kv_tokens: int
+    num_pages: int
+    block_size: int
+    page_bytes: int
     max_model_len: int
+    max_logprobs: int
     vocab_size: int
     sliding_window: int | None
+
+    @property
+    def kv_tokens(self) -> int:
+        """Slots of the KV pool."""
+        return self.num_pages * self.block_size
 
 
 @dataclass(frozen=True)
@@ -72,6 +110,25 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class CachedTokens:
+    """Prompt tokens whose K/V this request did not have to compute.
+
+    Attributes:
+        prefix, question: of these parts.
+        chunks: of every chunk, in the user's order.
+    """
+
+    prefix: int
+    chunks: tuple[int, ...]
+    question: int
+
+    @property
+    def total(self) -> int:
+        """Of the whole prompt."""
+        return self.prefix + sum(self.chunks) + self.question
+
+
+@dataclass(frozen=True)
 class TokenOutput:
     """One sample's next token.
 
@@ -79,6 +136,7 @@ class TokenOutput:
         logprobs: of this token, `N = 1`; None when not asked for.
         finish_reason: `"stop"`, `"length"` or None while it goes on.
         stop_reason: the stop token id that ended it, None for end of sequence.
+        cached: of the first token of every sample.
     """
 
     request_id: str
@@ -87,6 +145,7 @@ class TokenOutput:
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | None = None
+    cached: CachedTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -112,11 +171,29 @@ class ScoreResult:
 
 
 @dataclass(frozen=True)
+class PrecomputeResult:
+    """A `PrecomputeRequest` is done.
+
+    Attributes:
+        cached: what was in the cache already.
+    """
+
+    request_id: str
+    cached: CachedTokens
+
+
+@dataclass(frozen=True)
 class RequestFailed:
-    """The request was in a step that raised; its pages are free again."""
+    """The request has ended without a result; its pages are free again.
+
+    Attributes:
+        reason: what happened, for the caller.
+        param: the offending argument, when it is the caller's to change.
+    """
 
     request_id: str
     reason: str
+    param: str | None = None
 
 
-EngineOutput = TokenOutput | PromptLogprobsOutput | ScoreResult | RequestFailed
+EngineOutput = TokenOutput | PromptLogprobsOutput | ScoreResult | PrecomputeResult | RequestFailed

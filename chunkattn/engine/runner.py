@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 from flax import nnx
 
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
 from chunkattn.engine.batch import SampleRow, StepBatch, bucket_for, buckets
 from chunkattn.engine.messages import TokenLogprobs
-from chunkattn.engine.sampling import Readout, SampleInput, choose, read, sample_input
+from chunkattn.engine.sampling import Readout, SampleInput, choose, empty_input, read, sample_input
 from chunkattn.models.decoder import Decoder
 
 READ_ROWS = 64
@@ -38,6 +40,7 @@ class Runner:
         self.compiles: Counter[str] = Counter()
         self._graph, self._params = nnx.split(model)
         self._row_buckets = buckets(8, READ_ROWS, 8)
+        self._page_buckets = buckets(8, READ_ROWS, 2)
         self._label_buckets = buckets(2, max(model.spec.vocab_size, 2), 4)
         # The pool is donated: writing a token must not copy it.
         self._step = jax.jit(self._trace_step, donate_argnums=1)
@@ -45,6 +48,8 @@ class Runner:
         self._gather = jax.jit(self._trace_gather)
         self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
         self._read = jax.jit(self._trace_read, static_argnames="num_top")
+        self._fetch = jax.jit(self._trace_fetch)
+        self._store = jax.jit(self._trace_store, donate_argnums=0)
         self.reset()
 
     def reset(self) -> None:
@@ -54,8 +59,7 @@ class Runner:
 
     def forward(self, batch: StepBatch) -> jax.Array:
         """Run one step; hidden states float32 `[T, hidden]`."""
-        metadata = self.backend.build_metadata(batch.attention)
-        hidden, self.caches = self._step(self._params, self.caches, batch.token_ids, batch.positions, metadata)
+        hidden, self.caches = self._step(self._params, self.caches, batch.token_ids, batch.positions, batch.metadata)
         return hidden
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -68,6 +72,62 @@ class Runner:
             block = np.asarray(pairs[first : first + READ_ROWS], np.int32)
             padding = np.full((bucket_for(len(block), self._row_buckets) - len(block), 2), (0, self.num_pages), np.int32)
             self.caches = self._copy(self.caches, *np.concatenate([block, padding]).T)
+
+    @property
+    def page_shapes(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of one page in every array of the pool."""
+        return [(leaf.shape[1:], np.dtype(leaf.dtype)) for leaf in jax.tree.leaves(self.caches)]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.page_shapes)
+
+    def read_pages(self, pages: Seq[int]) -> Callable[[], list[np.ndarray]]:
+        """Copy pages out of the pool.
+
+        The copy is made before any later step, but not waited for here.
+
+        Returns:
+            Waits for the copy: one array `[len(pages), ...]` for every array of the pool.
+        """
+        blocks = [self._fetch(self.caches, padded) for padded in self._page_blocks(pages, 0)]
+
+        def wait() -> list[np.ndarray]:
+            parts = [jax.device_get(jax.tree.leaves(block)) for block in blocks]
+            return [np.concatenate(arrays)[: len(pages)] for arrays in zip(*parts, strict=True)]
+
+        return wait
+
+    def write_pages(self, pages: Seq[int], arrays: Seq[np.ndarray]) -> None:
+        """Put what `read_pages` returned into pages of the pool."""
+        treedef = jax.tree.structure(self.caches)
+        for number, padded in enumerate(self._page_blocks(pages, self.num_pages)):
+            first = number * READ_ROWS
+            rows = [a[first : first + READ_ROWS] for a in arrays]
+            values = [np.concatenate([r, np.zeros((len(padded) - len(r), *r.shape[1:]), r.dtype)]) for r in rows]
+            self.caches = self._store(self.caches, padded, jax.tree.unflatten(treedef, values))
+
+    def _page_blocks(self, pages: Seq[int], fill: int) -> list[np.ndarray]:
+        """Page numbers in blocks of a bucket's size."""
+        blocks = [np.asarray(pages[first : first + READ_ROWS], np.int32) for first in range(0, len(pages), READ_ROWS)]
+        return [np.pad(b, (0, bucket_for(len(b), self._page_buckets) - len(b)), constant_values=fill) for b in blocks]
+
+    def warm_readouts(self, hidden: jax.Array, *, sampling: bool) -> None:
+        """Compile what ends most steps: picking rows of hidden states `[T, hidden]`, and plain `sampling` if asked."""
+        for size in self._row_buckets:
+            picked = self._pick(hidden, [0] * size)
+            for greedy in (True, False) if sampling else ():
+                self._sample(self._params, picked, empty_input(size, greedy=greedy), with_logprobs=False)
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that tell this model's K/V from any other's: its geometry, its weights' bits, the pool's form."""
+        digest = xxhash.xxh3_128(repr((self.spec, self.backend.name, self.page_shapes)).encode())
+        for path, leaf in jax.tree_util.tree_flatten_with_path(self._params)[0]:
+            value = np.ascontiguousarray(jax.device_get(leaf))
+            digest.update(f"{path}{value.shape}{value.dtype}".encode())
+            digest.update(value.view(np.uint8).data if value.ndim else value.tobytes())
+        return digest.digest()
 
     def sample(self, hidden: jax.Array, rows: list[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The next token of every row, and its log-probabilities where asked for."""
@@ -133,6 +193,14 @@ class Runner:
     def _trace_copy(self, caches: list[KVCache], source: jax.Array, target: jax.Array) -> list[KVCache]:
         self.compiles["copy"] += 1
         return jax.tree.map(lambda pool: pool.at[target].set(pool[source], mode="drop"), caches)
+
+    def _trace_fetch(self, caches: list[KVCache], pages: jax.Array) -> list[KVCache]:
+        self.compiles["pages"] += 1
+        return jax.tree.map(lambda pool: pool[pages], caches)
+
+    def _trace_store(self, caches: list[KVCache], pages: jax.Array, values: list[KVCache]) -> list[KVCache]:
+        self.compiles["pages"] += 1
+        return jax.tree.map(lambda pool, new: pool.at[pages].set(new, mode="drop"), caches, values)
 
     def _trace_gather(self, hidden: jax.Array, rows: jax.Array) -> jax.Array:
         self.compiles["gather"] += 1

@@ -91,6 +91,15 @@ def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleIn
     )
 
 
+def empty_input(size: int, *, greedy: bool) -> SampleInput:
+    """The arrays of a block of `size` rows of no request, to compile with."""
+    if greedy:
+        return SampleInput(None, None, None, None, None)
+    return SampleInput(
+        np.ones(size, np.float32), np.zeros((size, 2), np.uint32), np.zeros((size, 2), np.int32), truncation=None, edits=None
+    )
+
+
 def _padded(rows: list[tuple[int, int]], size: int, dtype: type) -> np.ndarray:
     return np.asarray(rows + [(0, 0)] * (size - len(rows)), dtype)
 

@@ -1,17 +1,23 @@
 """Which tokens run in the next step.
 
-Running decodes first, one token each, then prefill spans in order of arrival, cut to
-whatever is left of the token budget. A request is admitted when all the pages it can
-ever need are free, so nothing has to be taken back from a running one.
+Running decodes first, one token each, then prefill spans of any size, in order of
+priority and arrival, until the token budget is full. A request is admitted when the
+pages of its prompt can be had; pages for what it generates are taken one by one, and
+when there are none the last in order is preempted, to be computed again later (what it
+had computed stays cached while there is room).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from typing import NamedTuple
 
-from chunkattn.cache.pages import PagePool
-from chunkattn.engine.request import Request, Sequence
+from chunkattn.cache.trie import Block, BlockTrie
+from chunkattn.engine.placement import Placement
+from chunkattn.engine.request import Part, Request, Sequence
+
+EXTRA_SPANS = 32
+"""A step has room for a span of every sequence, and so many more: parts found in the cache tear holes."""
 
 
 class Span(NamedTuple):
@@ -23,82 +29,190 @@ class Span(NamedTuple):
 
 
 class Scheduler:
-    """Waiting requests, running sequences, and their pages."""
+    """Waiting and running requests, both in order, and their blocks.
 
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.pool = pool
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+    Attributes:
+        trie: the cache, and through it every page.
+        waiting: not placed yet, or preempted.
+        running: hold their blocks.
+        pinned: completed precompute requests that go on holding theirs.
+        preemptions: requests sent back for want of pages so far.
+    """
+
+    def __init__(
+        self,
+        trie: BlockTrie,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        long_prefill_token_threshold: int | None = None,
+    ) -> None:
+        self.trie, self.block_size = trie, block_size
+        self.placement = Placement(trie, block_size)
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_spans = max_num_seqs + EXTRA_SPANS
+        self.threshold = long_prefill_token_threshold or max(max_num_batched_tokens // 2, 1)
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.pinned: list[Request] = []
+        self.preemptions = 0
+        self._touched: list[tuple[Sequence, Part, int]] = []
+        self._span_of: dict[Sequence, int] = {}
+        self._refused: tuple[Request, int] | None = None  # who could not be placed, and `trie.releases` then
 
     @property
     def num_sequences(self) -> int:
         """Sequences running or promised to a running request's samples."""
-        return sum(r.samples for r in self.running)
+        return sum(r.samples if r.forks else len(r.sequences) for r in self.running)
+
+    # Requests in and out
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the limits of the engine."""
-        self.waiting.append(request)
+        insort(self.waiting, request, key=lambda r: r.order)
 
-    def schedule(self) -> list[Span]:
-        """The next step's spans, neighbours in a sequence's order; empty when there is nothing to do."""
-        self._admit()
-        budget, spans = self.max_num_batched_tokens, []
-        sequences = [s for r in self.running for s in r.sequences]
-        for sequence in sorted(sequences, key=lambda s: s.num_tokens - s.num_computed > 1):  # stable: decodes first
-            take = min(sequence.num_tokens - sequence.num_computed, budget)
-            if take:
-                spans.append(Span(sequence, sequence.num_computed, sequence.num_computed + take))
-                budget -= take
-        return spans
-
-    def _admit(self) -> None:
-        while self.waiting:
+    def admit(self) -> list[Request]:
+        """Place waiting requests, in order, as long as pages and sequences last. Nobody overtakes."""
+        admitted = []
+        while self.waiting and not self._refused_still(self.waiting[0]):
             request = self.waiting[0]
-            if self.num_sequences + request.samples > self.max_num_seqs or request.total_pages > self.pool.num_free:
-                return  # in order of arrival: nobody overtakes
-            pages = self.pool.take(request.total_pages)
-            request.sequences.append(Sequence(request, 0, pages[: request.pages_per_sample]))
-            request.spare_pages = pages[request.pages_per_sample :]
-            self.running.append(self.waiting.popleft())
+            if self._place(request):
+                self.waiting.pop(0)
+                insort(self.running, request, key=lambda r: r.order)
+                admitted.append(request)
+            elif self.running and self.running[-1].priority > request.priority:
+                self.preempt(self.running[-1])
+            else:
+                self._refused = (request, self.trie.releases)
+        return admitted
 
-    def fork(self, request: Request) -> list[tuple[int, int]]:
-        """Make the further samples of a request whose prompt is computed.
+    def _refused_still(self, request: Request) -> bool:
+        """Whether the request was refused before and nothing has changed since."""
+        return bool(self._refused and self._refused[0] is request and self._refused[1] == self.trie.releases)
 
-        Returns:
-            Pages to copy, `(from, to)`: each sample's own copy of the prompt's last, partial page.
-        """
-        first, copies = request.sequences[0], []
-        shared = first.pages[: request.shared_pages]
-        own = request.pages_per_sample - request.shared_pages
-        partial = request.plan.end % request.plan.block_size > 0
-        for sample in range(1, request.samples):
-            self.pool.share(shared)
-            pages, request.spare_pages = request.spare_pages[:own], request.spare_pages[own:]
-            if partial:
-                copies.append((first.pages[request.shared_pages], pages[0]))
-            request.sequences.append(Sequence(request, sample, shared + pages, first.num_computed))
-        return copies
+    def _place(self, request: Request) -> bool:
+        if self.num_sequences + request.samples > self.max_num_seqs:
+            return False
+        return self.placement.place(request, headroom=sum(len(r.sequences) for r in self.running))
+
+    @property
+    def stuck(self) -> Request | None:
+        """The first in line, when nothing runs and still it could not be placed: pinned pages leave too few."""
+        return self.waiting[0] if self.waiting and not self.running else None
+
+    def preempt(self, request: Request) -> None:
+        """Send a running request back to the waiting, with what it has generated."""
+        self.preemptions += 1
+        self.running.remove(request)
+        self.placement.release(request)
+        self.add(request)
 
     def finish(self, sequence: Sequence) -> None:
-        """Free a sequence's pages; its request leaves with its last sequence."""
-        self.pool.release(sequence.pages)
-        sequence.request.sequences.remove(sequence)
-        if not sequence.request.sequences:
-            self.remove(sequence.request)
+        """Let a sequence go; its request leaves with its last sequence."""
+        request = sequence.request
+        if len(request.sequences) == 1:
+            self.remove(request)
+        else:
+            self.placement.release_sequence(sequence)
+        request.sequences.remove(sequence)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, waiting or running, and free everything it holds."""
-        if request in self.waiting:
-            self.waiting.remove(request)
-            return
-        for sequence in request.sequences:
-            self.pool.release(sequence.pages)
-        self.pool.release(request.spare_pages)
-        request.sequences, request.spare_pages = [], []
+        """Forget a request, wherever it is, and let go of everything it holds."""
+        for requests in (self.waiting, self.running, self.pinned):
+            if request in requests:
+                requests.remove(request)
+        self.placement.release(request)
+
+    def pin(self, request: Request) -> None:
+        """Keep what a completed precompute request holds."""
         self.running.remove(request)
+        self.pinned.append(request)
+
+    def restart(self) -> None:
+        """The pool is lost: everybody waits, in order, and the trie is empty."""
+        for request in [*self.running, *self.pinned]:
+            self.placement.release(request)
+            request.root = None
+            self.add(request)
+        self.running, self.pinned, self._touched = [], [], []
+        self.trie.reset()
+
+    # A step
+
+    def plan(self) -> list[Span]:
+        """The next step's spans, ascending within a sequence; empty when there is nothing to compute."""
+        self._touched, self._span_of = [], {}
+        spans: list[Span] = []
+        decoding = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed == 1]
+        for sequence in decoding:
+            self._grow(sequence)
+        decoding = [s for s in decoding if s.parts]  # the others have been preempted
+        budget = self.max_num_batched_tokens
+        for sequence in decoding:
+            budget -= self._advance(sequence, 1, spans)
+        filling = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed > 1]
+        # Everybody up to the threshold, then, in the same order, whatever the budget has left.
+        for limit in (self.threshold, budget):
+            for sequence in filling:
+                budget -= self._advance(sequence, min(limit, budget), spans)
+        return spans
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Find a page for the sequence's next token, preempting whoever is last, be it itself."""
+        while sequence.parts and not self.placement.grow(sequence):
+            self.preempt(self.running[-1])
+
+    def _advance(self, sequence: Sequence, room: int, spans: list[Span]) -> int:
+        """Plan up to `room` of a sequence's next tokens. Returns how many.
+
+        In order, so that every slot before a planned one is filled when it runs. What another
+        sequence has planned of a shared block counts as filled: all rows of a step write
+        before any of them reads.
+        """
+        taken = 0
+        for part in sequence.parts[sequence.current :]:
+            if part.complete:
+                continue
+            for index in range(part.cursor, len(part.blocks)):
+                block, first = part.blocks[index], part.start + index * self.block_size
+                known = min(block.size, sequence.num_tokens - first)
+                take = min(known - block.planned, room - taken)
+                if take > 0:
+                    if not self._emit(spans, sequence, first + block.planned, take):
+                        return taken
+                    block.planned += take
+                    taken += take
+                    self._touched.append((sequence, part, index))
+                if block.planned < known:
+                    return taken
+        return taken
+
+    def _emit(self, spans: list[Span], sequence: Sequence, start: int, count: int) -> bool:
+        """Add tokens to the spans, to the sequence's last where they adjoin; False when there is no room for a span."""
+        last = self._span_of.get(sequence, -1)
+        if last >= 0 and spans[last].end == start:
+            spans[last] = Span(sequence, spans[last].start, start + count)
+        elif len(spans) < self.max_spans:
+            self._span_of[sequence] = len(spans)
+            spans.append(Span(sequence, start, start + count))
+        else:
+            return False
+        return True
+
+    def commit(self, spans: list[Span]) -> None:
+        """The planned step has run: what it computed is there for everybody."""
+        for sequence, start, end in spans:
+            if not sequence.output_ids:
+                sequence.request.computed[start:end] = True
+        for sequence, part, index in self._touched:
+            block: Block = part.blocks[index]
+            block.filled = block.planned
+            if block.complete and block.key is None and part is sequence.parts[-1]:
+                self.placement.publish(sequence, part, index)
+        self._touched = []
 
     def check(self) -> None:
-        """Assert that every page is accounted for (see `PagePool.check`)."""
-        self.pool.check([*(s.pages for r in self.running for s in r.sequences), *(r.spare_pages for r in self.running)])
+        """Assert that every page and block is accounted for (see `BlockTrie.check`)."""
+        held = [*self.running, *self.pinned]
+        self.trie.check([*(s.held for r in held for s in r.sequences), *(r.spares for r in held)])

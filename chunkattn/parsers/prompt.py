@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,15 +35,16 @@ class ChunkedPrompt:
 
 
 Prompt = str | Mapping[str, Any] | ChunkedPrompt
-"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or parts."""
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or parts; a dict may have a `"cache_salt"` as well."""
 
 
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """A layout and, for text prompts, the parts joined without separators."""
+    """A layout, for text prompts the parts joined without separators, and whom the prompt shares the cache with."""
 
     layout: ChunkLayout
     text: str | None
+    cache_salt: str | None = None
 
 
 class PromptParser:
@@ -77,14 +78,7 @@ class PromptParser:
         if isinstance(prompt, ChunkedPrompt):
             return self._chunked(prompt)
         if isinstance(prompt, Mapping):
-            given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
-            if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
-                raise RequestError(
-                    f"a prompt dict holds 'prompt' or 'prompt_token_ids', got keys {list(prompt)}", param="prompt"
-                )
-            if given == ["prompt_token_ids"]:
-                return self._ids(prompt["prompt_token_ids"], split)
-            prompt = prompt["prompt"]
+            return self._dict(prompt, split)
         if isinstance(prompt, str):
             return self._text(prompt, split)
         raise RequestError(
@@ -113,6 +107,43 @@ class PromptParser:
                 raise RequestError(f"document {index} must be a string, got {type(document).__name__}", param="documents")
         parts = [self.encode(t) for t in (prefix, *documents, question)]
         return ParsedPrompt(self._layout(parts), "".join((prefix, *documents, question)))
+
+    def parse_cache(self, prefix: str | TokenIds, documents: Sequence[str | TokenIds]) -> list[ChunkLayout]:
+        """What fills the cache with a prefix and documents: layouts without a question.
+
+        Returns:
+            One a document where positions are shared, all documents in one layout where they are not; the prefix
+            alone when there is no document.
+
+        Raises:
+            RequestError: text and token ids mixed, or nothing to compute.
+        """
+        if isinstance(documents, (str, Mapping)) or not isinstance(documents, Sequence):
+            raise RequestError(f"documents must be a list of parts, got {type(documents).__name__}", param="documents")
+        # Parsed as a prompt with a question, to go through the same checks.
+        end: str | TokenIds = "?" if isinstance(prefix, str) else [0]
+        layout = self._chunked(ChunkedPrompt(prefix, documents, end)).layout
+        first, *chunks, _ = (layout.part(s).tolist() for s in layout.segments)
+        groups = [[c] for c in chunks] if self.strategy == "shared" and chunks else [chunks]
+        layouts = [make_layout(first, group, [], self.strategy) for group in groups]
+        if not all(map(len, layouts)):
+            raise RequestError("the prefix and a document are empty: there is nothing to compute", param="documents")
+        return layouts
+
+    def _dict(self, prompt: Mapping[str, Any], split: bool) -> ParsedPrompt:
+        given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
+        if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
+            raise RequestError(
+                f"a prompt dict holds 'prompt' or 'prompt_token_ids', and perhaps a 'cache_salt', got keys {list(prompt)}",
+                param="prompt",
+            )
+        if given == ["prompt_token_ids"]:
+            parsed = self._ids(prompt["prompt_token_ids"], split)
+        elif isinstance(prompt["prompt"], str):
+            parsed = self._text(prompt["prompt"], split)
+        else:
+            raise RequestError(f"'prompt' must be a string, got {type(prompt['prompt']).__name__}", param="prompt")
+        return replace(parsed, cache_salt=check_salt(prompt.get("cache_salt")))
 
     def _text(self, text: str, split: bool) -> ParsedPrompt:
         texts = text.split(self.separator) if split else [text]
@@ -151,6 +182,17 @@ class PromptParser:
         if not question:
             raise RequestError("the question is empty", param="prompt")
         return make_layout(prefix, chunks, question, self.strategy)
+
+
+def check_salt(salt: Any) -> str | None:
+    """A cache salt: None, or a text that is not empty.
+
+    Raises:
+        RequestError: anything else.
+    """
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
+    return salt
 
 
 def check_ids(ids: Any, name: str, param: str = "prompt") -> list[int]:

@@ -1,0 +1,331 @@
+"""K/V of prompt parts on disk, in an LMDB environment that processes share.
+
+The environment holds three databases. `meta`: entry key to a checksum and a msgpack record; `data`: entry key and a
+big-endian uint32 to at most `SEGMENT` bytes of one array, so that a put never needs a long run of free pages; `used`: entry
+key to the time of last use. All of an entry is written in one transaction, and read under one, so it is whole or absent.
+Nothing here may import JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+import numpy as np
+import xxhash
+
+from chunkattn.cache.environment import Environment, is_damage
+from chunkattn.cache.records import FORMAT, KEY_BYTES, TAG_BYTES, Damage, Meta, StoreEntry, entry_key, model_tag, signature
+from chunkattn.cache.writer import StoreWriter
+from chunkattn.errors import ConfigError
+
+__all__ = ["KVStore", "Like", "StoreEntry", "StoreWriter", "entry_key", "model_tag"]
+
+logger = logging.getLogger(__name__)
+
+SEGMENT = (1 << 20) - 16  # with LMDB's page header, whole pages
+MIN_BYTES = 4 << 20
+_HIGH, _LOW = 0.9, 0.85  # a put that would fill more than the first share evicts down to the second
+_BATCH = 128 << 20  # freed by one transaction at most: LMDB writes the list of freed pages as one value
+_TICK = b"tick"
+
+T = TypeVar("T")
+Like = Sequence[tuple[tuple[int, ...], np.dtype]]
+
+
+def _raw(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _pieces(nbytes: int) -> Iterator[slice]:
+    for start in range(0, nbytes, SEGMENT):
+        yield slice(start, min(start + SEGMENT, nbytes))
+
+
+class KVStore:
+    """K/V entries in a folder, the least recently used going first. Safe among threads and processes; open it after a fork.
+
+    Handles of one process share the environment. The file never exceeds `max_bytes`, or the largest of those who share it; it
+    does not shrink. A handle's own `max_bytes` bounds what its puts leave. Damage costs entries, never an error.
+
+    Args:
+        path: a folder of its own, made if need be.
+        max_bytes: of the file on disk, at least 4 MiB; puts aim at 90 percent.
+        create: start a store where there is none.
+
+    Attributes:
+        damaged: entries found damaged and removed.
+
+    Raises:
+        ConfigError: the folder cannot be used, holds something else or has no store, or `max_bytes` is too small.
+    """
+
+    def __init__(self, path: str | Path, *, max_bytes: int = 16 << 30, create: bool = True) -> None:
+        self.path, self.max_bytes, self.damaged = Path(path), max_bytes, 0
+        if max_bytes < MIN_BYTES:
+            raise ConfigError(f"a KV store needs max_bytes of at least {MIN_BYTES}, not {max_bytes}")
+        # Evicting takes pages too: what is kept back here is mapped when they are wanting.
+        map_size = (max_bytes - max(256 << 10, max_bytes // 64)) & ~0xFFFF
+        try:
+            if not create and not (self.path / "data.mdb").exists():
+                raise ConfigError(f"there is no KV store at {self.path}")
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with Environment.opening:
+                stat = self.path.stat()
+                place = stat.st_dev, stat.st_ino
+                if place not in Environment.opened:
+                    Environment.opened[place] = Environment(self.path, map_size)
+                self._env = Environment.opened[place]
+                self._env.handles += 1
+            self._release = weakref.finalize(self, self._env.release)
+            if map_size > self._env.map_size:
+                self._env.resize(map_size)
+        except (OSError, lmdb.Error, Damage) as error:
+            raise ConfigError(f"cannot use {self.path} as a KV store: {error}") from error
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the handle up; waits for what is under way. Closing twice is fine."""
+        self._release()
+
+    def get(self, key: bytes, like: Like) -> list[np.ndarray] | None:
+        """The entry's arrays, copied out; None without one. A damaged or different one is removed and counted.
+
+        Args:
+            key: from `entry_key`.
+            like: shape and dtype of each array.
+        """
+        try:
+            with self._env.begin() as txn:
+                record = txn.get(key, db=self._env.meta)
+                return None if record is None else self._read(txn, key, Meta.decode(key, bytes(record)), like)
+        except (lmdb.Error, Damage) as error:
+            reason = str(error)
+            if not is_damage(error):
+                logger.warning("cannot read KV entry %s: %s", key.hex(), reason)
+                return None
+        self.damaged += 1
+        logger.warning("KV entry %s is damaged (%s) and is removed", key.hex(), reason)
+        with contextlib.suppress(lmdb.Error):
+            self.delete(key)
+        return None
+
+    def _read(self, txn: lmdb.Transaction[memoryview], key: bytes, meta: Meta, like: Like) -> list[np.ndarray]:
+        wanted = [signature(shape, np.dtype(dtype)) for shape, dtype in like]
+        if meta.arrays != wanted:
+            raise Damage(f"arrays {meta.arrays}, not {wanted}")
+        arrays, digest, index = [], xxhash.xxh3_128(), 0
+        cursor = txn.cursor(self._env.data)  # unlike `Transaction.get`, it reads from disk without the GIL
+        for shape, dtype in like:
+            arrays.append(np.empty(shape, dtype))
+            raw = _raw(arrays[-1])
+            for piece in _pieces(raw.nbytes):
+                target = raw[piece]
+                if not cursor.set_key(key + struct.pack(">I", index)):
+                    raise Damage(f"segment {index} of {meta.segments} is missing")
+                value = cursor.value()
+                if len(value) != target.nbytes:
+                    raise Damage(f"segment {index} of {meta.segments} has {len(value)} bytes, not {target.nbytes}")
+                target[:] = np.frombuffer(value, np.uint8)
+                index += 1
+            digest.update(raw.data)
+        if digest.digest() != meta.checksum:
+            raise Damage("wrong checksum")
+        return arrays
+
+    def contains(self, key: bytes) -> bool:
+        """Whether there is an entry; `get` tells whether it is sound."""
+        try:
+            with self._env.begin() as txn:
+                return txn.get(key, db=self._env.meta) is not None
+        except lmdb.Error as error:
+            logger.warning("cannot look for KV entry %s: %s", key.hex(), error)
+            return False
+
+    def put(self, key: bytes, arrays: Sequence[np.ndarray], *, tokens: int, kind: str) -> bool:
+        """Write an entry, in place of an earlier one; False if it can never fit, or LMDB refuses it (which is logged).
+
+        Args:
+            key: from `entry_key`.
+            arrays: any shapes and dtypes but objects.
+            tokens: how many they are the K/V of.
+            kind: "prefix" or "chunk".
+        """
+        raws, digest = [_raw(np.asarray(array, order="C")) for array in arrays], xxhash.xxh3_128()
+        for raw in raws:
+            digest.update(raw.data)
+        pieces = [raw[piece] for raw in raws for piece in _pieces(raw.nbytes)]
+        total = sum(raw.nbytes for raw in raws)
+        signatures = [signature(array.shape, array.dtype) for array in arrays]
+        meta = Meta(FORMAT, kind, tokens, time.time(), signatures, total, len(pieces), digest.digest())
+        record = meta.encode(key)
+        need = total + len(record) + (len(pieces) + 16) * self._env.page_size
+        if need > _LOW * self.max_bytes:
+            logger.warning("a KV entry of %d bytes does not fit a store of %d", total, self.max_bytes)
+            return False
+        try:
+            for turn, fill in enumerate((_HIGH, _LOW, 0.6, 0.3, 0.0)):
+                try:
+                    with self._env.begin(write=True) as txn:
+                        self._remove(txn, key)
+                        self._make_room(txn, need)
+                        txn.put(key, record, db=self._env.meta)
+                        txn.put(key, struct.pack(">d", meta.created), db=self._env.used)
+                        for index, piece in enumerate(pieces):
+                            txn.put(key + struct.pack(">I", index), piece.data, db=self._env.data)
+                    return True
+                except lmdb.MapFullError:  # no run of free pages: what the last two transactions freed cannot be reused yet
+                    self._evict(int(fill * self.max_bytes) - need)
+                    time.sleep(turn * 0.1)  # nor can what a reader may still look at
+        except lmdb.Error as error:
+            logger.warning("cannot write KV entry %s: %s", key.hex(), error)
+            return False
+        logger.warning("found no room for KV entry %s of %d bytes", key.hex(), total)
+        return False
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Note that the entries were used now, in one transaction; absent ones are passed over."""
+        now = struct.pack(">d", time.time())
+        try:
+            with self._env.begin(write=True) as txn:
+                for key in keys:
+                    if txn.get(key, db=self._env.meta) is not None:
+                        txn.put(key, now, db=self._env.used)
+        except lmdb.Error as error:
+            logger.warning("cannot note the use of KV entries: %s", error)
+
+    def delete(self, key: bytes) -> bool:
+        """Remove an entry; whether there was one."""
+        return self._remove_all([key]) == 1
+
+    def entries(self) -> list[StoreEntry]:
+        """All entries whose metadata are sound, the least recently used first."""
+        found = []
+        with self._env.begin() as txn:
+            for last_used, key in self._by_use(txn):
+                with contextlib.suppress(Damage):
+                    meta = Meta.decode(key, bytes(txn.get(key, b"", db=self._env.meta)))
+                    what = key[:TAG_BYTES].hex(), meta.kind, meta.tokens, meta.num_bytes, meta.created
+                    found.append(StoreEntry(key, *what, last_used))
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the pages in use."""
+        with self._env.begin() as txn:
+            return self._in_use(txn)
+
+    def gc(self, max_bytes: int | None = None, max_age_s: float | None = None, model: str | None = None) -> int:
+        """Remove entries; returns how many.
+
+        Args:
+            max_bytes: then the least recently used, until the arrays of the rest are no more than this.
+            max_age_s: first those not used for that many seconds.
+            model: only of the model with this tag in hex; alone, all of them.
+        """
+        entries = [entry for entry in self.entries() if model in (None, entry.model)]
+        if max_bytes is None and max_age_s is None:
+            return self._remove_all([entry.key for entry in entries if model])
+        oldest = float("-inf") if max_age_s is None else time.time() - max_age_s
+        left = sum(entry.num_bytes for entry in entries)
+        going = []
+        for entry in entries:
+            if entry.last_used < oldest or (max_bytes is not None and left > max_bytes):
+                going.append(entry.key)
+                left -= entry.num_bytes
+        return self._remove_all(going)
+
+    def clear(self) -> None:
+        """Remove everything."""
+        self._evict(-1)
+
+    def _in_use(self, txn: lmdb.Transaction[memoryview]) -> int:
+        stats = [txn.stat(db) for db in (self._env.meta, self._env.data, self._env.used)]
+        return sum((s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) * s["psize"] for s in stats)
+
+    def _by_use(self, txn: lmdb.Transaction[memoryview]) -> list[tuple[float, bytes]]:
+        """Times of last use and keys, oldest first."""
+        times = {bytes(key): bytes(value) for key, value in txn.cursor(self._env.used)}
+        keys = map(bytes, txn.cursor(self._env.meta).iternext(values=False))
+        return sorted((struct.unpack(">d", times[key])[0] if len(times.get(key, b"")) == 8 else 0.0, key) for key in keys)
+
+    def _remove(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bool:
+        cursor = txn.cursor(self._env.data)
+        while cursor.set_range(key) and bytes(cursor.key()[:KEY_BYTES]) == key:
+            cursor.delete()
+        txn.delete(key, db=self._env.used)
+        return txn.delete(key, db=self._env.meta)
+
+    def _make_room(self, txn: lmdb.Transaction[memoryview], need: int) -> None:
+        if self._in_use(txn) + need <= _HIGH * self.max_bytes:
+            return
+        for _, key in self._by_use(txn):
+            self._remove(txn, key)
+            if self._in_use(txn) + need <= _LOW * self.max_bytes:
+                return
+        if self._in_use(txn) + need > _LOW * self.max_bytes:
+            self._drop(txn)
+
+    def _drop(self, txn: lmdb.Transaction[memoryview]) -> None:
+        for db in (self._env.meta, self._env.data, self._env.used):  # with them, pages of entries whose keys were damaged
+            txn.drop(db, delete=False)
+
+    def _remove_all(self, keys: Sequence[bytes]) -> int:
+        removed, waiting = 0, list(keys)
+        while waiting:
+            done, count = self._at_need(lambda: self._remove_some(waiting))
+            removed += count
+            del waiting[:done]
+        return removed
+
+    def _remove_some(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """Remove the first of the keys in one transaction; how many of them, and how many entries there were."""
+        with self._env.begin(write=True) as txn:
+            start, done, count = self._in_use(txn), 0, 0
+            while done < len(keys) and start - self._in_use(txn) < _BATCH:
+                count += self._remove(txn, keys[done])
+                done += 1
+        return done, count
+
+    def _at_need(self, work: Callable[[], T]) -> T:
+        """Do it; with a full map, again in what was kept back."""
+        try:
+            return work()
+        except lmdb.MapFullError:
+            self._env.resize(self.max_bytes & ~0xFFFF)
+            return work()
+
+    def _evict(self, target: int) -> None:
+        """Remove what was least recently used until `target` bytes are in use, and let a later put have the pages."""
+        with self._env.begin() as txn:
+            self._env.env.reader_check()  # a killed reader would hold its pages for ever
+            excess, going = self._in_use(txn) - target, []
+            for _, key in self._by_use(txn):
+                if excess <= 0:
+                    break
+                going.append(key)
+                with contextlib.suppress(Damage):
+                    excess -= Meta.decode(key, bytes(txn.get(key, b"", db=self._env.meta))).num_bytes
+        self._remove_all(going)
+        # LMDB reuses what a transaction freed from the second after it on, and counts only those that change something.
+        for turn in range(2):
+            self._at_need(partial(self._tick, target < 0 and not turn))
+
+    def _tick(self, drop: bool) -> None:
+        with self._env.begin(write=True) as txn:
+            if drop:
+                self._drop(txn)
+            txn.put(_TICK, struct.pack(">d", time.time()), db=self._env.used)

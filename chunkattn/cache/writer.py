@@ -1,0 +1,145 @@
+"""A thread that writes entries to a store, so that nobody waits for a disk."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from chunkattn.cache.store import KVStore
+
+logger = logging.getLogger(__name__)
+
+Fetch = Callable[[], list[np.ndarray]]
+_Job = tuple[bytes, Fetch, int, str]
+
+
+class StoreWriter:
+    """A thread that writes entries to a store, so that nobody waits for a disk. It logs and counts errors, and goes on.
+
+    Args:
+        store: outlives the writer.
+        max_pending: entries that may wait; more are dropped.
+
+    Attributes:
+        written: entries put.
+        dropped: entries refused because too many were waiting, or given up by `close`.
+        failed: entries that could not be fetched or put.
+    """
+
+    touch_interval_s = 1.0
+
+    def __init__(self, store: KVStore, *, max_pending: int = 64) -> None:
+        self.store, self.max_pending = store, max_pending
+        self.written = self.dropped = self.failed = 0
+        self._waiting: deque[_Job] = deque()
+        self._keys: set[bytes] = set()
+        self._touched: set[bytes] = set()
+        self._touch_at = 0.0  # on the monotonic clock
+        self._busy = self._closed = False
+        self._flushing = 0
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="kv-store-writer", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # before the interpreter freezes the thread in the midst of a transaction
+
+    def submit(self, key: bytes, fetch: Fetch, *, tokens: int, kind: str) -> bool:
+        """Have an entry written unless the store has it by then; False when too many are waiting, or after `close`.
+
+        Args:
+            key: from `entry_key`.
+            fetch: called in the thread, for the arrays.
+            tokens: how many they are the K/V of.
+            kind: "prefix" or "chunk".
+        """
+        with self._changed:
+            if key in self._keys:
+                return True
+            if self._closed or len(self._waiting) >= self.max_pending:
+                self.dropped += 1
+                return False
+            self._waiting.append((key, fetch, tokens, kind))
+            self._keys.add(key)
+            self._changed.notify_all()
+        return True
+
+    def touch(self, key: bytes) -> None:
+        """Have the time noted as the entry's last use, with others', within a second or so."""
+        with self._changed:
+            if not self._touched:
+                self._touch_at = time.monotonic() + self.touch_interval_s
+                self._changed.notify_all()
+            self._touched.add(key)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait for all that was asked for, at most that many seconds; whether it is done."""
+        with self._changed:
+            self._flushing += 1
+            self._changed.notify_all()
+            done = self._changed.wait_for(self._idle, timeout)
+            self._flushing -= 1
+            return done
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Take no more entries, write those waiting within that many seconds, drop the rest. Closing twice is fine."""
+        atexit.unregister(self.close)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(self._idle, timeout)
+            self.dropped += len(self._waiting)
+            self._waiting.clear()
+            self._keys.clear()
+            self._changed.notify_all()
+            idle = self._idle()
+        if idle:
+            self._thread.join()
+
+    def _idle(self) -> bool:
+        return not (self._waiting or self._touched or self._busy)
+
+    def _due(self) -> bool:
+        return bool(self._touched) and (self._flushing > 0 or time.monotonic() >= self._touch_at)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                while not (self._waiting or self._closed or self._due()):
+                    self._changed.wait(self._touch_at - time.monotonic() if self._touched else None)
+                job = self._waiting.popleft() if self._waiting else None
+                touched: set[bytes] = set()
+                if self._due() or job is None:
+                    touched, self._touched = self._touched, touched
+                if job is None and not touched:
+                    return
+                self._busy = True
+            try:
+                if touched:
+                    self.store.touch(touched)
+                if job is not None:
+                    self._write(*job)
+            except Exception:
+                self.failed += 1
+                logger.warning("cannot write to the KV store %s", self.store.path, exc_info=True)
+            finally:
+                if job is not None:
+                    with self._changed:
+                        self._keys.discard(job[0])
+                job = None  # and with it what `fetch` holds on to
+
+    def _write(self, key: bytes, fetch: Fetch, tokens: int, kind: str) -> None:
+        if self.store.contains(key):
+            self.touch(key)
+        elif self.store.put(key, fetch(), tokens=tokens, kind=kind):
+            self.written += 1
+        else:
+            self.failed += 1

@@ -1,0 +1,184 @@
+"""Where a sequence's K/V lives: its parts found in the trie, or given blocks of their own.
+
+The one place that knows how a prompt becomes a path: prefix, chunks below it, and the
+question below the prefix and its chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from chunkattn.cache.trie import Block, BlockTrie, Key
+from chunkattn.engine.request import Part, Request, Sequence
+from chunkattn.layout import PREFIX_ID, QUESTION_ID
+
+
+class Placement:
+    """Gives sequences their blocks and takes them back."""
+
+    def __init__(self, trie: BlockTrie, block_size: int) -> None:
+        self.trie, self.block_size = trie, block_size
+
+    def place(self, request: Request, headroom: int) -> bool:
+        """Hold every block of the tokens known so far, for all sequences of a request, or nothing.
+
+        Args:
+            request: not placed yet.
+            headroom: pages to leave for sequences that are growing.
+
+        Returns:
+            Whether the pages were there.
+        """
+        for sequence in request.sequences:
+            if not self._place(sequence, headroom):
+                self.release(request)
+                return False
+        if request.forks and request.plan.end % self.block_size:
+            if self.trie.num_available < request.samples - 1 + headroom:
+                self.release(request)
+                return False
+            request.spares = [self._new(request, self.block_size) for _ in range(request.samples - 1)]
+        return True
+
+    def _place(self, sequence: Sequence, headroom: int) -> bool:
+        request = sequence.request
+        if request.shares:
+            root = self.trie.root(request.cache_salt)
+        else:
+            root = request.root = request.root or self.trie.private_root()
+        sequence.root = self.trie.acquire(root)
+        found, missing = self._walk(sequence, create=False)
+        matched = [block for part in reversed(found) for block in reversed(part.blocks)]
+        if missing + headroom > self.trie.num_available:
+            self.trie.release([*matched, root])
+            sequence.root = None
+            return False
+        # Held from the first walk, so that making blocks evicts none of those found.
+        sequence.parts, _ = self._walk(sequence, create=True)
+        self.trie.release(matched)
+        pages = [block.page for part in sequence.parts for block in part.blocks]
+        sequence.num_pages = len(pages)
+        sequence.pages = np.zeros(request.pages_per_sample, np.int32)
+        sequence.pages[: len(pages)] = pages
+        return True
+
+    def _walk(self, sequence: Sequence, *, create: bool) -> tuple[list[Part], int]:
+        """Follow the prompt through the trie, holding what is found; what is missing is made, or else counted."""
+        request, parts, missing, first = sequence.request, [], 0, 0
+        prefix: Block | None = sequence.root
+        ends: list[Block | None] = []
+        for number, (kind, start, end) in enumerate(request.parts):
+            grows = number == len(request.parts) - 1 and request.sampling is not None
+            size = (sequence.num_tokens if grows else end) - start
+            part = Part(start, first, (prefix, *ends) if kind == QUESTION_ID else (prefix,))
+            last = self._follow(sequence, part, number, size, grows, create)
+            parts.append(part)
+            first += -(-size // self.block_size)
+            missing += first - part.first - len(part.blocks)
+            if kind == PREFIX_ID:
+                prefix = last
+            elif kind != QUESTION_ID:
+                ends.append(last)
+        return parts, missing
+
+    def _follow(self, sequence: Sequence, part: Part, number: int, size: int, grows: bool, create: bool) -> Block | None:
+        """Fill in a part's blocks. Returns the last one, or None when it was neither found nor made."""
+        request, parents = sequence.request, part.parents
+        block: Block | None = None
+        total = -(-size // self.block_size)
+        # The last prompt token is computed by every request itself: cached tokens have no logits.
+        shared = 0 if request.score else (size - 1) // self.block_size if grows else total
+        for index in range(total):
+            start, block = index * self.block_size, None
+            width = self.block_size if grows else min(size - start, self.block_size)
+            known = [p for p in parents if p is not None]
+            if index < shared and len(known) == len(parents):
+                key = self._key(sequence, number, part.start + start, width, known)
+                block = known[0].children.get(key)
+                if block is not None:
+                    self.trie.acquire(block)
+                elif create:
+                    block = self._new(request, width)
+                    self.trie.link(block, tuple(known), key)
+            elif create:
+                block = self._new(request, width)
+            if block is not None:
+                part.blocks.append(block)
+            parents = (block,)
+        return block
+
+    def _key(self, sequence: Sequence, number: int, start: int, width: int, parents: Seq[Block]) -> Key:
+        """What a block's K/V depends on beside its first parent: position, tokens, and its other parents."""
+        request = sequence.request
+        # Every prompt token must be computed when its log-probability is wanted, a duplicate chunk's too.
+        private = number if request.sampling and request.sampling.prompt_logprobs is not None else -1
+        return request.key_of(sequence, start, width), private, *(p.serial for p in parents[1:])
+
+    def _new(self, request: Request, size: int) -> Block:
+        return self.trie.new(size, keep=request.shares)
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Make room for one token more. Returns whether a page was there."""
+        part = sequence.parts[-1]
+        if sequence.num_tokens - part.start <= len(part.blocks) * self.block_size:
+            return True
+        if not self.trie.num_available:
+            return False
+        block = self._new(sequence.request, self.block_size)
+        part.blocks.append(block)
+        sequence.pages[sequence.num_pages] = block.page
+        sequence.num_pages += 1
+        return True
+
+    def publish(self, sequence: Sequence, part: Part, index: int) -> None:
+        """Let others find a full block of generated tokens; if one like it is there already, use that."""
+        request, block = sequence.request, part.blocks[index]
+        above = part.parents if index == 0 else (part.blocks[index - 1],)
+        parents = tuple(p for p in above if p is not None and p.key is not None)
+        if not request.shares or len(parents) < len(above):
+            return
+        key = self._key(sequence, len(request.parts) - 1, part.start + index * self.block_size, block.size, parents)
+        twin = parents[0].children.get(key)
+        if twin is None:
+            self.trie.link(block, parents, key)
+        elif twin.complete:
+            part.blocks[index] = self.trie.acquire(twin)
+            sequence.pages[part.first + index] = twin.page
+            self.trie.release([block])
+
+    def fork(self, request: Request) -> list[tuple[int, int]]:
+        """Make the further samples of a request whose prompt is computed.
+
+        Returns:
+            Pages to copy, `(from, to)`: each sample's own copy of the prompt's last, partial page.
+        """
+        first, copies = request.sequences[0], []
+        for sample in range(1, request.samples):
+            sequence = Sequence(request, sample, root=first.root, current=first.current)
+            sequence.parts = [Part(p.start, p.first, p.parents, list(p.blocks), p.cursor) for p in first.parts]
+            sequence.pages, sequence.num_pages = first.pages.copy(), first.num_pages
+            for block in first.held:
+                self.trie.acquire(block)
+            if request.spares:
+                tail, own = sequence.parts[-1].blocks[-1], request.spares.pop()
+                own.filled = own.planned = tail.filled
+                copies.append((tail.page, own.page))
+                self.trie.release([tail])
+                sequence.parts[-1].blocks[-1] = own
+                sequence.pages[sequence.num_pages - 1] = own.page
+            request.sequences.append(sequence)
+        return copies
+
+    def release(self, request: Request) -> None:
+        """Let go of every block of a request. What it has generated so far it keeps."""
+        for sequence in request.sequences:
+            self.release_sequence(sequence)
+        self.trie.release(request.spares)
+        request.spares = []
+
+    def release_sequence(self, sequence: Sequence) -> None:
+        """Let go of one sequence's blocks."""
+        self.trie.release(sequence.held)
+        sequence.parts, sequence.root, sequence.current, sequence.num_pages = [], None, 0, 0

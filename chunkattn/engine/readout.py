@@ -1,0 +1,35 @@
+"""Rows of a request's readout, collected as steps compute them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from chunkattn.engine.messages import PromptLogprobsOutput, ScoreResult, TokenLogprobs
+from chunkattn.engine.request import Request
+
+
+class RowCollector:
+    """Rows of one request's readout as steps compute them."""
+
+    def __init__(self, wanted: int) -> None:
+        self.wanted = wanted
+        self.rows: dict[int, Any] = {}
+
+    def score_result(self, request: Request) -> ScoreResult:
+        """Label log-probabilities in the order of the request's rows."""
+        assert request.score is not None
+        values = np.stack([self.rows[i] for i in range(self.wanted)])
+        return ScoreResult(request.request_id, values[:, : len(request.score.label_token_ids)])
+
+    def prompt_output(self, request: Request) -> PromptLogprobsOutput:
+        """Everything collected, by token index in the user's order."""
+        assert request.sampling is not None
+        tokens, num_top = len(request.layout), request.sampling.prompt_logprobs or 0
+        target, rank, known = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32), np.zeros(tokens, bool)
+        top_ids, top = np.zeros((tokens, num_top), np.int32), np.zeros((tokens, num_top), np.float32)
+        for index, row in self.rows.items():
+            target[index], rank[index], known[index] = row[0], row[1], True
+            top_ids[index], top[index] = row[2][:num_top], row[3][:num_top]
+        return PromptLogprobsOutput(request.request_id, TokenLogprobs(target, rank, top_ids, top), known)

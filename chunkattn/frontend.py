@@ -1,0 +1,326 @@
+"""What stands between users and messages: parsing, checks by the names users know, and outputs.
+
+`LLM` and `AsyncLLM` differ in how they move messages; this they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+from scipy.special import softmax
+
+from chunkattn.config import EngineConfig, SamplingParams
+from chunkattn.engine.collect import OutputBuilder, token_decoder
+from chunkattn.engine.intake import Intake
+from chunkattn.engine.messages import (
+    CachedTokens,
+    EngineLimits,
+    GenerateRequest,
+    PrecomputeRequest,
+    PrecomputeResult,
+    ScoreRequest,
+    ScoreResult,
+)
+from chunkattn.errors import CapacityError, ConfigError, RequestError
+from chunkattn.models.loader import ModelFiles
+from chunkattn.outputs import CachedDocument, CacheReport, ScoreOutput, ScoreUsage
+from chunkattn.parsers import ChunkedPrompt, ParsedPrompt, PromptParser
+from chunkattn.parsers.delimited import check_delimiter, check_no_delimiter, parse_delimited
+from chunkattn.parsers.prompt import Prompt, check_ids, check_salt
+from chunkattn.scoring import ALGORITHMS, ScoreJob, ScorePart, select_algorithm
+
+
+def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
+    """Engine options by name.
+
+    Raises:
+        ConfigError: an option is unknown or invalid.
+    """
+    known = {f.name for f in fields(EngineConfig)}
+    if unknown := sorted(set(options) - known):
+        raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(known))}")
+    return EngineConfig(model=model, **options)
+
+
+class Frontend:
+    """Makes messages of what users send, and what users get of the outputs.
+
+    Attributes:
+        limits: of the engine; None until it is known.
+    """
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        self.config = config
+        self.tokenizer, self._eos_token_ids = files.tokenizer, files.eos_token_ids
+        self.parser = PromptParser(
+            self.tokenizer,
+            separator=config.chunk_separator,
+            strategy=config.position_strategy,
+            chunk_aware=config.enable_chunk_aware,
+        )
+        if config.multi_item_scoring_delimiter is not None:
+            check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
+        self._decode = token_decoder(self.tokenizer)
+        self._ids = count()
+
+    def connect(self, limits: EngineLimits) -> None:
+        """Learn what the engine can hold; before that nothing can be checked."""
+        self.limits = limits
+        self.intake = Intake(self.config, limits)
+
+    def _new_id(self) -> str:
+        return str(next(self._ids))
+
+    # Generation
+
+    def parse(self, prompts: Prompt | Sequence[Prompt], chunk_aware: bool | None, cache_salt: str | None) -> list[ParsedPrompt]:
+        """One prompt or many."""
+        listed = [prompts] if isinstance(prompts, (str, Mapping, ChunkedPrompt)) else as_list(prompts, "prompts")
+        return self._salted([self.parser.parse(p, chunk_aware) for p in listed], cache_salt)
+
+    def parse_chat(
+        self, messages: Any, documents: Sequence[str] | None, options: Mapping[str, Any] | None, cache_salt: str | None
+    ) -> list[ParsedPrompt]:
+        """One conversation or many."""
+        listed = as_list(messages, "messages")
+        conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
+        return self._salted([self.parser.parse_chat(m, documents, **(options or {})) for m in conversations], cache_salt)
+
+    def _salted(self, prompts: list[ParsedPrompt], cache_salt: str | None) -> list[ParsedPrompt]:
+        salt = check_salt(cache_salt)
+        return [replace(p, cache_salt=p.cache_salt or salt) for p in prompts]
+
+    def generation(
+        self,
+        prompts: list[ParsedPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[tuple[GenerateRequest, OutputBuilder]]:
+        """Checked requests and what builds their outputs.
+
+        Raises:
+            RequestError: one is invalid, or the lists differ in length.
+        """
+        listed = _one_each(params or SamplingParams(), SamplingParams, prompts, "sampling_params")
+        jobs = []
+        for prompt, param, rank in zip(prompts, listed, _one_each(priority, int, prompts, "priority"), strict=True):
+            if param.stop and self.tokenizer is None:
+                raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop")
+            request = GenerateRequest(self._new_id(), prompt.layout, param, self._eos_token_ids, prompt.cache_salt, rank)
+            self.intake.check(request)
+            jobs.append((request, OutputBuilder(request, prompt.text, self.tokenizer, self._decode)))
+        return jobs
+
+    # The cache
+
+    def precompute(self, prefix: Any, documents: Any, cache_salt: str | None, pin: bool) -> PrecomputeJob:
+        """Checked requests that fill the cache, and what tells about it.
+
+        Raises:
+            RequestError: a part is malformed or too long.
+        """
+        layouts = self.parser.parse_cache(prefix, documents)
+        requests = [PrecomputeRequest(self._new_id(), layout, check_salt(cache_salt), pin) for layout in layouts]
+        for request in requests:
+            self.intake.check(request)
+        return PrecomputeJob(requests, self.limits)
+
+    # Scoring
+
+    def scoring(
+        self,
+        query: Any,
+        items: Any,
+        label_token_ids: Sequence[int],
+        *,
+        apply_softmax: bool,
+        item_first: bool,
+        algorithm: str,
+        packed_ids: Sequence[int] | None,
+        priority: int = 0,
+    ) -> ScoringJob:
+        """Checked requests of a scoring call, and what builds its output.
+
+        Raises:
+            RequestError: malformed query, items or labels.
+        """
+        labels = tuple(check_ids(label_token_ids, "label_token_ids", "label_token_ids"))
+        if not labels:
+            raise RequestError("label_token_ids must hold at least one token id", param="label_token_ids")
+        query_ids, item_ids, leading = self._score_ids(query, items, packed_ids)
+        self._check_score(query_ids, item_ids, leading, labels)
+        job = ScoreJob(query_ids, item_ids, leading, item_first, self._max_pack_tokens(len(query_ids)))
+        chosen = select_algorithm(algorithm, job, self.limits.sliding_window)
+        parts = ALGORITHMS[chosen](job)
+        requests = [ScoreRequest(self._new_id(), p.layout, p.rows, labels, priority) for p in parts]
+        for request in requests:
+            self.intake.check(request)
+        return ScoringJob(job, chosen, parts, requests, len(labels), apply_softmax)
+
+    def _score_ids(
+        self, query: Any, items: Any, packed_ids: Sequence[int] | None
+    ) -> tuple[list[int], list[list[int]], list[int]]:
+        """Token ids of query and items from whichever form they came in, and of text the leading special tokens."""
+        delimiter = self.config.multi_item_scoring_delimiter
+        if packed_ids is not None:
+            if delimiter is None:
+                raise RequestError("packed_ids need the engine option multi_item_scoring_delimiter", param="packed_ids")
+            if query is not None or items is not None:
+                raise RequestError("packed_ids come instead of query and items", param="packed_ids")
+            return *parse_delimited(check_ids(packed_ids, "packed_ids", "packed_ids"), delimiter), []
+        if query is None or items is None:
+            raise RequestError("score needs a query and items", param="query" if query is None else "items")
+        items = as_list(items, "items")
+        kinds = {isinstance(part, str) for part in (query, *items)}
+        if len(kinds) > 1:
+            raise RequestError("query and items must be all text or all token ids", param="items")
+        encode = self.parser.encode
+        if kinds == {False}:
+            query_ids = check_ids(query, "query", "query")
+            item_ids = [check_ids(item, f"items[{i}]", "items") for i, item in enumerate(items)]
+        else:
+            query_ids, item_ids = encode(query), [encode(item) for item in items]
+        if not query_ids:
+            raise RequestError("the query is empty", param="query")
+        if delimiter is not None:
+            check_no_delimiter(query_ids, item_ids, delimiter)
+        return query_ids, item_ids, encode.leading_ids if kinds == {True} else []
+
+    def _check_score(self, query: list[int], items: list[list[int]], leading: list[int], labels: tuple[int, ...]) -> None:
+        """Every limit that does not depend on the algorithm, by the names the caller knows."""
+        if len(items) > self.config.max_items_per_request:
+            raise RequestError(
+                f"{len(items)} items exceed max_items_per_request {self.config.max_items_per_request}", param="items"
+            )
+        limits, longest = self.limits, self.config.max_chunk_len
+        named = [("query", query, "query"), *((f"item {i}", item, "items") for i, item in enumerate(items))]
+        for name, ids, param in [*named, ("label_token_ids", labels, "label_token_ids")]:
+            if ids and max(ids) >= limits.vocab_size:
+                raise RequestError(f"{name}: token id {max(ids)} is outside the vocabulary of {limits.vocab_size}", param=param)
+        for name, ids, param in named:
+            total = len(leading) + len(query) + (len(ids) if name != "query" else 0)
+            if name != "query" and len(ids) > longest:
+                raise RequestError(f"{name} has {len(ids)} tokens, max_chunk_len is {longest}", param=param)
+            if total > limits.max_model_len:
+                raise CapacityError(
+                    f"{name} of {len(ids)} tokens needs {total} positions with the query, max_model_len is "
+                    f"{limits.max_model_len}",
+                    param=param,
+                )
+            if total > limits.kv_tokens:
+                raise CapacityError(
+                    f"{name} of {len(ids)} tokens needs {total} KV slots with the query, the pool has {limits.kv_tokens}; "
+                    "raise kv_cache_memory_bytes",
+                    param=param,
+                )
+
+    def _max_pack_tokens(self, query: int) -> int:
+        """Large enough that the query's share of a pack is small, small enough that several fit the pool."""
+        return min(max(8192, 4 * query, self.config.max_num_batched_tokens), max(self.limits.kv_tokens // 4, query))
+
+
+class PrecomputeJob:
+    """Precompute requests, and the report of what they did."""
+
+    def __init__(self, requests: list[PrecomputeRequest], limits: EngineLimits) -> None:
+        self.requests, self.limits = requests, limits
+        self._cached: dict[str, CachedTokens] = {}
+
+    def add(self, event: PrecomputeResult) -> None:
+        """Take one request's result."""
+        self._cached[event.request_id] = event.cached
+
+    def report(self) -> CacheReport:
+        """Sizes of the parts, and how many pages they take of the pool."""
+        limits = self.limits
+
+        def pages(tokens: int) -> int:
+            return -(-tokens // limits.block_size)
+
+        documents = [
+            CachedDocument(
+                tokens=length,
+                num_bytes=pages(length) * limits.page_bytes,
+                was_cached=request.request_id in self._cached and self._cached[request.request_id].chunks[number] == length,
+                done=request.request_id in self._cached,
+            )
+            for request in self.requests
+            for number, length in enumerate(request.layout.chunk_lens)
+        ]
+        prefix = self.requests[0].layout.prefix_len
+        room = limits.num_pages - pages(prefix)
+        fits = 0
+        for document in documents:
+            room -= pages(document.tokens)
+            fits += room >= 0
+        return CacheReport(
+            prefix_tokens=prefix,
+            prefix_bytes=pages(prefix) * limits.page_bytes,
+            documents=documents,
+            pool_bytes=limits.num_pages * limits.page_bytes,
+            fits=fits,
+            pin_ids=tuple(r.request_id for r in self.requests if r.pin and r.request_id in self._cached),
+        )
+
+
+class ScoringJob:
+    """The requests of one scoring call, and its output as results come in."""
+
+    def __init__(
+        self,
+        job: ScoreJob,
+        algorithm: str,
+        parts: list[ScorePart],
+        requests: list[ScoreRequest],
+        labels: int,
+        apply_softmax: bool,
+    ) -> None:
+        self.requests = requests
+        self._job, self._algorithm, self._apply_softmax = job, algorithm, apply_softmax
+        self._place = {r.request_id: p.items for r, p in zip(requests, parts, strict=True)}
+        self._computed = sum(len(p.layout) for p in parts)
+        self._logprobs = np.zeros((len(job.items), labels), np.float32)
+
+    def add(self, event: ScoreResult) -> None:
+        """Take one request's result."""
+        self._logprobs[self._place[event.request_id]] = event.logprobs
+
+    def output(self) -> ScoreOutput:
+        """The scores, once every result is in."""
+        values, job = self._logprobs.astype(np.float64), self._job
+        return ScoreOutput(
+            scores=(softmax(values, axis=1) if self._apply_softmax else np.exp(values)).tolist(),
+            logprobs=values.tolist(),
+            algorithm=self._algorithm,
+            usage=ScoreUsage(len(job.leading) + len(job.query) + sum(map(len, job.items)), self._computed),
+        )
+
+
+def as_list(values: Any, name: str) -> list[Any]:
+    """Any iterable but text as a list.
+
+    Raises:
+        RequestError: not iterable, or one text or mapping where several values are expected.
+    """
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} must be a list, got {type(values).__name__}", param=name)
+    return list(values)
+
+
+def _one_each(value: Any, kind: type, prompts: list[ParsedPrompt], name: str) -> list[Any]:
+    """One value for all prompts, or a list with one for each.
+
+    Raises:
+        RequestError: of another type, or not as many as prompts.
+    """
+    listed = [value] * len(prompts) if isinstance(value, kind) else as_list(value, name)
+    if len(listed) != len(prompts):
+        raise RequestError(f"{len(listed)} {name} for {len(prompts)} prompts", param=name)
+    for entry in listed:
+        if not isinstance(entry, kind) or isinstance(entry, bool):
+            raise RequestError(f"{name} must be {kind.__name__}, got {type(entry).__name__}", param=name)
+    return listed

@@ -1,0 +1,187 @@
+"""What runs in which step: the scheduler alone, no model."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkattn import EngineConfig, SamplingParams, make_layout
+from chunkattn.cache.trie import BlockTrie
+from chunkattn.engine.intake import Intake
+from chunkattn.engine.messages import EngineLimits, GenerateRequest
+from chunkattn.engine.scheduler import EXTRA_SPANS, Scheduler
+from chunkattn.errors import CapacityError
+
+
+class Steps:
+    """An engine without a model: every token it samples is 7."""
+
+    def __init__(self, num_pages=1000, **options):
+        self.config = EngineConfig(**{"max_num_batched_tokens": 256, "max_num_seqs": 64, **options})
+        self.intake = Intake(self.config, EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, None))
+        self.scheduler = Scheduler(
+            BlockTrie(num_pages),
+            block_size=16,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+        )
+        self.requests, self.finished = {}, {}
+
+    def add(self, name, parts, max_tokens=1, **fields):
+        layout = make_layout([], [], parts) if isinstance(parts, list) else make_layout(*parts)
+        sampling = SamplingParams(max_tokens=max_tokens, n=fields.pop("n", 1))
+        message = GenerateRequest(name, layout, sampling, **fields)
+        self.requests[name] = self.intake.prepare(message, arrival=len(self.requests))
+        self.scheduler.add(self.requests[name])
+
+    def step(self):
+        """Spans of one step as (name, start, end), after it has run."""
+        self.scheduler.admit()
+        assert self.scheduler.stuck is None
+        spans = self.scheduler.plan()
+        rows = sum(s.end - s.start for s in spans)
+        assert rows <= self.config.max_num_batched_tokens
+        assert len(spans) <= self.config.max_num_seqs + EXTRA_SPANS
+        self.scheduler.commit(spans)
+        for span in spans:
+            sequence, request = span.sequence, span.sequence.request
+            if span.end == sequence.num_tokens:
+                if request.forks:
+                    self.scheduler.placement.fork(request)
+                    for other in request.sequences[1:]:
+                        other.output_ids.append(7)
+                sequence.output_ids.append(7)
+        for request in list(self.scheduler.running):
+            for sequence in list(request.sequences):
+                if len(sequence.output_ids) == request.max_tokens:
+                    self.scheduler.finish(sequence)
+            if not request.sequences:
+                self.finished[request.request_id] = len(self.finished)
+        self.scheduler.check()
+        return [(s.sequence.request.request_id, s.start, s.end) for s in spans]
+
+
+def test_two_requests_in_three_steps():
+    """The example of the extend-attention document: 250 and 300 tokens, a budget of 256, spans of 128."""
+    steps = Steps(long_prefill_token_threshold=128)
+    rng = np.random.default_rng(0)
+    steps.add("1", rng.integers(0, 1000, 250).tolist())
+    steps.add("2", rng.integers(0, 1000, 300).tolist())
+    assert [steps.step() for _ in range(4)] == [
+        [("1", 0, 128), ("2", 0, 128)],
+        [("1", 128, 250), ("2", 128, 262)],  # what the first leaves of the budget, the second uses
+        [("2", 262, 300)],
+        [],
+    ]
+
+
+def test_decodes_and_spans_fill_the_budget():
+    steps = Steps(max_num_seqs=70)
+    for i in range(64):
+        steps.add(f"d{i}", [i, 1, 2], max_tokens=50)
+    steps.step()
+    rng = np.random.default_rng(0)
+    for name, length in (("p", 500), ("q", 500), ("r", 30)):
+        steps.add(name, rng.integers(0, 1000, length).tolist())
+    for _ in range(3):
+        spans = steps.step()
+        assert sum(end - start for _, start, end in spans) == 256
+        assert [end - start for name, start, end in spans if name.startswith("d")] == [1] * 64
+
+
+def test_a_short_prompt_is_not_kept_waiting_by_long_ones():
+    """However many long prompts stand before it, half of the budget goes on to the next in line."""
+    steps = Steps()
+    rng = np.random.default_rng(1)
+    steps.add("long", rng.integers(0, 1000, 5000).tolist())
+    steps.step()
+    steps.add("short", rng.integers(0, 1000, 100).tolist())
+    assert ("short", 0, 100) in steps.step()
+    for number in range(45):  # more keep coming
+        steps.add(f"l{number}", rng.integers(0, 1000, 1000).tolist())
+        steps.step()
+    assert "long" in steps.finished
+
+
+def test_priority_goes_first_and_may_preempt():
+    steps = Steps(num_pages=40)
+    steps.add("late", [1] * 300, max_tokens=100, priority=1)
+    steps.step()
+    steps.step()
+    steps.add("soon", [2] * 400, priority=0)
+    assert steps.step() == [("soon", 0, 256)]
+    assert steps.scheduler.preemptions == 1
+    while len(steps.finished) < 2:
+        steps.step()
+    assert steps.finished == {"soon": 0, "late": 1}
+
+
+def test_the_youngest_is_preempted_and_everybody_ends():
+    steps = Steps(num_pages=12)
+    for i in range(3):
+        steps.add(str(i), [i] * 40, max_tokens=60)
+    for _ in range(400):
+        steps.step()
+    assert steps.finished == {"0": 0, "1": 1, "2": 2}
+    assert steps.scheduler.preemptions > 0
+    assert steps.scheduler.trie.num_available == 12
+
+
+def test_what_can_never_fit_is_refused_at_the_door():
+    steps = Steps(num_pages=10)
+    steps.add("fits", [1] * 150, max_tokens=10)
+    with pytest.raises(CapacityError, match="needs 11 KV pages"):
+        steps.add("not", [1] * 150, max_tokens=12)
+    while steps.scheduler.running or steps.scheduler.waiting:
+        steps.step()
+    assert "fits" in steps.finished
+
+
+def test_several_spans_of_one_request_share_a_step():
+    """Chunks found in the cache tear holes into a prompt; what is left around them runs together."""
+    steps = Steps()
+    a, b, c = ([int(t) for t in np.random.default_rng(s).integers(0, 1000, 40)] for s in (1, 2, 3))
+    steps.add("first", ([1] * 16, [b], [9]))
+    steps.step()
+    steps.add("second", ([1] * 16, [a, b, c], [5, 6]))
+    layout, spans = steps.requests["second"].layout, None
+    spans = steps.step()
+    place = next(s for s in layout.segments if layout.part(s).tolist() == b)
+    covered = [i for _, start, end in spans for i in range(start, end)]
+    assert covered == [*range(16, place.start), *range(place.end, len(layout))]
+
+
+chunks = st.lists(st.sampled_from([[1] * 5, [2] * 16, [3] * 20, [4] * 33, [1] * 20]), max_size=4)
+prompts = st.tuples(st.sampled_from([[], [8] * 7, [8] * 16, [8] * 20]), chunks, st.sampled_from([[9], [9] * 16, [6] * 40]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(prompts, st.integers(1, 40), st.integers(1, 3), st.integers(-1, 1)), min_size=1, max_size=10),
+    st.sampled_from([17, 20, 40]),
+    st.sampled_from([4, 30, 300]),
+)
+def test_everybody_ends_with_every_token_computed_once(requests, num_pages, budget):
+    """Random prompts on a small pool: all end, and no token is computed twice but after a preemption."""
+    steps = Steps(num_pages, max_num_batched_tokens=budget, max_num_seqs=4)
+    added = 0
+    for number, (parts, max_tokens, n, priority) in enumerate(requests):
+        try:
+            steps.add(str(number), parts if parts[1] else parts[2], max_tokens, n=n, priority=priority)
+            added += 1
+        except CapacityError:
+            continue
+    seen = 0
+    for _ in range(5000):
+        if not (steps.scheduler.running or steps.scheduler.waiting):
+            break
+        spans = steps.step()
+        assert spans, "a step of nothing: nobody would ever end"
+        seen += sum(end - start for _, start, end in spans)
+    assert len(steps.finished) == added
+    assert steps.scheduler.trie.num_available == num_pages
+    if not steps.scheduler.preemptions:
+        prompt = sum(int(r.computed.sum()) for r in steps.requests.values() if r.request_id in steps.finished)
+        generated = sum(r.samples * (r.max_tokens - 1) for r in steps.requests.values() if r.request_id in steps.finished)
+        assert seen == prompt + generated
