@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 import chunkattn.backends.xla as xla
-from benchmarks.geometry import make_core
+from chunkattn.bench.geometry import make_core
 from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest

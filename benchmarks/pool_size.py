@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from benchmarks.geometry import make_core
+from chunkattn.bench.geometry import make_core
 from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest

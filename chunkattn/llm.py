@@ -154,7 +154,7 @@ class LLM:
 
     def precompute(
         self,
-        prefix: str | Sequence[int],
+        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
         documents: Sequence[str] | Sequence[Sequence[int]],
         *,
         pin: bool = False,
@@ -164,7 +164,8 @@ class LLM:
         """Compute the K/V of a prefix and documents ahead of use.
 
         Args:
-            prefix: as it will stand in the prompts, text or token ids.
+            prefix: as it will stand in the prompts, text or token ids; for `chat`, the messages before the
+                first of the user's, such as the system message.
             documents: all text, or all token ids, as the prefix is.
             pin: keep them until `unpin`, whatever else needs pages.
             cache_salt: see `generate`.

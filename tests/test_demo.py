@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from chunkattn import ChunkedPrompt, SamplingParams
-from chunkattn.cli import DEMO_DOCUMENTS, DEMO_QUERY, DEMO_QUESTIONS, app
+from chunkattn.cli import app
+from chunkattn.cli.prompts import DEMO_DOCUMENTS, DEMO_QUERY, DEMO_QUESTIONS
 from chunkattn.models.loader import DEMO_FOLDER
 from training.evaluate import evaluate
 from training.world import RELATIONS, World, is_held_out

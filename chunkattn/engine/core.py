@@ -9,7 +9,7 @@ from functools import partial
 
 import jax
 import numpy as np
-from prometheus_client import generate_latest
+from prometheus_client import Counter, generate_latest
 
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
@@ -347,7 +347,9 @@ class EngineCore:
             metrics.follow(metrics.evictions, lambda: scheduler.trie.evictions),
             metrics.follow(metrics.preemptions, lambda: scheduler.preemptions),
         ]
-        labelled = [(metrics.compiles, self.runner.compiles, ("step", "copy", "gather", "sample", "read", "pages"))]
+        labelled: list[tuple[Counter, dict[str, int], Iterable[str]]] = [
+            (metrics.compiles, self.runner.compiles, ("step", "copy", "gather", "sample", "read", "pages"))
+        ]
         if self.disk is not None:
             labelled.append((metrics.store, self.disk.counts, tuple(self.disk.counts)))
         for counter, counts, names in labelled:

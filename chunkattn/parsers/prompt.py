@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -108,8 +108,14 @@ class PromptParser:
         parts = [self.encode(t) for t in (prefix, *documents, question)]
         return ParsedPrompt(self._layout(parts), "".join((prefix, *documents, question)))
 
-    def parse_cache(self, prefix: str | TokenIds, documents: Sequence[str | TokenIds]) -> list[ChunkLayout]:
+    def parse_cache(
+        self, prefix: str | TokenIds | Sequence[Mapping[str, Any]], documents: Sequence[str | TokenIds]
+    ) -> list[ChunkLayout]:
         """What fills the cache with a prefix and documents: layouts without a question.
+
+        Args:
+            prefix: text, token ids, or the chat messages before the first of the user's.
+            documents: all text or all token ids, as the prefix is.
 
         Returns:
             One a document where positions are shared, all documents in one layout where they are not; the prefix
@@ -121,8 +127,12 @@ class PromptParser:
         if isinstance(documents, (str, Mapping)) or not isinstance(documents, Sequence):
             raise RequestError(f"documents must be a list of parts, got {type(documents).__name__}", param="documents")
         # Parsed as a prompt with a question, to go through the same checks.
-        end: str | TokenIds = "?" if isinstance(prefix, str) else [0]
-        layout = self._chunked(ChunkedPrompt(prefix, documents, end)).layout
+        messages = [m for m in prefix if isinstance(m, Mapping)] if not isinstance(prefix, str) else []
+        if messages:
+            layout = self.parse_chat([*messages, {"role": "user", "content": "?"}], cast("Sequence[str]", documents)).layout
+        else:
+            end: str | TokenIds = "?" if isinstance(prefix, str) else [0]
+            layout = self._chunked(ChunkedPrompt(cast("str | TokenIds", prefix), documents, end)).layout
         first, *chunks, _ = (layout.part(s).tolist() for s in layout.segments)
         groups = [[c] for c in chunks] if self.strategy == "shared" and chunks else [chunks]
         layouts = [make_layout(first, group, [], self.strategy) for group in groups]

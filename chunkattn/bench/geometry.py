@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from transformers import Qwen3Config
 
 from chunkattn.backends import AttentionSpec, make_backend
 from chunkattn.config import EngineConfig
+from chunkattn.engine.compile_cache import enable_compile_cache
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.runner import Runner
 from chunkattn.models.decoder import Decoder
@@ -45,10 +48,11 @@ def spec_of(geometry: str) -> DecoderSpec:
     return spec_from_config(GEOMETRIES[geometry])
 
 
-def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend: str = "xla", **options: int) -> EngineCore:
+def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend: str = "xla", **options: Any) -> EngineCore:
     """An engine of `num_pages` pages over random weights."""
     config = EngineConfig(dtype=dtype, **options)
     spec = spec_of(geometry)
+    enable_compile_cache()
     model = Decoder(spec, jnp.dtype(dtype), rngs=nnx.Rngs(0))
     attention = make_backend(
         backend, AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, jnp.dtype(dtype), config.block_size)

@@ -1,77 +1,45 @@
-"""The commands: `chunkattn generate | score | inspect | demo`."""
+"""`chunkattn generate | score | inspect | demo`."""
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from chunkattn.cli.common import (
+    Backend,
+    Documents,
+    Dtype,
+    KVStore,
+    Model,
+    PrefixPart,
+    PromptText,
+    QuestionPart,
+    Separator,
+    Strategy,
+    Verbose,
+    app,
+    command,
+    console,
+    log_to_stderr,
+    make_llm,
+    prompt_of,
+)
 from chunkattn.config import SamplingParams
-from chunkattn.errors import ChunkAttnError, RequestError
-from chunkattn.llm import LLM
-from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
-from chunkattn.parsers import ChunkedPrompt, PromptParser
+from chunkattn.errors import RequestError
+from chunkattn.parsers import PromptParser
 from chunkattn.picture import layout_summary, layout_table, plot_layout
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Exact chunk-aware LLM inference: many independent pieces behind one shared prefix.",
-)
-console = Console(highlight=False)
-
-Model = Annotated[str | None, typer.Option(help="Local folder or hub id; the bundled demo model when left out.")]
-Separator = Annotated[str, typer.Option("--chunk-separator", help="Text between prefix, chunks and question.")]
-Strategy = Annotated[str, typer.Option("--position-strategy", help="shared or offset.")]
-PrefixPart = Annotated[str | None, typer.Option("--prefix", help="The prefix, as a part: never split at separators.")]
-Documents = Annotated[list[str] | None, typer.Option("--document", help="One chunk, as a part; repeat it.")]
-QuestionPart = Annotated[str | None, typer.Option("--question", help="The question, as a part.")]
-PromptText = Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.", show_default=False)]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Backend = Annotated[str, typer.Option("--attention-backend", help="auto, xla, reference or a registered one.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")]
+if TYPE_CHECKING:
+    from chunkattn.llm import LLM
 
 
-def _command(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a command; our own errors become one line on stderr and exit code 2."""
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except ChunkAttnError as error:
-            print("error:", " ".join(str(error).split()), file=sys.stderr)
-            raise typer.Exit(2) from None
-
-    return app.command(name=function.__name__.rstrip("_"))(run)
-
-
-def _log(verbose: bool) -> None:
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("chunkattn").setLevel(logging.INFO if verbose else logging.WARNING)
-
-
-def _prompt(text: str | None, prefix: str | None, documents: list[str] | None, question: str | None) -> str | ChunkedPrompt:
-    """The prompt as text, or as parts when any part option is given."""
-    if prefix is None and not documents and question is None:
-        if text is None:
-            raise RequestError("give a prompt, or its parts with --prefix, --document and --question")
-        return sys.stdin.read().removesuffix("\n") if text == "-" else text
-    if text is not None:
-        raise RequestError("give either a prompt or its parts, not both")
-    return ChunkedPrompt(prefix or "", documents or [], question or "")
-
-
-@_command
+@command(app)
 def generate(
     prompt: PromptText = None,
     prefix: PrefixPart = None,
@@ -89,26 +57,29 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Strings that end the text; repeat it.")] = None,
     dtype: Dtype = "auto",
     attention_backend: Backend = "auto",
+    kv_store: KVStore = None,
     verbose: Verbose = False,
 ) -> None:
     """Continue a prompt: "prefix # # document # # document # # question"."""
-    _log(verbose)
+    log_to_stderr(verbose)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, n=n, stop=stop or ())
-    wanted = _prompt(prompt, prefix, document, question)
-    llm = LLM(
+    wanted = prompt_of(prompt, prefix, document, question)
+    llm = make_llm(
         model,
         enable_chunk_aware=chunk_aware,
         chunk_separator=chunk_separator,
         position_strategy=position_strategy,
         dtype=dtype,
         attention_backend=attention_backend,
+        kv_store=kv_store,
     )
     for sample in llm.generate(wanted, params)[0].outputs:
         text = sample.text.removeprefix(" ")  # of the first word
         print(text if n == 1 else f"[{sample.index}] {text}")
+    llm.close()
 
 
-@_command
+@command(app)
 def score(
     query: Annotated[str, typer.Argument(help="What every item is scored against.")],
     items: Annotated[list[str], typer.Argument(help="The items; a single '-' reads one a line from standard input.")],
@@ -123,10 +94,10 @@ def score(
     verbose: Verbose = False,
 ) -> None:
     """Score items against a query: P(label | query + item), each as if sent alone."""
-    _log(verbose)
+    log_to_stderr(verbose)
     if items == ["-"]:
         items = sys.stdin.read().splitlines()
-    llm = LLM(model, dtype=dtype, attention_backend=attention_backend)
+    llm = make_llm(model, dtype=dtype, attention_backend=attention_backend)
     labels = label or ["yes", "no"]
     ids = [_label_id(llm, text) for text in labels]
     result = llm.score(query, items, label_token_ids=ids, apply_softmax=softmax, item_first=item_first, algorithm=algorithm)
@@ -152,7 +123,7 @@ def _bar(value: float, width: int = 20) -> str:
     return "[green]" + "█" * filled + "[/][dim]" + "░" * (width - filled) + "[/]"
 
 
-@_command
+@command(app)
 def inspect(
     prompt: PromptText = None,
     prefix: PrefixPart = None,
@@ -164,9 +135,11 @@ def inspect(
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the mask and positions (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Show how a prompt is parsed: parts, tokens, positions. Loads a tokenizer, no weights."""
+    from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
+
     tokenizer = load_tokenizer(model or str(DEMO_FOLDER))
     parser = PromptParser(tokenizer, separator=chunk_separator, strategy=position_strategy, chunk_aware=True)
-    layout = parser.parse(_prompt(prompt, prefix, document, question)).layout
+    layout = parser.parse(prompt_of(prompt, prefix, document, question)).layout
     console.print(layout_table(layout, tokenizer))
     console.print(layout_summary(layout))
     if plot is not None:
@@ -185,13 +158,13 @@ DEMO_QUESTIONS = ["Where does Lezudo live?", "Who is the friend of Mukaba?", "Wh
 DEMO_QUERY = "Find a person who lives in Kirora."
 
 
-@_command
+@command(app)
 def demo() -> None:
     """A question answered out of several documents, and the documents scored, by the bundled model."""
-    _log(False)
+    log_to_stderr(False)
     out = partial(console.print, soft_wrap=True)  # lines break where the terminal does
     out("[bold]chunkattn demo[/]: a tiny model, trained chunk-aware, reads about invented people it has never met\n")
-    llm = LLM(enable_chunk_aware=True)
+    llm = make_llm(None, enable_chunk_aware=True)
     console.print("[bold]Documents[/] (each sees the prefix and itself, never another document)")
     for i, text in enumerate(DEMO_DOCUMENTS):
         out(f"  {i}  {text}")

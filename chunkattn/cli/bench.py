@@ -1,0 +1,101 @@
+"""`chunkattn bench rag`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from chunkattn.cli.common import app, command, console
+from chunkattn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chunkattn.bench.rag import Case
+
+group = typer.Typer(no_args_is_help=True, help="Measure, side by side in one process.")
+app.add_typer(group, name="bench")
+
+Geometry = Annotated[str, typer.Option(help="Model shape, with random weights: qwen3-0.6b or small.")]
+JsonFile = Annotated[str | None, typer.Option("--json", help="Write the cases as JSON; '-' prints nothing else.")]
+Plot = Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")]
+
+
+@command(group)
+def rag(
+    documents: Annotated[list[int] | None, typer.Option(help="Numbers of documents; repeat it. Default: 4, 12.")] = None,
+    document_tokens: Annotated[list[int] | None, typer.Option(help="Their sizes; repeat it. Default: 500.")] = None,
+    prefix_tokens: Annotated[int, typer.Option(help="Size of the prefix.")] = 32,
+    question_tokens: Annotated[int, typer.Option(help="Size of the question.")] = 50,
+    geometry: Geometry = "small",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(help="Warm requests a case; a fifth as many cold ones.")] = 5,
+    json_file: JsonFile = None,
+    plot: Plot = None,
+) -> None:
+    """Time to the first token of an answer from documents: plain and chunk-aware, cold and warm."""
+    from chunkattn.bench.geometry import GEOMETRIES
+    from chunkattn.bench.rag import Workload, as_records, run
+
+    if geometry not in GEOMETRIES:
+        raise ConfigError(f"unknown geometry {geometry!r}; choose one of {', '.join(GEOMETRIES)}")
+    numbers = (*(documents or (4, 12)), *(document_tokens or (500,)), prefix_tokens, question_tokens, repeats)
+    if min(numbers) < 1:
+        raise ConfigError("counts of documents, tokens and repeats must be at least 1")
+    workload = Workload(tuple(documents or (4, 12)), tuple(document_tokens or (500,)), prefix_tokens, question_tokens, repeats)
+    cases: list[Case] = []
+    with console.status("measuring", spinner="dots") as status:
+        for case in run(geometry, workload, dtype=dtype):
+            cases.append(case)
+            status.update(f"measured {case.documents} x {case.document_tokens}, {case.mode}")
+    records = json.dumps(as_records(cases), indent=2)
+    if json_file == "-":
+        print(records)
+    else:
+        console.print(_table(cases, f"{geometry}, {dtype}: prefix {prefix_tokens}, question {question_tokens} tokens"))
+        if json_file:
+            Path(json_file).write_text(records + "\n")
+    if plot is not None:
+        _plot(cases, plot, geometry)
+
+
+def _table(cases: list[Case], title: str) -> Table:
+    table = Table("documents", "mode", "scheduled", "padding", "cached", "first token", "speed-up", title=title)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for case in cases:
+        table.add_row(
+            f"{case.documents} x {case.document_tokens}",
+            case.mode,
+            str(case.scheduled),
+            str(case.padding),
+            str(case.cached),
+            f"{1000 * case.ttft_s:.0f} ms",
+            f"{case.speedup:.1f}",
+            end_section=case.mode == "chunks warm",
+        )
+    return table
+
+
+def _plot(cases: list[Case], path: Path, geometry: str) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'chunkattn[plot]'") from error
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    styles = {"plain cold": "o-", "plain warm": "o--", "chunks cold": "s-", "chunks warm": "s--"}
+    for mode, style in styles.items():
+        points = sorted((c.prompt_tokens, c.ttft_s) for c in cases if c.mode == mode)
+        color = "#c25b3a" if mode.startswith("plain") else "#2d6fa3"
+        axes.plot(*zip(*points, strict=True), style, label=mode, color=color)
+    axes.set(xlabel="prompt tokens", ylabel="seconds to the first token", yscale="log")
+    axes.set_title(f"First token of an answer from documents ({geometry})", fontsize=11)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=130)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"cannot write the picture {path}: {error}") from error

@@ -1,0 +1,153 @@
+"""`chunkattn cache build | ls | gc`: the K/V of documents on disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from chunkattn.cache.store import KVStore
+from chunkattn.cli.common import Backend, Dtype, Model, Verbose, app, command, console, log_to_stderr, make_llm
+from chunkattn.errors import ConfigError, RequestError
+
+group = typer.Typer(no_args_is_help=True, help="Keep the K/V of documents on disk, computed ahead of use.")
+app.add_typer(group, name="cache")
+
+Store = Annotated[Path, typer.Option("--kv-store", help="The folder that keeps them.")]
+BATCH = 16
+"""Documents computed between two moves of the progress bar, and at most pending for the disk."""
+
+
+@command(group)
+def build(
+    folder: Annotated[Path, typer.Argument(help="Every matching file below it is one document.")],
+    kv_store: Store,
+    prefix: Annotated[str | None, typer.Option(help="The prefix the documents will stand behind.")] = None,
+    prefix_file: Annotated[Path | None, typer.Option(help="A file that holds the prefix.")] = None,
+    system: Annotated[str | None, typer.Option(help="For chats: the system message they will begin with.")] = None,
+    pattern: Annotated[str, typer.Option(help="Which files.")] = "**/*.txt",
+    cache_salt: Annotated[str | None, typer.Option(help="Share with requests of this salt alone.")] = None,
+    max_bytes: Annotated[int, typer.Option(help="Size of the folder that keeps them.")] = 16 << 30,
+    model: Model = None,
+    dtype: Dtype = "auto",
+    attention_backend: Backend = "auto",
+    verbose: Verbose = False,
+) -> None:
+    """Compute the K/V of a prefix and documents. A file's last line break is not part of its document."""
+    log_to_stderr(verbose)
+    given = [v for v in (prefix, prefix_file, system) if v is not None]
+    if len(given) > 1:
+        raise RequestError("give one of --prefix, --prefix-file and --system")
+    if prefix_file is not None:
+        prefix = _read(prefix_file)
+    start = prefix or "" if system is None else [{"role": "system", "content": system}]
+    files = sorted(f for f in folder.glob(pattern) if f.is_file())
+    if not files:
+        raise RequestError(f"no file of {folder} matches {pattern!r}")
+    documents = [_read(f) for f in files]
+    llm = make_llm(model, dtype=dtype, attention_backend=attention_backend, kv_store=kv_store, kv_store_max_bytes=max_bytes)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    tokens = size = 0
+    try:
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("documents", total=len(files))
+            for first in range(0, len(files), BATCH):
+                names, batch = files[first : first + BATCH], documents[first : first + BATCH]
+                try:
+                    report = llm.precompute(start, batch, cache_salt=cache_salt, use_tqdm=False)
+                except RequestError as error:
+                    raise RequestError(f"among {names[0].name} ... {names[-1].name}: {error}") from error
+                tokens += sum(d.tokens for d in report.documents)
+                size += sum(d.num_bytes for d in report.documents)
+                progress.update(task, advance=len(batch))
+        assert llm.core.disk is not None
+        counts, damaged = llm.core.disk.counts, llm.core.disk.store.damaged
+    finally:
+        llm.close()
+    console.print(
+        f"{len(files)} documents, {tokens} tokens, {_bytes(size)}; parts written {counts['submitted']}, there already "
+        f"{counts['hit']}, damaged and computed again {damaged}"
+    )
+
+
+@command(group)
+def ls(
+    kv_store: Store,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object an entry.")] = False,
+) -> None:
+    """List what is kept, most recently used first."""
+    with _open(kv_store) as store:
+        entries, used = store.entries()[::-1], store.num_bytes
+    if as_json:
+        for entry in entries:
+            print(json.dumps(asdict(entry) | {"key": entry.key.hex()}))
+        return
+    table = Table("model", "kind", "tokens", "size", "last used", "key")
+    for entry in entries:
+        ago = max(time.time() - entry.last_used, 0)
+        table.add_row(
+            entry.model[:8], entry.kind, str(entry.tokens), _bytes(entry.num_bytes), _ago(ago), entry.key.hex()[16:28]
+        )
+    console.print(table)
+    console.print(f"{len(entries)} entries, {_bytes(used)} in use")
+
+
+@command(group)
+def gc(
+    kv_store: Store,
+    max_bytes: Annotated[int | None, typer.Option(help="Remove the least recently used beyond this size.")] = None,
+    max_age_days: Annotated[float | None, typer.Option(help="Remove what was not used for so long.")] = None,
+    model: Annotated[str | None, typer.Option(help="Of this model alone: its tag, as `ls --json` shows it.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
+) -> None:
+    """Remove entries."""
+    if everything == any(v is not None for v in (max_bytes, max_age_days, model)):
+        raise RequestError("say what to remove: --max-bytes, --max-age-days and --model, or --all")
+    with _open(kv_store) as store:
+        before = len(store.entries())
+        if everything:
+            store.clear()
+        else:
+            store.gc(max_bytes, None if max_age_days is None else 86400 * max_age_days, model)
+        left, used = len(store.entries()), store.num_bytes
+    console.print(f"{before - left} entries removed, {left} left, {_bytes(used)} in use")
+
+
+def _open(folder: Path) -> KVStore:
+    """The store of a folder, without making one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not (folder / "data.mdb").exists():
+        raise ConfigError(f"{folder} holds no KV store")
+    size = (folder / "data.mdb").stat().st_size
+    return KVStore(folder, max_bytes=max(size, 16 << 20), create=False)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeError) as error:
+        raise RequestError(f"{file} cannot be read: {error}") from error
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

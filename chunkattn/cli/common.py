@@ -1,0 +1,80 @@
+"""What the commands share: the app, its options, and how errors end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from chunkattn.errors import ChunkAttnError, RequestError
+from chunkattn.parsers import ChunkedPrompt
+
+if TYPE_CHECKING:
+    from chunkattn.llm import LLM
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Exact chunk-aware LLM inference: many independent pieces behind one shared prefix.",
+)
+console = Console(highlight=False)
+
+Model = Annotated[str | None, typer.Option(help="Local folder or hub id; the bundled demo model when left out.")]
+Separator = Annotated[str, typer.Option("--chunk-separator", help="Text between prefix, chunks and question.")]
+Strategy = Annotated[str, typer.Option("--position-strategy", help="shared or offset.")]
+PrefixPart = Annotated[str | None, typer.Option("--prefix", help="The prefix, as a part: never split at separators.")]
+Documents = Annotated[list[str] | None, typer.Option("--document", help="One chunk, as a part; repeat it.")]
+QuestionPart = Annotated[str | None, typer.Option("--question", help="The question, as a part.")]
+PromptText = Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.", show_default=False)]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Backend = Annotated[str, typer.Option("--attention-backend", help="auto, xla, reference or a registered one.")]
+KVStore = Annotated[Path | None, typer.Option("--kv-store", help="Folder that keeps the K/V of prefixes and documents.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")]
+
+
+def command(group: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command of a group; our own errors become one line on stderr and exit code 2."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except ChunkAttnError as error:
+                print("error:", " ".join(str(error).split()), file=sys.stderr)
+                raise typer.Exit(2) from None
+
+        return group.command()(run)
+
+    return register
+
+
+def log_to_stderr(verbose: bool) -> None:
+    """Warnings, or what the engine does."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("chunkattn").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None, question: str | None) -> str | ChunkedPrompt:
+    """The prompt as text, or as parts when any part option is given."""
+    if prefix is None and not documents and question is None:
+        if text is None:
+            raise RequestError("give a prompt, or its parts with --prefix, --document and --question")
+        return sys.stdin.read().removesuffix("\n") if text == "-" else text
+    if text is not None:
+        raise RequestError("give either a prompt or its parts, not both")
+    return ChunkedPrompt(prefix or "", documents or [], question or "")
+
+
+def make_llm(model: str | None, *, kv_store: Path | None = None, **options: Any) -> LLM:
+    """An engine; JAX is imported only now, so that `--help` is quick."""
+    from chunkattn.llm import LLM
+
+    return LLM(model, kv_store=None if kv_store is None else str(kv_store), **options)

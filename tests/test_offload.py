@@ -1,0 +1,147 @@
+"""K/V on disk: what a restarted engine serves is what computing anew gives."""
+
+import logging
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from chunkattn import LLM, ChunkedPrompt, SamplingParams
+from chunkattn.cli import app
+from tests.checkpoints import VOCAB
+from tests.engine_writer import OPTIONS, PREFIX, document
+from tests.test_cache import COLD, GREEDY, check_same
+
+QUESTION = [5, 6, 7]
+PROMPT = ChunkedPrompt(PREFIX, [document(n) for n in range(4)], QUESTION)
+TOKENS = len(PREFIX) + sum(len(document(n)) for n in range(4))
+
+
+@pytest.fixture
+def start(checkpoint, tmp_path):
+    """Starts engines on one store, each closed before the next begins."""
+    engines = []
+
+    def get(name="qwen3", **options):
+        for llm in engines:
+            llm.close()
+        engines.append(LLM(str(checkpoint(name)), kv_store=str(tmp_path / "kv"), max_logprobs=VOCAB, **{**OPTIONS, **options}))
+        return engines[-1]
+
+    yield get
+    for llm in engines:
+        llm.close()
+
+
+def counts(llm):
+    return dict(llm.core.disk.counts)
+
+
+def test_documents_survive_a_restart(start):
+    cold = start().generate(PROMPT, GREEDY)
+    assert cold[0].num_cached_tokens == 0
+    llm = start()
+    assert llm.generate(PROMPT, COLD)[0].num_cached_tokens == 0  # who opts out reads no disk
+    warm = llm.generate(ChunkedPrompt(PREFIX, PROMPT.chunks[::-1], QUESTION), GREEDY)
+    assert warm[0].num_cached_tokens == TOKENS
+    assert counts(llm) == {"hit": 5, "miss": 0, "submitted": 0, "refused": 0}
+    check_same(warm, cold)
+    # In new company, a part of it new; the new part is kept as well.
+    wider = ChunkedPrompt(PREFIX, [document(9), *PROMPT.chunks[1:3]], QUESTION)
+    expected = start().generate(wider, COLD)
+    llm = start()
+    check_same(llm.generate(wider, GREEDY), expected)
+    assert counts(llm) == {"hit": 3, "miss": 1, "submitted": 1, "refused": 0}
+    llm = start()
+    check_same(llm.generate(wider, GREEDY), expected)
+    assert counts(llm)["hit"] == 4
+
+
+def test_nothing_is_mistaken_for_another(start):
+    """Other salts, prefixes, models, dtypes, page sizes and positions find nothing."""
+    start().generate(PROMPT, GREEDY)
+    assert start().generate(PROMPT, GREEDY, cache_salt="a")[0].num_cached_tokens == 0
+    other = start().generate(ChunkedPrompt([*PREFIX[:-1], 9], PROMPT.chunks, QUESTION), GREEDY)
+    assert other[0].num_cached_tokens == 0
+    for options in ({"name": "qwen2"}, {"dtype": "bfloat16"}, {"block_size": 8}):
+        assert start(**options).generate(PROMPT, GREEDY)[0].num_cached_tokens == 0
+    llm = start(position_strategy="offset")
+    out = llm.generate(PROMPT, GREEDY)[0]
+    assert out.num_cached_chunk_tokens[1:] == (0, 0, 0)  # the first begins where it did before
+    assert start().generate(PROMPT, GREEDY)[0].num_cached_tokens == TOKENS
+
+
+def test_a_damaged_entry_is_computed_again_and_reported(start, tmp_path, caplog):
+    expected = start().generate(PROMPT, GREEDY)
+    start().close()
+    file = tmp_path / "kv" / "data.mdb"
+    data = bytearray(file.read_bytes())
+    chunk = np.random.default_rng(0)
+    # The K/V itself: anywhere behind the first pages, every few hundred bytes.
+    for place in chunk.integers(len(data) // 2, len(data), 200):
+        data[place] ^= 0x10
+    file.write_bytes(bytes(data))
+    with caplog.at_level(logging.WARNING):
+        llm = start()
+        out = llm.generate(PROMPT, GREEDY)
+    check_same(out, expected)
+    assert out[0].num_cached_tokens < TOKENS
+    assert "damaged" in caplog.text
+    llm = start()
+    check_same(llm.generate(PROMPT, GREEDY), expected)  # written anew
+    assert llm.generate(PROMPT, GREEDY)[0].num_cached_tokens == TOKENS
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_killing_an_engine_leaves_a_clean_store(start, checkpoint, tmp_path, kills):
+    """`kill -9` at random moments while an engine computes, writes and evicts; then everything served is right."""
+    rng = random.Random(kills)
+    for _ in range(kills):
+        command = [sys.executable, "-m", "tests.engine_writer", str(checkpoint("qwen3")), str(tmp_path / "kv")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout.readline() == "started\n"
+            time.sleep(rng.uniform(1.5, 4))
+            writer.kill()
+        llm = start()
+        hits = 0
+        for first in range(0, 100, 5):
+            prompt = ChunkedPrompt(PREFIX, [document(n) for n in range(first, first + 5)], QUESTION)
+            warm = llm.generate(prompt, GREEDY, use_tqdm=False)
+            check_same(warm, llm.generate(prompt, COLD, use_tqdm=False))
+            hits += warm[0].num_cached_tokens
+        assert hits > 0
+        assert llm.core.disk.store.damaged == 0
+
+
+def test_cache_commands(tmp_path):
+    runner, store = CliRunner(), ["--kv-store", str(tmp_path / "kv")]
+    (tmp_path / "docs").mkdir()
+    texts = ["Nila lives in Tunise.", "Rumi is a poet."]
+    for number, text in enumerate(texts):
+        (tmp_path / "docs" / f"{number}.txt").write_text(text + "\n")
+    build = ["cache", "build", str(tmp_path / "docs"), *store, "--prefix", "Read the documents and answer the question."]
+    first, again = runner.invoke(app, build), runner.invoke(app, build)
+    assert "written 3, there already 0" in " ".join(first.output.split())
+    assert "written 0, there already 3" in " ".join(again.output.split())
+    listed = runner.invoke(app, ["cache", "ls", *store])
+    assert "3 entries" in listed.output
+    assert listed.output.count("chunk") == 2
+    assert len(runner.invoke(app, ["cache", "ls", *store, "--json"]).output.splitlines()) == 3
+    with_store = LLM(enable_chunk_aware=True, kv_store=store[1], kv_cache_memory_bytes=8 << 20, max_num_batched_tokens=256)
+    prompt = ChunkedPrompt("Read the documents and answer the question.", texts[::-1], "Where does Nila live? Answer:")
+    out = with_store.generate(prompt, SamplingParams(temperature=0, max_tokens=4))[0]
+    assert all(out.num_cached_chunk_tokens)
+    with_store.close()
+    assert "0 left" in runner.invoke(app, ["cache", "gc", *store, "--all"]).output
+    for arguments, message in (
+        (["gc", *store], "say what to remove"),
+        (["ls", "--kv-store", str(tmp_path)], "holds no KV store"),
+        (["build", str(tmp_path / "kv"), *store], "no file of"),
+    ):
+        result = runner.invoke(app, ["cache", *arguments])
+        assert result.exit_code == 2
+        assert message in result.stderr
