@@ -5,6 +5,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from chunkattn.async_llm import AsyncLLM
     from chunkattn.backends import AttentionBackend, chunk_attention, register_backend
     from chunkattn.config import EngineConfig, SamplingParams
     from chunkattn.layout import ChunkLayout
@@ -18,6 +19,7 @@ __version__ = version("chunkattn")
 # Where each public name lives. Imported on first use: the tools that need no JAX start without it.
 _HOMES = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "AttentionBackend": "backends",
     "CacheReport": "outputs",
     "ChunkLayout": "layout",
@@ -35,6 +37,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "AttentionBackend",
     "CacheReport",
     "ChunkLayout",

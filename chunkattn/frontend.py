@@ -122,12 +122,16 @@ class Frontend:
 
         Raises:
             RequestError: a part is malformed or too long.
+            CapacityError: `pin` and the pool is too small for all of them.
         """
         layouts = self.parser.parse_cache(prefix, documents)
         requests = [PrecomputeRequest(self._new_id(), layout, check_salt(cache_salt), pin) for layout in layouts]
         for request in requests:
             self.intake.check(request)
-        return PrecomputeJob(requests, self.limits)
+        job = PrecomputeJob(requests, self.limits)
+        if pin:
+            job.check_room()
+        return job
 
     # Scoring
 
@@ -233,6 +237,20 @@ class PrecomputeJob:
     def add(self, event: PrecomputeResult) -> None:
         """Take one request's result."""
         self._cached[event.request_id] = event.cached
+
+    def check_room(self) -> None:
+        """Check that the pool holds all documents at once.
+
+        Raises:
+            CapacityError: it does not.
+        """
+        report = self.report()
+        if report.fits < len(report.documents):
+            raise CapacityError(
+                f"{len(report.documents)} documents of {report.total_bytes} bytes cannot all be pinned: the pool of "
+                f"{report.pool_bytes} bytes holds the first {report.fits}",
+                param="documents",
+            )
 
     def report(self) -> CacheReport:
         """Sizes of the parts, and how many pages they take of the pool."""

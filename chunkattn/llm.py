@@ -180,13 +180,6 @@ class LLM:
             EngineError: a step failed.
         """
         job = self.frontend.precompute(prefix, documents, cache_salt, pin)
-        report = job.report()
-        if pin and report.fits < len(report.documents):
-            raise CapacityError(
-                f"{len(report.documents)} documents of {report.total_bytes} bytes cannot all be pinned: the pool of "
-                f"{report.pool_bytes} bytes holds the first {report.fits}",
-                param="documents",
-            )
         try:
             with _progress(len(job.requests), use_tqdm, "documents") as bar, closing(self._drive(job.requests)) as events:
                 for event in events:

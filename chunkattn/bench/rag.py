@@ -89,7 +89,8 @@ class _Bench:
         prefix, documents = self.ids(workload.prefix_tokens), [self.ids(size) for _ in range(count)]
         baseline = 0.0
         for mode in MODES:
-            warm, results = mode.endswith("warm"), []
+            warm = mode.endswith("warm")
+            results: list[tuple[float, int, int, int]] = []
             # Not counted: the first cold one, which compiles, and for the warm the first warm one, which does too.
             uncounted, counted = (2, workload.repeats) if warm else (1, max(1, workload.repeats // 5))
             for _ in range(uncounted + counted):

@@ -1,0 +1,383 @@
+"""`AsyncLLM`: the asyncio API, the engine in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from types import TracebackType
+from typing import Any
+from uuid import uuid4
+
+from chunkattn.config import SamplingParams
+from chunkattn.engine.build import open_files
+from chunkattn.engine.call import Call
+from chunkattn.engine.client import EngineClient
+from chunkattn.engine.collect import OutputBuilder
+from chunkattn.engine.control import Checkpoint
+from chunkattn.engine.messages import EngineLimits, EngineOutput, PromptLogprobsOutput, TokenOutput
+from chunkattn.errors import CapacityError, EngineDeadError, RequestError
+from chunkattn.frontend import Frontend, as_list, make_config
+from chunkattn.outputs import CacheReport, RequestOutput, ScoreOutput
+from chunkattn.parsers import ParsedPrompt
+from chunkattn.parsers.prompt import Prompt
+
+
+class AsyncLLM:
+    """A model whose engine runs in a process of its own, which is started again when it dies or hangs.
+
+    Belongs to the event loop it is started in. Compiles every step variant at the start unless `warmup=False`; when the
+    engine is started again, each as it is needed. The engine's process sees this one's environment variables but none of
+    its Python objects: an attention backend of your own must come through the entry-point group `chunkattn.backends`, one
+    registered by decorator alone is not found, and JAX options must be set by variables, not by `jax.config`. This process
+    itself uses no accelerator.
+
+    Example:
+        >>> async with AsyncLLM(enable_chunk_aware=True) as llm:  # doctest: +SKIP
+        ...     async for output in llm.generate("Read. # # A document. # # Another. # # A question?"):
+        ...         print(output.outputs[0].text)
+
+    Args:
+        model: a local Hugging Face folder, a hub id, or None for the bundled demo model.
+        **options: see `chunkattn.config.EngineConfig`.
+
+    Attributes:
+        client: of the engine's process.
+        config: as given.
+
+    Raises:
+        ConfigError: an option is unknown or invalid.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.config = make_config(model, options)
+        self.client = EngineClient(self.config, self._connect)
+        self._frontend: Frontend | None = None
+        self._generations: dict[str, tuple[Call, OutputBuilder | None]] = {}
+
+    # Life
+
+    @classmethod
+    async def start(cls, model: str | None = None, **options: Any) -> AsyncLLM:
+        """A started engine, to be closed with `close`.
+
+        Raises:
+            ConfigError, ModelError, BackendError: it cannot be built.
+            EngineDeadError: its process died three times.
+        """
+        llm = cls(model, **options)
+        await llm._open()
+        return llm
+
+    async def _open(self) -> None:
+        try:
+            files = await asyncio.to_thread(open_files, self.config)
+            self._frontend = await asyncio.to_thread(Frontend, self.config, files)
+            await self.client.start(Checkpoint.of(files))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the engine; all callers get `EngineDeadError`. Closing twice is fine."""
+        await self.client.close()
+
+    @property
+    def frontend(self) -> Frontend:
+        """Parses what users send.
+
+        Raises:
+            EngineDeadError: not started.
+        """
+        if self._frontend is None:
+            raise EngineDeadError("the engine has not been started")
+        return self._frontend
+
+    def _connect(self, limits: EngineLimits) -> None:
+        self.frontend.connect(limits)
+
+    @property
+    def state(self) -> str:
+        """`"starting"`, `"ready"`, `"restarting"`, `"failed"` or `"closed"`; see `EngineClient`."""
+        return self.client.state
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.client.is_ready
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What the engine can hold.
+
+        Raises:
+            EngineDeadError: it has never been ready.
+        """
+        if self.client.limits is None:
+            raise EngineDeadError("the engine has not been started")
+        return self.client.limits
+
+    async def metrics(self) -> str:
+        """The engine's metrics in Prometheus' text format.
+
+        Raises:
+            EngineDeadError: it is not ready, or dies.
+        """
+        return await self.client.metrics()
+
+    # Generation
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        chunk_aware: bool | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt, yielding all there is so far whenever there is more.
+
+        Closing the iterator or cancelling its task aborts the request. A slow caller misses intermediate outputs, never
+        the last one.
+
+        Args:
+            prompt: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}` or `ChunkedPrompt`.
+            sampling_params: defaults when None.
+            request_id: for `abort`; one is made up when None.
+            chunk_aware: split text and ids at the separator; None is the engine's `enable_chunk_aware`.
+            cache_salt: share the cache with requests of the same salt alone.
+            priority: the lower goes first.
+            timeout: seconds until it is aborted.
+
+        Raises:
+            RequestError: prompt or parameters are invalid; nothing has been sent then.
+            QueueFullError: `max_queued_requests` are on their way already.
+            EngineError: a step failed.
+            EngineDeadError: the engine is not ready, or died.
+            DeadlineExceededError: `timeout` has passed.
+        """
+
+        def parse() -> list[ParsedPrompt]:
+            return self.frontend.parse([prompt], chunk_aware, cache_salt)
+
+        return self._generate(parse, sampling_params, request_id, priority, timeout)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        documents: Sequence[str] | None = None,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation, yielding as `generate` does.
+
+        Args:
+            messages: the conversation.
+            sampling_params: see `generate`.
+            documents: become its chunks; see `LLM.chat`.
+            request_id: see `generate`.
+            cache_salt: see `generate`.
+            priority: see `generate`.
+            timeout: see `generate`.
+            chat_template_kwargs: passed to the chat template.
+
+        Raises:
+            RequestError: no user message, no usable chat template, or as `generate`.
+            ChunkAttnError: as `generate`.
+        """
+
+        def parse() -> list[ParsedPrompt]:
+            return self.frontend.parse_chat([as_list(messages, "messages")], documents, chat_template_kwargs, cache_salt)
+
+        return self._generate(parse, sampling_params, request_id, priority, timeout)
+
+    async def _generate(
+        self,
+        parse: Callable[[], list[ParsedPrompt]],
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        timeout: float | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        name = uuid4().hex if request_id is None else request_id
+        if not isinstance(name, str) or name in self._generations:
+            raise RequestError(f"request_id must be a text no other running request has, got {name!r}", param="request_id")
+        with self.client.call(_check_timeout(timeout)) as call:
+            self._generations[name] = call, None
+            try:
+                ((request, builder),) = await call.prepare(lambda: self.frontend.generation(parse(), params, priority))
+                if call.done:  # aborted before it began
+                    return
+                builder.output.request_id = name
+                self._generations[name] = call, builder
+                call.send([request], lambda event: self._take(builder, event))
+                ended = False
+                while not ended:
+                    await call.wait()
+                    ended = builder.finished  # before the caller gets its turn, in which more may come
+                    yield _snapshot(builder.output)
+            finally:
+                del self._generations[name]
+
+    def _take(self, builder: OutputBuilder, event: EngineOutput) -> bool:
+        if isinstance(event, PromptLogprobsOutput):
+            builder.add_prompt_logprobs(event)
+        # What the engine made of a sample before it heard of its stop string is dropped.
+        elif (
+            isinstance(event, TokenOutput)
+            and builder.output.outputs[event.sample].finish_reason is None
+            and builder.add_token(event)
+        ):
+            self.client.stop(event.request_id, event.sample)
+        return builder.finished
+
+    async def abort(self, request_id: str) -> None:
+        """End a generation, wherever it is awaited; its last output says `finish_reason="abort"`.
+
+        Ids not running are ignored, for it may just have finished. One that has not begun ends without any output.
+        """
+        call, builder = self._generations.get(request_id, (None, None))
+        for completion in builder.output.outputs if builder else []:
+            completion.finish_reason = completion.finish_reason or "abort"
+        if call is not None:
+            call.abort()
+
+    # Scoring
+
+    async def score(
+        self,
+        query: str | Sequence[int] | None = None,
+        items: Sequence[str] | Sequence[Sequence[int]] | None = None,
+        *,
+        label_token_ids: Sequence[int],
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        algorithm: str = "auto",
+        packed_ids: Sequence[int] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> ScoreOutput:
+        """P(label | query + item) for every item; arguments are those of `LLM.score`.
+
+        Args:
+            query: text or token ids.
+            items: all text, or all token ids, as the query is.
+            label_token_ids: tokens whose probability after the item is the score.
+            apply_softmax: normalise over the labels instead of the whole vocabulary.
+            item_first: score item + query instead.
+            algorithm: see `LLM.score`.
+            packed_ids: see `LLM.score`.
+            priority: see `generate`.
+            timeout: see `generate`.
+
+        Raises:
+            RequestError: malformed query, items or labels; nothing has been sent then.
+            ChunkAttnError: as `generate`.
+        """
+        with self.client.call(_check_timeout(timeout)) as call:
+            job = await call.prepare(
+                self.frontend.scoring,
+                query,
+                items,
+                label_token_ids,
+                apply_softmax=apply_softmax,
+                item_first=item_first,
+                algorithm=algorithm,
+                packed_ids=packed_ids,
+                priority=priority,
+            )
+            await call.finish(job.requests, _each(job.add))
+            return job.output()
+
+    # The cache
+
+    async def precompute(
+        self,
+        prefix: str | Sequence[int],
+        documents: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        pin: bool = False,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> CacheReport:
+        """Compute the K/V of a prefix and documents ahead of use. Nothing stays, pinned or not, when the engine dies.
+
+        Args:
+            prefix: as it will stand in the prompts, text or token ids.
+            documents: all text, or all token ids, as the prefix is.
+            pin: keep them until `unpin`, whatever else needs pages.
+            cache_salt: see `generate`.
+            timeout: see `generate`.
+
+        Returns:
+            Tokens and bytes of every document, and how many fit the pool together.
+
+        Raises:
+            RequestError: malformed or too long; nothing has been sent then.
+            CapacityError: `pin` and not all of them fit; nothing stays pinned then.
+            ChunkAttnError: as `generate`.
+        """
+        with self.client.call(_check_timeout(timeout)) as call:
+            job = await call.prepare(self.frontend.precompute, prefix, documents, cache_salt, pin)
+            try:
+                await call.finish(job.requests, _each(job.add))
+            except BaseException:
+                call.abort()  # first, so that nothing gets pinned after the engine has heard of the unpinning
+                self.client.unpin(r.request_id for r in job.requests)
+                raise
+            return job.report()
+
+    async def unpin(self, report: CacheReport) -> None:
+        """Let what a `precompute(pin=True)` pinned be evicted again."""
+        self.client.unpin(report.pin_ids)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached block, pinned ones too. Returns whether every page is free: False while requests run.
+
+        Raises:
+            EngineDeadError: the engine is not ready, or dies.
+        """
+        return await self.client.reset_cache()
+
+
+def _each(add: Callable[[Any], None]) -> Callable[[Any], bool]:
+    """For requests with one output each."""
+
+    def take(event: Any) -> bool:
+        add(event)
+        return True
+
+    return take
+
+
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    """What a caller may keep while the original grows."""
+    copies = [
+        replace(o, token_ids=list(o.token_ids), logprobs=None if o.logprobs is None else list(o.logprobs))
+        for o in output.outputs
+    ]
+    return replace(output, outputs=copies)
+
+
+def _check_timeout(timeout: float | None) -> float | None:
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout > 0):
+        raise RequestError(f"timeout must be a number of seconds above 0, got {timeout!r}", param="timeout")
+    return timeout

@@ -1,0 +1,383 @@
+"""`EngineClient`: starts the engine's process, speaks with it, and starts it again when it dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import zmq.asyncio
+
+from chunkattn import errors
+from chunkattn.config import EngineConfig
+from chunkattn.engine.call import Call
+from chunkattn.engine.control import (
+    Abort,
+    Checkpoint,
+    Failed,
+    Heartbeat,
+    MetricsQuery,
+    MetricsReply,
+    Ready,
+    ResetCache,
+    ResetReply,
+    Shutdown,
+    Start,
+    Stop,
+    ToWorker,
+    Unpin,
+    WarmupProgress,
+)
+from chunkattn.engine.messages import (
+    EngineLimits,
+    Message,
+    PrecomputeResult,
+    PromptLogprobsOutput,
+    RequestFailed,
+    ScoreResult,
+    TokenOutput,
+)
+from chunkattn.engine.process import WorkerProcess, describe_exit
+from chunkattn.engine.wire import WireMessage, decode
+from chunkattn.errors import ChunkAttnError, EngineDeadError, QueueFullError, RequestError
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_START_SILENCE_S = 60.0
+"""No sign of life that long while the process starts: Python and JAX have to be imported before the first one."""
+_EXCUSED_S = 1800.0
+"""Loading weights or compiling one program may take that long."""
+_LAST_WORDS_S = 0.1
+_LAST_WAIT_S = 5.0
+_FAILED_STARTS = 3
+_LONGEST_PAUSE_S = 30.0
+
+
+class EngineClient:
+    """One engine in a process of its own. Belongs to the event loop that starts it.
+
+    Args:
+        on_ready: told the limits whenever an engine is ready.
+
+    Attributes:
+        state: `"starting"`, `"ready"`, `"restarting"`, `"failed"` (three starts in a row have failed; it is still
+            tried, every 30 s at last) or `"closed"`.
+        reason: what ended the last engine.
+        limits: of the engine, None until it has been ready once.
+        warmup: programs compiled and in all, of the engine that is starting.
+        restarts: engines started after the first.
+    """
+
+    def __init__(self, config: EngineConfig, on_ready: Callable[[EngineLimits], None]) -> None:
+        self.config, self._on_ready = config, on_ready
+        self.state, self.reason = "starting", "the engine is starting"
+        self.limits: EngineLimits | None = None
+        self.warmup: tuple[int, int] | None = None
+        self.restarts = 0
+        self._worker: WorkerProcess | None = None
+        self._beat = Heartbeat(0.0, None)
+        self._calls: set[Call] = set()
+        self._owners: dict[str, Call] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
+        self._query_ids = count()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._failure: Failed | None = None
+
+    # Life
+
+    async def start(self, checkpoint: Checkpoint) -> None:
+        """Start the engine and wait until it is ready. Whatever ends this early closes the client.
+
+        Raises:
+            ConfigError, ModelError, BackendError: the engine cannot be built.
+            EngineDeadError: its process died three times, or the client was closed.
+        """
+        if self._supervisor is not None or self.state == "closed":
+            raise EngineDeadError(
+                "an engine can be started once; this one " + ("is closed" if self.state == "closed" else "runs")
+            )
+        loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[None] = loop.create_future()
+        self._closing: asyncio.Future[float] = loop.create_future()
+        self._supervisor = loop.create_task(self._supervise(checkpoint), name="engine-supervisor")
+        try:
+            await self._started
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self, grace_s: float = 10.0) -> None:
+        """End the engine: all callers get `EngineDeadError`. Closing twice is fine.
+
+        Args:
+            grace_s: seconds it gets to finish its step and write to its KV store before it is killed.
+        """
+        was_ready, self.state, self.reason = self.is_ready, "closed", "the engine is closed"
+        self._fail_all()
+        if self._supervisor is not None:
+            if not self._closing.done():
+                self._closing.set_result(grace_s if was_ready else 0.0)
+            await asyncio.wait({self._supervisor})
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.state == "ready"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process, if there is one."""
+        return None if self._worker is None else self._worker.pid
+
+    # Calls
+
+    def call(self, timeout: float | None = None) -> Call:
+        """A new call, which takes one of `max_queued_requests` places until it is left.
+
+        Raises:
+            EngineDeadError: the engine is not ready.
+            QueueFullError: all places are taken.
+        """
+        self._check_ready()
+        if len(self._calls) >= self.config.max_queued_requests:
+            raise QueueFullError(
+                f"{len(self._calls)} requests are on their way, max_queued_requests is {self.config.max_queued_requests}; "
+                "try again later"
+            )
+        made = Call(self, timeout)
+        self._calls.add(made)
+        return made
+
+    def release(self, call: Call) -> None:
+        """Give a call's place back."""
+        self._calls.discard(call)
+
+    def send_requests(self, call: Call, requests: Sequence[Message]) -> None:
+        """Send requests whose outputs go to `call`.
+
+        Raises:
+            EngineDeadError: the engine is not ready.
+            RequestError: a value cannot be sent.
+        """
+        self._check_ready()
+        try:
+            self._send(requests)
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise RequestError(f"the request holds a value that cannot be sent to the engine: {error}") from None
+        self._owners |= {r.request_id: call for r in requests}
+
+    def forget(self, request_id: str) -> None:
+        """No output of this request is expected any more."""
+        self._owners.pop(request_id, None)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests here and in the engine."""
+        aborts = [Abort(r) for r in request_ids]
+        for message in aborts:
+            self.forget(message.request_id)
+        self.tell(aborts)
+
+    def stop(self, request_id: str, sample: int) -> None:
+        """End one sample of a request."""
+        self.tell([Stop(request_id, sample)])
+
+    def unpin(self, request_ids: Iterable[str]) -> None:
+        """Let the cache evict what these precompute requests pinned; an engine started since holds nothing of it."""
+        self.tell([Unpin(tuple(request_ids))])
+
+    def tell(self, messages: Sequence[ToWorker]) -> None:
+        """Send what needs no answer; an engine that is not ready has nothing to be told."""
+        if self.is_ready and messages:
+            self._send(messages)
+
+    async def metrics(self) -> str:
+        """The engine's metrics in Prometheus' text format.
+
+        Raises:
+            EngineDeadError: it is not ready, or dies.
+        """
+        return await self._query(MetricsQuery)
+
+    async def reset_cache(self) -> bool:
+        """Forget everything cached. Returns whether every page is free.
+
+        Raises:
+            EngineDeadError: it is not ready, or dies.
+        """
+        return await self._query(ResetCache)
+
+    async def _query(self, kind: type[MetricsQuery] | type[ResetCache]) -> Any:
+        self._check_ready()
+        number = next(self._query_ids)
+        self._queries[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send([kind(number)])
+            return await self._queries[number]
+        finally:
+            del self._queries[number]
+
+    def _send(self, messages: Sequence[WireMessage]) -> None:
+        assert self._worker is not None
+        self._worker.send(messages)
+
+    def _check_ready(self) -> None:
+        if not self.is_ready:
+            raise EngineDeadError(self._explain())
+
+    def _explain(self) -> str:
+        what = {
+            "failed": f"; it has failed to start {_FAILED_STARTS} times or more in a row and is tried again",
+            "restarting": "; it is being started again",
+        }
+        return self.reason + what.get(self.state, "")
+
+    def _fail_all(self) -> None:
+        """Every caller learns the reason; none is left waiting."""
+        text = self._explain()
+        for call in list(self._calls):
+            call.fail(EngineDeadError(text))
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(text))
+
+    # Supervision
+
+    async def _supervise(self, checkpoint: Checkpoint) -> None:
+        context = zmq.asyncio.Context()
+        failed = 0
+        try:
+            while not self._closing.done():
+                failed = 0 if await self._run_worker(context, checkpoint) else failed + 1
+                if self._closing.done():
+                    break
+                if not self._started.done() and self._failure is not None and (kind := _ours(self._failure)):
+                    self._start_failed(kind(self._failure.text))  # trying again would not help
+                    break
+                logger.error("%s; starting it again", self.reason)
+                if failed >= _FAILED_STARTS:
+                    self.state = "failed"
+                    self._start_failed(EngineDeadError(self._explain()))
+                if failed:
+                    await asyncio.wait({self._closing}, timeout=min(0.5 * 2 ** (failed - 1), _LONGEST_PAUSE_S))
+                self.restarts += 1
+        except Exception as error:
+            logger.exception("the engine's supervisor fails")
+            self.reason = f"the engine's supervisor failed: {error!r}"
+        finally:
+            self.state = "closed"
+            self._fail_all()
+            self._start_failed(EngineDeadError(self.reason))
+            context.destroy(linger=0)
+
+    def _start_failed(self, error: ChunkAttnError) -> None:
+        if not self._started.done():
+            self._started.set_exception(error)
+
+    async def _run_worker(self, context: zmq.asyncio.Context, checkpoint: Checkpoint) -> bool:
+        """Run one process to its end, and see that nothing of it remains. Returns whether it was ever ready."""
+        self.warmup, self._beat, self._served = None, Heartbeat(0.0, None), False
+        self._failure = None
+        try:
+            self._worker = worker = WorkerProcess(context)
+        except OSError as error:
+            self.reason = f"the engine's process cannot be started: {error}"
+            return False
+        try:
+            # After a death callers wait, and the compile cache has what they need: the first start alone warms up.
+            warmup = self.config.warmup is not False and self.limits is None
+            level = logging.getLogger("chunkattn").getEffectiveLevel()
+            heartbeat = min(0.5, self.config.engine_hang_timeout_s / 4)
+            worker.send([Start(replace(self.config, warmup=warmup), checkpoint, level, heartbeat)])
+            reason = await self._watch(worker)
+        except Exception as error:
+            logger.exception("the engine's process cannot be understood")
+            reason = f"sent what cannot be understood ({error!r}) and was killed"
+        finally:
+            worker.dispose()
+        if self.state != "closed":
+            self.state = "restarting" if self._served else self.state
+            self.reason = f"the engine's process {reason}"
+            self._fail_all()
+            ends: set[asyncio.Future[Any]] = {worker.exited, self._closing}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._closing.done():
+            await asyncio.wait({worker.exited}, timeout=_LAST_WAIT_S)
+        return self._served
+
+    async def _watch(self, worker: WorkerProcess) -> str:
+        """Take messages until the process has ended or must be ended. Returns what happened to it."""
+        now = asyncio.get_running_loop().time
+        receiving = worker.receive()
+        before, silence, until = now(), 0.0, float("inf")
+        while now() < until:
+            awaited: set[asyncio.Future[Any]] = {receiving, worker.exited}
+            if not self._closing.done():
+                awaited.add(self._closing)
+            elif until == float("inf"):
+                until = now() + self._closing.result()
+                worker.send([Shutdown()])
+            await asyncio.wait(awaited, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            if worker.exited.done() and not receiving.done():
+                if self.is_ready:
+                    self.state, self.reason = "restarting", "the engine's process has ended"
+                await asyncio.wait({receiving}, timeout=_LAST_WORDS_S)
+            # Counted in ticks: time in which this very process stood still says nothing about the other one.
+            silence, before = silence + min(now() - before, 2 * _TICK_S), now()
+            if receiving.done():
+                silence = 0.0
+                for message in decode(receiving.result()):
+                    self._take(message)
+                receiving = worker.receive()
+            elif worker.exited.done():
+                failure = self._failure
+                said = f": {failure.error_type}: {failure.text}" if failure else ""
+                return describe_exit(worker.exited.result()) + said
+            elif reason := self._hang(silence):
+                return f"{reason} and was killed"
+        return "was closed"
+
+    def _hang(self, silence: float) -> str | None:
+        """Why the process counts as hung, if it does."""
+        limit = self.config.engine_hang_timeout_s
+        quiet = limit if self.is_ready else max(limit, _START_SILENCE_S)
+        if silence > quiet:
+            return f"gave no sign of life for {quiet:g} s"
+        spent, busy = self._beat.step_running_s, self._beat.busy
+        if spent > (_EXCUSED_S if busy else limit):
+            return f"was {busy or 'in one step'} for {spent:.1f} s (engine_hang_timeout_s is {limit:g})"
+        return None
+
+    def _take(self, message: WireMessage) -> None:
+        """One message of the worker."""
+        match message:
+            case Heartbeat():
+                self._beat = message
+            case WarmupProgress(done, total):
+                self.warmup = done, total
+                logger.info("warm-up: %d of %d programs", done, total)
+            case Ready(limits):
+                self._served = True
+                self.limits = limits
+                self._on_ready(limits)
+                if not self._closing.done():
+                    self.state, self.reason = "ready", ""
+                    if not self._started.done():
+                        self._started.set_result(None)
+            case Failed():
+                self._failure = message
+            case ResetReply(query_id, answer) | MetricsReply(query_id, answer):
+                if (query := self._queries.get(query_id)) is not None and not query.done():
+                    query.set_result(answer)
+            case TokenOutput() | PromptLogprobsOutput() | ScoreResult() | PrecomputeResult() | RequestFailed():
+                if (call := self._owners.get(message.request_id)) is not None:  # else aborted meanwhile
+                    call.receive(message)
+
+
+def _ours(failure: Failed) -> type[ChunkAttnError] | None:
+    """The deliberate error a worker failed with, if it was one."""
+    kind = getattr(errors, failure.error_type, None)
+    return kind if isinstance(kind, type) and issubclass(kind, ChunkAttnError) else None

@@ -1,0 +1,53 @@
+"""Tells a long compilation from a hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import jax.monitoring
+
+from chunkattn.engine.control import Heartbeat
+
+_COMPILE_EVENTS = "/jax/core/compile/"
+
+
+class StepClock:
+    """How long one thread, the one that makes this, has been at what it does; any thread may ask.
+
+    JAX announces the beginning (a scalar) and the end (a duration) of every tracing, lowering and compilation. Between
+    the two the thread is compiling; each end starts the clock anew, so that a step that hangs after it has compiled is
+    still found.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._open = threading.get_ident(), 0
+        self._work: str | None = None
+        self._state: tuple[float, str | None] | None = None  # replaced as a whole, for it is read without a lock
+        jax.monitoring.register_scalar_listener(self._begun)
+        jax.monitoring.register_event_duration_secs_listener(self._ended)
+
+    def begin(self, work: str | None = None) -> None:
+        """A step begins, or `work` that may take long."""
+        self._work, self._open = work, 0
+        self._state = time.monotonic(), work
+
+    def idle(self) -> None:
+        """Nothing to do."""
+        self._state = None
+
+    def read(self) -> Heartbeat:
+        """What a heartbeat says now."""
+        state = self._state
+        return Heartbeat(0.0, None) if state is None else Heartbeat(time.monotonic() - state[0], state[1])
+
+    def _begun(self, event: str, value: float | int, **_: Any) -> None:
+        if event.startswith(_COMPILE_EVENTS) and threading.get_ident() == self._thread and self._state is not None:
+            self._open += 1
+            self._state = time.monotonic(), self._work or "compiling"
+
+    def _ended(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event.startswith(_COMPILE_EVENTS) and threading.get_ident() == self._thread and self._state is not None:
+            self._open = max(self._open - 1, 0)
+            self._state = time.monotonic(), self._work or ("compiling" if self._open else None)

@@ -1,0 +1,132 @@
+"""One engine process as its parent sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from chunkattn.engine.wire import WireMessage, encode
+
+_LONGEST_FOLDER = 90
+"""Bytes: a Unix socket's path holds little more than a hundred."""
+
+
+class WorkerProcess:
+    """A process just started, and the sockets to it. Belongs to the running event loop.
+
+    Attributes:
+        exited: the exit status as `subprocess` gives it, as soon as the process is gone and reaped.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[int] = loop.create_future()
+        self._folder = _private_folder()
+        self._requests, self._outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        try:
+            # Nothing waits for the process: how much can be on its way is bounded by the requests there can be.
+            self._requests.sndhwm = self._outputs.rcvhwm = 0
+            self._requests.bind(f"ipc://{self._folder}/requests")
+            self._outputs.bind(f"ipc://{self._folder}/outputs")
+            # Its stdin closes when this process dies. A session of its own: Ctrl-C in the terminal does not reach it.
+            # No PR_SET_PDEATHSIG: that fires when the *thread* that started the process ends.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "chunkattn.engine.worker", f"ipc://{self._folder}"],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                env=_environment(),
+                start_new_session=True,
+            )
+        except BaseException:
+            self._release()
+            raise
+        threading.Thread(target=self._reap, args=(loop,), name="engine-reaper", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def send(self, messages: Sequence[WireMessage]) -> None:
+        """Send one frame, without waiting.
+
+        Raises:
+            UnicodeEncodeError, OverflowError: see `chunkattn.engine.wire.encode`.
+        """
+        sending = asyncio.ensure_future(self._requests.send(encode(messages)))
+        sending.add_done_callback(lambda f: f.cancelled() or f.exception())  # it fails only with the process
+
+    def receive(self) -> asyncio.Future[bytes]:
+        """The next frame."""
+        return asyncio.ensure_future(self._outputs.recv())
+
+    def kill(self) -> None:
+        """End the process and any of its own, stopped ones too."""
+        if not self.exited.done():
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # not yet its group's leader, or just gone
+                self._process.kill()
+
+    def dispose(self) -> None:
+        """Kill it if it lives, close the sockets."""
+        self.kill()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._release()
+
+    def _release(self) -> None:
+        for socket in (self._requests, self._outputs):
+            socket.close(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+        status = self._process.wait()
+
+        def note() -> None:
+            if not self.exited.done():
+                self.exited.set_result(status)
+
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(note)
+
+
+def describe_exit(status: int) -> str:
+    """What a `subprocess` exit status means, for messages."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def _private_folder() -> Path:
+    """A new folder that only this user can enter, its name short enough for sockets in it."""
+    folder = Path(tempfile.mkdtemp(prefix="chunkattn-"))
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="chunkattn-", dir="/tmp"))
+    return folder
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with this package where the worker finds it even if the caller has changed `sys.path`."""
+    home = str(Path(__file__).parents[2])
+    environment = dict(os.environ)
+    if home not in (*site.getsitepackages(), site.getusersitepackages()):
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in (environment.get("PYTHONPATH"), home) if p)
+    return environment

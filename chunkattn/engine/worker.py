@@ -1,0 +1,215 @@
+"""The engine's process, `python -m chunkattn.engine.worker ADDRESS`: started by `EngineClient`, driven by messages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import zmq
+
+from chunkattn.engine.clock import StepClock
+from chunkattn.engine.control import (
+    Abort,
+    Failed,
+    MetricsQuery,
+    MetricsReply,
+    Ready,
+    ResetCache,
+    ResetReply,
+    Shutdown,
+    Start,
+    Stop,
+    Unpin,
+    WarmupProgress,
+)
+from chunkattn.engine.messages import (
+    EngineOutput,
+    GenerateRequest,
+    PrecomputeRequest,
+    PrecomputeResult,
+    RequestFailed,
+    ScoreRequest,
+)
+from chunkattn.engine.wire import WireMessage, decode, encode
+from chunkattn.errors import RequestError
+
+if TYPE_CHECKING:
+    from chunkattn.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+_FIRST_HEARTBEATS_S = 0.5
+_LAST_WORDS_S = 2
+_DISK_WAIT_S = 600
+
+
+class Worker:
+    """Moves messages in and outputs out of an `EngineCore`, one frame a step."""
+
+    def __init__(self, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], clock: StepClock) -> None:
+        self._inbox, self._outbox, self._clock = inbox, outbox, clock
+        self._closing = False
+        self.core: EngineCore
+
+    def start(self) -> float:
+        """Wait for `Start` and build the engine. Returns the seconds between heartbeats it wants."""
+        (start,) = decode(self._inbox.recv())
+        if not isinstance(start, Start):
+            raise TypeError(f"the first message must be Start, got {type(start).__name__}")
+        logging.getLogger("chunkattn").setLevel(start.log_level)
+        self._clock.begin("loading")
+        from chunkattn.engine.build import build_core  # after the first heartbeat: this imports much
+
+        self.core = build_core(start.config, start.checkpoint.files())
+        if start.config.warmup:
+            self.core.warm_up(self._warmed)
+        self._send([Ready(self.core.limits)])
+        return start.heartbeat_s
+
+    def _warmed(self, done: int, total: int) -> None:
+        self._clock.begin()  # one program at a time, each compiled and run as a step is
+        self._send([WarmupProgress(done, total)])
+
+    def serve(self) -> None:
+        """Run until told to shut down."""
+        while not self._closing:
+            if not self.core.has_work:
+                self._clock.idle()
+                self._inbox.poll()
+            self._clock.begin()
+            self._take_messages()
+            if self.core.has_work and not self._closing:
+                outputs = self.core.step()
+                self._send(outputs)
+                self._let_disk_catch_up(outputs)
+        self._clock.begin("closing")
+        if self.core.disk is not None:
+            self.core.disk.close()
+
+    def _send(self, messages: Iterable[WireMessage]) -> None:
+        if batch := list(messages):
+            self._outbox.send(encode(batch))
+
+    def _take_messages(self) -> None:
+        """Handle what has come in, without waiting: whatever it ends is gone before the next step."""
+        replies: list[WireMessage] = []
+        while self._inbox.poll(0):
+            for message in decode(self._inbox.recv()):
+                reply = self._handle(message)
+                replies += [] if reply is None else [reply]
+        self._send(replies)
+
+    def _handle(self, message: WireMessage) -> WireMessage | None:
+        match message:
+            case GenerateRequest() | ScoreRequest() | PrecomputeRequest():
+                try:
+                    self.core.add(message)
+                except RequestError as error:
+                    return RequestFailed(message.request_id, str(error), error.param)
+            case Abort(request_id):
+                self.core.abort(request_id)
+            case Stop(request_id, sample):
+                self.core.stop(request_id, sample)
+            case Unpin(request_ids):
+                self.core.unpin(request_ids)
+            case ResetCache(query_id):
+                return ResetReply(query_id, self.core.reset_prefix_cache())
+            case MetricsQuery(query_id):
+                return MetricsReply(query_id, self.core.metrics_text())
+            case Shutdown():
+                self._closing = True
+            case _:
+                raise TypeError(f"{type(message).__name__} is no message for a worker")
+        return None
+
+    def _let_disk_catch_up(self, outputs: Iterable[EngineOutput]) -> None:
+        """Precomputing outruns the KV store, which then drops parts: wait for it while nothing else is to be done."""
+        disk = self.core.disk
+        if disk is None or not any(isinstance(o, PrecomputeResult) for o in outputs):
+            return
+        if all(r.precompute for r in self.core.requests.values()):
+            self._clock.begin("writing")
+            for _ in range(_DISK_WAIT_S * 10):
+                if disk.writer.flush(timeout=0.1) or self._inbox.poll(0):
+                    return
+
+
+class _Heart:
+    """Sends heartbeats from a thread and over a socket of its own, and ends the process when its parent is gone."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, clock: StepClock) -> None:
+        self.interval = _FIRST_HEARTBEATS_S
+        self._context, self._address, self._clock, self._parent = context, address, clock, os.getppid()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._context.socket(zmq.PUSH) as socket:
+            socket.linger = 0
+            socket.connect(f"{self._address}/outputs")
+            while not self._stop.wait(self.interval):
+                if os.getppid() != self._parent:
+                    _leave(self._address)
+                if socket.poll(0, zmq.POLLOUT):
+                    socket.send(encode([self._clock.read()]))
+
+    def close(self) -> None:
+        """Stop; the context can be closed then."""
+        self._stop.set()
+        self._thread.join()
+
+
+def _leave_with_parent(address: str) -> None:
+    """Exit when the other end of stdin closes: the parent has died, whatever the main thread is doing."""
+    while os.read(0, 1):
+        pass
+    _leave(address)
+
+
+def _leave(address: str) -> None:
+    """Exit at once and remove the sockets, as nobody is left to do it."""
+    shutil.rmtree(address.removeprefix("ipc://"), ignore_errors=True)
+    os._exit(1)
+
+
+def main(address: str) -> int:
+    """Serve one engine over the sockets in `address`. Returns the exit status."""
+    # Ctrl-C and a service manager's SIGTERM reach the parent too, and the parent decides.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, args=(address,), name="parent", daemon=True).start()
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    context = zmq.Context()
+    inbox, outbox, clock = context.socket(zmq.PULL), context.socket(zmq.PUSH), StepClock()
+    inbox.rcvhwm = outbox.sndhwm = 0  # the client bounds what is on its way
+    inbox.connect(f"{address}/requests")
+    outbox.connect(f"{address}/outputs")
+    heart = _Heart(context, address, clock)
+    try:
+        worker = Worker(inbox, outbox, clock)
+        heart.interval = worker.start()
+        worker.serve()
+    except Exception as error:
+        logger.exception("the engine's process fails")
+        text = str(error).encode(errors="replace").decode()
+        outbox.send(encode([Failed(type(error).__name__, text)]))
+        return 1
+    finally:
+        heart.close()
+        inbox.close(linger=0)
+        outbox.close(linger=_LAST_WORDS_S * 1000)
+        context.term()
+    return 0
+
+
+if __name__ == "__main__":
+    if status := main(sys.argv[1]):
+        sys.exit(status)
+    os._exit(0)  # everything is closed, and JAX would take a second to take itself apart

@@ -1,0 +1,33 @@
+"""What the tests of `AsyncLLM` share."""
+
+import asyncio
+from contextlib import aclosing
+
+from chunkattn import SamplingParams
+
+OPTIONS = {"enable_chunk_aware": True, "kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 512, "warmup": False}
+PROMPT = "Read the notes. # # Ana lives in Oslo. # # Ben lives in Rome. # # Where does Ana live?"
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+
+
+async def last(outputs):
+    """The final output."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            found = output
+    return found
+
+
+async def until(condition, seconds=10.0):
+    """Wait for a condition, plain or awaitable."""
+    async with asyncio.timeout(seconds):
+        while not (await found if asyncio.iscoroutine(found := condition()) else found):
+            await asyncio.sleep(0.01)
+
+
+async def idle(llm):
+    """Whether the engine holds nothing for anybody."""
+    text = await llm.metrics()
+    used = [r'chunkattn_pages{state="used"}', *(f'chunkattn_requests_now{{state="{s}"}}' for s in ("waiting", "running"))]
+    return all(f"{name} 0.0" in text for name in used)

@@ -1,0 +1,126 @@
+"""Messages on their way to the engine's process and back, and its sign of life."""
+
+import threading
+import time
+from dataclasses import fields, is_dataclass
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from chunkattn import EngineConfig, SamplingParams, make_layout
+from chunkattn.engine import control, messages
+from chunkattn.engine.build import open_files
+from chunkattn.engine.clock import StepClock
+from chunkattn.engine.wire import decode, encode
+
+
+def plain(value):
+    """Any message as values that compare: arrays as dtype, shape and bytes."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if is_dataclass(value):
+        return type(value).__name__, [(f.name, plain(getattr(value, f.name))) for f in fields(value)]
+    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else (type(value), value)
+
+
+def random_messages(rng):
+    def ids(n, high=2**31):
+        return [int(i) for i in rng.integers(0, high, n)]
+
+    def text():
+        return "".join(map(chr, rng.choice([65, 228, 8364, 128512, 0], 4)))
+
+    def maybe(value):
+        return value if rng.random() < 0.7 else None
+
+    def logprobs(n):
+        k = int(rng.integers(0, 5))
+        values = rng.normal(size=(n, k)).astype(np.float32) - np.float32(np.inf if rng.random() < 0.2 else 0)
+        return messages.TokenLogprobs(
+            rng.normal(size=n).astype(np.float32), np.int32(ids(n)), rng.integers(0, 99, (n, k)).astype(np.int32), values
+        )
+
+    chunks = [ids(rng.integers(0, 9)) for _ in range(rng.integers(0, 4))]
+    layout = make_layout(ids(rng.integers(0, 9)), chunks, ids(rng.integers(0, 9)))
+    _ = layout.segments, layout.chunk_ids  # remembered values stay here
+    sampling = SamplingParams(
+        n=int(rng.integers(1, 5)),
+        temperature=rng.random(),
+        top_p=1 - rng.random(),
+        seed=maybe(int(rng.integers(2**63 - 1))),
+        logit_bias={i: rng.normal() for i in ids(3)},
+        stop=[text() for _ in range(rng.integers(3))],
+        stop_token_ids=ids(2),
+        max_tokens=maybe(7),
+        logprobs=maybe(3),
+        ignore_eos=bool(rng.random() < 0.5),
+    )
+    cached = messages.CachedTokens(3, tuple(ids(4)), 5)
+    limits = messages.EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64))
+    config = EngineConfig(model=maybe(text()), kv_cache_memory_bytes=maybe(2**40), engine_hang_timeout_s=1 + rng.random())
+    n = int(rng.integers(1, 6))
+    return [
+        messages.GenerateRequest(text(), layout, sampling, tuple(ids(2)), maybe(text()), -3),
+        messages.ScoreRequest(text(), layout, np.arange(n), tuple(ids(2)), 1),
+        messages.PrecomputeRequest(text(), layout, maybe(text()), True),
+        messages.TokenOutput(text(), 1, 5, maybe(logprobs(1)), maybe("stop"), maybe(7), maybe(cached)),
+        messages.PromptLogprobsOutput(text(), logprobs(n), rng.random(n) < 0.5),
+        messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32)),
+        messages.PrecomputeResult(text(), cached),
+        messages.RequestFailed(text(), text(), maybe("prompt")),
+        control.Start(config, control.Checkpoint.of(open_files(EngineConfig(), tokenizer=False)), 30, 0.5),
+        control.Abort(text()),
+        control.Stop(text(), 3),
+        control.Unpin(("a", text())),
+        control.ResetCache(3),
+        control.MetricsQuery(4),
+        control.Shutdown(),
+        control.Heartbeat(rng.random(), maybe("compiling")),
+        control.WarmupProgress(1, 2),
+        control.Ready(limits),
+        control.Failed("ValueError", text()),
+        control.ResetReply(3, True),
+        control.MetricsReply(4, text() * 1000),
+    ]
+
+
+def test_messages_survive_the_wire():
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        sent = random_messages(rng)
+        received = decode(encode(sent))
+        assert plain(received) == plain(sent)
+        assert received[0].layout.chunk_lens == sent[0].layout.chunk_lens  # a tuple still
+
+
+def test_what_is_no_message_is_refused():
+    for frame in (b"", b"\x91\x92\xa5Abort\x80", encode([]) + b"x", msgspec.msgpack.encode([("Runner", {})])):
+        with pytest.raises(msgspec.DecodeError):
+            decode(frame)
+    with pytest.raises(TypeError, match="wire form"):
+        encode([messages.ScoreResult("a", np.array([object()]))])
+
+
+def test_the_clock_tells_compiling_from_running():
+    """Seen from another thread: while a function is traced, and after it."""
+    clock, seen = StepClock(), []
+
+    @jax.jit
+    def traced(x):
+        asking = threading.Thread(target=lambda: seen.append(clock.read()))
+        asking.start()
+        asking.join()
+        return x + 1
+
+    assert clock.read() == control.Heartbeat(0.0, None)
+    clock.begin()
+    time.sleep(0.1)
+    assert clock.read().step_running_s >= 0.1
+    traced(jnp.ones(3)).block_until_ready()
+    assert [b.busy for b in seen] == ["compiling"]
+    assert clock.read().busy is None
+    assert clock.read().step_running_s < 0.1, "the end of a compilation starts the clock anew"
+    clock.idle()
