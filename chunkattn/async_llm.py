@@ -17,7 +17,7 @@ from chunkattn.engine.client import EngineClient
 from chunkattn.engine.collect import OutputBuilder
 from chunkattn.engine.control import Checkpoint
 from chunkattn.engine.messages import EngineLimits, EngineOutput, PromptLogprobsOutput, TokenOutput
-from chunkattn.errors import CapacityError, EngineDeadError, RequestError
+from chunkattn.errors import EngineDeadError, RequestError
 from chunkattn.frontend import Frontend, as_list, make_config
 from chunkattn.outputs import CacheReport, RequestOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt

@@ -5,6 +5,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
+import numpy as np
 import pytest
 
 _CACHE = Path(__file__).parent.parent / ".cache" / "jax"
@@ -65,3 +66,9 @@ def engine(checkpoint):
 def demo() -> LLM:
     """The bundled demo model."""
     return LLM(enable_chunk_aware=True, kv_cache_memory_bytes=32 << 20, max_num_batched_tokens=512)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers, the same in every run."""
+    return np.random.default_rng(0)

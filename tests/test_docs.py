@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from chunkattn.cli import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "usage.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "usage.md", ROOT / "docs" / "cache.md"]
 
 
 def blocks(page, language):
@@ -33,6 +33,8 @@ def test_python(page, capsys):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "nila.txt").write_text("Nila lives in Tunise.\n")
     commands = [line for b in blocks(page, "bash") for line in b.splitlines() if line.startswith("chunkattn ")]
     assert len(commands) >= 3
     for command in commands:

@@ -62,9 +62,9 @@ def rag(
 
 
 def _table(cases: list[Case], title: str) -> Table:
-    table = Table("documents", "mode", "scheduled", "padding", "cached", "first token", "speed-up", title=title)
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = Table("documents", "mode", "scheduled", "padding", "cached", "TTFT", "speed-up", title=title)
+    for column in table.columns:
+        column.no_wrap, column.justify = True, "left" if column.header in ("documents", "mode") else "right"
     for case in cases:
         table.add_row(
             f"{case.documents} x {case.document_tokens}",

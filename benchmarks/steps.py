@@ -1,0 +1,137 @@
+"""What a step is made of: the spans of the scheduler's textbook case, and the host's share of a step.
+
+    python -m benchmarks.steps --running 64 --context 200 --geometry qwen3-0.6b
+
+First two requests of 250 and 300 tokens under a budget of 256 and spans of 128, step by step, beside one span a step.
+Then the host's work (admission, spans, tile ranges, metadata, bookkeeping) and the device's, while `--running`
+requests generate and, every other step, one of them is replaced by a new prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from chunkattn.bench.geometry import make_core
+from chunkattn.config import SamplingParams
+from chunkattn.engine.messages import GenerateRequest
+from chunkattn.rope.positions import make_layout
+
+
+def textbook() -> list[dict[str, Any]]:
+    """The steps of two prompts, and of one span a step."""
+    core = make_core("small", 64, max_num_batched_tokens=256, long_prefill_token_threshold=128)
+    rng = np.random.default_rng(0)
+    for name, length in (("R1", 250), ("R2", 300)):
+        core.add(GenerateRequest(name, make_layout([], [], rng.integers(0, 4096, length)), SamplingParams(max_tokens=1)))
+    steps, build = [], core.batches.build
+
+    def note(spans: list) -> Any:
+        batch = build(spans)
+        steps.append(
+            {
+                "spans": ", ".join(f"{s.sequence.request.request_id}[{s.start}:{s.end}]" for s in spans),
+                "tokens": batch.num_rows,
+                "budget_used": batch.num_rows / 256,
+                "padding": len(batch.token_ids) - batch.num_rows,
+            }
+        )
+        return batch
+
+    core.batches.build = note  # type: ignore[method-assign]
+    while core.has_work:
+        core.step()
+    return steps
+
+
+class Clock:
+    """Adds up the time spent in some of an object's methods."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+
+    def watch(self, owner: object, name: str) -> None:
+        """Time this method from now on."""
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return original(*args)
+            finally:
+                self.spent += time.perf_counter() - began
+
+        setattr(owner, name, timed)
+
+
+def host_share(geometry: str, running: int, context: int, steps: int, chunks: int) -> dict[str, float]:
+    """Median milliseconds of a step, and of what the host does in it."""
+    per_request = (context + chunks * 16 + 2 * steps + 64) // 16
+    core = make_core(geometry, running * per_request + 256, max_num_seqs=running + 1, enable_prefix_caching=True)
+    rng = np.random.default_rng(0)
+
+    def add(number: int) -> None:
+        ids = rng.integers(0, 4096, context).tolist()
+        size = context // (chunks + 1)
+        parts = [ids[i * size : (i + 1) * size] for i in range(chunks + 1)]
+        layout = make_layout(parts[0][: size // 2], parts[:-1], parts[-1]) if chunks else make_layout([], [], ids)
+        params = SamplingParams(temperature=0, max_tokens=2 * steps, ignore_eos=True)
+        core.add(GenerateRequest(str(number), layout, params))
+
+    for number in range(running):
+        add(number)
+    while any(not s.output_ids for r in core.requests.values() for s in r.sequences):
+        core.step()
+    device = Clock()
+    for name in ("forward", "sample", "copy_pages"):
+        device.watch(core.runner, name)
+    totals, hosts = [], []
+    for step in range(steps + 4):
+        if step % 2:
+            core.abort(str(step // 2))
+            add(running + step)
+        device.spent, began = 0.0, time.perf_counter()
+        core.step()
+        totals.append(time.perf_counter() - began)
+        hosts.append(totals[-1] - device.spent)
+    totals, hosts = totals[4:], hosts[4:]  # the first ones compile
+    core_steps = {
+        "step_ms": 1000 * statistics.median(totals),
+        "host_ms": 1000 * statistics.median(hosts),
+        "host_ms_p90": 1000 * sorted(hosts)[int(0.9 * len(hosts))],
+    }
+    return core_steps | {"host_share": core_steps["host_ms"] / core_steps["step_ms"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", default="small")
+    parser.add_argument("--running", type=int, default=64)
+    parser.add_argument("--context", type=int, default=200)
+    parser.add_argument("--chunks", type=int, default=4, help="of every prompt; 0 is plain")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    steps = textbook()
+    host = host_share(args.geometry, args.running, args.context, args.steps, args.chunks)
+    if args.json:
+        print(json.dumps({"textbook": steps, "host": host}, indent=2))
+        return
+    print("250 and 300 tokens, budget 256, spans of 128\nstep  tokens  budget  padding  spans")
+    for number, step in enumerate(steps, 1):
+        print(f"{number:4}  {step['tokens']:6}  {step['budget_used']:6.1%}  {step['padding']:7}  {step['spans']}")
+    spans = -(-250 // 128) + -(-300 // 128)
+    print(f"{len(steps)} steps; one span a step: {spans}\n")
+    print(f"{args.geometry}, {args.running} running, {args.context} tokens in {args.chunks} chunks each")
+    share = f"{host['host_share']:.1%}"
+    print(f"step {host['step_ms']:.1f} ms, host {host['host_ms']:.2f} ms (p90 {host['host_ms_p90']:.2f}), {share}")
+
+
+if __name__ == "__main__":
+    main()

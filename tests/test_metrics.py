@@ -1,0 +1,104 @@
+"""Warm-up compiles what steps need; metrics count what has happened."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from chunkattn import LLM, ChunkedPrompt, SamplingParams
+from tests.checkpoints import VOCAB
+from tests.test_cache import part
+
+
+@pytest.fixture
+def fresh(checkpoint):
+    """An engine nothing has run on."""
+
+    def get(**options):
+        defaults = {
+            "skip_tokenizer_init": True,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 1 << 20,
+        }
+        return LLM(str(checkpoint("qwen3")), **{**defaults, **options})
+
+    return get
+
+
+def test_warm_up_compiles_every_step(fresh, rng):
+    llm = fresh(warmup=True)
+    compiles = llm.core.runner.compiles
+    buckets = llm.core.batches
+    assert compiles["step"] == len(buckets.token_buckets) * len(buckets.width_buckets) == len(buckets.variants)
+    before = dict(compiles)
+    prompts = [{"prompt_token_ids": part(rng, n)} for n in (1, 30, 100, 200)]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
+    llm.generate(prompts, SamplingParams(seed=1, max_tokens=20))
+    assert dict(compiles) == before
+    llm.core.scheduler.check()
+    assert llm.core.scheduler.trie.evictions == 0  # it wrote no page
+
+
+def test_warm_up_reports_progress_and_changes_nothing(fresh, rng):
+    llm, seen = fresh(), []
+    prompt = {"prompt_token_ids": part(rng, 40)}
+    expected = llm.generate(prompt, SamplingParams(temperature=0))[0].outputs[0].token_ids
+    seconds = llm.core.warm_up(lambda done, total: seen.append((done, total)))
+    total = len(llm.core.batches.variants)
+    assert seen == [(done, total) for done in range(total + 1)]
+    assert seconds > 0
+    again = llm.generate(prompt, SamplingParams(temperature=0))[0]
+    assert again.outputs[0].token_ids == expected
+    assert again.num_cached_tokens == 32
+
+
+def test_metrics_count_what_happened(fresh, rng):
+    llm = fresh()
+    prefix, documents = part(rng, 10), [part(rng, 20), part(rng, 30)]
+    questions = [part(rng, 5), part(rng, 40)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for question in questions:
+        llm.generate(ChunkedPrompt(prefix, documents, question), params)
+    llm.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[1])
+    with pytest.raises(ValueError, match="vocabulary"):
+        llm.generate({"prompt_token_ids": [VOCAB]})
+    families = {f.name: f for f in text_string_to_metric_families(llm.core.metrics_text())}
+
+    def value(name, **labels):
+        samples = families[name.removesuffix("_count")].samples
+        (found,) = [s.value for s in samples if s.name in (name, name + "_total") and s.labels == labels]
+        return found
+
+    chunked = 10 + 50
+    assert value("chunkattn_tokens", kind="prefill") == chunked + 5 + 40
+    assert value("chunkattn_tokens", kind="decode") == 2 * 5
+    assert value("chunkattn_tokens", kind="score") == 6
+    for name, cached, total in (("prefix", 10, 20), ("chunk", 50, 100), ("question", 0, 45)):
+        assert value("chunkattn_prompt_tokens", part=name) == total
+        assert value("chunkattn_cached_tokens", part=name) == cached
+    assert value("chunkattn_steps") == value("chunkattn_step_seconds_count") == value("chunkattn_step_host_seconds_count")
+    assert value("chunkattn_requests", outcome="finished") == 3
+    assert value("chunkattn_time_to_first_token_seconds_count") == 2
+    assert value("chunkattn_inter_token_seconds_count") == 2 * 5
+    assert value("chunkattn_request_seconds_count") == value("chunkattn_queue_seconds_count") == 3
+    assert value("chunkattn_compiles", program="step") == llm.core.runner.compiles["step"]
+    states = {s: value("chunkattn_pages", state=s) for s in ("free", "cached", "used", "pinned")}
+    assert sum(states.values()) == llm.limits.num_pages
+    assert states["used"] == states["pinned"] == 0
+    # 1 + 2 + 2 pages of prefix and documents, and of the second question with its answer two full ones.
+    assert states["cached"] == 7
+    rows = sum(value("chunkattn_tokens", kind=k) for k in ("prefill", "decode", "score"))
+    assert value("chunkattn_padding_rows") + rows >= 8 * value("chunkattn_steps")
+    report = llm.precompute(prefix, documents, pin=True)
+    llm.core.metrics_text()
+    assert llm.core.metrics.value("pages", state="pinned") == 5
+    llm.unpin(report)
+
+
+def test_preemptions_and_evictions_are_counted(fresh, rng):
+    llm = fresh()
+    page = llm.limits.page_bytes
+    llm = fresh(kv_cache_memory_bytes=12 * page)
+    llm.generate([{"prompt_token_ids": part(rng, 40)} for _ in range(3)], SamplingParams(max_tokens=60, ignore_eos=True))
+    llm.core.metrics_text()
+    assert llm.core.metrics.value("preemptions_total") == llm.core.scheduler.preemptions > 0
+    assert llm.core.metrics.value("evictions_total") == llm.core.scheduler.trie.evictions > 0
