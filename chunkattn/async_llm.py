@@ -316,6 +316,7 @@ class AsyncLLM:
         *,
         pin: bool = False,
         cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> CacheReport:
         """Compute the K/V of a prefix and documents ahead of use. Nothing stays, pinned or not, when the engine dies.
@@ -325,6 +326,7 @@ class AsyncLLM:
             documents: all text, or all token ids, as the prefix is.
             pin: keep them until `unpin`, whatever else needs pages.
             cache_salt: see `generate`.
+            chat_template_kwargs: as they will be given to `chat`.
             timeout: see `generate`.
 
         Returns:
@@ -336,7 +338,7 @@ class AsyncLLM:
             ChunkAttnError: as `generate`.
         """
         with self.client.call(_check_timeout(timeout)) as call:
-            job = await call.prepare(self.frontend.precompute, prefix, documents, cache_salt, pin)
+            job = await call.prepare(self.frontend.precompute, prefix, documents, cache_salt, pin, chat_template_kwargs)
             try:
                 await call.finish(job.requests, _each(job.add))
             except BaseException:

@@ -37,7 +37,8 @@ class EngineConfig:
         kv_cache_memory_bytes: size of the KV pool; None picks one by platform.
         enable_prefix_caching: keep the K/V of prefixes, chunks and questions for later requests.
         long_prefill_token_threshold: tokens of one sequence's prompt a step computes before others get their turn;
-            what is left of the budget goes to the first again. None is half of `max_num_batched_tokens`.
+            what is left of the budget goes to the first again. None: half of the budget for the first in line, half
+            for those with the fewest tokens to go.
         kv_store: folder that keeps the K/V of prefixes and chunks beyond this process; None keeps none.
         kv_store_max_bytes: size of that folder.
         warmup: compile every step variant at start. None leaves it to the caller: servers do, `LLM` does not.
@@ -172,7 +173,7 @@ class SamplingParams:
         logprobs: log-probabilities of this many likeliest tokens at each step; 0 is the chosen one's alone.
         prompt_logprobs: the same for every prompt token.
         skip_special_tokens: leave special tokens out of the text.
-        skip_reading_prefix_cache: compute every prompt token, and leave nothing in the cache.
+        skip_reading_prefix_cache: read nothing from the cache, and leave nothing in it.
     """
 
     n: int = 1

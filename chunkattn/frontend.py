@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -107,24 +108,28 @@ class Frontend:
         """
         listed = _one_each(params or SamplingParams(), SamplingParams, prompts, "sampling_params")
         jobs = []
-        for prompt, param, rank in zip(prompts, listed, _one_each(priority, int, prompts, "priority"), strict=True):
+        for prompt, param, rank in zip(prompts, listed, _one_each(priority, Integral, prompts, "priority"), strict=True):
             if param.stop and self.tokenizer is None:
                 raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop")
-            request = GenerateRequest(self._new_id(), prompt.layout, param, self._eos_token_ids, prompt.cache_salt, rank)
+            request = GenerateRequest(self._new_id(), prompt.layout, param, self._eos_token_ids, prompt.cache_salt, int(rank))
             self.intake.check(request)
             jobs.append((request, OutputBuilder(request, prompt.text, self.tokenizer, self._decode)))
         return jobs
 
     # The cache
 
-    def precompute(self, prefix: Any, documents: Any, cache_salt: str | None, pin: bool) -> PrecomputeJob:
+    def precompute(
+        self, prefix: Any, documents: Any, cache_salt: str | None, pin: bool, options: Mapping[str, Any] | None = None
+    ) -> PrecomputeJob:
         """Checked requests that fill the cache, and what tells about it.
 
         Raises:
             RequestError: a part is malformed or too long.
             CapacityError: `pin` and the pool is too small for all of them.
         """
-        layouts = self.parser.parse_cache(prefix, documents)
+        if not self.config.enable_prefix_caching:
+            raise RequestError("this engine keeps nothing: enable_prefix_caching is False", param="documents")
+        layouts = self.parser.parse_cache(prefix, documents, options)
         requests = [PrecomputeRequest(self._new_id(), layout, check_salt(cache_salt), pin) for layout in layouts]
         for request in requests:
             self.intake.check(request)

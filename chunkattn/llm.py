@@ -159,6 +159,7 @@ class LLM:
         *,
         pin: bool = False,
         cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> CacheReport:
         """Compute the K/V of a prefix and documents ahead of use.
@@ -169,6 +170,7 @@ class LLM:
             documents: all text, or all token ids, as the prefix is.
             pin: keep them until `unpin`, whatever else needs pages.
             cache_salt: see `generate`.
+            chat_template_kwargs: as they will be given to `chat`.
             use_tqdm: see `generate`.
 
         Returns:
@@ -179,7 +181,7 @@ class LLM:
             CapacityError: `pin` and not all of them fit beside what is pinned already; nothing stays pinned then.
             EngineError: a step failed.
         """
-        job = self.frontend.precompute(prefix, documents, cache_salt, pin)
+        job = self.frontend.precompute(prefix, documents, cache_salt, pin, chat_template_kwargs)
         try:
             with _progress(len(job.requests), use_tqdm, "documents") as bar, closing(self._drive(job.requests)) as events:
                 for event in events:
@@ -205,9 +207,10 @@ class LLM:
         return self.core.reset_prefix_cache()
 
     def close(self) -> None:
-        """Write what is left to the KV store and close it."""
+        """Write what is left to the KV store and close it; the engine goes on without."""
         if self.core.disk is not None:
-            self.core.disk.close()
+            disk, self.core.disk = self.core.disk, None
+            disk.close()
 
     # Scoring
 
@@ -264,11 +267,14 @@ class LLM:
 
     def _drive(self, requests: Sequence[Message]) -> Generator[EngineOutput, None, None]:
         """Run requests to their end, yielding what the engine produces. Whatever happens, none is left behind."""
+        wanted = {request.request_id for request in requests}
         try:
             for request in requests:
                 self.core.add(request)
             while self.core.has_work:
                 for event in self.core.step():
+                    if event.request_id not in wanted:
+                        continue
                     if isinstance(event, RequestFailed):
                         if event.param:
                             raise CapacityError(event.reason, param=event.param)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from chunkattn import ChunkedPrompt, SamplingParams, make_layout
-from chunkattn.engine.messages import GenerateRequest, PrecomputeRequest, RequestFailed, TokenOutput
-from chunkattn.errors import CapacityError
+from chunkattn.engine.messages import GenerateRequest, RequestFailed, ScoreRequest, TokenOutput
+from chunkattn.errors import CapacityError, EngineError, RequestError
 from tests.checkpoints import VOCAB
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=VOCAB)
@@ -262,98 +262,124 @@ def test_two_requests_share_in_flight_and_either_may_go(engine):
             assert 117 <= computed(llm) - before <= 118
 
 
-class Thrash:
-    """A random run against an engine whose pool is always too small."""
-
-    def __init__(self, llm, seed):
-        self.core, self.rng = llm.core, np.random.default_rng(seed)
-        self.prefixes = [part(self.rng, n) for n in (0, 7, 16, 20)]
-        self.documents = [part(self.rng, n) for n in (3, 16, 17, 30, 40, 9)]
-        self.tokens, self.prompts, self.done, self.failed, self.number = {}, {}, set(), set(), 0
-
-    def add(self):
-        rng = self.rng
-        chosen = [self.documents[i] for i in rng.integers(0, 6, rng.integers(0, 5))]
-        question = part(rng, int(rng.integers(1, 40)))
-        parts = (self.prefixes[rng.integers(4)], chosen, question) if chosen else ([], [], question)
-        sampling = SamplingParams(
-            n=int(rng.choice([1, 1, 1, 2, 3])),
-            seed=int(rng.integers(1 << 30)),
-            temperature=float(rng.choice([0, 1])),
-            max_tokens=int(rng.integers(1, 30)),
-            ignore_eos=True,
-            skip_reading_prefix_cache=bool(rng.random() < 0.2),
-        )
-        self.number += 1
-        name, salt = str(self.number), rng.choice([None, "s"])
-        request = GenerateRequest(name, make_layout(*parts), sampling, (), salt, int(rng.choice([0, 0, 0, 1, -1])))
-        if rng.random() < 0.1 and chosen:
-            request = PrecomputeRequest(name, make_layout(parts[0], chosen, []), salt)
-        self.core.add(request)
-        self.prompts[name] = (parts, sampling)
-        self.tokens[name] = {}
-
-    def step(self):
-        for event in self.core.step():
-            if isinstance(event, TokenOutput):
-                self.tokens[event.request_id].setdefault(event.sample, []).append(event.token_id)
-            elif isinstance(event, RequestFailed):
-                assert "injected" in event.reason, event.reason
-                self.failed.add(event.request_id)
-
-    def operate(self, monkeypatch):
-        core, rng = self.core, self.rng
-        action = rng.random()
-        if action < 0.25 and len(core.requests) < 12:
-            self.add()
-        elif action < 0.30 and core.requests:
-            name = str(rng.choice(list(core.requests)))
-            core.abort(name)
-            self.failed.add(name)
-        elif action < 0.32 and core.scheduler.running:
-            core.scheduler.preempt(core.scheduler.running[int(rng.integers(len(core.scheduler.running)))])
-        elif action < 0.33:
-            core.scheduler.trie.evict_all()
-        elif action < 0.34:
-            original = core.runner.forward
-
-            def failing(batch):
-                original(batch)
-                raise RuntimeError("injected")
-
-            with monkeypatch.context() as patch:
-                patch.setattr(core.runner, "forward", failing)
-                self.step()
-        else:
-            self.step()
-        core.scheduler.check()
-
-
-def thrash(llm, whole, seed, operations, monkeypatch):
-    """Random operations; every request that ended well must have given the tokens of a large, uncached engine."""
-    run = Thrash(llm, seed)
-    for _ in range(operations):
-        run.operate(monkeypatch)
-    while run.core.has_work:
-        run.step()
-        run.core.scheduler.check()
-    trie = run.core.scheduler.trie
-    assert trie.num_available == trie.num_pages
-    assert run.core.scheduler.preemptions > 0
-    assert trie.evictions > 0
-    good = [n for n in run.tokens if n not in run.failed and run.tokens[n]]
-    assert len(good) > operations / 40
-    for name in good:
-        parts, sampling = run.prompts[name]
-        prompt = ChunkedPrompt(*parts) if parts[1] else {"prompt_token_ids": parts[2]}
-        expected = whole.generate(prompt, sampling, use_tqdm=False)[0]
-        assert [run.tokens[name][i] for i in range(sampling.n)] == [o.token_ids for o in expected.outputs]
+def test_a_refusal_does_not_outlast_its_reason(engine):
+    """Pinning ends a running request: what was refused beside it must be tried again, not failed."""
+    rng = np.random.default_rng(12)
+    llm = engine("qwen3", kv_cache_memory_bytes=10 * engine("qwen3").limits.page_bytes)
+    report = llm.precompute(part(rng, 16), [part(rng, 16) for _ in range(9)], pin=True)
+    assert report.fits == 9
+    assert llm.core.scheduler.trie.num_available == 0
+    llm.unpin(report)
     assert llm.reset_prefix_cache()
-    assert trie.pool.num_free == trie.num_pages
 
 
-@pytest.mark.parametrize(("seed", "operations"), [(0, 400), pytest.param(1, 2500, marks=pytest.mark.slow)])
-def test_random_operations_on_a_thrashing_pool(engine, monkeypatch, seed, operations):
-    page = engine("qwen3").limits.page_bytes
-    small = engine("qwen3", kv_cache_memory_bytes=26 * page, max_num_batched_tokens=48, max_num_seqs=6)
-    thrash(small, engine("qwen3", enable_prefix_caching=False), seed, operations, monkeypatch)
+def test_repeated_chunks_take_no_room(engine):
+    llm = engine("qwen3", kv_cache_memory_bytes=26 * engine("qwen3").limits.page_bytes)
+    document = part(np.random.default_rng(13), 16)
+    prompt = ChunkedPrompt([1], [document] * 30, [2])
+    warm = run(llm, prompt)
+    assert sum(warm[0].num_cached_chunk_tokens) == 29 * 16
+    check_same(warm, run(engine("qwen3", enable_prefix_caching=False), prompt))
+    with pytest.raises(CapacityError, match="42 entries of a page table, which has 32"):
+        llm.generate(ChunkedPrompt([1], [document] * 40, [2]), GREEDY)
+
+
+def test_precompute_needs_a_cache_and_sound_input(engine):
+    llm = engine("qwen3", enable_prefix_caching=False)
+    with pytest.raises(RequestError, match="keeps nothing"):
+        llm.precompute([1], [[2]])
+    for prefix, documents in ((5, [[1]]), ([1], 5), ([1], ["text"]), ([], [])):
+        with pytest.raises(RequestError):
+            engine("qwen3").precompute(prefix, documents)
+
+
+def test_pins_of_a_failed_step_are_let_go_with_unpin(engine, monkeypatch):
+    llm = engine("qwen3")
+    report = llm.precompute([1, 2], [[3] * 20], pin=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.core.runner, "forward", lambda batch: 1 / 0)
+        with pytest.raises(EngineError):
+            llm.generate({"prompt_token_ids": [5]})
+    assert llm.core.has_work  # the pinned wait to be computed again
+    llm.unpin(report)
+    assert not llm.core.has_work
+    run(llm, {"prompt_token_ids": [5]})
+    assert llm.core.pins == []
+    # One that fails itself is given up, or it would fail for ever.
+    llm.precompute([1, 2], [[3] * 20], pin=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.core.runner, "forward", lambda batch: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(EngineError):
+                llm.generate({"prompt_token_ids": [5]})
+    assert not llm.core.has_work
+    assert llm.reset_prefix_cache()
+
+
+STAGES = {
+    "batches": ["build"],
+    "runner": ["forward", "sample", "label_logprobs", "copy_pages"],
+    "scheduler": ["admit", "plan", "commit"],
+    "metrics": ["count_cached"],
+}
+
+
+@pytest.mark.parametrize(("owner", "stage"), [(o, s) for o, stages in STAGES.items() for s in stages])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_whatever_raises_in_a_step_nobody_is_forgotten(engine, monkeypatch, owner, stage, error):
+    """At any stage: every request in the step is answered or failed, the others go on, no page is lost."""
+    rng = np.random.default_rng(14)
+    llm = engine("qwen3", max_num_batched_tokens=64)
+    core = llm.core
+    llm.reset_prefix_cache()
+    prompts = {name: part(rng, 30) for name in ("a", "b", "late")}
+    sampling = SamplingParams(temperature=0, max_tokens=6, n=2)
+    expected = {
+        name: [o.token_ids for o in llm.generate({"prompt_token_ids": ids}, sampling)[0].outputs]
+        for name, ids in prompts.items()
+    }
+    score = ScoreRequest("score", make_layout([], [], [1, 2, 3]), np.asarray([2]), (5,))
+    for name in ("a", "b"):
+        core.add(GenerateRequest(name, make_layout([], [], prompts[name]), sampling))
+    core.add(score)
+    target, calls = getattr(core, owner), []
+    original = getattr(target, stage)
+
+    def failing(*args):
+        calls.append(args)
+        result = original(*args)
+        if len(calls) == 1:
+            raise error("injected")
+        return result
+
+    monkeypatch.setattr(target, stage, failing)
+    tokens, ended = {}, set()
+    for step in range(60):
+        if step == 1:
+            core.add(GenerateRequest("late", make_layout([], [], prompts["late"]), sampling))
+        try:
+            events = core.step()
+        except KeyboardInterrupt:
+            assert error is KeyboardInterrupt
+            events = []
+        for event in events:
+            if isinstance(event, TokenOutput):
+                tokens.setdefault(event.request_id, {}).setdefault(event.sample, []).append(event.token_id)
+            else:
+                assert event.request_id not in ended, "answered twice"
+                ended.add(event.request_id)
+                failed = isinstance(event, RequestFailed)
+                assert failed or event.request_id == "score"
+                tokens.pop(event.request_id if failed else "", None)
+        core.scheduler.check()
+        if step and not core.has_work:
+            break
+    assert calls
+    assert not core.has_work
+    finished = {name for name in tokens if name not in ended}
+    assert finished | ended == {"a", "b", "late", "score"}, "a request got no answer"
+    assert "late" in finished
+    for name in finished:
+        assert [tokens[name][i] for i in range(2)] == expected[name]
+    monkeypatch.undo()
+    assert llm.reset_prefix_cache()

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.cli import app
+from chunkattn.errors import EngineError
 from tests.checkpoints import VOCAB
 from tests.engine_writer import OPTIONS, PREFIX, document
 from tests.test_cache import COLD, GREEDY, check_same
@@ -38,7 +39,11 @@ def start(checkpoint, tmp_path):
 
 
 def counts(llm):
-    return dict(llm.core.disk.counts)
+    """Hits, misses and parts written once the writer has caught up; none was refused."""
+    assert llm.core.disk.writer.flush(30)
+    found = llm.core.disk.counts
+    assert not found["refused"]
+    return found["hit"], found["miss"], found["written"]
 
 
 def test_documents_survive_a_restart(start):
@@ -48,17 +53,61 @@ def test_documents_survive_a_restart(start):
     assert llm.generate(PROMPT, COLD)[0].num_cached_tokens == 0  # who opts out reads no disk
     warm = llm.generate(ChunkedPrompt(PREFIX, PROMPT.chunks[::-1], QUESTION), GREEDY)
     assert warm[0].num_cached_tokens == TOKENS
-    assert counts(llm) == {"hit": 5, "miss": 0, "submitted": 0, "refused": 0}
+    assert counts(llm) == (5, 0, 0)
     check_same(warm, cold)
     # In new company, a part of it new; the new part is kept as well.
     wider = ChunkedPrompt(PREFIX, [document(9), *PROMPT.chunks[1:3]], QUESTION)
     expected = start().generate(wider, COLD)
     llm = start()
     check_same(llm.generate(wider, GREEDY), expected)
-    assert counts(llm) == {"hit": 3, "miss": 1, "submitted": 1, "refused": 0}
+    assert counts(llm) == (3, 1, 1)
     llm = start()
     check_same(llm.generate(wider, GREEDY), expected)
-    assert counts(llm)["hit"] == 4
+    assert counts(llm)[0] == 4
+
+
+def test_what_memory_serves_is_kept_on_disk_too(start):
+    """A prefix that came from a plain prompt is written; what is used from memory counts as used on disk."""
+    llm = start()
+    llm.generate({"prompt_token_ids": [*range(40)]}, GREEDY)
+    prompt = ChunkedPrompt([*range(32)], [document(1), document(2)], QUESTION)
+    llm.generate(prompt, GREEDY)
+    assert counts(llm) == (0, 2, 3)
+    llm.generate(ChunkedPrompt([*range(32)], [document(3)], QUESTION), GREEDY)
+    llm.core.disk.writer.flush(30)
+    oldest = [entry.kind for entry in llm.core.disk.store.entries()]
+    assert oldest == ["chunk", "chunk", "prefix", "chunk"] or oldest == ["chunk", "chunk", "chunk", "prefix"]
+    llm = start()
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 32 + len(document(1)) + len(document(2))
+
+
+def test_many_small_documents_are_all_kept(start):
+    llm = start()
+    llm.generate(ChunkedPrompt(PREFIX, [[n, n + 1] for n in range(60)], QUESTION), GREEDY)
+    assert counts(llm) == (0, 1, 61)  # below a prefix that is not there nothing is looked for
+
+
+def test_the_engine_goes_on_without_a_closed_store(start):
+    llm = start()
+    expected = llm.generate(PROMPT, GREEDY)
+    llm.close()
+    check_same(llm.generate(PROMPT, GREEDY), expected)
+
+
+def test_a_failing_read_from_disk_fails_a_request_and_nothing_else(start, monkeypatch):
+    expected = start().generate(PROMPT, GREEDY)
+    llm = start()
+    original = llm.core.runner.write_pages
+
+    def failing(*args):
+        original(*args)  # consumes the pool
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(llm.core.runner, "write_pages", failing)
+    with pytest.raises(EngineError, match="injected"):
+        llm.generate(PROMPT, GREEDY)
+    monkeypatch.undo()
+    check_same(llm.generate(PROMPT, GREEDY), expected)
 
 
 def test_nothing_is_mistaken_for_another(start):

@@ -67,11 +67,6 @@ class Block:
         """Whether all its tokens are computed."""
         return self.filled == self.size
 
-    @property
-    def in_trie(self) -> bool:
-        """Whether other requests can find it."""
-        return self.key is not None or self.page < 0
-
 
 class BlockTrie:
     """Blocks by content, over a pool of pages.
@@ -79,12 +74,11 @@ class BlockTrie:
     Attributes:
         pool: the pages.
         evictions: blocks given up for their pages so far.
-        releases: changes whenever pages may have become available.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.evictions = self.releases = 0
+        self.evictions = 0
         self._serials, self._clock = count(), count()
         self._start()
 
@@ -136,7 +130,6 @@ class BlockTrie:
         with its last holder.
         """
         now = next(self._clock)
-        self.releases += 1
         for block in blocks:
             block.refs -= 1
             block.last_used = now
@@ -173,14 +166,12 @@ class BlockTrie:
 
     def reset(self) -> None:
         """Forget every block and hand out the pages anew: for a pool that was lost. Nobody may hold a block."""
-        self.releases += 1
         self._start()
 
     def evict_all(self) -> None:
         """Evict every block nobody holds."""
         while self._unheld:
             self._evict()
-        self.releases += 1
 
     def _offer(self, block: Block) -> None:
         """Make a block a candidate for eviction if it is an unheld leaf."""

@@ -67,12 +67,13 @@ def build(
                 size += sum(d.num_bytes for d in report.documents)
                 progress.update(task, advance=len(batch))
         assert llm.core.disk is not None
-        counts, damaged = llm.core.disk.counts, llm.core.disk.store.damaged
+        disk = llm.core.disk
     finally:
         llm.close()
+    counts = disk.counts
     console.print(
-        f"{len(files)} documents, {tokens} tokens, {_bytes(size)}; parts written {counts['submitted']}, there already "
-        f"{counts['hit']}, damaged and computed again {damaged}"
+        f"{len(files)} documents, {tokens} tokens, {_bytes(size)}; parts written {counts['written']}, there already "
+        f"{counts['hit']}, damaged and computed again {counts['damaged']}"
     )
 
 

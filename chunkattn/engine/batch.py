@@ -86,13 +86,13 @@ class BatchBuilder:
     """
 
     def __init__(
-        self, backend: AttentionBackend, *, max_num_batched_tokens: int, max_spans: int, num_pages: int, block_size: int
+        self, backend: AttentionBackend, *, max_num_batched_tokens: int, max_spans: int, max_table_pages: int, block_size: int
     ) -> None:
         self.backend = backend
         self.max_spans = max_spans
         self.block_size = block_size
         self.token_buckets = buckets(8, max(max_num_batched_tokens, 8), 2)
-        self.width_buckets = buckets(32, max(1 << (num_pages - 1).bit_length(), 32), 8)
+        self.width_buckets = buckets(32, max_table_pages, 8)
 
     @property
     def variants(self) -> list[tuple[int, int]]:

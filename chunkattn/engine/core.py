@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import jax
 import numpy as np
-from prometheus_client import Counter, generate_latest
+from prometheus_client import generate_latest
 
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
@@ -70,19 +69,20 @@ class EngineCore:
             runner.backend,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_spans=self.scheduler.max_spans,
-            num_pages=runner.num_pages,
+            max_table_pages=self.limits.max_table_pages,
             block_size=config.block_size,
         )
         self.requests: dict[str, Request] = {}
         self.metrics = EngineMetrics()
         self._readouts: dict[str, RowCollector] = {}
+        self._pins: dict[str, Request] = {}
+        self._undelivered: list[EngineOutput] = []  # of a step that was interrupted
         self._arrivals = 0
-        self._follow_totals()
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self.requests)
+        """Whether any request is waiting or running, or a pinned document to be computed again."""
+        return bool(self.requests or self.scheduler.waiting or self.scheduler.running or self._undelivered)
 
     # Requests
 
@@ -96,7 +96,7 @@ class EngineCore:
         Raises:
             RequestError: as `check`, or its id is in use.
         """
-        if message.request_id in self.requests or message.request_id in self.pins:
+        if message.request_id in self.requests or message.request_id in self._pins:
             raise RequestError(f"request_id {message.request_id!r} is already in use", param="request_id")
         self._arrivals += 1
         request = self.intake.prepare(message, arrival=self._arrivals)
@@ -128,10 +128,14 @@ class EngineCore:
             self.scheduler.finish(sequence)
 
     def _end(self, request: Request, outcome: str) -> None:
-        """The one way out for every request: nothing of it stays behind but what the cache keeps."""
-        self.scheduler.remove(request)
+        """The one way out for every request: nothing of it stays behind but what the cache keeps, or a pin."""
+        if request.request_id not in self._pins:
+            self.scheduler.remove(request)
         self.requests.pop(request.request_id, None)
         self._readouts.pop(request.request_id, None)
+        self._count_end(request, outcome)
+
+    def _count_end(self, request: Request, outcome: str) -> None:
         self.metrics.requests.labels(outcome).inc()
         self.metrics.end_to_end.observe(time.perf_counter() - request.added_at)
 
@@ -139,14 +143,14 @@ class EngineCore:
 
     @property
     def pins(self) -> list[str]:
-        """Ids of the precompute requests whose blocks are pinned."""
-        return [r.request_id for r in self.scheduler.pinned]
+        """Ids of the precompute requests whose blocks are pinned, or computed again to be."""
+        return list(self._pins)
 
     def unpin(self, request_ids: Iterable[str]) -> None:
         """Let the cache evict what these precompute requests pinned; unknown ids are ignored."""
-        wanted = set(request_ids)
-        for request in [r for r in self.scheduler.pinned if r.request_id in wanted]:
-            self.scheduler.remove(request)
+        for request_id in request_ids:
+            if request := self._pins.pop(request_id, None):
+                self.scheduler.remove(request)
 
     def reset_prefix_cache(self) -> bool:
         """Unpin and forget everything cached. Returns whether every page is free: False while requests run."""
@@ -157,47 +161,70 @@ class EngineCore:
     # Steps
 
     def step(self) -> list[EngineOutput]:
-        """Run one step and return what it produced: often nothing, while prompts are being computed."""
-        began = time.perf_counter()
-        for request in self.scheduler.admit():
-            if not request.computed.any() and not request.sequences[0].output_ids:
-                self.metrics.queue_time.observe(began - request.added_at)
-            if self.disk is not None:
-                self.disk.load(request)
-        outputs = [*self._fail_stuck(), *self._finish_precomputed()]
-        spans = self.scheduler.plan()
-        if not spans:
-            return outputs
+        """Run one step and return what it produced: often nothing, while prompts are being computed.
+
+        Whatever raises on the way fails the requests it was about, and loses the pool: all others start over.
+        """
+        outputs, self._undelivered = self._undelivered, []
+        concerned: list[Request] = []
         try:
-            outputs += self._run(spans, began)
+            self._step(outputs, concerned)
         except Exception as error:
-            logger.exception("a step of %d sequences failed", len(spans))
+            logger.exception("a step of %d requests failed", len(concerned))
             self.metrics.failed_steps.inc()
-            outputs += self._recover({s.sequence.request.request_id for s in spans}, error)
-        except BaseException:  # an interrupt: nobody's fault, but the donated pool is just as lost
-            self._recover(set(), None)
+            answered = {output.request_id for output in outputs}
+            # Where nobody in particular is to blame, everybody fails: trying again for ever would be worse.
+            concerned = concerned or [*self.requests.values(), *self._pins.values()]
+            failed = [r for r in dict.fromkeys(concerned) if r.request_id in self.requests or r.request_id not in answered]
+            self._recover(failed)
+            names, reason = {r.request_id for r in failed}, f"{type(error).__name__}: {error}"
+            outputs = [o for o in outputs if o.request_id not in names]
+            outputs += [RequestFailed(name, reason) for name in sorted(names)]
+        except BaseException:  # an interrupt: nobody's fault, but the donated pool may be just as lost
+            self._undelivered = outputs
+            self._recover([])
             raise
         return outputs
 
-    def _run(self, spans: list[Span], began: float) -> list[EngineOutput]:
+    def _step(self, outputs: list[EngineOutput], concerned: list[Request]) -> None:
+        began = time.perf_counter()
+        self._admit(concerned)
+        while request := self.scheduler.stuck:
+            outputs.append(self._fail_stuck(request))
+            self._admit(concerned)
+        self._finish_precomputed(outputs)
+        concerned.clear()
+        spans = self.scheduler.plan()
+        if not spans:
+            return
+        concerned += [s.sequence.request for s in spans]
         batch = self.batches.build(spans)
         self.metrics.host_time.observe(time.perf_counter() - began)
         hidden = self.runner.forward(batch)
         tokens, logprobs = self.runner.sample(hidden, batch.samples)
-        outputs = self._collect(hidden, batch)
+        self._collect(hidden, batch, outputs)
         self._count(spans, batch)
         self.scheduler.commit(spans)
         if self.disk is not None:
             self.disk.save(spans)
+        self._fork(batch)
         for span in spans:
             if span.sequence.request.score and span.end == span.sequence.num_tokens:
                 self._finish(span.sequence)
-        self._fork(batch)
         for row, token, logprob in zip(batch.samples, tokens, logprobs, strict=True):
-            outputs.append(self._accept(row.sequence.request, row.sample, token, logprob))
+            self._accept(row.sequence.request, row.sample, token, logprob, outputs)
+        self._finish_precomputed(outputs)
         self.metrics.steps.inc()
         self.metrics.step_time.observe(time.perf_counter() - began)
-        return [*outputs, *self._finish_precomputed()]
+
+    def _admit(self, concerned: list[Request]) -> None:
+        """Place what fits, and fetch what the disk has of it."""
+        while request := self.scheduler.admit():
+            concerned.append(request)
+            if not request.computed.any() and not request.sequences[0].output_ids:
+                self.metrics.queue_time.observe(time.perf_counter() - request.added_at)
+            if self.disk is not None:
+                self.disk.load(request)
 
     def _fork(self, batch: StepBatch) -> None:
         """Prompts just completed split into their samples before the first tokens are taken."""
@@ -206,14 +233,15 @@ class EngineCore:
             copies += self.scheduler.placement.fork(request)
         self.runner.copy_pages(copies)
 
-    def _accept(self, request: Request, sample: int, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+    def _accept(
+        self, request: Request, sample: int, token: int, logprobs: TokenLogprobs | None, outputs: list[EngineOutput]
+    ) -> None:
         """Append a sampled token and end its sequence when it is the last."""
         params, now = request.sampling, time.perf_counter()
         assert params is not None
         sequence = next(s for s in request.sequences if s.sample == sample)
-        sequence.output_ids.append(token)
-        cached = None
-        if len(sequence.output_ids) == 1:
+        number, cached = len(sequence.output_ids) + 1, None
+        if number == 1:
             cached = _cached_tokens(request)
             if sample == 0:
                 self.metrics.first_token.observe(now - request.added_at)
@@ -222,53 +250,47 @@ class EngineCore:
             self.metrics.inter_token.observe(now - sequence.last_token_at)
         sequence.last_token_at = now
         finish_reason, stop_reason = None, None
-        if len(sequence.output_ids) > params.min_tokens:
+        if number > params.min_tokens:
             if token in params.stop_token_ids:
                 finish_reason, stop_reason = "stop", token
             elif token in request.eos_token_ids and not params.ignore_eos:
                 finish_reason = "stop"
-        if finish_reason is None and len(sequence.output_ids) >= request.max_tokens:
+        if finish_reason is None and number >= request.max_tokens:
             finish_reason = "length"
+        # Side by side, so that hardly an interrupt comes between.
+        sequence.output_ids.append(token)
+        outputs.append(TokenOutput(request.request_id, sample, token, logprobs, finish_reason, stop_reason, cached))
         if finish_reason:
             self._finish(sequence)
-        return TokenOutput(request.request_id, sample, token, logprobs, finish_reason, stop_reason, cached)
 
-    def _finish_precomputed(self) -> list[EngineOutput]:
+    def _finish_precomputed(self, outputs: list[EngineOutput]) -> None:
         """Answer the precompute requests whose blocks are all there, whoever computed them."""
-        outputs: list[EngineOutput] = []
         for request in [r for r in self.scheduler.running if r.precompute]:
             if request.sequences[0].num_computed < len(request.layout):
                 continue
-            if request.precompute and request.precompute.pin:
+            if request.request_id in self._pins:  # computed again after a failure
                 self.scheduler.pin(request)
-            if request.request_id not in self.requests:  # pinned before, computed again after a failure
                 continue
             cached = _cached_tokens(request)
             self.metrics.count_cached(cached, _prompt_tokens(request))
             outputs.append(PrecomputeResult(request.request_id, cached))
-            if request in self.scheduler.pinned:
-                del self.requests[request.request_id]
-            else:
-                self._end(request, "finished")
-        return outputs
+            if request.precompute and request.precompute.pin:
+                self._pins[request.request_id] = request
+                self.scheduler.pin(request)
+            self._end(request, "finished")
 
-    def _fail_stuck(self) -> list[EngineOutput]:
+    def _fail_stuck(self, request: Request) -> RequestFailed:
         """Fail who could not even be placed alone: pinned pages leave too few."""
-        outputs: list[EngineOutput] = []
-        while request := self.scheduler.stuck:
-            held = self.limits.num_pages - self.scheduler.trie.num_available
-            reason = (
-                f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages; of "
-                f"{self.limits.num_pages} in the pool {held} are pinned; unpin documents or raise kv_cache_memory_bytes"
-            )
-            self._end(request, "failed")
-            outputs.append(RequestFailed(request.request_id, reason, "prompt"))
-            self.scheduler.admit()
-        return outputs
+        held = self.limits.num_pages - self.scheduler.trie.num_available
+        self._end(request, "failed")
+        reason = (
+            f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages; of "
+            f"{self.limits.num_pages} in the pool {held} are pinned; unpin documents or raise kv_cache_memory_bytes"
+        )
+        return RequestFailed(request.request_id, reason, "prompt")
 
-    def _collect(self, hidden: jax.Array, batch: StepBatch) -> list[EngineOutput]:
+    def _collect(self, hidden: jax.Array, batch: StepBatch, outputs: list[EngineOutput]) -> None:
         """Read the rows asked about; requests whose last row this was are answered."""
-        outputs: list[EngineOutput] = []
         if batch.scores:
             scored = [r.request.score for r in batch.scores]
             values = self.runner.label_logprobs(hidden, [r.row for r in batch.scores], [s.label_token_ids for s in scored if s])
@@ -282,7 +304,6 @@ class EngineCore:
                 row = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
                 if collector := self._note(request, int(request.user_index[place]), row):
                     outputs.append(collector.prompt_output(request))
-        return outputs
 
     def _note(self, request: Request, index: int, row: object) -> RowCollector | None:
         """Note a row; returns the request's collector, no longer kept here, when this was its last."""
@@ -292,15 +313,19 @@ class EngineCore:
         collector.rows[index] = row
         return self._readouts.pop(request.request_id) if len(collector.rows) == collector.wanted else None
 
-    def _recover(self, failed: set[str], error: Exception | None) -> list[EngineOutput]:
-        """The step's donated pool is lost: fail the requests in it, start the others over on a fresh pool."""
-        outputs: list[EngineOutput] = []
-        for request in [self.requests[i] for i in sorted(failed) if i in self.requests]:
-            self._end(request, "failed")
-            outputs.append(RequestFailed(request.request_id, f"{type(error).__name__}: {error}"))
-        self.scheduler.restart()
+    def _recover(self, failed: Iterable[Request]) -> None:
+        """The donated pool is lost: forget the requests that failed, start the others over on a fresh one.
+
+        A pinned document that is among the failed loses its pin, or it would fail for ever.
+        """
+        for request in failed:
+            if self._pins.pop(request.request_id, None):
+                logger.warning("precomputed documents of request %s are no longer pinned", request.request_id)
+            if self.requests.pop(request.request_id, None):
+                self._count_end(request, "failed")
+            self._readouts.pop(request.request_id, None)
+        self.scheduler.restart([*self.requests.values(), *self._pins.values()])
         self.runner.reset()
-        return outputs
 
     # Before and beside the steps
 
@@ -335,39 +360,28 @@ class EngineCore:
 
     def _count(self, spans: list[Span], batch: StepBatch) -> None:
         rows = batch.num_rows
-        decodes = sum(len(s.sequence.output_ids) > 0 and s.end - s.start == 1 for s in spans)
+        decodes = sum(s.end - s.start == 1 and s.start >= len(s.sequence.request.layout) for s in spans)
         scored = sum(s.end - s.start for s in spans if s.sequence.request.score)
         for kind, count in (("decode", decodes), ("score", scored), ("prefill", rows - decodes - scored)):
             self.metrics.tokens.labels(kind).inc(count)
         self.metrics.padding.inc(len(batch.token_ids) - rows)
 
-    def _follow_totals(self) -> None:
-        scheduler, metrics = self.scheduler, self.metrics
-        totals = [
-            metrics.follow(metrics.evictions, lambda: scheduler.trie.evictions),
-            metrics.follow(metrics.preemptions, lambda: scheduler.preemptions),
-        ]
-        labelled: list[tuple[Counter, dict[str, int], Iterable[str]]] = [
-            (metrics.compiles, self.runner.compiles, ("step", "copy", "gather", "sample", "read", "pages"))
-        ]
-        if self.disk is not None:
-            labelled.append((metrics.store, self.disk.counts, tuple(self.disk.counts)))
-        for counter, counts, names in labelled:
-            totals += [metrics.follow(counter.labels(name), partial(counts.__getitem__, name)) for name in names]
-        trie = scheduler.trie
-
-        def update() -> None:
-            for follow in totals:
-                follow()
-            pinned = len({b for r in scheduler.pinned for s in r.sequences for b in s.held if b.page >= 0})
-            held = self.limits.num_pages - trie.num_available
-            for state, pages in (("free", trie.pool.num_free), ("cached", trie.num_cached), ("used", held - pinned)):
-                metrics.pages.labels(state).set(pages)
-            metrics.pages.labels("pinned").set(pinned)
-            metrics.queue.labels("waiting").set(len(scheduler.waiting))
-            metrics.queue.labels("running").set(len(scheduler.running))
-
-        self._update_totals = update
+    def _update_totals(self) -> None:
+        """What others count, and what stands at this moment."""
+        scheduler, trie, metrics = self.scheduler, self.scheduler.trie, self.metrics
+        metrics.raise_to(metrics.evictions, trie.evictions)
+        metrics.raise_to(metrics.preemptions, scheduler.preemptions)
+        for program, count in self.runner.compiles.items():
+            metrics.raise_to(metrics.compiles.labels(program), count)
+        for event, count in self.disk.counts.items() if self.disk else ():
+            metrics.raise_to(metrics.store.labels(event), count)
+        pinned = len({b for r in self._pins.values() for s in r.sequences for b in s.held if b.page >= 0})
+        held = self.limits.num_pages - trie.num_available
+        states = {"free": trie.pool.num_free, "cached": trie.num_cached, "used": held - pinned, "pinned": pinned}
+        for state, pages in states.items():
+            metrics.pages.labels(state).set(pages)
+        metrics.queue.labels("waiting").set(len(scheduler.waiting))
+        metrics.queue.labels("running").set(len(scheduler.running))
 
 
 def _by_part(request: Request, tokens: np.ndarray) -> CachedTokens:

@@ -45,6 +45,12 @@ class Intake:
             request = self._request(message, arrival, cache_salt=message.cache_salt, precompute=message)
         else:
             request = self._generate(message, arrival)
+        if request.pages_per_sample > self.limits.max_table_pages:
+            raise CapacityError(
+                f"the prompt of {len(layout)} tokens, repeated chunks and all, fills {request.pages_per_sample} entries of a "
+                f"page table, which has {self.limits.max_table_pages}; send less or raise kv_cache_memory_bytes",
+                param="prompt",
+            )
         if request.total_pages > self.limits.num_pages:
             what = " with its n and max_tokens" if request.sampling else ""
             raise CapacityError(
@@ -103,7 +109,8 @@ class Intake:
 
     def _most_tokens(self, request: Request) -> int:
         """What `max_tokens=None` resolves to: as many as positions and pages allow."""
-        pages = (self.limits.num_pages - request.shared_pages) // request.samples + request.shared_pages
+        room = self.limits.num_pages - request.shared_pages + request.repeated_pages
+        pages = room // request.samples + request.shared_pages
         slots = pages * self.limits.block_size - request.plan.end + 1  # the last token is never computed
         return max(min(slots, self.limits.max_model_len - request.layout.next_position), 1)
 

@@ -92,6 +92,11 @@ class EngineLimits:
         """Slots of the KV pool."""
         return self.num_pages * self.block_size
 
+    @property
+    def max_table_pages(self) -> int:
+        """Entries of the longest page table; more than pages, for a repeated chunk names its pages again."""
+        return max(1 << (self.num_pages - 1).bit_length(), 32)
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from chunkattn.engine.messages import CachedTokens
@@ -21,6 +19,7 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._totals: dict[Counter, float] = {}
         self.steps = self._counter("steps", "Steps run")
         self.failed_steps = self._counter("failed_steps", "Steps that raised")
         self.tokens = self._counter("tokens", "Tokens computed", "kind")
@@ -58,14 +57,7 @@ class EngineMetrics:
         """One sample by its name without the common prefix, e.g. `value("tokens_total", kind="decode")`; 0 if never set."""
         return self.registry.get_sample_value(_PREFIX + name, labels) or 0.0
 
-    def follow(self, counter: Counter, total: Callable[[], float]) -> Callable[[], None]:
-        """A function that brings a counter up to a total kept elsewhere."""
-        seen = 0.0
-
-        def update() -> None:
-            nonlocal seen
-            now = total()
-            counter.inc(now - seen)
-            seen = now
-
-        return update
+    def raise_to(self, counter: Counter, total: float) -> None:
+        """Bring a counter up to a total that is kept elsewhere."""
+        counter.inc(total - self._totals.get(counter, 0.0))
+        self._totals[counter] = total

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+
+import numpy as np
 
 from chunkattn.cache.store import KVStore, StoreWriter, entry_key
 from chunkattn.engine.request import Part, Request
@@ -14,53 +17,95 @@ from chunkattn.layout import PREFIX_ID, QUESTION_ID
 
 logger = logging.getLogger(__name__)
 
+PENDING_BYTES = 1 << 30
+"""K/V copied out of the pool and not yet written; beyond it parts are refused until they are used again."""
+_REMEMBERED = 1 << 17
+
 
 class DiskTier:
-    """Keeps prefixes and chunks of requests that share the cache.
-
-    Attributes:
-        counts: parts hit, missed, written, and refused because the writer was behind.
-    """
+    """Keeps prefixes and chunks of requests that share the cache."""
 
     def __init__(self, store: KVStore, runner: Runner) -> None:
         self.store, self.runner = store, runner
-        self.writer = StoreWriter(store, max_pending=16)
+        self.writer = StoreWriter(store, max_pending=1 << 14)
         self.fingerprint = runner.fingerprint()
-        self.counts: Counter[str] = Counter({"hit": 0, "miss": 0, "submitted": 0, "refused": 0})
+        self._counts = Counter({"hit": 0, "miss": 0, "refused": 0})
+        self._stored: OrderedDict[bytes, None] = OrderedDict()  # keys believed on disk, the latest last
+        self._pending, self._lock = 0, threading.Lock()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Parts found, not found, written, and refused because the writer was behind."""
+        return {**self._counts, "written": self.writer.written, "damaged": self.store.damaged}
 
     def load(self, request: Request) -> None:
-        """Fill a placed request's missing parts from the store, each below a complete prefix only."""
+        """Fill a placed request's missing parts from the store, each below a complete prefix only.
+
+        Parts found in memory count as used on disk too, and are written if they are not there: their blocks may have
+        come from a plain prompt, or the writer may have been behind.
+        """
         for part, kind, start, end in self._parts(request):
-            if part.complete or any(b.filled for b in part.blocks[part.cursor :]):
-                continue  # there, or being computed by another request
             if not all(p is None or p.page < 0 or p.complete for p in part.parents):
                 return
             key = self._key(request, kind, start, end)
-            like = [((len(part.blocks), *shape), dtype) for shape, dtype in self.runner.page_shapes]
-            arrays = self.store.get(key, like)
-            self.counts["miss" if arrays is None else "hit"] += 1
-            if arrays is None:
-                continue
-            missing = part.blocks[part.cursor :]
-            self.runner.write_pages([b.page for b in missing], [a[part.cursor :] for a in arrays])
-            for block in missing:
-                block.filled = block.planned = block.size
-            self.writer.touch(key)
+            if part.complete:
+                self._keep(key, part, kind, end - start)
+            elif not any(b.filled for b in part.blocks[part.cursor :]):  # else another request is computing it
+                self._fetch(key, part)
+
+    def _fetch(self, key: bytes, part: Part) -> None:
+        arrays = self.store.get(key, [((len(part.blocks), *shape), dtype) for shape, dtype in self.runner.page_shapes])
+        self._counts["miss" if arrays is None else "hit"] += 1
+        if arrays is None:
+            self._stored.pop(key, None)
+            return
+        missing = part.blocks[part.cursor :]
+        self.runner.write_pages([b.page for b in missing], [a[part.cursor :] for a in arrays])
+        for block in missing:
+            block.filled = block.planned = block.size
+        self._remember(key)
+        self.writer.touch(key)
 
     def save(self, spans: Iterable[Span]) -> None:
         """Hand parts that a step has completed to the writer."""
-        for sequence in dict.fromkeys(s.sequence for s in spans):
-            request = sequence.request
-            touched = [s for s in spans if s.sequence is sequence]
-            for part, kind, start, end in self._parts(request):
-                if not part.complete or not any(s.start < end and s.end > start for s in touched):
-                    continue
-                key = self._key(request, kind, start, end)
-                fetch = self.runner.read_pages([b.page for b in part.blocks])
-                if self.writer.submit(key, fetch, tokens=end - start, kind="prefix" if kind == PREFIX_ID else "chunk"):
-                    self.counts["submitted"] += 1
-                else:
-                    self.counts["refused"] += 1
+        for sequence, start, end in spans:
+            if start >= sequence.request.layout.question_start:
+                continue
+            for part, kind, first, last in self._parts(sequence.request):
+                if first < end and start < last and part.complete:
+                    self._keep(self._key(sequence.request, kind, first, last), part, kind, last - first)
+
+    def _keep(self, key: bytes, part: Part, kind: int, tokens: int) -> None:
+        """See that a complete part is on disk, and count it as used."""
+        if key in self._stored:
+            self.writer.touch(key)
+            return
+        size = len(part.blocks) * self.runner.page_bytes
+        with self._lock:
+            room = self._pending + size <= PENDING_BYTES
+            self._pending += size if room else 0
+        if not room:
+            self._counts["refused"] += 1
+            return
+        fetch = self._releasing(self.runner.read_pages([b.page for b in part.blocks]), size)
+        if self.writer.submit(key, fetch, tokens=tokens, kind="prefix" if kind == PREFIX_ID else "chunk"):
+            self._remember(key)
+
+    def _releasing(self, fetch: Callable[[], list[np.ndarray]], size: int) -> Callable[[], list[np.ndarray]]:
+        def run() -> list[np.ndarray]:
+            try:
+                return fetch()
+            finally:
+                with self._lock:
+                    self._pending -= size
+
+        return run
+
+    def _remember(self, key: bytes) -> None:
+        self._stored[key] = None
+        self._stored.move_to_end(key)
+        if len(self._stored) > _REMEMBERED:
+            self._stored.popitem(last=False)
 
     def _parts(self, request: Request) -> list[tuple[Part, int, int, int]]:
         """Parts the store keeps, with chunk id and token range; none of a request that does not share or has ended."""
@@ -75,9 +120,9 @@ class DiskTier:
         chunk = None if kind == PREFIX_ID else ids[start:end]
         return entry_key(self.fingerprint, request.cache_salt, prefix, chunk, int(request.layout.positions[start]))
 
-    def catch_up(self) -> None:
-        """Wait until the writer has caught up, when much is to be written and nobody waits for a token."""
-        self.writer.flush(timeout=600)
+    def catch_up(self, timeout: float = 600.0) -> bool:
+        """Wait for the writer when it is far behind, as precomputing makes it. Returns whether it no longer is."""
+        return self._pending < PENDING_BYTES // 2 or self.writer.flush(timeout)
 
     def close(self) -> None:
         """Write what is pending and close the store."""

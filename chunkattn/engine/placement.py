@@ -42,22 +42,40 @@ class Placement:
             request.spares = [self._new(request, self.block_size) for _ in range(request.samples - 1)]
         return True
 
-    def _place(self, sequence: Sequence, headroom: int) -> bool:
+    def missing(self, request: Request) -> int:
+        """Pages that placing a request would take."""
+        total = 0
+        for sequence in request.sequences:
+            found, missing = self._find(sequence)
+            self._let_go(sequence, found)
+            total += missing
+        return total
+
+    def _find(self, sequence: Sequence) -> tuple[list[Block], int]:
+        """Hold what the trie has of a sequence, children first; and how many blocks it has not."""
         request = sequence.request
         if request.shares:
             root = self.trie.root(request.cache_salt)
         else:
             root = request.root = request.root or self.trie.private_root()
         sequence.root = self.trie.acquire(root)
-        found, missing = self._walk(sequence, create=False)
-        matched = [block for part in reversed(found) for block in reversed(part.blocks)]
+        parts, missing = self._walk(sequence, create=False)
+        return [block for part in reversed(parts) for block in reversed(part.blocks)], missing
+
+    def _let_go(self, sequence: Sequence, found: list[Block]) -> None:
+        assert sequence.root is not None
+        self.trie.release([*found, sequence.root])
+        sequence.root = None
+
+    def _place(self, sequence: Sequence, headroom: int) -> bool:
+        request = sequence.request
+        found, missing = self._find(sequence)
         if missing + headroom > self.trie.num_available:
-            self.trie.release([*matched, root])
-            sequence.root = None
+            self._let_go(sequence, found)
             return False
-        # Held from the first walk, so that making blocks evicts none of those found.
+        # Still held from the first walk, so that making blocks evicts none of those found.
         sequence.parts, _ = self._walk(sequence, create=True)
-        self.trie.release(matched)
+        self.trie.release(found)
         pages = [block.page for part in sequence.parts for block in part.blocks]
         sequence.num_pages = len(pages)
         sequence.pages = np.zeros(request.pages_per_sample, np.int32)
@@ -76,7 +94,8 @@ class Placement:
             last = self._follow(sequence, part, number, size, grows, create)
             parts.append(part)
             first += -(-size // self.block_size)
-            missing += first - part.first - len(part.blocks)
+            if number not in request.repeats:  # a repeated chunk finds the blocks of the first
+                missing += first - part.first - len(part.blocks)
             if kind == PREFIX_ID:
                 prefix = last
             elif kind != QUESTION_ID:
@@ -112,8 +131,7 @@ class Placement:
     def _key(self, sequence: Sequence, number: int, start: int, width: int, parents: Seq[Block]) -> Key:
         """What a block's K/V depends on beside its first parent: position, tokens, and its other parents."""
         request = sequence.request
-        # Every prompt token must be computed when its log-probability is wanted, a duplicate chunk's too.
-        private = number if request.sampling and request.sampling.prompt_logprobs is not None else -1
+        private = number if request.distinct else -1
         return request.key_of(sequence, start, width), private, *(p.serial for p in parents[1:])
 
     def _new(self, request: Request, size: int) -> Block:
@@ -177,6 +195,12 @@ class Placement:
             self.release_sequence(sequence)
         self.trie.release(request.spares)
         request.spares = []
+
+    def forget(self, request: Request) -> None:
+        """The blocks of a request are no more."""
+        for sequence in request.sequences:
+            sequence.parts, sequence.root, sequence.current, sequence.num_pages = [], None, 0, 0
+        request.spares, request.root = [], None
 
     def release_sequence(self, sequence: Sequence) -> None:
         """Let go of one sequence's blocks."""

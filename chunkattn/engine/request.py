@@ -85,6 +85,31 @@ class Request:
         return self.sampling.n if self.sampling else 1
 
     @property
+    def distinct(self) -> bool:
+        """Whether every prompt token must be computed, a repeated chunk's too: its log-probability is wanted."""
+        return self.sampling is not None and self.sampling.prompt_logprobs is not None
+
+    @cached_property
+    def repeats(self) -> frozenset[int]:
+        """Places in `parts` of chunks that share their blocks with one before them."""
+        seen: set[tuple[int, bytes]] = set()
+        repeats: set[int] = set()
+        for number, (kind, start, end) in enumerate(self.parts):
+            if kind >= 0 and not self.distinct:
+                key = int(self.layout.positions[start]), self.layout.token_ids[start:end].tobytes()
+                if key in seen:
+                    repeats.add(number)
+                seen.add(key)
+        return frozenset(repeats)
+
+    @cached_property
+    def repeated_pages(self) -> int:
+        """Entries of the page table that name a page for another time."""
+        return sum(
+            -(-(end - start) // self.plan.block_size) for n, (_, start, end) in enumerate(self.parts) if n in self.repeats
+        )
+
+    @property
     def shared_pages(self) -> int:
         """Full pages of the prompt, which all samples share."""
         return self.plan.end // self.plan.block_size
@@ -97,7 +122,7 @@ class Request:
     @property
     def total_pages(self) -> int:
         """Pages of all samples at their longest, whatever the cache holds."""
-        return self.shared_pages + self.samples * (self.pages_per_sample - self.shared_pages)
+        return self.shared_pages - self.repeated_pages + self.samples * (self.pages_per_sample - self.shared_pages)
 
     @cached_property
     def parts(self) -> list[tuple[int, int, int]]:

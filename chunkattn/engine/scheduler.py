@@ -1,15 +1,18 @@
 """Which tokens run in the next step.
 
-Running decodes first, one token each, then prefill spans of any size, in order of
-priority and arrival, until the token budget is full. A request is admitted when the
-pages of its prompt can be had; pages for what it generates are taken one by one, and
-when there are none the last in order is preempted, to be computed again later (what it
-had computed stays cached while there is room).
+Running decodes first, one token each, then prefill spans of any size until the token
+budget is full: half for the first in order of priority and arrival, so that everybody's
+turn comes, and half for those with the fewest tokens to go, so that short prompts need
+not wait for long ones. A request is admitted when the pages of its prompt can be had;
+pages for what it generates are taken one by one, and when there are none the last in
+order is preempted, to be computed again later (what it had computed stays cached while
+there is room).
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from chunkattn.cache.trie import Block, BlockTrie
@@ -52,14 +55,14 @@ class Scheduler:
         self.placement = Placement(trie, block_size)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_spans = max_num_seqs + EXTRA_SPANS
-        self.threshold = long_prefill_token_threshold or max(max_num_batched_tokens // 2, 1)
+        self.threshold = long_prefill_token_threshold
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.pinned: list[Request] = []
         self.preemptions = 0
         self._touched: list[tuple[Sequence, Part, int]] = []
         self._span_of: dict[Sequence, int] = {}
-        self._refused: tuple[Request, int] | None = None  # who could not be placed, and `trie.releases` then
+        self._refused: tuple[Request, tuple[int, int]] | None = None  # who could not be placed, and the room then
 
     @property
     def num_sequences(self) -> int:
@@ -72,29 +75,50 @@ class Scheduler:
         """Queue a request that fits the limits of the engine."""
         insort(self.waiting, request, key=lambda r: r.order)
 
-    def admit(self) -> list[Request]:
-        """Place waiting requests, in order, as long as pages and sequences last. Nobody overtakes."""
-        admitted = []
+    def admit(self) -> Request | None:
+        """Place the first waiting request, if pages and sequences are there for it. Nobody overtakes.
+
+        Returns:
+            The request, None when it has to wait.
+        """
         while self.waiting and not self._refused_still(self.waiting[0]):
             request = self.waiting[0]
             if self._place(request):
                 self.waiting.pop(0)
                 insort(self.running, request, key=lambda r: r.order)
-                admitted.append(request)
-            elif self.running and self.running[-1].priority > request.priority:
-                self.preempt(self.running[-1])
-            else:
-                self._refused = (request, self.trie.releases)
-        return admitted
+                return request
+            if not self._make_room(request):
+                self._refused = (request, self._room)
+                break
+        return None
+
+    @property
+    def _room(self) -> tuple[int, int]:
+        """Pages to be had, less one for every sequence that may grow; and sequences."""
+        growing = sum(len(r.sequences) for r in self.running if r.sampling)
+        return self.trie.num_available - growing, self.max_num_seqs - self.num_sequences
 
     def _refused_still(self, request: Request) -> bool:
-        """Whether the request was refused before and nothing has changed since."""
-        return bool(self._refused and self._refused[0] is request and self._refused[1] == self.trie.releases)
+        """Whether the request was refused before and there is no more room since. Walking its blocks again costs."""
+        if not self.running or self._refused is None or self._refused[0] is not request:
+            return False
+        return all(now <= then for now, then in zip(self._room, self._refused[1], strict=True))
 
     def _place(self, request: Request) -> bool:
-        if self.num_sequences + request.samples > self.max_num_seqs:
+        pages, sequences = self._room
+        return request.samples <= sequences and self.placement.place(request, headroom=self.trie.num_available - pages)
+
+    def _make_room(self, request: Request) -> bool:
+        """Preempt the last in order for a request of a better priority, if all of its like would make enough room."""
+        worse = [r for r in self.running if r.priority > request.priority]
+        held = {block for r in worse for s in r.sequences for block in s.held if block.page >= 0}
+        pages, sequences = self._room
+        if not worse or request.samples > sequences + sum(r.samples for r in worse):
             return False
-        return self.placement.place(request, headroom=sum(len(r.sequences) for r in self.running))
+        if self.placement.missing(request) > pages + len(held) + len(worse):
+            return False
+        self.preempt(self.running[-1])
+        return True
 
     @property
     def stuck(self) -> Request | None:
@@ -129,14 +153,13 @@ class Scheduler:
         self.running.remove(request)
         self.pinned.append(request)
 
-    def restart(self) -> None:
-        """The pool is lost: everybody waits, in order, and the trie is empty."""
-        for request in [*self.running, *self.pinned]:
-            self.placement.release(request)
-            request.root = None
-            self.add(request)
-        self.running, self.pinned, self._touched = [], [], []
+    def restart(self, requests: Iterable[Request]) -> None:
+        """The pool is lost: these requests wait, in order, and the trie is empty, whatever state they were in."""
+        self.waiting, self.running, self.pinned, self._touched, self._refused = [], [], [], [], None
         self.trie.reset()
+        for request in requests:
+            self.placement.forget(request)
+            self.add(request)
 
     # A step
 
@@ -152,11 +175,20 @@ class Scheduler:
         for sequence in decoding:
             budget -= self._advance(sequence, 1, spans)
         filling = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed > 1]
-        # Everybody up to the threshold, then, in the same order, whatever the budget has left.
-        for limit in (self.threshold, budget):
-            for sequence in filling:
-                budget -= self._advance(sequence, min(limit, budget), spans)
+        for sequence, limit in self._helpings(filling, budget):
+            budget -= self._advance(sequence, min(limit, budget), spans)
         return spans
+
+    def _helpings(self, filling: list[Sequence], budget: int) -> Iterator[tuple[Sequence, int]]:
+        """Who may compute up to how many prompt tokens, in turn, as long as the budget lasts."""
+        if self.threshold is not None:
+            yield from ((s, self.threshold) for s in filling)
+        elif filling:
+            yield filling[0], -(-budget // 2)
+            yield from (
+                (s, budget) for s in sorted(filling[1:], key=lambda s: (s.request.priority, s.num_tokens - s.num_computed))
+            )
+        yield from ((s, budget) for s in filling)
 
     def _grow(self, sequence: Sequence) -> None:
         """Find a page for the sequence's next token, preempting whoever is last, be it itself."""

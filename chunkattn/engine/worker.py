@@ -136,7 +136,7 @@ class Worker:
         if all(r.precompute for r in self.core.requests.values()):
             self._clock.begin("writing")
             for _ in range(_DISK_WAIT_S * 10):
-                if disk.writer.flush(timeout=0.1) or self._inbox.poll(0):
+                if disk.catch_up(timeout=0.1) or self._inbox.poll(0):
                     return
 
 

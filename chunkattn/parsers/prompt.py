@@ -109,13 +109,17 @@ class PromptParser:
         return ParsedPrompt(self._layout(parts), "".join((prefix, *documents, question)))
 
     def parse_cache(
-        self, prefix: str | TokenIds | Sequence[Mapping[str, Any]], documents: Sequence[str | TokenIds]
+        self,
+        prefix: str | TokenIds | Sequence[Mapping[str, Any]],
+        documents: Sequence[str | TokenIds],
+        template_options: Mapping[str, Any] | None = None,
     ) -> list[ChunkLayout]:
         """What fills the cache with a prefix and documents: layouts without a question.
 
         Args:
             prefix: text, token ids, or the chat messages before the first of the user's.
             documents: all text or all token ids, as the prefix is.
+            template_options: for the chat template.
 
         Returns:
             One a document where positions are shared, all documents in one layout where they are not; the prefix
@@ -127,9 +131,11 @@ class PromptParser:
         if isinstance(documents, (str, Mapping)) or not isinstance(documents, Sequence):
             raise RequestError(f"documents must be a list of parts, got {type(documents).__name__}", param="documents")
         # Parsed as a prompt with a question, to go through the same checks.
-        messages = [m for m in prefix if isinstance(m, Mapping)] if not isinstance(prefix, str) else []
-        if messages:
-            layout = self.parse_chat([*messages, {"role": "user", "content": "?"}], cast("Sequence[str]", documents)).layout
+        if not isinstance(prefix, (str, Sequence, np.ndarray)):
+            raise RequestError(f"the prefix must be text, token ids or messages, got {type(prefix).__name__}", param="prefix")
+        if not isinstance(prefix, str) and len(prefix) and isinstance(prefix[0], Mapping):
+            chat = [*cast("Sequence[Mapping[str, Any]]", prefix), {"role": "user", "content": "?"}]
+            layout = self.parse_chat(chat, cast("Sequence[str]", documents), **(template_options or {})).layout
         else:
             end: str | TokenIds = "?" if isinstance(prefix, str) else [0]
             layout = self._chunked(ChunkedPrompt(cast("str | TokenIds", prefix), documents, end)).layout
