@@ -10,6 +10,8 @@ from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
+from tqdm import tqdm
+
 from chunkattn.config import SamplingParams
 from chunkattn.engine.build import open_files
 from chunkattn.engine.call import Call
@@ -52,7 +54,8 @@ class AsyncLLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = make_config(model, options)
-        self.client = EngineClient(self.config, self._connect)
+        self.client = EngineClient(self.config, self._connect, self._warming)
+        self._bar: tqdm | None = None
         self._frontend: Frontend | None = None
         self._generations: dict[str, tuple[Call, OutputBuilder | None]] = {}
 
@@ -79,6 +82,14 @@ class AsyncLLM:
             await self.close()
             raise
 
+    def _warming(self, done: int, total: int) -> None:
+        """Show the progress of the warm-up, where stderr is a terminal."""
+        if self._bar is None:
+            self._bar = tqdm(total=total, unit="program", desc="warm-up", disable=None, dynamic_ncols=True)
+        self._bar.update(done - self._bar.n)
+        if done == total:
+            self._bar.close()
+
     async def __aenter__(self) -> AsyncLLM:
         await self._open()
         return self
@@ -88,9 +99,13 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """End the engine; all callers get `EngineDeadError`. Closing twice is fine."""
-        await self.client.close()
+    async def close(self, grace_s: float | None = None) -> None:
+        """End the engine; all callers get `EngineDeadError`. Closing twice is fine.
+
+        Args:
+            grace_s: seconds it gets to finish its step and to write to its KV store; None is 60 with a store, else 10.
+        """
+        await self.client.close((60.0 if self.config.kv_store else 10.0) if grace_s is None else grace_s)
 
     @property
     def frontend(self) -> Frontend:
@@ -311,7 +326,7 @@ class AsyncLLM:
 
     async def precompute(
         self,
-        prefix: str | Sequence[int],
+        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
         documents: Sequence[str] | Sequence[Sequence[int]],
         *,
         pin: bool = False,
@@ -322,7 +337,7 @@ class AsyncLLM:
         """Compute the K/V of a prefix and documents ahead of use. Nothing stays, pinned or not, when the engine dies.
 
         Args:
-            prefix: as it will stand in the prompts, text or token ids.
+            prefix: as it will stand in the prompts, text or token ids, or the messages before the first of the user's.
             documents: all text, or all token ids, as the prefix is.
             pin: keep them until `unpin`, whatever else needs pages.
             cache_salt: see `generate`.
@@ -352,7 +367,10 @@ class AsyncLLM:
         self.client.unpin(report.pin_ids)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached block, pinned ones too. Returns whether every page is free: False while requests run.
+        """Forget every cached block, pinned ones too, not what is on disk.
+
+        Returns:
+            Whether every page is free: False while requests run.
 
         Raises:
             EngineDeadError: the engine is not ready, or dies.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -78,6 +79,10 @@ class EngineConfig:
     engine_hang_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
+        if isinstance(self.kv_store, os.PathLike):
+            object.__setattr__(self, "kv_store", os.fspath(self.kv_store))
+        if self.kv_store == "":
+            raise ConfigError("kv_store must be a folder or None, got ''")
         for option in fields(self):
             kinds, value = _OPTION_TYPES[str(option.type)], getattr(self, option.name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

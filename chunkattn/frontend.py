@@ -32,6 +32,7 @@ from chunkattn.outputs import CachedDocument, CacheReport, ScoreOutput, ScoreUsa
 from chunkattn.parsers import ChunkedPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.delimited import check_delimiter, check_no_delimiter, parse_delimited
 from chunkattn.parsers.prompt import Prompt, check_ids, check_salt
+from chunkattn.rope.positions import make_layout
 from chunkattn.scoring import ALGORITHMS, ScoreJob, ScorePart, select_algorithm
 
 
@@ -106,7 +107,7 @@ class Frontend:
         Raises:
             RequestError: one is invalid, or the lists differ in length.
         """
-        listed = _one_each(params or SamplingParams(), SamplingParams, prompts, "sampling_params")
+        listed = _one_each(SamplingParams() if params is None else params, SamplingParams, prompts, "sampling_params")
         jobs = []
         for prompt, param, rank in zip(prompts, listed, _one_each(priority, Integral, prompts, "priority"), strict=True):
             if param.stop and self.tokenizer is None:
@@ -129,11 +130,30 @@ class Frontend:
         """
         if not self.config.enable_prefix_caching:
             raise RequestError("this engine keeps nothing: enable_prefix_caching is False", param="documents")
-        layouts = self.parser.parse_cache(prefix, documents, options)
-        requests = [PrecomputeRequest(self._new_id(), layout, check_salt(cache_salt), pin) for layout in layouts]
-        for request in requests:
-            self.intake.check(request)
-        job = PrecomputeJob(requests, self.limits)
+        if not isinstance(pin, bool):
+            raise RequestError(f"pin must be True or False, got {pin!r}", param="pin")
+        prefix_ids, chunks = self.parser.parse_cache(prefix, documents, options)
+        if not prefix_ids and not chunks:
+            raise RequestError("there is neither a prefix nor a document", param="documents")
+        shared, strategy = self.config.position_strategy == "shared", self.config.position_strategy
+        # Under shared positions every document stands alone; else all of them are one sequence.
+        groups = [[number] for number in range(len(chunks))] if shared and chunks else [list(range(len(chunks)))]
+        requests: list[PrecomputeRequest] = []
+        places: dict[int, tuple[str, int]] = {}
+        for group in groups:
+            layout = make_layout(prefix_ids, [chunks[number] for number in group], [], strategy)
+            if not len(layout):
+                continue  # an empty document behind an empty prefix
+            request = PrecomputeRequest(self._new_id(), layout, check_salt(cache_salt), pin)
+            try:
+                self.intake.check(request)
+            except RequestError as error:
+                name = f"document {group[0]}" if len(group) == 1 else "document"
+                text = str(error).replace("chunk 0" if len(group) == 1 else "chunk", name)
+                raise type(error)(text, param="documents") from None
+            places |= {number: (request.request_id, place) for place, number in enumerate(group)}
+            requests.append(request)
+        job = PrecomputeJob(requests, places, prefix_ids, chunks, self.limits)
         if pin:
             job.check_room()
         return job
@@ -157,6 +177,7 @@ class Frontend:
         Raises:
             RequestError: malformed query, items or labels.
         """
+        (rank,) = _one_each(priority, Integral, [None], "priority")
         labels = tuple(check_ids(label_token_ids, "label_token_ids", "label_token_ids"))
         if not labels:
             raise RequestError("label_token_ids must hold at least one token id", param="label_token_ids")
@@ -165,7 +186,7 @@ class Frontend:
         job = ScoreJob(query_ids, item_ids, leading, item_first, self._max_pack_tokens(len(query_ids)))
         chosen = select_algorithm(algorithm, job, self.limits.sliding_window)
         parts = ALGORITHMS[chosen](job)
-        requests = [ScoreRequest(self._new_id(), p.layout, p.rows, labels, priority) for p in parts]
+        requests = [ScoreRequest(self._new_id(), p.layout, p.rows, labels, int(rank)) for p in parts]
         for request in requests:
             self.intake.check(request)
         return ScoringJob(job, chosen, parts, requests, len(labels), apply_softmax)
@@ -233,10 +254,26 @@ class Frontend:
 
 
 class PrecomputeJob:
-    """Precompute requests, and the report of what they did."""
+    """Precompute requests, and the report of what they did.
 
-    def __init__(self, requests: list[PrecomputeRequest], limits: EngineLimits) -> None:
+    Args:
+        requests: one a document, or one for all of them.
+        places: of every document that is not empty, or whose prefix is not: its request, and its chunk there.
+        prefix: token ids.
+        documents: token ids each.
+        limits: of the engine.
+    """
+
+    def __init__(
+        self,
+        requests: list[PrecomputeRequest],
+        places: dict[int, tuple[str, int]],
+        prefix: list[int],
+        documents: list[list[int]],
+        limits: EngineLimits,
+    ) -> None:
         self.requests, self.limits = requests, limits
+        self._places, self._prefix, self._documents = places, prefix, documents
         self._cached: dict[str, CachedTokens] = {}
 
     def add(self, event: PrecomputeResult) -> None:
@@ -258,31 +295,22 @@ class PrecomputeJob:
             )
 
     def report(self) -> CacheReport:
-        """Sizes of the parts, and how many pages they take of the pool."""
-        limits = self.limits
-
-        def pages(tokens: int) -> int:
-            return -(-tokens // limits.block_size)
-
-        documents = [
-            CachedDocument(
-                tokens=length,
-                num_bytes=pages(length) * limits.page_bytes,
-                was_cached=request.request_id in self._cached and self._cached[request.request_id].chunks[number] == length,
-                done=request.request_id in self._cached,
-            )
-            for request in self.requests
-            for number, length in enumerate(request.layout.chunk_lens)
-        ]
-        prefix = self.requests[0].layout.prefix_len
-        room = limits.num_pages - pages(prefix)
-        fits = 0
-        for document in documents:
-            room -= pages(document.tokens)
+        """Sizes of the parts, and how many of the documents the pool holds."""
+        limits, documents, fits = self.limits, [], 0
+        page = -(-len(self._prefix) // limits.block_size)
+        room, seen = limits.num_pages - page, set()
+        for number, ids in enumerate(self._documents):
+            pages = -(-len(ids) // limits.block_size)
+            request_id, place = self._places.get(number, ("", 0))
+            cached = self._cached.get(request_id)
+            was_cached = not ids or (cached is not None and cached.chunks[place] == len(ids))
+            documents.append(CachedDocument(len(ids), pages * limits.page_bytes, was_cached, cached is not None or not ids))
+            room -= 0 if tuple(ids) in seen else pages  # one that comes again shares its pages
+            seen.add(tuple(ids))
             fits += room >= 0
         return CacheReport(
-            prefix_tokens=prefix,
-            prefix_bytes=pages(prefix) * limits.page_bytes,
+            prefix_tokens=len(self._prefix),
+            prefix_bytes=page * limits.page_bytes,
             documents=documents,
             pool_bytes=limits.num_pages * limits.page_bytes,
             fits=fits,
@@ -334,16 +362,17 @@ def as_list(values: Any, name: str) -> list[Any]:
     return list(values)
 
 
-def _one_each(value: Any, kind: type, prompts: list[ParsedPrompt], name: str) -> list[Any]:
+def _one_each(value: Any, kind: type, prompts: Sequence[Any], name: str) -> list[Any]:
     """One value for all prompts, or a list with one for each.
 
     Raises:
         RequestError: of another type, or not as many as prompts.
     """
-    listed = [value] * len(prompts) if isinstance(value, kind) else as_list(value, name)
-    if len(listed) != len(prompts):
-        raise RequestError(f"{len(listed)} {name} for {len(prompts)} prompts", param=name)
+    what = "an integer" if kind is Integral else kind.__name__
+    listed = value if isinstance(value, (list, tuple)) else [value] * len(prompts)
     for entry in listed:
         if not isinstance(entry, kind) or isinstance(entry, bool):
-            raise RequestError(f"{name} must be {kind.__name__}, got {type(entry).__name__}", param=name)
-    return listed
+            raise RequestError(f"{name} must be {what}, or a list of such, got {type(entry).__name__}", param=name)
+    if len(listed) != len(prompts):
+        raise RequestError(f"{len(listed)} {name} for {len(prompts)} prompts", param=name)
+    return list(listed)

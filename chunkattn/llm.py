@@ -202,8 +202,12 @@ class LLM:
         """Let what a `precompute(pin=True)` pinned be evicted again."""
         self.core.unpin(report.pin_ids)
 
+    def metrics(self) -> str:
+        """The engine's metrics in Prometheus' text format."""
+        return self.core.metrics_text()
+
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block, pinned ones too. Returns whether every page is free."""
+        """Forget every cached block, pinned ones too, not what is on disk. Returns whether every page is free."""
         return self.core.reset_prefix_cache()
 
     def close(self) -> None:
@@ -224,6 +228,7 @@ class LLM:
         item_first: bool = False,
         algorithm: str = "auto",
         packed_ids: Sequence[int] | None = None,
+        priority: int = 0,
         use_tqdm: bool = True,
     ) -> ScoreOutput:
         """P(label | query + item) for every item, exactly as if each item were sent alone.
@@ -237,6 +242,7 @@ class LLM:
             algorithm: `"auto"`, `"serial"` or `"packed_segment"`; they agree.
             packed_ids: instead of query and items, `query<d>item<d>...item<d>` with the engine's
                 `multi_item_scoring_delimiter`.
+            priority: see `generate`.
             use_tqdm: see `generate`.
 
         Returns:
@@ -254,6 +260,7 @@ class LLM:
             item_first=item_first,
             algorithm=algorithm,
             packed_ids=packed_ids,
+            priority=priority,
         )
         total = sum(len(r.rows) for r in job.requests)
         with _progress(total, use_tqdm, "items") as bar, closing(self._drive(job.requests)) as events:

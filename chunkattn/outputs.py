@@ -19,7 +19,7 @@ class CompletionOutput:
     """One sample.
 
     Attributes:
-        finish_reason: `"stop"` or `"length"`.
+        finish_reason: `"stop"`, `"length"`, or `"abort"` after `AsyncLLM.abort`; None while it goes on.
         stop_reason: the stop string or stop token id that ended it; None for end of sequence.
     """
 

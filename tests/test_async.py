@@ -114,7 +114,7 @@ def test_scores_chat_and_cache_equal_the_batch_api(loop, llm, demo):
     assert all(d.done for d in report.documents)
     assert warm.num_cached_chunk_tokens == tuple(d.tokens for d in report.documents)
     with pytest.raises(CapacityError, match="cannot all be pinned"):
-        loop.run(llm.precompute("Read.", ["word " * 60] * 200, pin=True))
+        loop.run(llm.precompute("Read.", [f"word {n} " * 30 for n in range(200)], pin=True))
 
 
 # Ends that callers choose
@@ -198,7 +198,10 @@ def test_invalid_requests_are_never_sent(loop, llm, monkeypatch):
         lambda: last(llm.chat([])),
         lambda: llm.score("a", ["b"], label_token_ids=[]),
         lambda: llm.score("a", ["b"], label_token_ids=[10**6]),
+        lambda: llm.score("a", ["b"], label_token_ids=[1], priority="high"),
+        lambda: last(llm.generate(PROMPT, priority=1.5)),
         lambda: llm.precompute("", []),
+        lambda: llm.precompute("a", ["b"], pin=1),
     ]
     for call in wrong:
         with pytest.raises(RequestError):

@@ -288,9 +288,37 @@ def test_precompute_needs_a_cache_and_sound_input(engine):
     llm = engine("qwen3", enable_prefix_caching=False)
     with pytest.raises(RequestError, match="keeps nothing"):
         llm.precompute([1], [[2]])
-    for prefix, documents in ((5, [[1]]), ([1], 5), ([1], ["text"]), ([], [])):
+    llm = engine("qwen3")
+    for prefix, documents in ((5, [[1]]), ([1], 5), ([1], ["text"])):
         with pytest.raises(RequestError):
-            engine("qwen3").precompute(prefix, documents)
+            llm.precompute(prefix, documents)
+    for pin in (1, "yes"):
+        with pytest.raises(RequestError, match="pin must be True or False"):
+            llm.precompute([1], [[2]], pin=pin)
+    with pytest.raises(RequestError, match=f"document 1: token id {VOCAB}"):
+        llm.precompute([1], [[2], [VOCAB]])
+    report = llm.precompute([], [[], [3, 4]])  # an empty document is no harm
+    assert [(d.tokens, d.done) for d in report.documents] == [(0, True), (2, True)]
+    # One that comes again takes no pages of its own.
+    pages = llm.limits.num_pages
+    report = llm.precompute([1], [[7] * 200] * pages, pin=True)
+    assert report.fits == pages
+    llm.unpin(report)
+
+
+def test_arguments_are_checked(engine):
+    llm, prompt = engine("qwen3"), {"prompt_token_ids": [1]}
+    for priority in ("high", 1.5, None, True, [1.5]):
+        with pytest.raises(RequestError, match="priority must be an integer"):
+            llm.generate(prompt, priority=priority)
+        with pytest.raises(RequestError, match="priority must be an integer"):
+            llm.score([1], [[2]], label_token_ids=[1], priority=priority)
+    assert llm.generate(prompt, GREEDY, priority=np.int64(3))
+    for salt in ("", 5):
+        with pytest.raises(RequestError, match="cache_salt"):
+            llm.generate(prompt, cache_salt=salt)
+    with pytest.raises(RequestError, match="0 sampling_params for 1 prompts"):
+        llm.generate(prompt, [])
 
 
 def test_pins_of_a_failed_step_are_let_go_with_unpin(engine, monkeypatch):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.cli import app
-from chunkattn.errors import EngineError
+from chunkattn.errors import ConfigError, EngineError
 from tests.checkpoints import VOCAB
 from tests.engine_writer import OPTIONS, PREFIX, document
 from tests.test_cache import COLD, GREEDY, check_same
@@ -30,7 +30,7 @@ def start(checkpoint, tmp_path):
     def get(name="qwen3", **options):
         for llm in engines:
             llm.close()
-        engines.append(LLM(str(checkpoint(name)), kv_store=str(tmp_path / "kv"), max_logprobs=VOCAB, **{**OPTIONS, **options}))
+        engines.append(LLM(str(checkpoint(name)), max_logprobs=VOCAB, **{"kv_store": tmp_path / "kv", **OPTIONS, **options}))
         return engines[-1]
 
     yield get
@@ -166,6 +166,44 @@ def test_killing_an_engine_leaves_a_clean_store(start, checkpoint, tmp_path, kil
         assert llm.core.disk.store.damaged == 0
 
 
+def test_what_waits_for_the_disk_is_accounted_for(start, monkeypatch):
+    """Bytes waiting go back to nothing whether an entry was written, there already, asked for twice or dropped."""
+    llm = start()
+    disk = llm.core.disk
+    llm.generate(PROMPT, GREEDY)
+    assert disk.writer.flush(30)
+    assert disk.writer.pending_bytes == 0
+    disk._stored.clear()  # as another engine's store would be
+    llm.generate(PROMPT, GREEDY)
+    assert disk.writer.flush(30)
+    assert disk.writer.pending_bytes == 0
+    monkeypatch.setattr(disk.store, "put", lambda *args, **options: False)
+    prompt = ChunkedPrompt(PREFIX, [document(50)], QUESTION)
+    llm.generate(prompt, GREEDY)
+    assert disk.writer.flush(30)
+    assert disk.writer.pending_bytes == 0
+    assert disk.counts["failed"] == 1
+    monkeypatch.undo()
+    llm.generate(prompt, GREEDY)  # what could not be written is tried again when it is used again
+    assert disk.writer.flush(30)
+    assert llm.core.disk.counts["written"] == 6
+
+
+def test_another_programs_folder_is_left_alone(start, tmp_path):
+    import lmdb
+
+    folder = tmp_path / "theirs"
+    with lmdb.open(str(folder), max_dbs=3) as theirs:
+        for name in (b"data", b"meta"):
+            with theirs.begin(write=True, db=theirs.open_db(name)) as txn:
+                txn.put(b"key", b"value")
+    before = {f.name: f.read_bytes() for f in folder.iterdir()}
+    with pytest.raises(ConfigError, match=r"no KV store of chunkattn's"):
+        start(kv_store=str(folder))
+    assert CliRunner().invoke(app, ["cache", "ls", "--kv-store", str(folder)]).exit_code == 2
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
+
+
 def test_cache_commands(tmp_path):
     runner, store = CliRunner(), ["--kv-store", str(tmp_path / "kv")]
     (tmp_path / "docs").mkdir()
@@ -185,11 +223,32 @@ def test_cache_commands(tmp_path):
     out = with_store.generate(prompt, SamplingParams(temperature=0, max_tokens=4))[0]
     assert all(out.num_cached_chunk_tokens)
     with_store.close()
+    tag = listed.output.splitlines()[3].split()[1]
+    assert "3 entries removed, 0 left" in runner.invoke(app, ["cache", "gc", *store, "--model", tag]).output
     assert "0 left" in runner.invoke(app, ["cache", "gc", *store, "--all"]).output
+    # Which file is at fault, and what does not fit, is said; an empty file is no harm.
+    (tmp_path / "docs" / "2.txt").write_text("\n")
+    assert runner.invoke(app, ["cache", "build", str(tmp_path / "docs"), *store]).exit_code == 0
+    (tmp_path / "docs" / "3.txt").write_text("word " * 9000)
+    result = runner.invoke(app, build)
+    assert result.exit_code == 2
+    assert "3.txt: document 3 has" in result.stderr
+    (tmp_path / "docs" / "3.txt").unlink()
+    for number in range(40):
+        (tmp_path / "docs" / f"x{number}.txt").write_text(f"Nila lives in {number} " * 40)
+    build[3:5] = ["--kv-store", str(tmp_path / "little")]
+    result = runner.invoke(app, [*build, "--max-bytes", str(4 << 20)])
+    assert result.exit_code == 2
+    assert "are not kept" in result.stderr
     for arguments, message in (
         (["gc", *store], "say what to remove"),
         (["ls", "--kv-store", str(tmp_path)], "holds no KV store"),
         (["build", str(tmp_path / "kv"), *store], "no file of"),
+        (["build", str(tmp_path / "none"), *store], "is no folder"),
+        (["build", str(tmp_path / "docs"), *store, "--pattern", "/*"], "--pattern is relative"),
+        (["gc", *store, "--max-bytes", "-5"], "must not be negative"),
+        (["gc", *store, "--max-age-days", "nan"], "must not be negative"),
+        (["gc", *store, "--model", "zz"], "0 models of"),
     ):
         result = runner.invoke(app, ["cache", *arguments])
         assert result.exit_code == 2

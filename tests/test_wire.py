@@ -71,7 +71,7 @@ def random_messages(rng):
         messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32)),
         messages.PrecomputeResult(text(), cached),
         messages.RequestFailed(text(), text(), maybe("prompt")),
-        control.Start(config, control.Checkpoint.of(open_files(EngineConfig(), tokenizer=False)), 30, 0.5),
+        control.Start(config, control.Checkpoint.of(open_files(EngineConfig(skip_tokenizer_init=True))), 30, 0.5),
         control.Abort(text()),
         control.Stop(text(), 3),
         control.Unpin(("a", text())),

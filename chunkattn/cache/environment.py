@@ -20,6 +20,8 @@ from chunkattn.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _DBS = (b"meta", b"data", b"used")
+LOCK = "chunkattn-kv.lock"
+"""Who holds it exclusively is alone; that it is there says whose folder it is."""
 
 
 def is_damage(error: Exception) -> bool:
@@ -33,7 +35,7 @@ class Environment:
     """An open LMDB environment, with the databases `meta`, `data` and `used`.
 
     A process must not open one twice: `opened` and `handles` share it. Its map must not be resized under a transaction: `begin`
-    and `resize` see to that. The flock on `store.lock` is held shared while open; who gets it exclusively is alone, and may
+    and `resize` see to that. The flock on `LOCK` is held shared while open; who gets it exclusively is alone, and may
     check the file and move it.
 
     Attributes:
@@ -56,7 +58,13 @@ class Environment:
         self.path, self.map_size, self.handles = path, map_size, 0
         self._gate = threading.Condition()
         self._active, self._closed = 0, False
-        self._lock = os.open(path / "store.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        data, lock = path / "data.mdb", path / LOCK
+        # Ours is made before the data: where it is wanting, the data is somebody else's, and nothing may be touched.
+        if data.exists() and data.stat().st_size and not lock.exists():
+            raise ConfigError(
+                f"{path} holds a data.mdb that is no KV store of chunkattn's; give the KV store a folder of its own"
+            )
+        self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             alone = self._flock(fcntl.LOCK_EX | fcntl.LOCK_NB)
             problems = _find_damage(path / "data.mdb") if alone else []

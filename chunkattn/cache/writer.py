@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Fetch = Callable[[], list[np.ndarray]]
-_Job = tuple[bytes, Fetch, int, str]
+_Job = tuple[bytes, Fetch, int, str, int]
 
 
 class StoreWriter:
@@ -27,17 +27,21 @@ class StoreWriter:
     Args:
         store: outlives the writer.
         max_pending: entries that may wait; more are dropped.
+        max_pending_bytes: of what waits, as `submit` is told; a single entry may have more.
 
     Attributes:
         written: entries put.
-        dropped: entries refused because too many were waiting, or given up by `close`.
+        dropped: entries refused because too much was waiting, or given up by `close`.
+        pending_bytes: of what waits or is being written.
         failed: entries that could not be fetched or put.
     """
 
     touch_interval_s = 1.0
 
-    def __init__(self, store: KVStore, *, max_pending: int = 64) -> None:
-        self.store, self.max_pending = store, max_pending
+    def __init__(self, store: KVStore, *, max_pending: int = 64, max_pending_bytes: int = 1 << 62) -> None:
+        self.store, self.max_pending, self.max_pending_bytes = store, max_pending, max_pending_bytes
+        self.pending_bytes = 0
+        self._lost: list[bytes] = []
         self.written = self.dropped = self.failed = 0
         self._waiting: deque[_Job] = deque()
         self._keys: set[bytes] = set()
@@ -50,25 +54,34 @@ class StoreWriter:
         self._thread.start()
         atexit.register(self.close)  # before the interpreter freezes the thread in the midst of a transaction
 
-    def submit(self, key: bytes, fetch: Fetch, *, tokens: int, kind: str) -> bool:
-        """Have an entry written unless the store has it by then; False when too many are waiting, or after `close`.
+    def submit(self, key: bytes, fetch: Fetch, *, tokens: int, kind: str, num_bytes: int = 0) -> bool:
+        """Have an entry written unless the store has it by then; False when too much is waiting, or after `close`.
 
         Args:
             key: from `entry_key`.
             fetch: called in the thread, for the arrays.
             tokens: how many they are the K/V of.
             kind: "prefix" or "chunk".
+            num_bytes: that `fetch` holds on to.
         """
         with self._changed:
             if key in self._keys:
                 return True
-            if self._closed or len(self._waiting) >= self.max_pending:
+            full = self.pending_bytes and self.pending_bytes + num_bytes > self.max_pending_bytes
+            if self._closed or full or len(self._waiting) >= self.max_pending:
                 self.dropped += 1
                 return False
-            self._waiting.append((key, fetch, tokens, kind))
+            self.pending_bytes += num_bytes
+            self._waiting.append((key, fetch, tokens, kind, num_bytes))
             self._keys.add(key)
             self._changed.notify_all()
         return True
+
+    def take_lost(self) -> list[bytes]:
+        """Keys that were taken and could not be written, since the last call."""
+        with self._changed:
+            lost, self._lost = self._lost, []
+        return lost
 
     def touch(self, key: bytes) -> None:
         """Have the time noted as the entry's last use, with others', within a second or so."""
@@ -95,6 +108,7 @@ class StoreWriter:
             self._changed.notify_all()
             self._changed.wait_for(self._idle, timeout)
             self.dropped += len(self._waiting)
+            self.pending_bytes -= sum(job[-1] for job in self._waiting)
             self._waiting.clear()
             self._keys.clear()
             self._changed.notify_all()
@@ -122,11 +136,11 @@ class StoreWriter:
                 if job is None and not touched:
                     return
                 self._busy = True
+            kept = False
             try:
                 if touched:
                     self.store.touch(touched)
-                if job is not None:
-                    self._write(*job)
+                kept = job is None or self._write(*job[:-1])
             except Exception:
                 self.failed += 1
                 logger.warning("cannot write to the KV store %s", self.store.path, exc_info=True)
@@ -134,12 +148,16 @@ class StoreWriter:
                 if job is not None:
                     with self._changed:
                         self._keys.discard(job[0])
+                        self.pending_bytes -= job[-1]
+                        self._lost += [] if kept else [job[0]]
                 job = None  # and with it what `fetch` holds on to
 
-    def _write(self, key: bytes, fetch: Fetch, tokens: int, kind: str) -> None:
+    def _write(self, key: bytes, fetch: Fetch, tokens: int, kind: str) -> bool:
         if self.store.contains(key):
             self.touch(key)
         elif self.store.put(key, fetch(), tokens=tokens, kind=kind):
             self.written += 1
         else:
             self.failed += 1
+            return False
+        return True

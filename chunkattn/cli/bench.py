@@ -41,10 +41,22 @@ def rag(
 
     if geometry not in GEOMETRIES:
         raise ConfigError(f"unknown geometry {geometry!r}; choose one of {', '.join(GEOMETRIES)}")
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"unknown dtype {dtype!r}; choose float32 or bfloat16")
+    # What would fail at the end fails now.
+    files = [Path(json_file)] if json_file and json_file != "-" else []
+    for target in [*files, plot] if plot else files:
+        if not target.parent.is_dir():
+            raise ConfigError(f"{target.parent} is no folder")
+    if plot is not None:
+        _check_picture(plot)
     numbers = (*(documents or (4, 12)), *(document_tokens or (500,)), prefix_tokens, question_tokens, repeats)
     if min(numbers) < 1:
         raise ConfigError("counts of documents, tokens and repeats must be at least 1")
     workload = Workload(tuple(documents or (4, 12)), tuple(document_tokens or (500,)), prefix_tokens, question_tokens, repeats)
+    longest = prefix_tokens + max(workload.documents) * max(workload.document_tokens) + question_tokens
+    if longest >= (limit := GEOMETRIES[geometry].max_position_embeddings):
+        raise ConfigError(f"a plain prompt of {longest} tokens is longer than the {limit} of {geometry}")
     cases: list[Case] = []
     with console.status("measuring", spinner="dots") as status:
         for case in run(geometry, workload, dtype=dtype):
@@ -79,11 +91,24 @@ def _table(cases: list[Case], title: str) -> Table:
     return table
 
 
-def _plot(cases: list[Case], path: Path, geometry: str) -> None:
+def _check_picture(path: Path) -> None:
+    """Check that a picture can be written there.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the format is unknown.
+    """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'chunkattn[plot]'") from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ConfigError(f"pictures end in one of {', '.join(sorted(known))}; got {path.name!r}")
+
+
+def _plot(cases: list[Case], path: Path, geometry: str) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     styles = {"plain cold": "o-", "plain warm": "o--", "chunks cold": "s-", "chunks warm": "s--"}

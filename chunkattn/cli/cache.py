@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from chunkattn.cache.store import KVStore
-from chunkattn.cli.common import Backend, Dtype, Model, Verbose, app, command, console, log_to_stderr, make_llm
+from chunkattn.cli.common import Backend, Dtype, Model, Strategy, Verbose, app, command, console, log_to_stderr, make_llm
 from chunkattn.errors import ConfigError, RequestError
 
 group = typer.Typer(no_args_is_help=True, help="Keep the K/V of documents on disk, computed ahead of use.")
@@ -34,6 +35,7 @@ def build(
     pattern: Annotated[str, typer.Option(help="Which files.")] = "**/*.txt",
     cache_salt: Annotated[str | None, typer.Option(help="Share with requests of this salt alone.")] = None,
     max_bytes: Annotated[int, typer.Option(help="Size of the folder that keeps them.")] = 16 << 30,
+    position_strategy: Strategy = "shared",
     model: Model = None,
     dtype: Dtype = "auto",
     attention_backend: Backend = "auto",
@@ -47,27 +49,46 @@ def build(
     if prefix_file is not None:
         prefix = _read(prefix_file)
     start = prefix or "" if system is None else [{"role": "system", "content": system}]
+    if not folder.is_dir():
+        raise RequestError(f"{folder} is no folder")
+    if Path(pattern).is_absolute():
+        raise RequestError(f"--pattern is relative to the folder, got {pattern!r}")
     files = sorted(f for f in folder.glob(pattern) if f.is_file())
     if not files:
         raise RequestError(f"no file of {folder} matches {pattern!r}")
     documents = [_read(f) for f in files]
-    llm = make_llm(model, dtype=dtype, attention_backend=attention_backend, kv_store=kv_store, kv_store_max_bytes=max_bytes)
+    llm = make_llm(
+        model,
+        dtype=dtype,
+        attention_backend=attention_backend,
+        position_strategy=position_strategy,
+        kv_store=kv_store,
+        kv_store_max_bytes=max_bytes,
+    )
+    began = time.time()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    tokens = size = 0
+    tokens, size, start_text = 0, 0, str(start)
+    parts: set[tuple[str, str | None]] = set()
     try:
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("documents", total=len(files))
             for first in range(0, len(files), BATCH):
-                names, batch = files[first : first + BATCH], documents[first : first + BATCH]
+                batch = documents[first : first + BATCH]
                 try:
                     report = llm.precompute(start, batch, cache_salt=cache_salt, use_tqdm=False)
-                except RequestError as error:
-                    raise RequestError(f"among {names[0].name} ... {names[-1].name}: {error}") from error
+                except RequestError as error:  # which names "document 3" of the batch
+                    named = [int(word) for word in re.findall(r"document (\d+)", str(error))]
+                    raise RequestError(f"{files[first + named[0]]}: {error}" if named else str(error)) from error
+                parts |= {(start_text, document) for document, d in zip(batch, report.documents, strict=True) if d.tokens}
                 tokens += sum(d.tokens for d in report.documents)
                 size += sum(d.num_bytes for d in report.documents)
                 progress.update(task, advance=len(batch))
         assert llm.core.disk is not None
+        parts |= {(start_text, None)} if report.prefix_tokens else set()
         disk = llm.core.disk
+        assert disk is not None
+        disk.writer.flush(timeout=600)
+        kept = sum(entry.last_used >= began - 1 for entry in disk.store.entries())
     finally:
         llm.close()
     counts = disk.counts
@@ -75,6 +96,12 @@ def build(
         f"{len(files)} documents, {tokens} tokens, {_bytes(size)}; parts written {counts['written']}, there already "
         f"{counts['hit']}, damaged and computed again {counts['damaged']}"
     )
+
+    if kept < len(parts):
+        raise ConfigError(
+            f"{len(parts) - kept} of {len(parts)} parts are not kept: the store of {_bytes(max_bytes)} is too small for them, "
+            "raise --max-bytes"
+        )
 
 
 @command(group)
@@ -104,14 +131,21 @@ def gc(
     kv_store: Store,
     max_bytes: Annotated[int | None, typer.Option(help="Remove the least recently used beyond this size.")] = None,
     max_age_days: Annotated[float | None, typer.Option(help="Remove what was not used for so long.")] = None,
-    model: Annotated[str | None, typer.Option(help="Of this model alone: its tag, as `ls --json` shows it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Of this model alone: its tag, or what it begins with.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
 ) -> None:
     """Remove entries."""
+    if (max_bytes or 0) < 0 or not (max_age_days or 0.0) >= 0:
+        raise RequestError("--max-bytes and --max-age-days must not be negative")
     if everything == any(v is not None for v in (max_bytes, max_age_days, model)):
         raise RequestError("say what to remove: --max-bytes, --max-age-days and --model, or --all")
     with _open(kv_store) as store:
         before = len(store.entries())
+        if model is not None:
+            tags = {entry.model for entry in store.entries() if entry.model.startswith(model)}
+            if len(tags) != 1:
+                raise RequestError(f"{len(tags)} models of {kv_store} begin with {model!r}")
+            (model,) = tags
         if everything:
             store.clear()
         else:

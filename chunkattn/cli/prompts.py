@@ -58,6 +58,7 @@ def generate(
     dtype: Dtype = "auto",
     attention_backend: Backend = "auto",
     kv_store: KVStore = None,
+    cache_salt: Annotated[str | None, typer.Option(help="Share the cache with prompts of this salt alone.")] = None,
     verbose: Verbose = False,
 ) -> None:
     """Continue a prompt: "prefix # # document # # document # # question"."""
@@ -73,7 +74,7 @@ def generate(
         attention_backend=attention_backend,
         kv_store=kv_store,
     )
-    for sample in llm.generate(wanted, params)[0].outputs:
+    for sample in llm.generate(wanted, params, cache_salt=cache_salt)[0].outputs:
         text = sample.text.removeprefix(" ")  # of the first word
         print(text if n == 1 else f"[{sample.index}] {text}")
     llm.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import jax
 
 from chunkattn.backends import AttentionBackend, AttentionSpec, make_backend
-from chunkattn.cache.store import KVStore
+from chunkattn.cache.store import MIN_BYTES, KVStore
 from chunkattn.config import EngineConfig
 from chunkattn.engine.compile_cache import enable_compile_cache
 from chunkattn.engine.core import EngineCore
@@ -24,7 +25,7 @@ _DEFAULT_KV_TOKENS = 1 << 18
 _ACCELERATOR_SHARE = 0.85
 
 
-def open_files(config: EngineConfig, *, tokenizer: bool = True) -> ModelFiles:
+def open_files(config: EngineConfig) -> ModelFiles:
     """The checkpoint of a configuration, its weights not read yet.
 
     Raises:
@@ -35,7 +36,7 @@ def open_files(config: EngineConfig, *, tokenizer: bool = True) -> ModelFiles:
         tokenizer=config.tokenizer,
         revision=config.revision,
         dtype=config.dtype,
-        skip_tokenizer_init=config.skip_tokenizer_init or not tokenizer,
+        skip_tokenizer_init=config.skip_tokenizer_init,
     )
 
 
@@ -50,11 +51,19 @@ def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
     # Everything that can be wrong with the options is found before the weights are read.
     max_model_len = _max_model_len(config, files.spec)
     backend = _make_backend(config, files)
-    store = KVStore(config.kv_store, max_bytes=config.kv_store_max_bytes) if config.kv_store else None
+    store = _open_store(config)
     decoder = files.load()
     num_pages = _num_pages(config, page_bytes(backend, files.spec.num_layers))  # of the memory the weights leave
     runner = Runner(decoder, backend, num_pages, config.max_logprobs)
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None)
+
+
+def _open_store(config: EngineConfig) -> KVStore | None:
+    if config.kv_store is None:
+        return None
+    if config.kv_store_max_bytes < MIN_BYTES:
+        raise ConfigError(f"kv_store_max_bytes must be at least {MIN_BYTES}, got {config.kv_store_max_bytes}")
+    return KVStore(Path(config.kv_store).expanduser(), max_bytes=config.kv_store_max_bytes)
 
 
 def _max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:

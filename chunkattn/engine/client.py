@@ -62,6 +62,7 @@ class EngineClient:
 
     Args:
         on_ready: told the limits whenever an engine is ready.
+        on_warmup: told the programs compiled, and in all.
 
     Attributes:
         state: `"starting"`, `"ready"`, `"restarting"`, `"failed"` (three starts in a row have failed; it is still
@@ -72,8 +73,10 @@ class EngineClient:
         restarts: engines started after the first.
     """
 
-    def __init__(self, config: EngineConfig, on_ready: Callable[[EngineLimits], None]) -> None:
-        self.config, self._on_ready = config, on_ready
+    def __init__(
+        self, config: EngineConfig, on_ready: Callable[[EngineLimits], None], on_warmup: Callable[[int, int], None]
+    ) -> None:
+        self.config, self._on_ready, self._on_warmup = config, on_ready, on_warmup
         self.state, self.reason = "starting", "the engine is starting"
         self.limits: EngineLimits | None = None
         self.warmup: tuple[int, int] | None = None
@@ -358,7 +361,7 @@ class EngineClient:
                 self._beat = message
             case WarmupProgress(done, total):
                 self.warmup = done, total
-                logger.info("warm-up: %d of %d programs", done, total)
+                self._on_warmup(done, total)
             case Ready(limits):
                 self._served = True
                 self.limits = limits

@@ -86,15 +86,11 @@ class EngineCore:
 
     # Requests
 
-    def check(self, message: Message) -> None:
-        """Check a request against every limit, without admitting it (see `Intake.check`)."""
-        self.intake.check(message)
-
     def add(self, message: Message) -> None:
         """Queue a request.
 
         Raises:
-            RequestError: as `check`, or its id is in use.
+            RequestError: as `Intake.check`, or its id is in use.
         """
         if message.request_id in self.requests or message.request_id in self._pins:
             raise RequestError(f"request_id {message.request_id!r} is already in use", param="request_id")

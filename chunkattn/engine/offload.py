@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
-
-import numpy as np
+from collections.abc import Iterable
 
 from chunkattn.cache.store import KVStore, StoreWriter, entry_key
 from chunkattn.engine.request import Part, Request
@@ -27,16 +24,17 @@ class DiskTier:
 
     def __init__(self, store: KVStore, runner: Runner) -> None:
         self.store, self.runner = store, runner
-        self.writer = StoreWriter(store, max_pending=1 << 14)
+        self.writer = StoreWriter(store, max_pending=1 << 14, max_pending_bytes=PENDING_BYTES)
         self.fingerprint = runner.fingerprint()
-        self._counts = Counter({"hit": 0, "miss": 0, "refused": 0})
+        self._counts = Counter({"hit": 0, "miss": 0})
         self._stored: OrderedDict[bytes, None] = OrderedDict()  # keys believed on disk, the latest last
-        self._pending, self._lock = 0, threading.Lock()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Parts found, not found, written, and refused because the writer was behind."""
-        return {**self._counts, "written": self.writer.written, "damaged": self.store.damaged}
+        """Parts found, not found, written, refused because the writer was behind, not writable, and damaged."""
+        writer = self.writer
+        written = {"written": writer.written, "refused": writer.dropped, "failed": writer.failed}
+        return {**self._counts, **written, "damaged": self.store.damaged}
 
     def load(self, request: Request) -> None:
         """Fill a placed request's missing parts from the store, each below a complete prefix only.
@@ -77,29 +75,15 @@ class DiskTier:
 
     def _keep(self, key: bytes, part: Part, kind: int, tokens: int) -> None:
         """See that a complete part is on disk, and count it as used."""
+        for lost in self.writer.take_lost():
+            self._stored.pop(lost, None)
         if key in self._stored:
             self.writer.touch(key)
             return
         size = len(part.blocks) * self.runner.page_bytes
-        with self._lock:
-            room = self._pending + size <= PENDING_BYTES
-            self._pending += size if room else 0
-        if not room:
-            self._counts["refused"] += 1
-            return
-        fetch = self._releasing(self.runner.read_pages([b.page for b in part.blocks]), size)
-        if self.writer.submit(key, fetch, tokens=tokens, kind="prefix" if kind == PREFIX_ID else "chunk"):
+        fetch, name = self.runner.read_pages([b.page for b in part.blocks]), "prefix" if kind == PREFIX_ID else "chunk"
+        if self.writer.submit(key, fetch, tokens=tokens, kind=name, num_bytes=size):
             self._remember(key)
-
-    def _releasing(self, fetch: Callable[[], list[np.ndarray]], size: int) -> Callable[[], list[np.ndarray]]:
-        def run() -> list[np.ndarray]:
-            try:
-                return fetch()
-            finally:
-                with self._lock:
-                    self._pending -= size
-
-        return run
 
     def _remember(self, key: bytes) -> None:
         self._stored[key] = None
@@ -122,7 +106,7 @@ class DiskTier:
 
     def catch_up(self, timeout: float = 600.0) -> bool:
         """Wait for the writer when it is far behind, as precomputing makes it. Returns whether it no longer is."""
-        return self._pending < PENDING_BYTES // 2 or self.writer.flush(timeout)
+        return self.writer.pending_bytes < PENDING_BYTES // 2 or self.writer.flush(timeout)
 
     def close(self) -> None:
         """Write what is pending and close the store."""

@@ -113,20 +113,16 @@ class PromptParser:
         prefix: str | TokenIds | Sequence[Mapping[str, Any]],
         documents: Sequence[str | TokenIds],
         template_options: Mapping[str, Any] | None = None,
-    ) -> list[ChunkLayout]:
-        """What fills the cache with a prefix and documents: layouts without a question.
+    ) -> tuple[list[int], list[list[int]]]:
+        """Token ids of a prefix and of documents, as they will stand in prompts.
 
         Args:
             prefix: text, token ids, or the chat messages before the first of the user's.
             documents: all text or all token ids, as the prefix is.
             template_options: for the chat template.
 
-        Returns:
-            One a document where positions are shared, all documents in one layout where they are not; the prefix
-            alone when there is no document.
-
         Raises:
-            RequestError: text and token ids mixed, or nothing to compute.
+            RequestError: malformed, or text and token ids mixed.
         """
         if isinstance(documents, (str, Mapping)) or not isinstance(documents, Sequence):
             raise RequestError(f"documents must be a list of parts, got {type(documents).__name__}", param="documents")
@@ -140,11 +136,7 @@ class PromptParser:
             end: str | TokenIds = "?" if isinstance(prefix, str) else [0]
             layout = self._chunked(ChunkedPrompt(cast("str | TokenIds", prefix), documents, end)).layout
         first, *chunks, _ = (layout.part(s).tolist() for s in layout.segments)
-        groups = [[c] for c in chunks] if self.strategy == "shared" and chunks else [chunks]
-        layouts = [make_layout(first, group, [], self.strategy) for group in groups]
-        if not all(map(len, layouts)):
-            raise RequestError("the prefix and a document are empty: there is nothing to compute", param="documents")
-        return layouts
+        return first, chunks
 
     def _dict(self, prompt: Mapping[str, Any], split: bool) -> ParsedPrompt:
         given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
