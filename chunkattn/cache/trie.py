@@ -183,7 +183,8 @@ class BlockTrie:
 
     def _valid(self, entry: tuple[int, int, Block]) -> bool:
         last_used, _, block = entry
-        return block in self._unheld and not block.dependents and block.last_used == last_used
+        # One that has got children since has had a holder, and with it another time of use.
+        return block in self._unheld and block.last_used == last_used
 
     def _evict(self) -> None:
         while self._leaves:
