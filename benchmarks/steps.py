@@ -88,25 +88,35 @@ def host_share(geometry: str, running: int, context: int, steps: int, chunks: in
         add(number)
     while any(not s.output_ids for r in core.requests.values() for s in r.sequences):
         core.step()
-    device = Clock()
+    device, plan, tables, commit = Clock(), Clock(), Clock(), Clock()
     for name in ("forward", "sample", "copy_pages"):
         device.watch(core.runner, name)
+    for name in ("admit", "plan"):
+        plan.watch(core.scheduler, name)
+    tables.watch(core.batches, "build")
+    commit.watch(core.scheduler, "commit")
+    parts: dict[str, list[float]] = {"placement and spans": [], "arrays, tile ranges": [], "commit": [], "the rest": []}
     totals, hosts = [], []
     for step in range(steps + 4):
         if step % 2:
             core.abort(str(step // 2))
             add(running + step)
-        device.spent, began = 0.0, time.perf_counter()
+        device.spent = plan.spent = tables.spent = commit.spent = 0.0
+        began = time.perf_counter()
         core.step()
         totals.append(time.perf_counter() - began)
         hosts.append(totals[-1] - device.spent)
+        known = plan.spent, tables.spent, commit.spent
+        for values, spent in zip(parts.values(), (*known, hosts[-1] - sum(known)), strict=True):
+            values.append(spent)
     totals, hosts = totals[4:], hosts[4:]  # the first ones compile
     core_steps = {
         "step_ms": 1000 * statistics.median(totals),
         "host_ms": 1000 * statistics.median(hosts),
         "host_ms_p90": 1000 * sorted(hosts)[int(0.9 * len(hosts))],
     }
-    return core_steps | {"host_share": core_steps["host_ms"] / core_steps["step_ms"]}
+    split = {f"host_ms, {name}": 1000 * statistics.median(values[4:]) for name, values in parts.items()}
+    return core_steps | {"host_share": core_steps["host_ms"] / core_steps["step_ms"]} | split
 
 
 def main() -> None:
@@ -131,6 +141,9 @@ def main() -> None:
     print(f"{args.geometry}, {args.running} running, {args.context} tokens in {args.chunks} chunks each")
     share = f"{host['host_share']:.1%}"
     print(f"step {host['step_ms']:.1f} ms, host {host['host_ms']:.2f} ms (p90 {host['host_ms_p90']:.2f}), {share}")
+    for name, value in host.items():
+        if "," in name:
+            print(f"  {name.partition(', ')[2]:22} {value:.2f} ms")
 
 
 if __name__ == "__main__":
