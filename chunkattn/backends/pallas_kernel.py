@@ -1,0 +1,400 @@
+"""The attention kernel for TPUs: query tiles walk their KV tiles, pages copied two tiles deep.
+
+One grid step is one query tile: rows of one sequence inside one block of the batch's rows,
+or one decode. It walks the KV tiles of its two ranges (`chunkattn.backends.tiles`) and
+nothing else. While a KV tile is multiplied, the pages of the next one are on their way
+from HBM, across query tiles too. Where every row of the query tile sees every slot of the
+KV tile no mask is computed; most tiles of a long prefix are of this kind.
+
+Nothing is gathered by a vector of indices, which Mosaic cannot lower: page numbers are
+scalars, one sequence's row of the page table at a time in SMEM (at most 64 KiB; a whole
+table would not fit), and the rows' slots come in as a block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LENGTH_BITS = 9
+"""Low bits of a page-table entry: the page's valid slots (at most 256). The page is above them."""
+LANES = 128
+TOGETHER = 1024, 8
+"""Folded rows, and heads, whose steps are interleaved: while one head's scores are exponentiated another's are multiplied."""
+SCALARS = BLOCK, LOW, HIGH, SEQ, FIRST_END, SECOND_START, SECOND_END, MIN_SLOT, LAST, MAX_START, PREFIX_END = range(11)
+"""Rows of the scalars of query tiles, int32 `[len(SCALARS), Q]`:
+
+block of the batch's rows, its own rows in it `[LOW, HIGH)`, sequence, KV ranges, smallest and
+largest slot of its rows, largest row start, slots of the prefix.
+"""
+
+_MASKED = -1e38
+"""Added to a score that is not seen; far below `_LEAST`, so its weight is zero."""
+_LEAST = -1e30
+"""Start of the running maximum: finite, so that a row that has seen nothing yet stays finite."""
+_NOWHERE = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes the kernel is compiled for.
+
+    Attributes:
+        kv_heads: KV heads.
+        groups: query heads per KV head.
+        head_dim: lanes of a head of queries and of results: 128 or 256.
+        packed: K and V lie in the same 128 lanes (`head_dim` 64).
+        rows: rows of a block; 1 for decodes.
+        slots: slots of a KV tile, a multiple of 128 and of `block_size`.
+        block_size: slots of a page.
+        head_blocks: the grid's outer axis, over KV heads; chips of two cores run it in parallel.
+    """
+
+    kv_heads: int
+    groups: int
+    head_dim: int
+    packed: bool
+    rows: int
+    slots: int
+    block_size: int
+    head_blocks: int = 1
+
+    @property
+    def pages(self) -> int:
+        """Pages of a KV tile."""
+        return self.slots // self.block_size
+
+    @property
+    def heads(self) -> int:
+        """KV heads of a grid step."""
+        return self.kv_heads // self.head_blocks
+
+    @property
+    def together(self) -> int:
+        """KV heads computed side by side; divides `heads`."""
+        rows, heads = TOGETHER
+        most = max(1, min(rows // (self.groups * self.rows), heads))
+        return max(n for n in range(1, most + 1) if self.heads % n == 0)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a slot of one KV head: K and V."""
+        return self.head_dim if self.packed else 2 * self.head_dim
+
+
+def attend(
+    scalars: jax.Array,
+    count: jax.Array,
+    q: jax.Array,
+    rows: jax.Array | None,
+    table: jax.Array,
+    pool: jax.Array,
+    shape: Shape,
+    *,
+    scale: float,
+    window: int | None,
+    interpret: Any,
+    vmem_limit_bytes: int,
+) -> jax.Array:
+    """Attention of `count` query tiles over pages already written.
+
+    Args:
+        scalars: int32 `[len(SCALARS), Q]`; tiles of one block are neighbours and every block has one.
+        count: int32 scalar, tiles in use.
+        q: `[blocks * rows, num_heads * head_dim]`, or for decodes `[Q, kv_heads, groups, head_dim]`.
+        rows: int32 `[blocks, 8, lanes]`, row slots and row starts of a block in its first two rows; None for decodes.
+        table: int32 `[S, 1, W]`, entries as `LENGTH_BITS` says.
+        pool: `[pages, kv_heads, block_size, lanes]`.
+        shape: sizes.
+        scale: multiplies the scores.
+        window: see `AttentionBackend.forward`.
+        interpret: of `pl.pallas_call`.
+        vmem_limit_bytes: what the kernel may use.
+
+    Returns:
+        As `q`. Rows of no tile are zero; decodes beyond `count` are undefined.
+    """
+    decode = rows is None
+    folded = shape.groups * shape.rows
+    f32 = jnp.float32
+    if rows is None:
+        q_spec = pl.BlockSpec((1, shape.heads, shape.groups, shape.head_dim), lambda h, i, _: (i, h, 0, 0))
+        row_specs, row_args, scratch = [], [], []
+    else:
+        width = shape.heads * shape.groups * shape.head_dim
+        q_spec = pl.BlockSpec((shape.rows, width), lambda h, i, sc: (sc[BLOCK, i], h))
+        row_specs = [pl.BlockSpec((1, *rows.shape[1:]), lambda h, i, sc: (sc[BLOCK, i], 0, 0))]
+        row_args = [rows]
+        scratch = [pltpu.VMEM((shape.heads, folded, shape.head_dim), q.dtype)]
+
+    def table_spec(ahead: int) -> pl.BlockSpec:
+        last = scalars.shape[1] - 1
+        return pl.BlockSpec(
+            (1, 1, table.shape[2]),
+            lambda h, i, sc: (sc[SEQ, jnp.minimum(i + ahead, last)], 0, 0),
+            memory_space=pltpu.SMEM,
+        )
+
+    return pl.pallas_call(
+        lambda *refs: _query_tile(refs, shape, decode, scale, window),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(shape.head_blocks, count),
+            in_specs=[q_spec, *row_specs, table_spec(0), table_spec(1), pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=q_spec,
+            scratch_shapes=[
+                pltpu.VMEM((shape.heads, folded, LANES), f32),
+                pltpu.VMEM((shape.heads, folded, LANES), f32),
+                pltpu.VMEM((shape.heads, folded, shape.head_dim), f32),
+                pltpu.VMEM((shape.rows, shape.slots), f32),
+                pltpu.VMEM((1, shape.slots), jnp.int32),
+                pltpu.VMEM((2, shape.heads, shape.slots, shape.lanes), pool.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((3,), jnp.int32),
+                *scratch,
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),  # type: ignore[no-untyped-call]
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
+        ),
+        interpret=interpret,
+        name="chunk_decode" if decode else "chunk_attention",
+    )(scalars, q, *row_args, table, table, pool)
+
+
+def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, scale: float, window: int | None) -> None:
+    """One grid step."""
+    if decode:
+        sc, q, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state = refs
+        folded = q.at[0]
+    else:
+        sc, q, rows, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state, folded = refs
+    head_block, i = pl.program_id(0), pl.program_id(1)
+    pages = _Pages(pool, kv, arrived, state, head_block * shape.heads, shape)
+    following = jnp.minimum(i + 1, sc.shape[1] - 1)
+
+    def tiles_of(tile: Any) -> Any:
+        return sc[FIRST_END, tile] + sc[SECOND_END, tile] - sc[SECOND_START, tile]
+
+    def kv_tile(tile: Any, step: Any) -> Any:
+        return jnp.where(step < sc[FIRST_END, tile], step, sc[SECOND_START, tile] + step - sc[FIRST_END, tile])
+
+    @pl.when(i == 0)
+    def begin_walk() -> None:
+        state[2] = 0
+
+    buffer0, count, last = state[2], tiles_of(i), sc[LAST, i]
+    started = (i > 0) & (tiles_of(jnp.maximum(i - 1, 0)) > 0)
+    next_has_any = (i + 1 < pl.num_programs(1)) & (tiles_of(following) > 0)
+
+    @pl.when((count > 0) & ~started)
+    def send_for_first() -> None:
+        pages.start(table, kv_tile(i, 0), last, buffer0)
+
+    for at_first, ref in zip((_LEAST, 0.0, 0.0), sums, strict=True):
+        ref[...] = jnp.full_like(ref, at_first)
+    if decode:
+        row_slot, row_start = last, sc[MAX_START, i]
+    else:
+        _fold(q, folded, shape)
+        by_row = jnp.transpose(rows[0])[: shape.rows]
+        row_slot, row_start = by_row[:, 0:1], by_row[:, 1:2]
+
+    def one_kv_tile(step: Any, _: Any) -> None:
+        tile, buffer = kv_tile(i, step), (buffer0 + step) & 1
+
+        @pl.when(step + 1 < count)
+        def send_for_next() -> None:
+            pages.start(table, kv_tile(i, step + 1), last, 1 - buffer)
+
+        @pl.when((step + 1 == count) & next_has_any)
+        def send_for_next_tile() -> None:
+            pages.start(next_table, kv_tile(following, 0), sc[LAST, following], 1 - buffer)
+
+        pages.wait(tile, last, buffer)
+        begin, end = tile * shape.slots, (tile + 1) * shape.slots
+        whole = (pages.shortest(buffer) == shape.block_size) & (end <= sc[MIN_SLOT, i] + 1)
+        whole &= (end <= sc[PREFIX_END, i]) | (begin >= sc[MAX_START, i])
+        if window is not None:
+            whole &= begin > last - window
+
+        def accumulate(masked: bool) -> None:
+            def some_heads(turn: Any, _: Any) -> None:
+                heads = [turn * shape.together + head for head in range(shape.together)]
+                _update(folded, kv.at[buffer], sums, bias if masked else None, heads, shape, scale)
+
+            lax.fori_loop(0, shape.heads // shape.together, some_heads, None)
+
+        @pl.when(whole)
+        def all_seen() -> None:
+            accumulate(masked=False)
+
+        @pl.when(jnp.logical_not(whole))
+        def some_seen() -> None:
+            columns[...] = begin + lax.broadcasted_iota(jnp.int32, columns.shape, 1)
+
+            @pl.when((pages.shortest(buffer) < shape.block_size) | (end > last + 1))
+            def some_unwritten() -> None:
+                pages.clean(table, tile, last, buffer, columns)
+
+            slot = columns[...]
+            seen = (slot <= row_slot) & ((slot < sc[PREFIX_END, i]) | (slot >= row_start))
+            if window is not None:
+                seen &= slot > row_slot - window
+            bias[...] = jnp.where(seen, 0.0, _MASKED)
+            accumulate(masked=True)
+
+    lax.fori_loop(0, count, one_kv_tile, None)
+    state[2] = (buffer0 + count) & 1
+
+    def result(head: int) -> jax.Array:
+        _, total, values = sums
+        return values[head] / jnp.maximum(jnp.sum(total[head], axis=1, keepdims=True), np.finfo(np.float32).tiny)
+
+    if decode:
+        for head in range(shape.heads):
+            out[0, head] = result(head).astype(out.dtype)
+    else:
+        first = (i == 0) | (sc[BLOCK, jnp.maximum(i - 1, 0)] != sc[BLOCK, i])
+        row = lax.broadcasted_iota(jnp.int32, (shape.rows, shape.head_dim), 0)
+        own_row, earlier = (row >= sc[LOW, i]) & (row < sc[HIGH, i]), jnp.logical_not(first)
+        for head in range(shape.heads):
+            attended = result(head)
+            for group in range(shape.groups):
+                lanes = pl.ds((head * shape.groups + group) * shape.head_dim, shape.head_dim)
+                old = jnp.where(earlier, out[:, lanes].astype(jnp.float32), 0.0)
+                new = attended[group * shape.rows : (group + 1) * shape.rows]
+                out[:, lanes] = jnp.where(own_row, new, old).astype(out.dtype)
+
+
+def _fold(q: Any, folded: Any, shape: Shape) -> None:
+    """`[rows, heads * groups * head_dim]` to `[heads, groups * rows, head_dim]`: whole registers move."""
+    for head in range(shape.heads):
+        for group in range(shape.groups):
+            lanes = pl.ds((head * shape.groups + group) * shape.head_dim, shape.head_dim)
+            folded[head, pl.ds(group * shape.rows, shape.rows), :] = q[:, lanes]
+
+
+def _update(folded: Any, kv: Any, sums: list[Any], bias: Any | None, heads: list[Any], shape: Shape, scale: float) -> None:
+    """One online-softmax step of some KV heads, stage by stage: the compiler overlaps what is written side by side.
+
+    The maximum stands in every lane; the sum is kept by lane and added up once, at the end.
+    """
+    maximum, total, values = sums
+    precision = lax.Precision.HIGHEST if folded.dtype == jnp.float32 else None
+
+    def multiply(a: jax.Array, b: jax.Array, contracted: int) -> jax.Array:
+        dimensions = (((1,), (contracted,)), ((), ()))
+        return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+    def score(head: Any) -> jax.Array:
+        scores = multiply(folded[head], kv[head, :, : shape.head_dim], 1) * (scale * math.log2(math.e))
+        if bias is None:
+            return scores
+        by_group = scores.reshape(shape.groups, shape.rows, shape.slots) + bias[...][None]
+        return by_group.reshape(scores.shape)
+
+    def weigh(head: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        old = maximum[head]
+        new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+        decay = jnp.exp2(old - new)
+        blocks = [jnp.exp2(scores[:, at : at + LANES] - new) for at in range(0, shape.slots, LANES)]
+        maximum[head] = new
+        total[head] = total[head] * decay + sum(blocks[1:], blocks[0])
+        return jnp.concatenate(blocks, axis=1).astype(kv.dtype), decay
+
+    scores = [score(head) for head in heads]
+    weighed = [weigh(head, of_head) for head, of_head in zip(heads, scores, strict=True)]
+    for head, (weights, decay) in zip(heads, weighed, strict=True):
+        added = multiply(weights, kv[head, :, shape.lanes - shape.head_dim :], 0)
+        values[head] = values[head] * jnp.concatenate([decay] * (shape.head_dim // LANES), axis=1) + added
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Copies of pages to one of two buffers `[heads, slots, lanes]`."""
+
+    pool: Any
+    kv: Any
+    arrived: Any
+    state: Any
+    first_head: Any
+    shape: Shape
+
+    def _copy(self, page: Any, place: Any, buffer: Any) -> Any:
+        size = self.shape.block_size
+        at = pl.ds(place * size if isinstance(place, int) else pl.multiple_of(place * size, size), size)
+        source = self.pool.at[page, pl.ds(self.first_head, self.shape.heads)]
+        return pltpu.make_async_copy(source, self.kv.at[buffer, :, at, :], self.arrived.at[buffer])
+
+    def _present(self, tile: Any, last: Any) -> Any:
+        """Pages of the tile that begin at or before slot `last`."""
+        return jnp.minimum(lax.div(last, self.shape.block_size) + 1 - tile * self.shape.pages, self.shape.pages)
+
+    def start(self, table: Any, tile: Any, last: Any, buffer: Any) -> None:
+        """Send for the pages of a KV tile."""
+        shape, present, base = self.shape, self._present(tile, last), tile * self.shape.pages
+        mask = (1 << LENGTH_BITS) - 1
+
+        def one(place: Any, shortest: Any) -> Any:
+            entry = table[0, 0, base + place]
+            self._copy(entry >> LENGTH_BITS, place, buffer).start()
+            return jnp.minimum(shortest, entry & mask)
+
+        @pl.when(present == shape.pages)
+        def all_pages() -> None:
+            shortest = jnp.int32(shape.block_size)
+            for place in range(shape.pages):
+                shortest = one(place, shortest)
+            self.state[buffer] = shortest
+
+        @pl.when(present < shape.pages)
+        def some_pages() -> None:
+            lax.fori_loop(0, present, one, jnp.int32(0))
+            self.state[buffer] = 0
+
+    def shortest(self, buffer: Any) -> Any:
+        """Least valid length of the tile's pages; 0 where a page is missing."""
+        return self.state[buffer]
+
+    def wait(self, tile: Any, last: Any, buffer: Any) -> None:
+        """Until the pages `start` sent for have arrived."""
+        shape, present = self.shape, self._present(tile, last)
+
+        @pl.when(present == shape.pages)
+        def all_pages() -> None:
+            whole = self.kv.at[buffer]
+            pltpu.make_async_copy(whole, whole, self.arrived.at[buffer]).wait()  # type: ignore[no-untyped-call]
+
+        @pl.when(present < shape.pages)
+        def some_pages() -> None:
+            lax.fori_loop(0, present, lambda place, _: self._copy(0, place, buffer).wait(), None)
+
+    def clean(self, table: Any, tile: Any, last: Any, buffer: Any, columns: Any) -> None:
+        """Zero the slots that no token was written to, and put `_NOWHERE` in their columns."""
+        shape, base = self.shape, tile * self.shape.pages
+        size, mask = shape.block_size, (1 << LENGTH_BITS) - 1
+        lane = lax.broadcasted_iota(jnp.int32, (1, shape.slots), 1)
+
+        def one(place: Any, _: Any) -> None:
+            entry = table[0, 0, jnp.minimum(base + place, table.shape[2] - 1)]
+            length = jnp.maximum(jnp.minimum(entry & mask, last + 1 - (base + place) * size), 0)
+
+            @pl.when(length < size)
+            def blank() -> None:
+                at = self.kv.at[buffer, :, pl.ds(pl.multiple_of(place * size, size), size), :]
+                slot = lax.broadcasted_iota(jnp.int32, (shape.heads, size, shape.lanes), 1)
+                at[...] = jnp.where(slot < length, at[...].astype(jnp.float32), 0.0).astype(at.dtype)
+                hole = (lane >= place * size + length) & (lane < (place + 1) * size)
+                columns[...] = jnp.where(hole, _NOWHERE, columns[...])
+
+        lax.fori_loop(0, shape.pages, one, None)

@@ -1,0 +1,236 @@
+"""Chunk attention for TPUs as a backend: metadata on the host, two kernels and a write on the chip."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkattn.backends import pallas_kernel as kernel
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray
+from chunkattn.backends.pallas_write import block_rows, plan_writes, write_rows
+from chunkattn.backends.registry import register_backend
+from chunkattn.backends.tiles import Tiles, spans, tile_ranges
+from chunkattn.errors import BackendError
+
+TILE_ROWS = 256
+"""Rows of a query tile, fewer where query heads fold to more than `TILE_FOLDED` rows or the step has few."""
+TILE_FOLDED = 512
+TILE_SLOTS = 512
+"""Slots of a KV tile, fewer where two of them with all heads would take more than `KV_BYTES`."""
+KV_BYTES = 8 << 20
+VMEM_BYTES = 48 << 20
+"""What the kernels may use. Chips have 128 MiB, v5p 64."""
+
+_ALIGN = 16
+"""Rows of a 16-bit register."""
+_FLOATS = ("bfloat16", "float32")
+_HEAD_DIMS = (64, 128, 256)
+_BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+class PallasMetadata(NamedTuple):
+    """A step as query tiles and decodes. `Q` and `D` are static bounds; the counts say how many are real.
+
+    Attributes:
+        tiles: int32 `[11, Q]`, see `pallas_kernel.SCALARS`.
+        num_tiles: int32 scalar.
+        rows: int32 `[blocks, 8, lanes]`, row slots and row starts of a block of rows.
+        decodes: int32 `[11, D]`, as `tiles`.
+        num_decodes: int32 scalar.
+        decode_rows: int32 `[D]`, their rows.
+        decode_of_row: int32 `[T]`, the decode a row is, -1 for other rows.
+        table: int32 `[S, 1, W]`, page and valid length in one.
+        pieces: int32 `[B, 6, R]`, see `pallas_write.plan_writes`.
+        num_pieces: int32 `[B]`.
+    """
+
+    tiles: StepArray
+    num_tiles: StepArray
+    rows: StepArray
+    decodes: StepArray
+    num_decodes: StepArray
+    decode_rows: StepArray
+    decode_of_row: StepArray
+    table: StepArray
+    pieces: StepArray
+    num_pieces: StepArray
+
+
+@register_backend("pallas_tpu")
+class PallasTpuBackend(AttentionBackend):
+    """Pages are `[kv_heads, block_size, 2 * head_dim]`: of every slot, K and then V of a head in neighbouring lanes.
+
+    Away from a TPU the kernels run in Pallas' TPU interpreter: the same results, slowly.
+
+    Attributes:
+        interpret: of `pl.pallas_call`; None: only away from a TPU. Set it to False to compile for a
+            TPU that is not there.
+        head_blocks: KV heads are cut into this many parts, which a chip of two cores computes in parallel.
+    """
+
+    interpret: ClassVar[Any] = None
+    head_blocks: ClassVar[int] = 1
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Heads of 64, 128 or 256, pages of 16 to 256, bfloat16 and float32."""
+        if spec.head_dim not in _HEAD_DIMS:
+            return f"head_dim must be one of {', '.join(map(str, _HEAD_DIMS))}, got {spec.head_dim}"
+        if spec.block_size not in _BLOCK_SIZES:
+            return f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {spec.block_size}"
+        if spec.dtype.name not in _FLOATS:
+            return f"dtype must be {' or '.join(_FLOATS)}, got {spec.dtype.name}"
+        return None
+
+    def allocate(self, num_pages: int) -> KVCache:
+        """One layer's pool, `[pages, kv_heads, block_size, 2 * head_dim]` in the model's dtype."""
+        most = 1 << (31 - kernel.LENGTH_BITS)
+        if num_pages > most:
+            raise BackendError(f"pallas_tpu counts at most {most} pages, got {num_pages}; use a larger block_size")
+        spec = self.spec
+        return jnp.zeros((num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_dim), spec.dtype)
+
+    def shape(self, rows: int) -> kernel.Shape:
+        """Sizes of the kernel over blocks of `rows`, 1 for decodes."""
+        spec = self.spec
+        packed = spec.head_dim == 64
+        slots = max(TILE_SLOTS, spec.block_size)
+        heads = spec.num_kv_heads // self.head_blocks
+        while slots > max(kernel.LANES, spec.block_size) and 4 * heads * slots * spec.head_dim * spec.dtype.itemsize > KV_BYTES:
+            slots //= 2
+        head_dim = 2 * spec.head_dim if packed else spec.head_dim
+        groups = spec.num_heads // spec.num_kv_heads
+        return kernel.Shape(spec.num_kv_heads, groups, head_dim, packed, rows, slots, spec.block_size, self.head_blocks)
+
+    def block(self, rows: int) -> int:
+        """Rows of a query tile when a step has `rows`: few steps of many rows, unless there are not many."""
+        groups, size = self.spec.num_heads // self.spec.num_kv_heads, TILE_ROWS
+        while size > _ALIGN and (size * groups > TILE_FOLDED or size > rows or (size > 128 and 4 * size > rows)):
+            size //= 2
+        return size
+
+    def build_metadata(self, batch: AttentionBatch) -> PallasMetadata:
+        """See `AttentionBackend.build_metadata`."""
+        rows, seqs = len(batch.row_seq), len(batch.prefix_end)
+        size = self.block(rows)
+        blocks = -(-rows // size)
+        runs = spans(batch)
+        decode = (runs.size == 1) & (batch.row_start[runs.row] <= batch.prefix_end[batch.row_seq[runs.row]])
+        tiles = _cut_at_blocks(Tiles(runs.row[~decode], runs.size[~decode]), size)
+        scalars = _scalars(batch, tiles, self.shape(size).slots, size)
+        idle = np.setdiff1d(np.arange(blocks), scalars[kernel.BLOCK])
+        nothing = np.zeros((len(kernel.SCALARS), len(idle)), np.int32)
+        nothing[kernel.BLOCK] = idle
+        scalars = np.concatenate([scalars, nothing], axis=1)
+        scalars = scalars[:, np.argsort(scalars[kernel.BLOCK], kind="stable")]
+
+        decode_rows = runs.row[decode]
+        decodes = _scalars(batch, Tiles(decode_rows, np.ones_like(decode_rows)), self.shape(1).slots, size)
+        decode_of_row = np.full(rows, -1, np.int32)
+        decode_of_row[decode_rows] = np.arange(len(decode_rows))
+        by_row = np.zeros((blocks, 8, -(-size // kernel.LANES) * kernel.LANES), np.int32)
+        for field, values in enumerate((batch.row_slot, batch.row_start)):
+            by_row[:, field, :size] = np.pad(values, (0, blocks * size - rows)).reshape(blocks, size)
+        pieces, num_pieces = plan_writes(batch)
+        bound = min(seqs, rows)
+        return PallasMetadata(
+            tiles=_pad(scalars, blocks + bound),
+            num_tiles=np.int32(scalars.shape[1]),
+            rows=by_row,
+            decodes=_pad(decodes, bound),
+            num_decodes=np.int32(len(decode_rows)),
+            decode_rows=_pad(decode_rows, bound),
+            decode_of_row=decode_of_row,
+            table=(batch.block_tables << kernel.LENGTH_BITS | batch.page_len)[:, None].astype(np.int32),
+            pieces=pieces,
+            num_pieces=num_pieces,
+        )
+
+    def forward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: KVCache,
+        metadata: PallasMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """See `AttentionBackend.forward`."""
+        interpret = self.interpret
+        if interpret is None:
+            interpret = pltpu.InterpretParams() if jax.default_backend() != "tpu" else False
+        options = {"interpret": interpret, "vmem_limit_bytes": VMEM_BYTES}
+        rows = len(q)
+        size = self.block(rows)
+        tiles, decodes = self.shape(size), self.shape(1)
+
+        kv = _pad_rows(jnp.concatenate([k, v], axis=-1).reshape(rows, -1), block_rows(rows)).astype(cache.dtype)
+        cache = write_rows(cache, kv, metadata.pieces, metadata.num_pieces, **options)
+
+        if tiles.packed:  # zeros meet V; results come out behind V's lanes
+            q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles.head_dim - self.spec.head_dim)))
+        common: dict[str, Any] = {"scale": scale, "window": window, **options}
+        table = metadata.table
+        wide = _pad_rows(q.reshape(rows, -1), size)
+        scalars = _within(metadata.tiles, tiles.slots, window)
+        out = kernel.attend(scalars, metadata.num_tiles, wide, metadata.rows, table, cache, tiles, **common)[:rows]
+        out = out.reshape(q.shape)
+        single = q[metadata.decode_rows].reshape(-1, tiles.kv_heads, tiles.groups, tiles.head_dim)
+        scalars = _within(metadata.decodes, decodes.slots, window)
+        decoded = kernel.attend(scalars, metadata.num_decodes, single, None, table, cache, decodes, **common)
+        decoded = decoded.reshape(-1, *q.shape[1:])[jnp.maximum(metadata.decode_of_row, 0)]
+        out = jnp.where((metadata.decode_of_row >= 0)[:, None, None], decoded, out)
+        return out[..., tiles.head_dim - self.spec.head_dim :], cache
+
+
+def _cut_at_blocks(runs: Tiles, size: int) -> Tiles:
+    """Cut runs where blocks of `size` rows begin, in order."""
+    first, last = runs.row // size, (runs.row + runs.size - 1) // size
+    run = np.repeat(np.arange(len(first)), last - first + 1)
+    block = np.arange(len(run)) - np.searchsorted(run, run) + first[run]
+    low = np.maximum(runs.row[run], block * size)
+    high = np.minimum((runs.row + runs.size)[run], (block + 1) * size)
+    return Tiles(low.astype(np.int32), (high - low).astype(np.int32))
+
+
+def _scalars(batch: AttentionBatch, tiles: Tiles, tile_slots: int, size: int) -> np.ndarray:
+    """The kernel's scalars of query tiles that keep within blocks of `size` rows."""
+    out = np.zeros((len(kernel.SCALARS), len(tiles.row)), np.int32)
+    if not len(tiles.row):
+        return out
+    ranges, seq = tile_ranges(batch, tiles, tile_slots), batch.row_seq[tiles.row]
+    edges = np.stack([tiles.row, tiles.row + tiles.size], axis=1).ravel()
+    out[kernel.BLOCK] = tiles.row // size
+    out[kernel.LOW] = tiles.row % size
+    out[kernel.HIGH] = tiles.row % size + tiles.size
+    out[kernel.SEQ] = seq
+    out[kernel.FIRST_END], out[kernel.SECOND_START], out[kernel.SECOND_END] = ranges
+    out[kernel.MIN_SLOT] = batch.row_slot[tiles.row]
+    out[kernel.LAST] = batch.row_slot[tiles.row + tiles.size - 1]
+    out[kernel.MAX_START] = np.maximum.reduceat(np.append(batch.row_start, 0), edges)[::2]
+    out[kernel.PREFIX_END] = batch.prefix_end[seq]
+    return out
+
+
+def _within(scalars: StepArray, tile_slots: int, window: int | None) -> StepArray:
+    """The scalars with KV tiles before every row's window left out; plain prompts have one range."""
+    if window is None:
+        return scalars
+    begin = jnp.maximum(scalars[kernel.MIN_SLOT] - window + 1, 0) // tile_slots
+    return scalars.at[kernel.SECOND_START].max(begin)
+
+
+def _pad(values: np.ndarray, size: int) -> np.ndarray:
+    """Zeros behind the last axis up to `size`."""
+    return np.pad(values.astype(np.int32), [(0, 0)] * (values.ndim - 1) + [(0, size - values.shape[-1])])
+
+
+def _pad_rows(x: jax.Array, size: int) -> jax.Array:
+    """`[T, n]` with zeros up to a multiple of `size` rows."""
+    return jnp.pad(x, ((0, -len(x) % size), (0, 0)))

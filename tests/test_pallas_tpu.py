@@ -1,0 +1,254 @@
+"""The TPU kernels in Pallas' TPU interpreter against the reference, and their host-side plans against NumPy."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkattn.backends import AttentionBatch, AttentionSpec, get_backend, pallas_tpu
+from chunkattn.backends import pallas_kernel as kernel
+from chunkattn.backends.pallas_write import BUFFER, COUNT, DEPTH, DEST, GROUP, LAST, OFFSET, ROW, block_rows, plan_writes
+from chunkattn.cache.slots import plan_slots
+from chunkattn.rope.positions import make_layout
+from chunkattn.testing import TOLERANCE, check_backend, random_steps
+
+BLOCK = 16
+SMALL = {"head_dim": 128, "block_size": BLOCK}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several query and KV tiles even for sequences of a few hundred slots."""
+    monkeypatch.setattr(pallas_tpu, "TILE_ROWS", 32)
+    monkeypatch.setattr(pallas_tpu, "TILE_SLOTS", 128)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cases": 2},
+        {"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
+        {"window": 19},
+    ],
+    ids=str,
+)
+def test_equals_reference(options, small_tiles):
+    check_backend("pallas_tpu", **{"cases": 1, **SMALL, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cases": 6},
+        {"cases": 4, "dtype": "bfloat16"},
+        {"cases": 3, "head_dim": 64, "num_heads": 7, "num_kv_heads": 1, "dtype": "bfloat16", "block_size": 32},
+        {"cases": 2, "head_dim": 256, "num_heads": 3, "num_kv_heads": 3, "block_size": 32},
+        {"cases": 1, "head_dim": 256, "dtype": "bfloat16", "num_heads": 2, "block_size": 64},
+        {"cases": 1, "head_dim": 64, "dtype": "bfloat16", "num_heads": 2, "num_kv_heads": 1, "block_size": 256},
+        {"cases": 4, "window": 40, "dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_equals_reference_at_length(options, small_tiles):
+    check_backend("pallas_tpu", **{**SMALL, "seed": 1, **options})
+
+
+@pytest.mark.slow
+def test_equals_reference_with_the_tiles_of_a_chip():
+    check_backend("pallas_tpu", cases=3, **SMALL)
+
+
+@pytest.mark.slow
+def test_nothing_races(small_tiles):
+    """Copies, buffers and pages are nobody's twice at a time."""
+
+    class Watched(get_backend("pallas_tpu")):
+        interpret = pltpu.InterpretParams(detect_races=True)
+
+    check_backend(Watched, cases=2, seed=2, **SMALL)
+    assert not interpret_pallas_call.races.races_found
+
+
+def shared_pages(rng):
+    """One request as three sequences of one page table in one step: the tail of a chunk, another chunk, the question."""
+    parts = [rng.integers(0, 9, n) for n in (21, 30, 0, 1, 18)]
+    layout = make_layout(parts[0], parts[1:-1], parts[-1])
+    plan = plan_slots(layout, BLOCK, aligned=True)
+    picked = [range(36, 51), range(51, 52), range(52, 70)]
+    size, seqs, width = 48, 4, 8
+    row_seq, row_slot, row_start = np.zeros((3, size), np.int32)
+    rows = [i for span in picked for i in span]
+    row_seq[: len(rows)] = np.repeat(np.arange(3), [len(span) for span in picked])
+    row_slot[: len(rows)], row_start[: len(rows)] = plan.slots[rows], plan.row_start[rows]
+    table = np.tile(rng.permutation(24)[:width].astype(np.int32), (seqs, 1))
+    page_len = np.full((seqs, width), BLOCK, np.int32)
+    page_len[:, : len(plan.page_len)] = plan.page_len
+    prefix_end = np.full(seqs, plan.prefix_end, np.int32)
+    return AttentionBatch(len(rows), row_seq, row_slot, row_start, prefix_end, table, page_len, BLOCK), table, plan
+
+
+def attend_shared_pages(backends):
+    """Outputs of the rows and caches of each backend class after that step, over what earlier steps computed."""
+    rng = np.random.default_rng(0)
+    batch, table, plan = shared_pages(rng)
+    q, k, v = (jnp.asarray(rng.standard_normal((len(batch.row_seq), h, 128)), jnp.float32) for h in (4, 2, 2))
+    old = rng.standard_normal((2, 2, 8 * BLOCK, 128)).astype(np.float32)
+    slots = plan.slots[:36]  # computed in earlier steps
+    pages, within = table[0, slots // BLOCK], slots % BLOCK
+    for cls in backends:
+        backend = cls(AttentionSpec(4, 2, 128, jnp.dtype("float32"), BLOCK))
+        cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), backend.allocate(24))
+        if isinstance(cache, tuple):
+            cache = tuple(c.at[pages, within].set(x[:, slots].swapaxes(0, 1)) for c, x in zip(cache, old, strict=True))
+        else:
+            cache = cache.at[pages, :, within].set(np.concatenate(old, -1)[:, slots].swapaxes(0, 1))
+        metadata = jax.tree.map(jnp.asarray, backend.build_metadata(batch))
+        out, cache = backend.forward(q, k, v, cache, metadata, scale=0.1)
+        yield np.asarray(out[: batch.num_rows]), cache
+
+
+def test_sequences_of_one_step_see_each_others_rows(small_tiles):
+    """What the question reads in this step was written in this step, by other sequences."""
+    (out, cache), (wanted, (keys, values)) = attend_shared_pages(map(get_backend, ("pallas_tpu", "reference")))
+    np.testing.assert_allclose(out, wanted, atol=TOLERANCE["float32"])
+    # Nothing else in the pool was touched.
+    np.testing.assert_array_equal(cache, np.concatenate([keys, values], -1).swapaxes(1, 2))
+
+
+@pytest.mark.slow
+def test_two_cores_take_half_of_the_heads_each(small_tiles):
+    class Halves(get_backend("pallas_tpu")):
+        interpret = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+        head_blocks = 2
+
+    (out, cache), (wanted, wanted_cache) = attend_shared_pages([Halves, get_backend("pallas_tpu")])
+    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(cache, wanted_cache)
+    assert not interpret_pallas_call.races.races_found
+
+
+def test_visited_tiles_are_those_with_a_visible_pair(small_tiles):
+    """Every row is in one query tile or one decode, and their KV tiles hold something it sees, holes apart."""
+    rng = np.random.default_rng(5)
+    backend = get_backend("pallas_tpu")(AttentionSpec(4, 2, 128, jnp.dtype("float32"), BLOCK))
+    spare = visited = 0
+    for _ in range(30):
+        for batch in random_steps(rng, block_size=BLOCK):
+            metadata = backend.build_metadata(batch)
+            seen = np.zeros(len(batch.row_seq), int)
+            blocks = set()
+            for scalars, count in ((metadata.tiles, metadata.num_tiles), (metadata.decodes, metadata.num_decodes)):
+                for tile in scalars[:, :count].T:
+                    begin = tile[kernel.BLOCK] * 32
+                    rows = np.arange(begin + tile[kernel.LOW], begin + tile[kernel.HIGH])
+                    seen[rows] += 1
+                    if scalars is metadata.tiles:
+                        blocks.add(tile[kernel.BLOCK])
+                    first = range(tile[kernel.FIRST_END])
+                    second = range(tile[kernel.SECOND_START], tile[kernel.SECOND_END])
+                    named = [*first, *second]
+                    wanted = set()
+                    for r in rows:
+                        slot, seq = np.arange(batch.row_slot[r] + 1), batch.row_seq[r]
+                        assert seq == tile[kernel.SEQ]
+                        valid = slot % BLOCK < batch.page_len[seq, slot // BLOCK]
+                        valid &= (slot < batch.prefix_end[seq]) | (slot >= batch.row_start[r])
+                        wanted |= set((slot[valid] // 128).tolist())
+                    assert len(named) == len(set(named))
+                    assert wanted <= set(named)
+                    spare += len(named) - len(wanted)
+                    visited += len(named)
+            assert (seen[: batch.num_rows] == 1).all()
+            assert not seen[batch.num_rows :].any()
+            assert blocks == set(range(len(batch.row_seq) // 32))
+    assert visited > 100
+    assert spare <= 0.01 * visited
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_planned_writes_are_a_scatter(gaps):
+    """Also for rows with gaps anywhere, and for sequences that write different slots of the same group."""
+    rng = np.random.default_rng(int(gaps))
+    for _ in range(40):
+        size, pages, width = int(rng.integers(1, 700)), 64, 64
+        owner = rng.integers(0, 3, pages * BLOCK) if gaps else np.repeat(rng.integers(0, 3, pages), BLOCK)
+        rows: list[tuple[int, int]] = []
+        for seq in range(3):
+            slots = np.flatnonzero(owner == seq)
+            slots = slots[rng.random(len(slots)) < (0.7 if gaps else 1)][: rng.integers(0, 300)]
+            rows += [(seq, slot) for slot in slots]
+        rows = rows[:size]
+        row_seq, row_slot = np.zeros((2, size), np.int32)
+        row_seq[: len(rows)], row_slot[: len(rows)] = np.array(rows, np.int32).reshape(-1, 2).T
+        table = np.tile(rng.permutation(pages).astype(np.int32), (3, 1))[:, :width]
+        zero = np.zeros(3, np.int32)
+        batch = AttentionBatch(len(rows), row_seq, row_slot, row_slot, zero, table, np.full_like(table, BLOCK), BLOCK)
+        pieces, counts = plan_writes(batch)
+        pool = np.full(pages * BLOCK, -1)
+        for block in range(len(pieces)):
+            for begin in range(0, counts[block], DEPTH):
+                buffers, taken = {}, set()
+                for n in range(begin, min(begin + DEPTH, counts[block])):
+                    piece = pieces[block, :, n]
+                    dest, buffer = piece[DEST], piece[BUFFER]
+                    if buffer == n % DEPTH:
+                        assert dest not in taken  # one reader and one writer of a group at a time
+                        taken.add(dest)
+                        buffers[buffer] = pool[dest * GROUP : (dest + 1) * GROUP].copy()
+                    assert piece[OFFSET] + piece[COUNT] <= GROUP
+                    first = block * block_rows(size) + piece[ROW]
+                    buffers[buffer][piece[OFFSET] : piece[OFFSET] + piece[COUNT]] = np.arange(first, first + piece[COUNT])
+                    if piece[LAST]:
+                        pool[dest * GROUP : (dest + 1) * GROUP] = buffers.pop(buffer)
+                assert not buffers
+        flat = batch.flat_slots()[: len(rows)]
+        expected = np.full_like(pool, -1)
+        expected[flat] = np.arange(len(rows))
+        np.testing.assert_array_equal(pool, expected)
+
+
+def test_metadata_sizes_follow_from_the_batch_alone():
+    rng = np.random.default_rng(0)
+    backend = get_backend("pallas_tpu")(AttentionSpec(4, 2, 128, jnp.dtype("float32"), BLOCK))
+    shapes = {
+        tuple((np.shape(leaf), np.asarray(leaf).dtype) for leaf in backend.build_metadata(batch))
+        for _ in range(10)
+        for batch in random_steps(rng, block_size=BLOCK)
+    }
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 96}, "head_dim must be one of 64, 128, 256, got 96"),
+        ({"block_size": 8}, "block_size must be one of 16, 32, 64, 128, 256, got 8"),
+        ({"block_size": 48}, "got 48"),
+        ({"dtype": jnp.dtype("float16")}, "dtype must be bfloat16 or float32, got float16"),
+    ],
+)
+def test_refuses_with_a_reason(change, reason):
+    spec = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "dtype": jnp.dtype("bfloat16"), "block_size": 16}
+    supports = get_backend("pallas_tpu").supports
+    assert supports(AttentionSpec(**spec)) is None
+    assert reason in supports(AttentionSpec(**{**spec, **change}))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the compiler for TPUs")
+def test_compiles_for_real_chips():
+    command = [sys.executable, "-m", "benchmarks.tpu_aot", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    cases = json.loads(done.stdout)
+    assert {case["topology"] for case in cases} == {"v5e", "v5p", "v6e"}
+    assert not [case for case in cases if not case["compiled"]]
+    assert all(case["temporary_mib"] < case["pool_mib"] for case in cases)  # no copy of the pool
