@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--decode-rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -48,7 +49,8 @@ def main() -> None:
     cores = []
     for rows in args.decode_rows:
         xla.DECODE_ROWS = rows  # read when a step is built and traced
-        cores.append(make_core(args.geometry, pages, max_num_batched_tokens=2048, max_num_seqs=max(8, args.batch)))
+        options = {"max_num_batched_tokens": 2048, "max_num_seqs": max(8, args.batch), "kv_cache_dtype": args.kv_cache_dtype}
+        cores.append(make_core(args.geometry, pages, **options))
         start(cores[-1], args.batch, args.context, args.steps)
     times: list[list[float]] = [[] for _ in cores]
     for _ in range(args.steps):

@@ -13,6 +13,7 @@ import numpy as np
 from chunkattn.errors import ConfigError, RequestError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class EngineConfig:
         revision: hub revision of the model.
         skip_tokenizer_init: load no tokenizer; prompts must then be token ids.
         dtype: of weights, activations and KV; `"auto"` is the checkpoint's own.
+        kv_cache_dtype: of the KV pool: `"auto"` is `dtype`; `"fp8"` and `"fp8_e4m3"` are one byte a value, at scale 1.
         attention_backend: a registered backend's name, or `"auto"` to pick by platform.
         enable_chunk_aware: split text and id prompts at `chunk_separator`.
         chunk_separator: the text between prefix, chunks and question.
@@ -56,6 +58,7 @@ class EngineConfig:
     revision: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
     enable_chunk_aware: bool = False
     chunk_separator: str = " # # "
@@ -87,8 +90,9 @@ class EngineConfig:
             kinds, value = _OPTION_TYPES[str(option.type)], getattr(self, option.name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise ConfigError(f"{option.name} must be of type {option.type}, got {value!r}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+        for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         lowest = {"max_logprobs": 0, "seed": 0, "multi_item_scoring_delimiter": 0}
         for option in fields(self):
             value = getattr(self, option.name)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec
+from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec
 from chunkattn.backends.registry import get_backend
 from chunkattn.cache.slots import SlotPlan, plan_slots
 from chunkattn.errors import BackendError
@@ -20,6 +20,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 
 _ROWS, _SEQS, _WIDTH = 96, 6, 16
 _DECODES = 3
+_STRETCH = 1024
 
 
 @dataclass
@@ -104,6 +105,8 @@ def check_backend(
     dtype: str = "float32",
     block_size: int = 8,
     window: int | None = None,
+    kv_dtype: str | None = None,
+    soft_cap: float | None = None,
 ) -> float:
     """Run a backend beside `reference` over random ragged batches.
 
@@ -119,19 +122,25 @@ def check_backend(
         dtype: of queries, keys and values.
         block_size: slots per page.
         window: a sliding window, over plain prompts.
+        kv_dtype: of the cache. With `float8_e4m3fn` some keys and values are beyond its range.
+        soft_cap: of the scores.
 
     Returns:
         The largest absolute difference seen.
 
     Raises:
-        BackendError: the backend is unknown, or its `supports` refuses these sizes.
+        BackendError: the backend is unknown, or its `supports` refuses this spec, or no spec can be so.
         AssertionError: a difference beyond `TOLERANCE[dtype]`, or a NaN; the message names the case.
     """
     cls = get_backend(backend) if isinstance(backend, str) else backend
-    spec = AttentionSpec(num_heads, num_kv_heads, head_dim, jnp.dtype(dtype), block_size, (window,))
+    kept = None if kv_dtype is None else jnp.dtype(kv_dtype)
+    spec = AttentionSpec(num_heads, num_kv_heads, head_dim, jnp.dtype(dtype), block_size, (window,), kept, soft_cap)
     if reason := cls.supports(spec):
         raise BackendError(f"backend {cls.name!r} refuses {spec}: {reason}")
     rng, worst = np.random.default_rng(seed), 0.0
+    # A lane far beyond FP8's range, whose weight in scores and differences is that of any other.
+    stretch = np.ones(head_dim)
+    stretch[0] = _STRETCH if kept == FP8 else 1
     judged, oracle = (
         (b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (cls(spec), get_backend("reference")(spec))
     )
@@ -139,12 +148,14 @@ def check_backend(
         caches = [jax.tree.map(_full_of_nan, b.allocate(_SEQS * _WIDTH)) for b, _ in (judged, oracle)]
         for number, batch in enumerate(random_steps(rng, plain=window is not None, block_size=block_size)):
             shapes = ((_ROWS, num_heads, head_dim), *2 * [(_ROWS, num_kv_heads, head_dim)])
-            q, k, v = (jnp.asarray(rng.standard_normal(s), dtype) for s in shapes)
+            q, k, v = (
+                jnp.asarray(rng.standard_normal(s) * by, dtype) for s, by in zip(shapes, (1 / stretch, stretch, stretch))
+            )
             results = []
             for i, (instance, forward) in enumerate((judged, oracle)):
                 metadata = instance.build_metadata(batch)
                 out, caches[i] = forward(q, k, v, caches[i], metadata, scale=head_dim**-0.5, window=window)
-                results.append(np.asarray(out, np.float32))
+                results.append(np.asarray(out, np.float32) / stretch)
             if not np.isfinite(results[0]).all():
                 raise AssertionError(f"backend {cls.name!r}, seed {seed}, case {case}, step {number}: NaN or infinity came out")
             difference = float(np.abs(np.subtract(*results)[: batch.num_rows]).max(initial=0.0))

@@ -36,7 +36,9 @@ class PerRowBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, spec):
-        return None if all(w is None for w in spec.windows) else "sliding windows are not implemented"
+        if any(w is not None for w in spec.windows) or spec.soft_cap is not None:
+            return "sliding windows and soft caps are not implemented"
+        return None
 
     def build_metadata(self, batch):
         flat = batch.flat_slots()

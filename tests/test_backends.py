@@ -1,14 +1,23 @@
 """The reference against NumPy, everything else against the reference, and the registry."""
 
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from ml_dtypes import bfloat16, float8_e4m3fn
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 import chunkattn.backends.xla as xla
 from benchmarks.attention_memory import temporary_bytes
 from chunkattn import AttentionBackend, chunk_attention, register_backend
-from chunkattn.backends import AttentionSpec, available_backends, get_backend, make_backend
+from chunkattn.backends import AttentionBatch, AttentionSpec, available_backends, get_backend, make_backend
+from chunkattn.backends.base import FP8, to_cache
 from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.errors import BackendError
 from chunkattn.testing import check_backend, random_layout, random_steps
@@ -50,6 +59,11 @@ def test_chunk_attention_is_the_definition(backend, seed):
         {"window": 7},
         {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64, "block_size": 16},
         {"dtype": "float16", "block_size": 4},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"},
+        {"kv_dtype": "float8_e4m3fn", "soft_cap": 2.0, "window": 7},
+        {"soft_cap": 0.5},
+        {"soft_cap": 30.0, "dtype": "bfloat16"},
     ],
     ids=str,
 )
@@ -120,16 +134,139 @@ class Leaky(get_backend("xla")):  # type: ignore[misc]
         return jnp.where((metadata.flat_slots < 0)[:, None, None], jnp.nan, out), cache
 
 
+class Uncapped(get_backend("xla")):  # type: ignore[misc]
+    """Knows neither soft cap nor FP8."""
+
+    def __init__(self, spec):
+        super().__init__(AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.block_size))
+
+
+class Overflowing(get_backend("xla")):  # type: ignore[misc]
+    """Casts to FP8 without a look at its range."""
+
+    def forward(self, q, k, v, cache, metadata, **options):
+        k, v = (x.astype(FP8).astype(x.dtype) for x in (k, v))
+        return super().forward(q, k, v, cache, metadata, **options)
+
+
 def test_check_backend_notices_a_broken_backend():
     with pytest.raises(AssertionError, match=r"differs from reference|NaN or infinity"):
         check_backend(Broken)
     with pytest.raises(AssertionError, match="NaN or infinity"):
         check_backend(Leaky)
+    with pytest.raises(AssertionError, match="differs from reference"):
+        check_backend(Uncapped, soft_cap=30.0)
+    with pytest.raises(AssertionError, match="differs from reference"):
+        check_backend(Uncapped, kv_dtype="float8_e4m3fn")
+    with pytest.raises(AssertionError, match="NaN or infinity"):
+        check_backend(Overflowing, kv_dtype="float8_e4m3fn")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16, np.float16])
+def test_to_cache_rounds_and_saturates(dtype):
+    """Every 16-bit float, or many of 32 bits, against ml_dtypes' cast."""
+    if dtype is np.float32:
+        rng = np.random.default_rng(0)
+        x = (rng.standard_normal(1 << 18) * np.exp2(rng.uniform(-14, 12, 1 << 18))).astype(dtype)
+        x[:3] = np.inf, -np.inf, np.nan
+    else:
+        x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    got = np.asarray(jax.jit(to_cache, static_argnums=1)(x, FP8)).astype(np.float32)
+    x = x.astype(np.float32)
+    assert np.isnan(got[np.isnan(x)]).all()
+    x, got = x[~np.isnan(x)], got[~np.isnan(x)]
+    np.testing.assert_array_equal(got, np.clip(x, -448, 448).astype(float8_e4m3fn).astype(np.float32))
+    assert got.max() == -got.min() == 448
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_rows_of_a_step_are_attended_to_as_the_cache_keeps_them(backend, kv_dtype):
+    """A prompt in one step or in three: the same bits, in the pool and in what comes out."""
+    rng = np.random.default_rng(0)
+    instance = make_backend(backend, AttentionSpec(4, 2, 16, jnp.dtype("float32"), 8, kv_dtype=kv_dtype))
+    size, tokens = 32, 27
+    q, k, v = (rng.standard_normal((size, h, 16)).astype(np.float32) for h in (4, 2, 2))
+    results = []
+    for steps in ([range(27)], [range(9), range(9, 20), range(20, 27)]):
+        cache, out = instance.allocate(4), np.zeros((tokens, 4, 16), np.float32)
+        assert {x.dtype for x in cache} == {jnp.dtype("float32" if kv_dtype is None else "uint8")}
+        for rows in steps:
+            slot = np.zeros(size, np.int32)
+            slot[: len(rows)] = rows
+            zeros, pages = np.zeros(size, np.int32), np.arange(4, dtype=np.int32)[None]
+            full = np.full((1, 4), 8, np.int32)
+            batch = AttentionBatch(len(rows), zeros, slot, zeros, np.zeros(1, np.int32), pages, full, 8)
+            metadata = jax.tree.map(jnp.asarray, instance.build_metadata(batch))
+            given = (jnp.asarray(x[slot]) for x in (q, k, v))
+            got, cache = instance.forward(*given, cache, metadata, scale=0.25)
+            out[rows] = got[: len(rows)]
+        results.append((out, *map(np.asarray, cache)))
+    for one, three in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, three)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("soft_cap", [0.7, 50.0])
+def test_soft_cap_is_gemma_2s(backend, soft_cap):
+    """Beside transformers' eager attention of Gemma 2, under the layout's mask."""
+    rng = np.random.default_rng(1)
+    layout = random_layout(rng)
+    q, k, v = (3 * rng.standard_normal((len(layout), h, 8)).astype(np.float32) for h in (4, 2, 2))
+    module = SimpleNamespace(num_key_value_groups=2, training=False, head_dim=8)
+    heads_first = (torch.as_tensor(x).transpose(0, 1)[None] for x in (q, k, v))
+    mask = torch.where(torch.as_tensor(layout.visible()), 0.0, torch.finfo(torch.float32).min)[None, None]
+    expected, _ = eager_attention_forward(module, *heads_first, mask, scaling=0.3, softcap=soft_cap)
+    q, k, v = map(jnp.asarray, (q, k, v))
+    out = chunk_attention(q, k, v, layout, backend=backend, scale=0.3, soft_cap=soft_cap)
+    np.testing.assert_allclose(out, expected[0].numpy(), atol=1e-5)
+    assert np.abs(out - chunk_attention(q, k, v, layout, backend=backend, scale=0.3)).max() > 1e-3
+
+
+def test_spec_refuses_what_is_no_setting():
+    sizes = (4, 2, 16, jnp.dtype("bfloat16"), 16)
+    for cap in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(BackendError, match="soft_cap must be a positive number"):
+            AttentionSpec(*sizes, soft_cap=cap)
+    for dtype in ("float32", "float64", "float8_e5m2", "int8"):
+        with pytest.raises(BackendError, match=f"kv_dtype must be the model's bfloat16 or float8_e4m3fn, got {dtype}"):
+            AttentionSpec(*sizes, kv_dtype=jnp.dtype(dtype))
+    assert AttentionSpec(*sizes).cache_dtype == AttentionSpec(*sizes, kv_dtype=sizes[3]).cache_dtype == sizes[3]
+    assert AttentionSpec(*sizes, kv_dtype=FP8).cache_dtype == FP8
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_auto_by_platform(platform, monkeypatch, caplog):
+    """On TPUs the kernel, and `xla` with a warning where it cannot serve; `xla` elsewhere."""
+    spec, kernel = AttentionSpec(4, 2, 128, jnp.dtype("bfloat16"), 16), get_backend("pallas_tpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    with caplog.at_level(logging.INFO, "chunkattn.backends.registry"):
+        first = make_backend("auto", spec).name
+        monkeypatch.setattr(kernel, "supports", lambda spec: "head_dim must be 7")
+        assert make_backend("auto", spec).name == "xla"
+        monkeypatch.setattr(get_backend("xla"), "supports", lambda spec: "no")
+        with pytest.raises(BackendError, match=f"no attention backend on {platform}: .*xla cannot serve this model: no"):
+            make_backend("auto", spec)
+    records = [(r.levelname, r.getMessage()) for r in caplog.records]
+    chosen = f"attention_backend auto: {first} on {platform}, the first choice there"
+    if platform == "tpu":
+        assert first == "pallas_tpu"
+        fallback = "attention_backend auto: xla on tpu, because pallas_tpu cannot serve this model: head_dim must be 7"
+        assert records == [("INFO", chosen), ("WARNING", fallback)]
+    else:
+        assert first == "xla"
+        assert records == [("INFO", chosen)] * 2
+
+
+def test_kernels_are_imported_when_asked_for():
+    code = "import sys, chunkattn.backends as b; b.available_backends(); print([m for m in sys.modules if 'backends.p' in m])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_registry():
     spec = AttentionSpec(4, 2, 16, jnp.dtype("float32"), 16)
-    assert {"reference", "xla"} <= set(available_backends())
+    assert {"pallas_tpu", "reference", "xla"} <= set(available_backends())
     assert make_backend("auto", spec).name == "xla"
     with pytest.raises(BackendError, match=r"unknown attention_backend 'nope'.*reference"):
         make_backend("nope", spec)

@@ -66,6 +66,20 @@ def test_documents_survive_a_restart(start):
     assert counts(llm)[0] == 4
 
 
+def test_an_fp8_pool_and_another_do_not_share_entries(start):
+    """Each finds its own documents on disk, and none of the other's: its keys are others."""
+    cold = start().generate(PROMPT, GREEDY)
+    fp8 = {"kv_cache_dtype": "fp8"}
+    expected = start(**fp8).generate(PROMPT, GREEDY)
+    llm = start(**fp8)
+    assert llm.core.disk.counts["damaged"] == 0
+    assert len(llm.core.disk.store.entries()) == 10
+    for options, wanted in ((fp8, expected), ({}, cold), ({"kv_cache_dtype": "fp8_e4m3"}, expected)):
+        llm = start(**options)
+        check_same(llm.generate(PROMPT, GREEDY), wanted)
+        assert counts(llm) == (5, 0, 0)
+
+
 def test_what_memory_serves_is_kept_on_disk_too(start):
     """A prefix that came from a plain prompt is written; what is used from memory counts as used on disk."""
     llm = start()

@@ -23,6 +23,7 @@ def chunk_attention(
     *,
     backend: str = "auto",
     scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Attention of one sequence under its layout's visibility.
 
@@ -33,6 +34,7 @@ def chunk_attention(
         layout: of `T` tokens.
         backend: a registered backend's name, or `"auto"`.
         scale: of the scores; `1 / sqrt(head_dim)` by default.
+        soft_cap: scaled scores `s` become `soft_cap * tanh(s / soft_cap)`, as in Gemma 2.
 
     Returns:
         `[T, num_heads, head_dim]` in q's dtype. Differentiable under `reference` in float32 only: `xla`
@@ -40,7 +42,7 @@ def chunk_attention(
 
     Raises:
         ValueError: shapes or dtypes disagree with each other or with the layout.
-        BackendError: the backend is unknown or does not support the shapes.
+        BackendError: the backend is unknown or does not support the shapes; `soft_cap` is no positive number.
     """
     if not (q.ndim == k.ndim == 3 and len(q) and jnp.issubdtype(q.dtype, jnp.floating) and q.dtype == k.dtype == v.dtype):
         raise ValueError(
@@ -49,7 +51,7 @@ def chunk_attention(
     tokens, heads, head_dim = q.shape
     if k.shape != v.shape or k.shape[::2] != (tokens, head_dim) or heads % k.shape[1] or len(layout) != tokens:
         raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} and a layout of {len(layout)} tokens do not go together")
-    spec = AttentionSpec(heads, k.shape[1], head_dim, jnp.dtype(q.dtype), _BLOCK_SIZE)
+    spec = AttentionSpec(heads, k.shape[1], head_dim, jnp.dtype(q.dtype), _BLOCK_SIZE, soft_cap=soft_cap)
     pages = -(-tokens // _BLOCK_SIZE)
     batch = AttentionBatch(
         num_rows=tokens,

@@ -10,6 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from chunkattn.errors import BackendError
+
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+"""The one-byte format a KV cache may have."""
+FP8_MAX = 448.0
+"""Its largest number; it has no infinity."""
+
 KVCache = Any
 """One layer's paged K/V: a pytree of arrays whose axis 0 is the page."""
 Metadata = Any
@@ -22,7 +29,18 @@ StepArray = Any
 class AttentionSpec:
     """What a backend is asked to support.
 
-    `windows` holds the distinct sliding windows of the model's layers (None: full attention).
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: size of a head.
+        dtype: of queries, keys and values.
+        block_size: slots per page.
+        windows: the distinct sliding windows of the model's layers (None: full attention).
+        kv_dtype: what the cache keeps, `dtype` or `FP8`; None is `dtype`.
+        soft_cap: scaled scores `s` become `soft_cap * tanh(s / soft_cap)` before they are masked; None leaves them.
+
+    Raises:
+        BackendError: `kv_dtype` is neither, or `soft_cap` no positive number.
     """
 
     num_heads: int
@@ -31,6 +49,19 @@ class AttentionSpec:
     dtype: jnp.dtype
     block_size: int
     windows: tuple[int | None, ...] = (None,)
+    kv_dtype: jnp.dtype | None = None
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype is not None and self.kv_dtype not in (self.dtype, FP8):
+            raise BackendError(f"kv_dtype must be the model's {self.dtype} or {FP8}, got {self.kv_dtype}")
+        if self.soft_cap is not None and not 0 < self.soft_cap < float("inf"):  # NaN compares false
+            raise BackendError(f"soft_cap must be a positive number, got {self.soft_cap}")
+
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        """What the cache keeps."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
 
 
 @dataclass(frozen=True)
@@ -101,7 +132,7 @@ class AttentionBackend(ABC):
         and `read_pages` go with it.
         """
         shape = (num_pages, self.spec.block_size, self.spec.num_kv_heads, self.spec.head_dim)
-        dtype = storage_dtype(self.spec.dtype)
+        dtype = storage_dtype(self.spec.cache_dtype)
         return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
     @abstractmethod
@@ -120,7 +151,10 @@ class AttentionBackend(ABC):
         scale: float,
         window: int | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Write the rows' K/V to the cache, then attend.
+        """Write the rows' K/V to the cache, then attend to what the cache holds.
+
+        A row of this step is attended to as the cache keeps it, quantised or not: whether a token was computed now or
+        found in the cache changes nothing.
 
         Args:
             q: `[T, num_heads, head_dim]`; heads `g * groups ... (g + 1) * groups - 1` share KV head `g`.
@@ -138,31 +172,47 @@ class AttentionBackend(ABC):
 
 
 def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """What a default cache keeps values of `dtype` as: 16-bit floats as their bits.
+    """What a default cache keeps values of `dtype` as: 8- and 16-bit floats as their bits.
 
-    XLA:CPU scatters and gathers no 16-bit floats; it would convert the whole pool to float32
+    XLA:CPU scatters and gathers no such floats; it would convert the whole pool to float32
     and back at every step.
     """
     return jnp.dtype(f"uint{8 * dtype.itemsize}") if dtype.itemsize < 4 else dtype
 
 
+def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Values as a cache of `dtype` keeps them: those beyond `FP8`'s range become its largest, NaN stays NaN.
+
+    A bare cast to `FP8` makes NaN of everything beyond its range.
+    """
+    if dtype == FP8:
+        x = jnp.clip(x, -FP8_MAX, FP8_MAX)
+    return x.astype(dtype)
+
+
 def write_pages(cache: KVCache, k: jax.Array, v: jax.Array, flat_slots: jax.Array) -> KVCache:
-    """Scatter rows' K/V into a cache of the default form; rows with slot -1 are dropped."""
+    """Scatter rows' K/V into a cache of the default form, as it keeps them; rows with slot -1 are dropped."""
 
     def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
         flat = pool.reshape(-1, *pool.shape[2:])
         index = jnp.where(flat_slots < 0, len(flat), flat_slots)
-        return flat.at[index].set(_as_stored(rows, pool.dtype), mode="drop").reshape(pool.shape)
+        bits = _bitcast(to_cache(rows, _kept_as(pool, rows.dtype)), pool.dtype)
+        return flat.at[index].set(bits, mode="drop").reshape(pool.shape)
 
     return write(cache[0], k), write(cache[1], v)
 
 
 def read_pages(cache: KVCache, pages: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """K and V of `pages` of any shape: `[*pages.shape, block_size, kv_heads, head_dim]` each."""
-    keys, values = (_as_stored(pool[pages], dtype) for pool in cache)
+    """K and V of `pages` of any shape, in the model's `dtype`: `[*pages.shape, block_size, kv_heads, head_dim]` each."""
+    keys, values = (_bitcast(pool[pages], _kept_as(pool, dtype)).astype(dtype) for pool in cache)
     return keys, values
 
 
-def _as_stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _kept_as(pool: jax.Array, dtype: jnp.dtype) -> jnp.dtype:
+    """The floats whose bits a pool holds, for a model of `dtype`."""
+    return FP8 if pool.dtype.itemsize == 1 else dtype
+
+
+def _bitcast(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The same bits as `dtype`; a cast to the type it has would be no gradient's friend."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)

@@ -16,11 +16,13 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "chunkattn.backends"
 
-_BUILT_IN = {"reference": "chunkattn.backends.reference", "xla": "chunkattn.backends.xla"}
+_BUILT_IN = {name: f"chunkattn.backends.{name}" for name in ("pallas_tpu", "reference", "xla")}
+"""Their modules, imported when they are asked for."""
 _REGISTERED: dict[str, type[AttentionBackend]] = {}
 
-_AUTO_ORDER = ("xla",)
-"""Backends `auto` tries, in order; the first that supports the model serves it."""
+_AUTO_ORDER = {"tpu": ("pallas_tpu", "xla")}
+_AUTO_ELSEWHERE = ("xla",)
+"""Backends `auto` tries, in order, by platform; the first that supports the model serves it."""
 
 
 def register_backend(name: str) -> Callable[[type[AttentionBackend]], type[AttentionBackend]]:
@@ -82,12 +84,14 @@ def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
         return cls(spec)
     platform = jax.default_backend()
     refused: list[str] = []
-    for candidate in _AUTO_ORDER:
+    for candidate in _AUTO_ORDER.get(platform, _AUTO_ELSEWHERE):
         cls = get_backend(candidate)
         reason = cls.supports(spec)
         if reason is None:
-            why = "; ".join(refused) or "the first choice, and it supports this model"
-            logger.info("attention_backend auto: %s on %s (%s)", candidate, platform, why)
+            if refused:
+                logger.warning("attention_backend auto: %s on %s, because %s", candidate, platform, "; ".join(refused))
+            else:
+                logger.info("attention_backend auto: %s on %s, the first choice there", candidate, platform)
             return cls(spec)
-        refused.append(f"{candidate}: {reason}")
-    raise BackendError(f"no attention backend supports this model on {platform}: {'; '.join(refused)}")
+        refused.append(f"{candidate} cannot serve this model: {reason}")
+    raise BackendError(f"no attention backend on {platform}: {'; '.join(refused)}")

@@ -63,6 +63,17 @@ class TileMetadata(NamedTuple):
     page_len: StepArray
 
 
+class _Scores(NamedTuple):
+    """What becomes of a product of query and key; see `AttentionSpec.soft_cap`."""
+
+    scale: float
+    soft_cap: float | None
+
+    def of(self, products: jax.Array) -> jax.Array:
+        scores = products * self.scale
+        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+
+
 class _Softmax(NamedTuple):
     """Online softmax state: running maximum and sum `[B, G, R]`, weighted values `[B, G, R, d]`, float32."""
 
@@ -129,8 +140,9 @@ class XlaBackend(AttentionBackend):
     ) -> tuple[jax.Array, KVCache]:
         """See `AttentionBackend.forward`."""
         cache = write_pages(cache, k, v, metadata.flat_slots)
-        out = _attend_tiles(q, cache, metadata, scale, window)
-        return _attend_decodes(out, q, cache, metadata, scale, window), cache
+        how = _Scores(scale, self.spec.soft_cap)
+        out = _attend_tiles(q, cache, metadata, how, window)
+        return _attend_decodes(out, q, cache, metadata, how, window), cache
 
 
 def _tile_slots(wanted: int, width: int, block_size: int) -> int:
@@ -169,7 +181,7 @@ def _finish(state: _Softmax) -> jax.Array:
 
 
 def _update(
-    state: _Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, present: jax.Array, scale: float
+    state: _Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, present: jax.Array, how: _Scores
 ) -> _Softmax:
     """One online-softmax step over a KV tile.
 
@@ -180,12 +192,12 @@ def _update(
         values: as `keys`.
         mask: bool `[B, rows, N]`; each row stands for `R / rows` folded ones.
         present: bool `[B, N]`, slots that hold a token; the rest may be NaN.
-        scale: multiplies the scores.
+        how: what makes scores of products.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     scores = jnp.einsum("bgrd,bngd->bgrn", q, keys, precision=precision, preferred_element_type=jnp.float32)
     by_row = scores.reshape(*scores.shape[:2], mask.shape[1], -1, scores.shape[3])
-    scores = jnp.where(mask[:, None, :, None], by_row * scale, -jnp.inf).reshape(scores.shape)
+    scores = jnp.where(mask[:, None, :, None], how.of(by_row), -jnp.inf).reshape(scores.shape)
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights, decay = jnp.exp(scores - maximum[..., None]), jnp.exp(state.maximum - maximum)
     values = jnp.where(present[..., None, None], values, 0)
@@ -212,7 +224,7 @@ def _kv_tile(
     return slots, keys, values, valid.reshape(len(seqs), tile_slots)
 
 
-def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, scale: float, window: int | None) -> jax.Array:
+def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Scores, window: int | None) -> jax.Array:
     """Query tiles one after the other, `[T, heads, d]`; rows of decodes are left undefined."""
     rows, kv_heads = len(q), cache[0].shape[2]
     tile_rows = min(TILE_ROWS, rows)
@@ -237,7 +249,7 @@ def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, scale: f
             mask = (slots <= own) & ((slots < metadata.prefix_end[seq]) | (slots >= start)) & valid
             if window is not None:
                 mask &= slots > own - window
-            return _update(state, folded, keys, values, mask[None], valid & (slots <= last), scale)
+            return _update(state, folded, keys, values, mask[None], valid & (slots <= last), how)
 
         state = jax.lax.fori_loop(0, first_end + second_end - second_start, one_kv_tile, _start(folded))
         block = _unfold(_finish(state), tile_rows)[0].astype(q.dtype)
@@ -247,7 +259,7 @@ def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, scale: f
 
 
 def _attend_decodes(
-    out: jax.Array, q: jax.Array, cache: KVCache, metadata: TileMetadata, scale: float, window: int | None
+    out: jax.Array, q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Scores, window: int | None
 ) -> jax.Array:
     """One-row runs that see their whole sequence, `DECODE_ROWS` sequences at a time, written into `out`."""
     kv_heads = cache[0].shape[2]
@@ -267,7 +279,7 @@ def _attend_decodes(
             mask = (slots <= own) & valid
             if window is not None:
                 mask &= slots > own - window
-            return _update(state, folded, keys, values, mask[:, None], mask, scale)
+            return _update(state, folded, keys, values, mask[:, None], mask, how)
 
         state = jax.lax.fori_loop(begin, metadata.decode_end[index], one_kv_tile, _start(folded))
         return out.at[rows].set(_unfold(_finish(state), 1)[:, 0].astype(q.dtype), mode="drop")

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from transformers import Qwen3Config
 
-from chunkattn.backends import AttentionSpec, make_backend
+from chunkattn.backends import make_backend
 from chunkattn.config import EngineConfig
+from chunkattn.engine.build import attention_spec
 from chunkattn.engine.compile_cache import enable_compile_cache
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.runner import Runner
@@ -54,7 +55,5 @@ def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend
     spec = spec_of(geometry)
     enable_compile_cache()
     model = Decoder(spec, jnp.dtype(dtype), rngs=nnx.Rngs(0))
-    attention = make_backend(
-        backend, AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, jnp.dtype(dtype), config.block_size)
-    )
+    attention = make_backend(backend, attention_spec(config, spec, jnp.dtype(dtype)))
     return EngineCore(Runner(model, attention, num_pages, config.max_logprobs), config, spec.max_model_len)

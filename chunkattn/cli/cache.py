@@ -14,7 +14,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from chunkattn.cache.store import KVStore
-from chunkattn.cli.common import Backend, Dtype, Model, Strategy, Verbose, app, command, console, log_to_stderr, make_llm
+from chunkattn.cli.common import (
+    Backend,
+    Dtype,
+    KVCacheDtype,
+    Model,
+    Strategy,
+    Verbose,
+    app,
+    command,
+    console,
+    log_to_stderr,
+    make_llm,
+)
 from chunkattn.errors import ConfigError, RequestError
 
 group = typer.Typer(no_args_is_help=True, help="Keep the K/V of documents on disk, computed ahead of use.")
@@ -38,6 +50,7 @@ def build(
     position_strategy: Strategy = "shared",
     model: Model = None,
     dtype: Dtype = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     attention_backend: Backend = "auto",
     verbose: Verbose = False,
 ) -> None:
@@ -60,6 +73,7 @@ def build(
     llm = make_llm(
         model,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         attention_backend=attention_backend,
         position_strategy=position_strategy,
         kv_store=kv_store,

@@ -34,7 +34,8 @@ Documents = Annotated[list[str] | None, typer.Option("--document", help="One chu
 QuestionPart = Annotated[str | None, typer.Option("--question", help="The question, as a part.")]
 PromptText = Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.", show_default=False)]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Backend = Annotated[str, typer.Option("--attention-backend", help="auto, xla, reference or a registered one.")]
+KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto (that of the model) or fp8.")]
+Backend = Annotated[str, typer.Option("--attention-backend", help="auto, pallas_tpu, xla, reference or a registered one.")]
 KVStore = Annotated[Path | None, typer.Option("--kv-store", help="Folder that keeps the K/V of prefixes and documents.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")]
 

@@ -15,6 +15,7 @@ from chunkattn.cli.common import (
     Backend,
     Documents,
     Dtype,
+    KVCacheDtype,
     KVStore,
     Model,
     PrefixPart,
@@ -56,6 +57,7 @@ def generate(
     n: Annotated[int, typer.Option("-n", help="Samples.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="Strings that end the text; repeat it.")] = None,
     dtype: Dtype = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     attention_backend: Backend = "auto",
     kv_store: KVStore = None,
     cache_salt: Annotated[str | None, typer.Option(help="Share the cache with prompts of this salt alone.")] = None,
@@ -71,6 +73,7 @@ def generate(
         chunk_separator=chunk_separator,
         position_strategy=position_strategy,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         attention_backend=attention_backend,
         kv_store=kv_store,
     )
@@ -91,6 +94,7 @@ def score(
     sort: Annotated[bool, typer.Option(help="Best first, by the first label.")] = True,
     model: Model = None,
     dtype: Dtype = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     attention_backend: Backend = "auto",
     verbose: Verbose = False,
 ) -> None:
@@ -98,7 +102,7 @@ def score(
     log_to_stderr(verbose)
     if items == ["-"]:
         items = sys.stdin.read().splitlines()
-    llm = make_llm(model, dtype=dtype, attention_backend=attention_backend)
+    llm = make_llm(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention_backend=attention_backend)
     labels = label or ["yes", "no"]
     ids = [_label_id(llm, text) for text in labels]
     result = llm.score(query, items, label_token_ids=ids, apply_softmax=softmax, item_first=item_first, algorithm=algorithm)

@@ -6,8 +6,10 @@ import logging
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
-from chunkattn.backends import AttentionBackend, AttentionSpec, make_backend
+from chunkattn.backends import AttentionSpec, make_backend
+from chunkattn.backends.base import FP8
 from chunkattn.cache.store import MIN_BYTES, KVStore
 from chunkattn.config import EngineConfig
 from chunkattn.engine.compile_cache import enable_compile_cache
@@ -50,7 +52,7 @@ def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
     enable_compile_cache()
     # Everything that can be wrong with the options is found before the weights are read.
     max_model_len = _max_model_len(config, files.spec)
-    backend = _make_backend(config, files)
+    backend = make_backend(config.attention_backend, attention_spec(config, files.spec, files.dtype))
     store = _open_store(config)
     decoder = files.load()
     num_pages = _num_pages(config, page_bytes(backend, files.spec.num_layers))  # of the memory the weights leave
@@ -73,12 +75,16 @@ def _max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
     return config.max_model_len or limit
 
 
-def _make_backend(config: EngineConfig, files: ModelFiles) -> AttentionBackend:
-    spec = files.spec
-    windows = tuple(dict.fromkeys(spec.windows))
-    return make_backend(
-        config.attention_backend,
-        AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, files.dtype, config.block_size, windows),
+def attention_spec(config: EngineConfig, model: DecoderSpec, dtype: jnp.dtype) -> AttentionSpec:
+    """What a configuration asks of the attention backend of a model of `dtype`."""
+    return AttentionSpec(
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+        block_size=config.block_size,
+        windows=tuple(dict.fromkeys(model.windows)),
+        kv_dtype=None if config.kv_cache_dtype == "auto" else FP8,
     )
 
 

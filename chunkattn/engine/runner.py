@@ -121,8 +121,9 @@ class Runner:
                 self._sample(self._params, picked, empty_input(size, greedy=greedy), with_logprobs=False)
 
     def fingerprint(self) -> bytes:
-        """16 bytes that tell this model's K/V from any other's: its geometry, its weights' bits, the pool's form."""
-        digest = xxhash.xxh3_128(repr((self.spec, self.backend.name, self.page_shapes)).encode())
+        """16 bytes that tell this model's K/V from any other's: its geometry, weights' bits, attention and pool's form."""
+        form = (self.spec, self.backend.name, self.backend.spec, self.page_shapes)
+        digest = xxhash.xxh3_128(repr(form).encode())
         for path, leaf in jax.tree_util.tree_flatten_with_path(self._params)[0]:
             value = np.ascontiguousarray(jax.device_get(leaf))
             digest.update(f"{path}{value.shape}{value.dtype}".encode())
