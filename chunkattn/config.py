@@ -47,6 +47,8 @@ class EngineConfig:
         warmup: compile every step variant at start. None leaves it to the caller: servers do, `LLM` does not.
         max_logprobs: highest `logprobs` or `prompt_logprobs` a request may ask for.
         max_items_per_request: highest number of items of one scoring request.
+        max_multi_item_seq_len: highest number of tokens in a step of the `packed_dense` baseline, whose memory grows with
+            their square.
         seed: of requests that bring none.
         max_queued_requests: calls an `AsyncLLM` takes at once; further ones are refused.
         engine_hang_timeout_s: seconds without a sign of life, or in one step that is not compiling, after which an
@@ -77,6 +79,7 @@ class EngineConfig:
     warmup: bool | None = None
     max_logprobs: int = 20
     max_items_per_request: int = 10_000
+    max_multi_item_seq_len: int = 8192
     seed: int = 0
     max_queued_requests: int = 1024
     engine_hang_timeout_s: float = 60.0

@@ -54,7 +54,12 @@ def cut(runs: Tiles, rows: int) -> Tiles:
 
 
 def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRanges:
-    """The KV tiles of `tile_slots` slots that each query tile visits."""
+    """The KV tiles of `tile_slots` slots that each query tile visits.
+
+    Exactly those that hold a slot one of its rows sees, if a tile's rows are consecutive tokens, as
+    a span's are, and `tile_slots` is a multiple of `block_size`: every page holds a token, but a
+    smaller tile may be all hole.
+    """
     if not len(tiles.row):
         return TileRanges(*(np.zeros(0, np.int32) for _ in range(3)))
     # Tiles cover the rows from the first to the last without gaps only within a run, so

@@ -1,0 +1,119 @@
+"""The baseline: a dense mask as an input to plain attention, as packed scoring is done elsewhere.
+
+There to be compared with. A step's rows attend to the step's rows and to nothing else, so
+every prompt must be whole in its step: the cache is neither read nor written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray
+from chunkattn.backends.registry import register_backend
+from chunkattn.backends.tiles import spans
+from chunkattn.errors import BackendError
+
+_MASKED = -1e30
+"""Finite, so that padding rows, which see nothing, stay finite."""
+
+
+class MaskMetadata(NamedTuple):
+    """A step as its mask: bool `[M, M]`, row by row it sees; `M` is `T`, or the limit where that is less."""
+
+    mask: StepArray
+
+
+@register_backend("packed_dense")
+class PackedDenseBackend(AttentionBackend):
+    """Plain softmax attention of a step's rows under a mask made on the host.
+
+    Attributes:
+        max_multi_item_seq_len: most rows of a step. At 8192 the mask takes 64 MiB, and one head's
+            float32 scores 256 MiB.
+    """
+
+    max_multi_item_seq_len: int = 8192
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Full attention without a soft cap, over K/V as they are computed."""
+        if set(spec.windows) != {None}:
+            return f"packed_dense has no sliding windows, got {spec.windows}"
+        if spec.soft_cap is not None:
+            return "packed_dense has no soft cap"
+        if spec.cache_dtype != spec.dtype:
+            return f"packed_dense reads no cache, so K/V must stay {spec.dtype}, got kv_dtype {spec.cache_dtype}"
+        return None
+
+    def build_metadata(self, batch: AttentionBatch) -> MaskMetadata:
+        """See `AttentionBackend.build_metadata`.
+
+        Raises:
+            BackendError: more than `max_multi_item_seq_len` rows, or a row sees a slot that is not of this step.
+        """
+        limit = self.max_multi_item_seq_len
+        if batch.num_rows > limit:
+            raise BackendError(
+                f"packed_dense: {batch.num_rows} rows in a step exceed max_multi_item_seq_len {limit}; memory grows with "
+                "their square. Score fewer items at a time, raise the limit, or use an algorithm or backend without a mask"
+            )
+        size = min(len(batch.row_seq), limit)
+        mask = np.zeros((size, size), bool)
+        for row, count in zip(*spans(batch), strict=True):
+            own = slice(row, row + count)
+            slot, prefix_end = batch.row_slot[own], batch.prefix_end[batch.row_seq[row]]
+            mask[own, own] = (slot <= slot[:, None]) & ((slot < prefix_end) | (slot >= batch.row_start[own, None]))
+        here, seen = np.count_nonzero(mask[: batch.num_rows], axis=1), _visible_slots(batch)
+        if (here != seen).any():
+            row = int(np.argmax(here != seen))
+            raise BackendError(
+                f"packed_dense: row {row} (sequence {batch.row_seq[row]}, slot {batch.row_slot[row]}) sees {seen[row]} slots, "
+                f"of which {here[row]} are rows of this step, and no cache is read. Compute the whole prompt as one span of "
+                "one step with nothing of it cached, or use another attention_backend"
+            )
+        return MaskMetadata(mask)
+
+    def forward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: KVCache,
+        metadata: MaskMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """See `AttentionBackend.forward`; the cache is returned as it is."""
+        size, (rows, heads, head_dim), kv_heads = len(metadata.mask), q.shape, k.shape[1]
+        precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+        def one_head(head: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            """A KV head and its queries: `[groups, M, d]`, `[M, d]`, `[M, d]` to float32 `[groups, M, d]`."""
+            q, k, v = head
+            scores = jnp.einsum("rqd,kd->rqk", q, k, precision=precision, preferred_element_type=jnp.float32)
+            weights = jax.nn.softmax(jnp.where(metadata.mask, scores * scale, _MASKED), axis=-1).astype(v.dtype)
+            return jnp.einsum("rqk,kd->rqd", weights, v, precision=precision, preferred_element_type=jnp.float32)
+
+        folded = q[:size].reshape(size, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
+        # One after the other: the scores of all heads at once would be the largest array by far.
+        out = jax.lax.map(one_head, (folded, k[:size].swapaxes(0, 1), v[:size].swapaxes(0, 1)))
+        out = out.transpose(2, 0, 1, 3).reshape(size, heads, head_dim).astype(q.dtype)
+        return jnp.pad(out, ((0, rows - size), (0, 0), (0, 0))), cache
+
+
+def _visible_slots(batch: AttentionBatch) -> np.ndarray:
+    """int64 `[num_rows]`: valid slots each row sees, be they of this step or not."""
+    seq, slot, start = (x[: batch.num_rows] for x in (batch.row_seq, batch.row_slot, batch.row_start))
+    before = np.pad(np.cumsum(batch.page_len, axis=1), ((0, 0), (1, 0)))
+
+    def valid_below(end: np.ndarray) -> np.ndarray:
+        page, within = np.divmod(end, batch.block_size)
+        return before[seq, page] + within  # a page's valid slots are its first, and `end` is behind or at one of them
+
+    hidden = valid_below(start) - valid_below(batch.prefix_end[seq])
+    return valid_below(slot + 1) - np.maximum(hidden, 0)
