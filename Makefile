@@ -2,16 +2,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-slow lint eval clean
+.PHONY: run test test-slow test-tpu lint eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
 
 test: .venv/.installed-test  ## the tests, under 15 minutes on two cores
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not tpu"
 
 test-slow: .venv/.installed-test  ## the longer tests
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not tpu"
+
+# The compiler lies apart from the rest: where it can be imported, JAX looks for a TPU.
+test-tpu: .venv/.installed-test .cache/libtpu/.installed  ## the TPU kernels, compiled for real chips; needs no TPU
+	PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m tpu
 
 lint: .venv/.installed-test  ## style, types and the direction of imports
 	$(BIN)/ruff check .
@@ -38,4 +42,9 @@ clean:
 .venv/.installed-test: .venv/.installed
 	@echo "Installing the test tools (PyTorch among them) into .venv"
 	@$(BIN)/pip install --quiet --editable '.[test]'
+	@touch $@
+
+.cache/libtpu/.installed: .venv/bin/python
+	@echo "Installing the TPU compiler into .cache/libtpu"
+	@$(BIN)/pip install --quiet --no-deps --upgrade --target .cache/libtpu libtpu==0.0.42.1
 	@touch $@

@@ -1,184 +1,151 @@
-"""Compile the TPU kernels for real chips, with no TPU at hand.
+"""Compile the TPU kernels and whole decoder steps for real chips, with no TPU at hand.
 
     pip install libtpu==0.0.42.1
-    python -m benchmarks.tpu_aot [--topology v6e] [--quick] [--json FILE|-]
+    python -m benchmarks.tpu_aot [--topology v6e] [--quick] [--only kernels] [--grid] [--json FILE|-]
 
-libtpu compiles for a chip it is told of. Every case is one layer's call, writes included:
-whether it compiled, else the first line of the error; vector memory of each kernel, and
-what the call takes in HBM beside its arguments. `--quick` is the common case on v6e.
+For each chip: one layer's call of the kernels in the settings that matter, with the static schedule of their inner
+loops; JAX's splash attention (an equal mask) and ragged paged attention beside them; and whole steps of Qwen3-0.6B
+and, where it fits, Llama-3-8B. What did not compile says why. `--quick` is the common case on v6e, in a few seconds;
+`--grid` compiles every supported head_dim, page size and dtype instead. Shares are estimates from bundles: what a
+chip's memory and clock make of them nobody has measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
-import re
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
-for _name, _value in {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v6e-1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}.items():
-    os.environ.setdefault(_name, _value)
+import benchmarks.tpu  # noqa: F401  sets what libtpu reads
+from benchmarks.tpu import attention, peers, step
+from benchmarks.tpu.chips import CHIPS
+from benchmarks.tpu.schedule import dump_schedules
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-
-from chunkattn.backends import AttentionBatch, AttentionSpec  # noqa: E402
-from chunkattn.backends.pallas_tpu import PallasTpuBackend  # noqa: E402
-
-TOPOLOGIES: dict[str, dict[str, Any]] = {
-    "v5e": {"topology_name": "v5e:1x1", "chips_per_host_bounds": [1, 1, 1]},
-    "v5p": {"topology_name": "v5p:2x2x1"},  # the smallest there is; one of its chips is compiled for
-    "v6e": {"topology_name": "v6e:1x1", "chips_per_host_bounds": [1, 1, 1]},
-}
-_MIB = 2**20
+PARTS = "kernels", "peers", "steps"
+_SCHEDULES: Path | None = None
 
 
-@dataclass(frozen=True)
-class Case:
-    """One compilation: a chip, a model's heads, and the sizes of a step."""
-
-    topology: str
-    head_dim: int
-    block_size: int
-    dtype: str
-    heads: int = 16
-    kv_heads: int = 8
-    rows: int = 2048
-    sequences: int = 64
-    width: int = 256
-    pages: int = 4096
-    window: int | None = None
-
-    @property
-    def pool_bytes(self) -> int:
-        """Of one layer's K and V."""
-        return 2 * self.pages * self.kv_heads * self.block_size * self.head_dim * jnp.dtype(self.dtype).itemsize
+def _want_schedules() -> None:
+    """In the process that writes them: a whole step's would be gigabytes."""
+    global _SCHEDULES
+    _SCHEDULES = dump_schedules()
 
 
-class Compiled(PallasTpuBackend):
-    """The kernels themselves, not their interpreter."""
-
-    interpret = False
-
-
-def cases(topology: str) -> Iterator[Case]:
-    """The settings compiled for a chip, the common one first."""
-    yield Case(topology, 128, 16, "bfloat16")
-    yield Case(topology, 64, 16, "bfloat16", heads=14, kv_heads=2)
-    yield Case(topology, 256, 16, "bfloat16", heads=8, kv_heads=1)
-    yield Case(topology, 128, 32, "bfloat16", heads=28, kv_heads=4, window=4096)
-    yield Case(topology, 128, 128, "bfloat16", heads=32, pages=1024)
-    yield Case(topology, 128, 256, "bfloat16", heads=40, kv_heads=40, pages=256)
-    yield Case(topology, 64, 32, "float32", heads=9, kv_heads=3)
-    yield Case(topology, 128, 16, "float32")
-    yield Case(topology, 256, 128, "float32", heads=8, kv_heads=4, pages=512)
-    yield Case(topology, 128, 16, "bfloat16", heads=32, rows=8192, sequences=256, width=16384, pages=16384)
-    yield Case(topology, 128, 16, "bfloat16", rows=131072, sequences=1, width=8192, pages=8192)
-    yield Case(topology, 128, 16, "bfloat16", rows=1, sequences=1, width=1)
+def _compile(case: Any) -> dict[str, Any]:
+    if isinstance(case, step.Step):
+        return step.compile_step(case)
+    if isinstance(case, attention.Case):
+        return attention.compile_case(case, _SCHEDULES)
+    assert _SCHEDULES is not None
+    return peers.compile_peer(case, _SCHEDULES)
 
 
-def lower(case: Case) -> Any:
-    """The call of one layer, lowered for the case's chip; the pool is donated."""
-    chip = topologies.get_topology_desc(platform="tpu", **TOPOLOGIES[case.topology]).devices[0]
-    dtype = jnp.dtype(case.dtype)
-    backend = Compiled(AttentionSpec(case.heads, case.kv_heads, case.head_dim, dtype, case.block_size, (case.window,)))
-    row, seq = np.zeros(case.rows, np.int32), np.zeros(case.sequences, np.int32)
-    table = np.zeros((case.sequences, case.width), np.int32)
-    metadata = backend.build_metadata(AttentionBatch(0, row, row, row, seq, table, table, case.block_size))
-    metadata = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), metadata)
-    q, k = (jax.ShapeDtypeStruct((case.rows, heads, case.head_dim), dtype) for heads in (case.heads, case.kv_heads))
-    cache = jax.eval_shape(lambda: backend.allocate(case.pages))
-    where = jax.sharding.SingleDeviceSharding(chip)
-
-    def call(*arrays: Any) -> Any:
-        return backend.forward(*arrays, scale=case.head_dim**-0.5, window=case.window)
-
-    return jax.jit(call, in_shardings=where, out_shardings=where, donate_argnums=3).lower(q, k, k, cache, metadata)
+def compile_all(calls: Iterable[Any], without_schedules: Iterable[Any]) -> Iterable[dict[str, Any]]:
+    """Results as they come, from two processes."""
+    spawn = get_context("spawn")
+    with (
+        ProcessPoolExecutor(1, spawn, _want_schedules) as watched,
+        ProcessPoolExecutor(1, spawn) as plain,
+    ):
+        jobs = [watched.submit(_compile, case) for case in calls] + [plain.submit(_compile, c) for c in without_schedules]
+        for job in as_completed(jobs):
+            yield job.result()
 
 
-def vector_memory(hlo: str) -> dict[str, float]:
-    """MiB of vector memory each kernel uses, by name."""
-    used = {}
-    for line in hlo.splitlines():
-        kernel = re.search(r"%(\w+?)[.\d]* = .*tpu_custom_call", line)
-        size = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', line)
-        if kernel and size:
-            used[kernel[1]] = round(int(size[1]) / _MIB, 2)
-    return used
+def describe(result: dict[str, Any]) -> str:
+    """One line."""
+    if result["kind"] == "step":
+        name = f"{result['model']}, {result['rows']} rows, {result['width']} pages a sequence, KV {result['kv_cache_dtype']}"
+    elif result["kind"] == "attention":
+        kept = result["kv_dtype"] or result["dtype"]
+        name = f"heads {result['heads']}/{result['kv_heads']} of {result['head_dim']}, pages of {result['block_size']}, "
+        name += f"{result['dtype']} over {kept}, {result['rows']} rows, {result['width']} pages a sequence"
+        name += f", window {result['window']}" if result["window"] else ""
+        name += f", soft cap {result['soft_cap']:g}" if result["soft_cap"] else ""
+    elif result["kind"] == "splash":
+        name = f"head_dim {result['head_dim']}, tile {result['rows']} x {result['slots']} by {result['compute']}"
+    else:
+        slots = result["kv_pages"] * result["block_size"]
+        name = f"head_dim {result['head_dim']}, tile {result['queries']} x {slots}"
+    line = f"{result['chip']}  {result['kind']:12}  {name}: "
+    if not result["compiled"]:
+        return line + "FAILED: " + result["error"].splitlines()[0]
+    line += f"{result['seconds']} s, HBM {result['hbm_mib']:.0f} MiB, {result['temporary_mib']:g} of them temporary"
+    if result["kind"] == "step":
+        return line + f", of {result['hbm_limit_mib']}: {'fits' if result['fits'] else 'DOES NOT FIT'}"
+    line += f", VMEM {max(result['vmem_mib'].values(), default=0):g} MiB"
+    if scalar := result.get("smem_kib"):
+        line += f", SMEM {max(scalar.values()):g} KiB"
+    if prefill := result.get("prefill"):
+        line += f"; prefill {prefill['bundles_per_tile']} bundles a tile, {prefill['mxu_peak_share']:.0%} of the MXU's peak"
+    if decode := result.get("decode"):
+        line += f"; decode {decode['bundles']} bundles while {decode['bundles_while_copying']} pass for its bytes"
+    return line
 
 
-def compile_case(case: Case) -> dict[str, Any]:
-    """What became of it, as JSON has it."""
-    began = time.perf_counter()
-    result: dict[str, Any] = {**asdict(case), "compiled": False}
-    try:
-        compiled = lower(case).compile()
-    except Exception as error:  # whatever the compiler objects to is the answer
-        return result | {"error": str(error).strip()}
-    memory = compiled.memory_analysis()
-    return result | {
-        "compiled": True,
-        "seconds": round(time.perf_counter() - began, 1),
-        "vector_memory_mib": vector_memory(compiled.as_text()),
-        "temporary_mib": round(memory.temp_size_in_bytes / _MIB, 1),
-        "arguments_mib": round(memory.argument_size_in_bytes / _MIB, 1),
-        "pool_mib": round(case.pool_bytes / _MIB, 1),
-        "aliased_mib": round(memory.alias_size_in_bytes / _MIB, 1),
-    }
-
-
-def describe(case: dict[str, Any]) -> str:
-    """One line of the table."""
-    settings = (
-        f"{case['topology']}  {case['head_dim']:3} {case['heads']:3}/{case['kv_heads']:<3} {case['dtype']:8} "
-        f"{case['block_size']:4} {case['rows']:7} {case['sequences']:4} {case['width']:6}  "
-    )
-    if not case["compiled"]:
-        return settings + "failed: " + case["error"].splitlines()[0]
-    vector = ", ".join(f"{name} {size:g}" for name, size in case["vector_memory_mib"].items())
-    return settings + f"compiled in {case['seconds']:4.1f} s  {case['temporary_mib']:7.1f} {case['pool_mib']:7.1f}  {vector}"
+def compare(results: list[dict[str, Any]]) -> list[str]:
+    """Our bundles per tile beside the best of each peer's."""
+    lines = []
+    for chip in CHIPS:
+        for head_dim in (64, 128, 256):
+            of = [r for r in results if r.get("prefill") and (r["chip"], r["head_dim"]) == (chip, head_dim)]
+            ours = [
+                r["prefill"] for r in of if r["kind"] == "attention" and r["dtype"] == "bfloat16" and not r["kv_dtype"]
+                and not r["soft_cap"] and r["rows"] == 2048 and r["block_size"] == 16
+            ]  # fmt: skip
+            if not ours:
+                continue
+            line = f"{chip} head_dim {head_dim}: {ours[0]['bundles_per_tile']} bundles per visible 128 x 128 tile, "
+            line += f"{ours[0]['bundles_per_masked_tile']} masked, {ours[0]['with_copies']} with what sends for pages"
+            for kind in ("splash", "ragged_paged"):
+                theirs = [r["prefill"]["bundles_per_tile"] for r in of if r["kind"] == kind]
+                if theirs:
+                    line += f"; {kind} {min(theirs)} ({ours[0]['bundles_per_tile'] / min(theirs):.2f} of it)"
+            lines.append(line)
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", choices=TOPOLOGIES, action="append", help="a chip; may be repeated; default all")
+    parser.add_argument("--topology", choices=CHIPS, action="append", help="a chip; may be repeated; default all")
     parser.add_argument("--quick", action="store_true", help="the common case, on v6e unless --topology says otherwise")
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated; default all")
+    parser.add_argument("--grid", action="store_true", help="every supported head_dim, page size and dtype, without schedules")
     parser.add_argument("--json", metavar="FILE", help="write the cases there as JSON; - is standard output, without the table")
     args = parser.parse_args()
-    chips = args.topology or (["v6e"] if args.quick else list(TOPOLOGIES))
-    picked = [case for chip in chips for case in itertools.islice(cases(chip), 1 if args.quick else None)]
-    table = args.json != "-"
-    if table:
-        print(
-            "chip  dim heads    dtype    page    rows seqs  width                     HBM MiB: temp, pool   VMEM MiB by kernel"
-        )
-    results = []
-    for case in picked:
-        results.append(compile_case(case))
-        if table:
-            print(describe(results[-1]), flush=True)
-    if args.json:
-        text = json.dumps(results, indent=2)
-        if table:
-            with open(args.json, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
+    chips = args.topology or (["v6e"] if args.quick else list(CHIPS))
+    calls: list[Any] = []
+    plain: list[Any] = []
+    for chip in chips:
+        if args.quick:
+            calls.append(next(attention.cases(chip)))
+        elif args.grid:
+            plain += attention.grid(chip)
         else:
-            print(text)
-    sys.exit(not all(case["compiled"] for case in results))
+            parts = {
+                "kernels": attention.cases(chip),
+                "peers": (peer for head_dim in (64, 128, 256) for peer in peers.peers(chip, head_dim)),
+                "steps": step.steps(chip),
+            }
+            for part in args.only or PARTS:
+                (plain if part == "steps" else calls).extend(parts[part])
+    results = []
+    for result in compile_all(calls, plain):
+        results.append(result)
+        if args.json != "-":
+            print(describe(result), flush=True)
+    if args.json == "-":
+        print(json.dumps(results, indent=2))
+    else:
+        print("\n".join(compare(results)))
+        if args.json:
+            Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    sys.exit(not all(result["compiled"] and result.get("fits", True) for result in results))
 
 
 if __name__ == "__main__":

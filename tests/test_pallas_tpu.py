@@ -1,6 +1,5 @@
 """The TPU kernels in Pallas' TPU interpreter against the reference, and their host-side plans against NumPy."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkattn.backends import AttentionBatch, AttentionSpec, get_backend, pallas_tpu
 from chunkattn.backends import pallas_kernel as kernel
+from chunkattn.backends.pallas_blocks import TABLE, Blocks
 from chunkattn.backends.pallas_write import BUFFER, COUNT, DEPTH, DEST, GROUP, LAST, OFFSET, ROW, block_rows, plan_writes
 from chunkattn.cache.slots import plan_slots
 from chunkattn.rope.positions import make_layout
@@ -27,8 +27,9 @@ SMALL = {"head_dim": 128, "block_size": BLOCK}
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several query and KV tiles even for sequences of a few hundred slots."""
-    monkeypatch.setattr(pallas_tpu, "TILE_ROWS", 32)
-    monkeypatch.setattr(pallas_tpu, "TILE_SLOTS", 128)
+    small = Blocks(512, 128, 2)
+    monkeypatch.setattr(pallas_tpu.PallasTpuBackend, "most_rows", 32)
+    monkeypatch.setattr(pallas_tpu.PallasTpuBackend, "table", dict.fromkeys(TABLE, (small, small)))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,8 @@ def small_tiles(monkeypatch):
     [
         {"cases": 2},
         {"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
-        {"window": 19},
+        {"window": 19, "soft_cap": 2.0},
+        {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"},
     ],
     ids=str,
 )
@@ -45,37 +47,14 @@ def test_equals_reference(options, small_tiles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cases": 6},
-        {"cases": 4, "dtype": "bfloat16"},
-        {"cases": 3, "head_dim": 64, "num_heads": 7, "num_kv_heads": 1, "dtype": "bfloat16", "block_size": 32},
-        {"cases": 2, "head_dim": 256, "num_heads": 3, "num_kv_heads": 3, "block_size": 32},
-        {"cases": 1, "head_dim": 256, "dtype": "bfloat16", "num_heads": 2, "block_size": 64},
-        {"cases": 1, "head_dim": 64, "dtype": "bfloat16", "num_heads": 2, "num_kv_heads": 1, "block_size": 256},
-        {"cases": 4, "window": 40, "dtype": "bfloat16"},
-    ],
-    ids=str,
-)
-def test_equals_reference_at_length(options, small_tiles):
-    check_backend("pallas_tpu", **{**SMALL, "seed": 1, **options})
-
-
-@pytest.mark.slow
-def test_equals_reference_with_the_tiles_of_a_chip():
-    check_backend("pallas_tpu", cases=3, **SMALL)
-
-
-@pytest.mark.slow
-def test_nothing_races(small_tiles):
-    """Copies, buffers and pages are nobody's twice at a time."""
-
-    class Watched(get_backend("pallas_tpu")):
-        interpret = pltpu.InterpretParams(detect_races=True)
-
-    check_backend(Watched, cases=2, seed=2, **SMALL)
-    assert not interpret_pallas_call.races.races_found
+def test_equals_reference_over_hundreds_of_batches():
+    command = [sys.executable, "-m", "benchmarks.tpu_interpret", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    found = json.loads(done.stdout)
+    assert sum(f["batches"] for f in found) >= 200
+    assert sum(f["batches"] for f in found if f["races"] is not None) >= 20
+    assert not any(f["races"] for f in found)
+    assert all(f["difference"] <= TOLERANCE[f["dtype"]] for f in found)
 
 
 def shared_pages(rng):
@@ -128,7 +107,7 @@ def test_sequences_of_one_step_see_each_others_rows(small_tiles):
 def test_two_cores_take_half_of_the_heads_each(small_tiles):
     class Halves(get_backend("pallas_tpu")):
         interpret = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-        head_blocks = 2
+        chip = "v5p"
 
     (out, cache), (wanted, wanted_cache) = attend_shared_pages([Halves, get_backend("pallas_tpu")])
     np.testing.assert_array_equal(out, wanted)
@@ -140,7 +119,7 @@ def test_visited_tiles_are_those_with_a_visible_pair(small_tiles):
     """Every row is in one query tile or one decode, and their KV tiles hold something it sees, holes apart."""
     rng = np.random.default_rng(5)
     backend = get_backend("pallas_tpu")(AttentionSpec(4, 2, 128, jnp.dtype("float32"), BLOCK))
-    spare = visited = 0
+    visited = 0
     for _ in range(30):
         for batch in random_steps(rng, block_size=BLOCK):
             metadata = backend.build_metadata(batch)
@@ -164,14 +143,12 @@ def test_visited_tiles_are_those_with_a_visible_pair(small_tiles):
                         valid &= (slot < batch.prefix_end[seq]) | (slot >= batch.row_start[r])
                         wanted |= set((slot[valid] // 128).tolist())
                     assert len(named) == len(set(named))
-                    assert wanted <= set(named)
-                    spare += len(named) - len(wanted)
+                    assert wanted == set(named)
                     visited += len(named)
             assert (seen[: batch.num_rows] == 1).all()
             assert not seen[batch.num_rows :].any()
             assert blocks == set(range(len(batch.row_seq) // 32))
     assert visited > 100
-    assert spare <= 0.01 * visited
 
 
 @pytest.mark.parametrize("gaps", [False, True])
@@ -241,14 +218,3 @@ def test_refuses_with_a_reason(change, reason):
     supports = get_backend("pallas_tpu").supports
     assert supports(AttentionSpec(**spec)) is None
     assert reason in supports(AttentionSpec(**{**spec, **change}))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the compiler for TPUs")
-def test_compiles_for_real_chips():
-    command = [sys.executable, "-m", "benchmarks.tpu_aot", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    cases = json.loads(done.stdout)
-    assert {case["topology"] for case in cases} == {"v5e", "v5p", "v6e"}
-    assert not [case for case in cases if not case["compiled"]]
-    assert all(case["temporary_mib"] < case["pool_mib"] for case in cases)  # no copy of the pool

@@ -13,6 +13,7 @@ table would not fit), and the rows' slots come in as a block.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,8 @@ from jax.experimental.pallas import tpu as pltpu
 LENGTH_BITS = 9
 """Low bits of a page-table entry: the page's valid slots (at most 256). The page is above them."""
 LANES = 128
-TOGETHER = 1024, 8
-"""Folded rows, and heads, whose steps are interleaved: while one head's scores are exponentiated another's are multiplied."""
+PACKED = 32
+"""Rows of a register of one-byte values: a load must begin at a multiple of it."""
 SCALARS = BLOCK, LOW, HIGH, SEQ, FIRST_END, SECOND_START, SECOND_END, MIN_SLOT, LAST, MAX_START, PREFIX_END = range(11)
 """Rows of the scalars of query tiles, int32 `[len(SCALARS), Q]`:
 
@@ -55,6 +56,7 @@ class Shape:
         rows: rows of a block; 1 for decodes.
         slots: slots of a KV tile, a multiple of 128 and of `block_size`.
         block_size: slots of a page.
+        together: KV heads computed side by side; divides `heads`.
         head_blocks: the grid's outer axis, over KV heads; chips of two cores run it in parallel.
     """
 
@@ -65,6 +67,7 @@ class Shape:
     rows: int
     slots: int
     block_size: int
+    together: int
     head_blocks: int = 1
 
     @property
@@ -76,13 +79,6 @@ class Shape:
     def heads(self) -> int:
         """KV heads of a grid step."""
         return self.kv_heads // self.head_blocks
-
-    @property
-    def together(self) -> int:
-        """KV heads computed side by side; divides `heads`."""
-        rows, heads = TOGETHER
-        most = max(1, min(rows // (self.groups * self.rows), heads))
-        return max(n for n in range(1, most + 1) if self.heads % n == 0)
 
     @property
     def lanes(self) -> int:
@@ -100,6 +96,7 @@ def attend(
     shape: Shape,
     *,
     scale: float,
+    soft_cap: float | None,
     window: int | None,
     interpret: Any,
     vmem_limit_bytes: int,
@@ -115,6 +112,7 @@ def attend(
         pool: `[pages, kv_heads, block_size, lanes]`.
         shape: sizes.
         scale: multiplies the scores.
+        soft_cap: bounds the scores, see `AttentionSpec`.
         window: see `AttentionBackend.forward`.
         interpret: of `pl.pallas_call`.
         vmem_limit_bytes: what the kernel may use.
@@ -144,7 +142,7 @@ def attend(
         )
 
     return pl.pallas_call(
-        lambda *refs: _query_tile(refs, shape, decode, scale, window),
+        lambda *refs: _query_tile(refs, shape, decode, _Scores(scale, soft_cap), window),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(shape.head_blocks, count),
@@ -171,7 +169,7 @@ def attend(
     )(scalars, q, *row_args, table, table, pool)
 
 
-def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, scale: float, window: int | None) -> None:
+def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, scores: _Scores, window: int | None) -> None:
     """One grid step."""
     if decode:
         sc, q, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state = refs
@@ -230,7 +228,7 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, scale: float,
         def accumulate(masked: bool) -> None:
             def some_heads(turn: Any, _: Any) -> None:
                 heads = [turn * shape.together + head for head in range(shape.together)]
-                _update(folded, kv.at[buffer], sums, bias if masked else None, heads, shape, scale)
+                _update(folded, kv.at[buffer], sums, bias if masked else None, heads, shape, scores)
 
             lax.fori_loop(0, shape.heads // shape.together, some_heads, None)
 
@@ -284,7 +282,22 @@ def _fold(q: Any, folded: Any, shape: Shape) -> None:
             folded[head, pl.ds(group * shape.rows, shape.rows), :] = q[:, lanes]
 
 
-def _update(folded: Any, kv: Any, sums: list[Any], bias: Any | None, heads: list[Any], shape: Shape, scale: float) -> None:
+@dataclass(frozen=True)
+class _Scores:
+    """From products to the exponents of 2."""
+
+    scale: float
+    soft_cap: float | None
+
+    def __call__(self, products: jax.Array) -> jax.Array:
+        if self.soft_cap is None:
+            return products * (self.scale * math.log2(math.e))
+        return jnp.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap * math.log2(math.e))
+
+
+def _update(
+    folded: Any, kv: Any, sums: list[Any], bias: Any | None, heads: list[Any], shape: Shape, exponents: _Scores
+) -> None:
     """One online-softmax step of some KV heads, stage by stage: the compiler overlaps what is written side by side.
 
     The maximum stands in every lane; the sum is kept by lane and added up once, at the end.
@@ -297,7 +310,7 @@ def _update(folded: Any, kv: Any, sums: list[Any], bias: Any | None, heads: list
         return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
     def score(head: Any) -> jax.Array:
-        scores = multiply(folded[head], kv[head, :, : shape.head_dim], 1) * (scale * math.log2(math.e))
+        scores = exponents(multiply(folded[head], kv[head, :, : shape.head_dim].astype(folded.dtype), 1))
         if bias is None:
             return scores
         by_group = scores.reshape(shape.groups, shape.rows, shape.slots) + bias[...][None]
@@ -310,12 +323,12 @@ def _update(folded: Any, kv: Any, sums: list[Any], bias: Any | None, heads: list
         blocks = [jnp.exp2(scores[:, at : at + LANES] - new) for at in range(0, shape.slots, LANES)]
         maximum[head] = new
         total[head] = total[head] * decay + sum(blocks[1:], blocks[0])
-        return jnp.concatenate(blocks, axis=1).astype(kv.dtype), decay
+        return jnp.concatenate(blocks, axis=1).astype(folded.dtype), decay
 
     scores = [score(head) for head in heads]
     weighed = [weigh(head, of_head) for head, of_head in zip(heads, scores, strict=True)]
     for head, (weights, decay) in zip(heads, weighed, strict=True):
-        added = multiply(weights, kv[head, :, shape.lanes - shape.head_dim :], 0)
+        added = multiply(weights, kv[head, :, shape.lanes - shape.head_dim :].astype(folded.dtype), 0)
         values[head] = values[head] * jnp.concatenate([decay] * (shape.head_dim // LANES), axis=1) + added
 
 
@@ -383,18 +396,26 @@ class _Pages:
         """Zero the slots that no token was written to, and put `_NOWHERE` in their columns."""
         shape, base = self.shape, tile * self.shape.pages
         size, mask = shape.block_size, (1 << LENGTH_BITS) - 1
+        together = max(1, PACKED // size)  # pages in what can be loaded at once
         lane = lax.broadcasted_iota(jnp.int32, (1, shape.slots), 1)
+        row = lax.broadcasted_iota(jnp.int32, (shape.heads, together * size, shape.lanes), 1)
 
-        def one(place: Any, _: Any) -> None:
-            entry = table[0, 0, jnp.minimum(base + place, table.shape[2] - 1)]
-            length = jnp.maximum(jnp.minimum(entry & mask, last + 1 - (base + place) * size), 0)
+        def some(turn: Any, _: Any) -> None:
+            places = [turn * together + n for n in range(together)]
+            lengths = []
+            for place in places:
+                entry = table[0, 0, jnp.minimum(base + place, table.shape[2] - 1)]
+                lengths.append(jnp.maximum(jnp.minimum(entry & mask, last + 1 - (base + place) * size), 0))
 
-            @pl.when(length < size)
+            @pl.when(functools.reduce(jnp.minimum, lengths) < size)
             def blank() -> None:
-                at = self.kv.at[buffer, :, pl.ds(pl.multiple_of(place * size, size), size), :]
-                slot = lax.broadcasted_iota(jnp.int32, (shape.heads, size, shape.lanes), 1)
-                at[...] = jnp.where(slot < length, at[...].astype(jnp.float32), 0.0).astype(at.dtype)
-                hole = (lane >= place * size + length) & (lane < (place + 1) * size)
-                columns[...] = jnp.where(hole, _NOWHERE, columns[...])
+                at = self.kv.at[buffer, :, pl.ds(pl.multiple_of(places[0] * size, together * size), together * size), :]
+                written = row < lengths[0]
+                for n, length in enumerate(lengths[1:], 1):
+                    written |= (row >= n * size) & (row < n * size + length)
+                at[...] = jnp.where(written, at[...].astype(jnp.float32), 0.0).astype(at.dtype)
+                for place, length in zip(places, lengths, strict=True):
+                    hole = (lane >= place * size + length) & (lane < (place + 1) * size)
+                    columns[...] = jnp.where(hole, _NOWHERE, columns[...])
 
-        lax.fori_loop(0, shape.pages, one, None)
+        lax.fori_loop(0, shape.pages // together, some, None)

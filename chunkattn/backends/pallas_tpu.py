@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -10,18 +11,17 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkattn.backends import pallas_kernel as kernel
-from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray
+from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, to_cache
+from chunkattn.backends.pallas_blocks import CORES, LARGE_PAGE, TABLE, Blocks, chip_here
 from chunkattn.backends.pallas_write import block_rows, plan_writes, write_rows
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import Tiles, spans, tile_ranges
 from chunkattn.errors import BackendError
 
-TILE_ROWS = 256
-"""Rows of a query tile, fewer where query heads fold to more than `TILE_FOLDED` rows or the step has few."""
-TILE_FOLDED = 512
-TILE_SLOTS = 512
-"""Slots of a KV tile, fewer where two of them with all heads would take more than `KV_BYTES`."""
 KV_BYTES = 8 << 20
+"""Two KV tiles with all heads take at most this, or the smallest that can be."""
+TOGETHER_ROWS = 1024
+"""Most folded rows of heads computed side by side: decodes have few and take more heads."""
 VMEM_BYTES = 48 << 20
 """What the kernels may use. Chips have 128 MiB, v5p 64."""
 
@@ -69,47 +69,79 @@ class PallasTpuBackend(AttentionBackend):
     Attributes:
         interpret: of `pl.pallas_call`; None: only away from a TPU. Set it to False to compile for a
             TPU that is not there.
-        head_blocks: KV heads are cut into this many parts, which a chip of two cores computes in parallel.
+        chip: the generation whose tile sizes to use, a key of `pallas_blocks.CORES`; None: this process's TPU's.
+        table: tile sizes by chip and head size.
+        most_rows: of a query tile; a power of two.
     """
 
     interpret: ClassVar[Any] = None
-    head_blocks: ClassVar[int] = 1
+    chip: ClassVar[str | None] = None
+    table: ClassVar[Mapping[tuple[str, int], tuple[Blocks, Blocks]]] = TABLE
+    most_rows: ClassVar[int] = 1024
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Heads of 64, 128 or 256, pages of 16 to 256, bfloat16 and float32."""
+        """Heads of 64, 128 or 256, pages of 16 to 256, bfloat16 and float32, kept as that or as `FP8`."""
         if spec.head_dim not in _HEAD_DIMS:
             return f"head_dim must be one of {', '.join(map(str, _HEAD_DIMS))}, got {spec.head_dim}"
         if spec.block_size not in _BLOCK_SIZES:
             return f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {spec.block_size}"
         if spec.dtype.name not in _FLOATS:
             return f"dtype must be {' or '.join(_FLOATS)}, got {spec.dtype.name}"
+        if spec.cache_dtype not in (spec.dtype, FP8):
+            return f"K/V must be kept in {spec.dtype.name} or {FP8.name}, got {spec.cache_dtype.name}"
         return None
 
     def allocate(self, num_pages: int) -> KVCache:
-        """One layer's pool, `[pages, kv_heads, block_size, 2 * head_dim]` in the model's dtype."""
+        """One layer's pool, `[pages, kv_heads, block_size, 2 * head_dim]` in the cache's dtype."""
         most = 1 << (31 - kernel.LENGTH_BITS)
         if num_pages > most:
             raise BackendError(f"pallas_tpu counts at most {most} pages, got {num_pages}; use a larger block_size")
         spec = self.spec
-        return jnp.zeros((num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_dim), spec.dtype)
+        return jnp.zeros((num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_dim), spec.cache_dtype)
+
+    @property
+    def blocks(self) -> Blocks:
+        """Tile sizes on this chip."""
+        spec = self.spec
+        blocks = self.table[self.chip or chip_here(), spec.head_dim][spec.block_size >= LARGE_PAGE]
+        return blocks._replace(slots=max(blocks.slots, spec.block_size))
+
+    @property
+    def head_blocks(self) -> int:
+        """KV heads are cut into this many parts, which the chip's cores compute in parallel."""
+        cores = CORES[self.chip or chip_here()]
+        return cores if self.spec.num_kv_heads % cores == 0 else 1
 
     def shape(self, rows: int) -> kernel.Shape:
         """Sizes of the kernel over blocks of `rows`, 1 for decodes."""
-        spec = self.spec
-        packed = spec.head_dim == 64
-        slots = max(TILE_SLOTS, spec.block_size)
-        heads = spec.num_kv_heads // self.head_blocks
-        while slots > max(kernel.LANES, spec.block_size) and 4 * heads * slots * spec.head_dim * spec.dtype.itemsize > KV_BYTES:
+        spec, (_, slots, together) = self.spec, self.blocks
+        heads, groups = spec.num_kv_heads // self.head_blocks, spec.num_heads // spec.num_kv_heads
+        while (
+            slots > max(kernel.LANES, spec.block_size)
+            and 4 * heads * slots * spec.head_dim * spec.cache_dtype.itemsize > KV_BYTES
+        ):
             slots //= 2
-        head_dim = 2 * spec.head_dim if packed else spec.head_dim
-        groups = spec.num_heads // spec.num_kv_heads
-        return kernel.Shape(spec.num_kv_heads, groups, head_dim, packed, rows, slots, spec.block_size, self.head_blocks)
+        packed = spec.head_dim == 64
+        return kernel.Shape(
+            kv_heads=spec.num_kv_heads,
+            groups=groups,
+            head_dim=2 * spec.head_dim if packed else spec.head_dim,
+            packed=packed,
+            rows=rows,
+            slots=slots,
+            block_size=spec.block_size,
+            together=_divisor(heads, max(together, min(8, TOGETHER_ROWS // (groups * rows)))),
+            head_blocks=self.head_blocks,
+        )
 
     def block(self, rows: int) -> int:
         """Rows of a query tile when a step has `rows`: few steps of many rows, unless there are not many."""
-        groups, size = self.spec.num_heads // self.spec.num_kv_heads, TILE_ROWS
-        while size > _ALIGN and (size * groups > TILE_FOLDED or size > rows or (size > 128 and 4 * size > rows)):
+        spec, (folded, _, together) = self.spec, self.blocks
+        groups = spec.num_heads // spec.num_kv_heads
+        folded *= together // _divisor(spec.num_kv_heads // self.head_blocks, together)
+        size = self.most_rows
+        while size > _ALIGN and (size * groups > folded or size > rows or (size > 128 and 4 * size > rows)):
             size //= 2
         return size
 
@@ -170,12 +202,13 @@ class PallasTpuBackend(AttentionBackend):
         size = self.block(rows)
         tiles, decodes = self.shape(size), self.shape(1)
 
-        kv = _pad_rows(jnp.concatenate([k, v], axis=-1).reshape(rows, -1), block_rows(rows)).astype(cache.dtype)
+        kv = to_cache(jnp.concatenate([k, v], axis=-1), cache.dtype)
+        kv = _pad_rows(kv.reshape(rows, -1), block_rows(rows))
         cache = write_rows(cache, kv, metadata.pieces, metadata.num_pieces, **options)
 
         if tiles.packed:  # zeros meet V; results come out behind V's lanes
             q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles.head_dim - self.spec.head_dim)))
-        common: dict[str, Any] = {"scale": scale, "window": window, **options}
+        common: dict[str, Any] = {"scale": scale, "soft_cap": self.spec.soft_cap, "window": window, **options}
         table = metadata.table
         wide = _pad_rows(q.reshape(rows, -1), size)
         scalars = _within(metadata.tiles, tiles.slots, window)
@@ -187,6 +220,11 @@ class PallasTpuBackend(AttentionBackend):
         decoded = decoded.reshape(-1, *q.shape[1:])[jnp.maximum(metadata.decode_of_row, 0)]
         out = jnp.where((metadata.decode_of_row >= 0)[:, None, None], decoded, out)
         return out[..., tiles.head_dim - self.spec.head_dim :], cache
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` up to `most`."""
+    return next(n for n in range(max(1, min(most, number)), 0, -1) if number % n == 0)
 
 
 def _cut_at_blocks(runs: Tiles, size: int) -> Tiles:

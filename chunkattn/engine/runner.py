@@ -62,6 +62,16 @@ class Runner:
         hidden, self.caches = self._step(self._params, self.caches, batch.token_ids, batch.positions, batch.metadata)
         return hidden
 
+    def lower(self, batch: StepBatch, num_pages: int, where: jax.sharding.Sharding) -> jax.stages.Lowered:
+        """The step's program for a device that need not be here, over a pool of `num_pages`: to compile ahead of time."""
+        caches = [jax.eval_shape(lambda: self.backend.allocate(num_pages)) for _ in range(self.spec.num_layers)]
+        arrays = (self._params, caches, batch.token_ids, batch.positions, batch.metadata)
+
+        def there(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # type: ignore[no-untyped-call]
+
+        return self._step.lower(*jax.tree.map(there, arrays))
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 `[N, vocab]` of hidden states `[N, hidden]`, uncompiled: for inspection and tests."""
         return nnx.merge(self._graph, self._params).logits(hidden)

@@ -1,0 +1,18 @@
+"""Compiling for TPUs with no TPU at hand: libtpu compiles for a chip it is told of.
+
+    pip install libtpu==0.0.42.1
+
+Import this package before JAX: libtpu reads its settings when JAX first asks for it.
+"""
+
+import os
+
+for _name, _value in {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}.items():
+    os.environ.setdefault(_name, _value)

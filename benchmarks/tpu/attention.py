@@ -1,0 +1,219 @@
+"""One layer's call of the kernels: compiled, what it takes, and what its inner loops cost."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.tpu.chips import CHIPS, Chip
+from benchmarks.tpu.schedule import Block, Schedule, read_schedules
+from chunkattn.backends import AttentionBatch, AttentionSpec
+from chunkattn.backends.pallas_kernel import Shape
+from chunkattn.backends.pallas_tpu import PallasTpuBackend
+
+MIB = 2**20
+TILE = 128 * 128
+"""Rows times slots of the tile that bundles are counted per, one query head."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One compilation: a chip, a model's heads, and the sizes of a step."""
+
+    chip: str
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    heads: int = 16
+    kv_heads: int = 8
+    rows: int = 2048
+    sequences: int = 64
+    width: int = 256
+    pages: int = 4096
+    window: int | None = None
+    kv_dtype: str | None = None
+    soft_cap: float | None = None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """As a backend is asked."""
+        kept = None if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
+        dtype = jnp.dtype(self.dtype)
+        return AttentionSpec(
+            self.heads, self.kv_heads, self.head_dim, dtype, self.block_size, (self.window,), kept, self.soft_cap
+        )
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of one layer's K and V."""
+        return 2 * self.pages * self.kv_heads * self.block_size * self.head_dim * self.spec.cache_dtype.itemsize
+
+    def batch(self) -> AttentionBatch:
+        """A step of these sizes with nothing in it: what is compiled depends on the sizes alone."""
+        row, seq = np.zeros(self.rows, np.int32), np.zeros(self.sequences, np.int32)
+        table = np.zeros((self.sequences, self.width), np.int32)
+        return AttentionBatch(0, row, row, row, seq, table, table, self.block_size)
+
+
+def compiled_backend(chip: str) -> type[PallasTpuBackend]:
+    """The kernels themselves, not their interpreter, as they would run on that chip."""
+    return type("PallasTpuBackend", (PallasTpuBackend,), {"interpret": False, "chip": chip})
+
+
+FP8 = "float8_e4m3fn"
+
+
+def cases(chip: str) -> Iterator[Case]:
+    """The settings compiled for a chip, the common one first."""
+    common = Case(chip)
+    yield common
+    yield replace(common, kv_dtype=FP8)
+    yield replace(common, soft_cap=50.0)
+    yield replace(common, head_dim=64, heads=14, kv_heads=2)
+    yield replace(common, head_dim=256, heads=8, kv_heads=1)
+    yield replace(common, block_size=32, heads=28, kv_heads=4, window=4096)
+    yield replace(common, block_size=128, heads=32, pages=1024)
+    yield replace(common, block_size=256, heads=40, kv_heads=40, pages=256)
+    yield replace(common, dtype="float32")
+    yield replace(common, head_dim=64, block_size=32, dtype="float32", heads=9, kv_heads=3)
+    # 131,072 cached tokens beneath a step of 8,192 rows, and 131,072 plain causal rows at once.
+    yield replace(common, heads=32, rows=8192, sequences=256, width=16384, pages=16384)
+    yield replace(common, rows=131072, sequences=1, width=8192, pages=8192)
+    yield replace(common, rows=1, sequences=1, width=1)
+
+
+def grid(chip: str) -> Iterator[Case]:
+    """Every supported head_dim, page size and dtype, GQA ratios from 1 to 16 among them."""
+    ratios = iter([(16, 8), (8, 8), (16, 1), (14, 2), (12, 4), (7, 1), (32, 8)] * 100)
+    for head_dim in (64, 128, 256):
+        for block_size in (16, 32, 64, 128, 256):
+            for dtype, kept in (("bfloat16", None), ("float32", None), ("bfloat16", FP8), ("float32", FP8)):
+                heads, kv_heads = next(ratios)
+                yield Case(chip, head_dim, block_size, dtype, heads, kv_heads, 512, 16, 64, 512, kv_dtype=kept)
+
+
+def compile_call(lower: Callable[[], Any]) -> dict[str, Any]:
+    """Compile: whether that went well, and what it takes of HBM and vector memory."""
+    began = time.perf_counter()
+    try:
+        compiled = lower().compile()
+    except Exception as error:  # whatever the compiler objects to is the answer
+        return {"compiled": False, "error": str(error).strip()}
+    memory = compiled.memory_analysis()
+    arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    aliased, temporary = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    return {
+        "compiled": True,
+        "seconds": round(time.perf_counter() - began, 1),
+        "vmem_mib": _vector_memory(compiled.as_text()),
+        "temporary_mib": round(temporary / MIB, 1),
+        "arguments_mib": round(arguments / MIB, 1),
+        "aliased_mib": round(aliased / MIB, 1),
+        "hbm_mib": round((arguments + results - aliased + temporary) / MIB, 1),
+    }
+
+
+def _vector_memory(hlo: str) -> dict[str, float]:
+    """MiB of vector memory of each kernel, by name."""
+    used = {}
+    for line in hlo.splitlines():
+        kernel = re.search(r"%(\w+?)[.\d]* = .*tpu_custom_call", line)
+        size = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', line)
+        if kernel and size:
+            used[kernel[1]] = round(int(size[1]) / MIB, 2)
+    return used
+
+
+def lower(case: Case, backend: PallasTpuBackend) -> Any:
+    """The call of one layer, lowered for the case's chip; the pool is donated."""
+    where, dtype = CHIPS[case.chip].sharding(), jnp.dtype(case.dtype)
+    metadata = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), backend.build_metadata(case.batch()))
+    q, k = (jax.ShapeDtypeStruct((case.rows, heads, case.head_dim), dtype) for heads in (case.heads, case.kv_heads))
+    cache = jax.eval_shape(lambda: backend.allocate(case.pages))
+
+    def call(*arrays: Any) -> Any:
+        return backend.forward(*arrays, scale=case.head_dim**-0.5, window=case.window)
+
+    return jax.jit(call, in_shardings=where, out_shardings=where, donate_argnums=3).lower(q, k, k, cache, metadata)
+
+
+def compile_case(case: Case, schedules: Path | None = None) -> dict[str, Any]:
+    """What became of it, as JSON has it; with `schedules`, the loops' costs too."""
+    backend = compiled_backend(case.chip)(case.spec)
+    result = {"kind": "attention", **asdict(case), "pool_mib": round(case.pool_bytes / MIB, 1)}
+    result |= compile_call(lambda: lower(case, backend))
+    if schedules is not None:
+        found = read_schedules(schedules)
+        if result["compiled"]:
+            result["smem_kib"] = {name: schedule.smem_bytes / 1024 for name, schedule in found.items()}
+            result["prefill"] = prefill_cost(found["chunk_attention"], backend.shape(backend.block(case.rows)), case)
+            result["decode"] = decode_cost(found["chunk_decode"], backend.shape(1), case)
+    return result
+
+
+def prefill_cost(schedule: Schedule, shape: Shape, case: Case) -> dict[str, Any]:
+    """Bundles of a KV tile of which every row sees every slot, of one that needs a mask, and what they are spent on.
+
+    `bundles_per_tile` counts the loop that multiplies; `with_copies` also what stands around it for each KV tile:
+    sending for the next one's pages and waiting. Both per 128 rows times 128 slots of one query head.
+    """
+    clear, masked = loops(schedule)
+    turns = shape.heads // shape.together
+    tiles = shape.together * shape.groups * shape.rows * shape.slots / TILE
+    macs = 2 * TILE * case.head_dim
+    return {
+        "rows": shape.rows,
+        "slots": shape.slots,
+        "heads_together": shape.together,
+        "bundles_per_tile": round(clear.bundles / tiles, 2),
+        "bundles_per_masked_tile": round(masked.bundles / tiles, 2),
+        "with_copies": round((clear.bundles + around(schedule) / turns) / tiles, 2),
+        "slots_per_tile": _per(clear, tiles),
+        "slot_shares": clear.shares(schedule.capacity),
+        "mxu_peak_share": round(macs * tiles / (clear.bundles * CHIPS[case.chip].macs_per_bundle), 3),
+    }
+
+
+def decode_cost(schedule: Schedule, shape: Shape, case: Case) -> dict[str, Any]:
+    """Bundles of one sequence's KV tile against the bundles that pass while its bytes come from HBM."""
+    chip: Chip = CHIPS[case.chip]
+    clear, _ = loops(schedule)
+    bundles = clear.bundles * (shape.heads // shape.together) + around(schedule)
+    size = shape.heads * shape.slots * shape.lanes * case.spec.cache_dtype.itemsize
+    in_flight = size * chip.cores / chip.hbm_bandwidth * chip.clock if shape.head_blocks == chip.cores else None
+    in_flight = in_flight or size / chip.hbm_bandwidth * chip.clock
+    return {
+        "slots": shape.slots,
+        "kib": size / 1024,
+        "bundles": bundles,
+        "bundles_while_copying": round(in_flight),
+        "slot_shares": clear.shares(schedule.capacity),
+        "hbm_bandwidth_share": round(min(1.0, in_flight / bundles), 3),
+    }
+
+
+def around(schedule: Schedule) -> int:
+    """Bundles of the loop over KV tiles that do not multiply, on the way of a whole tile.
+
+    Half of what is there: the other half are ways not taken (the pages of the next query tile; pages that are missing).
+    """
+    return (schedule.at_depth(2) - sum(block.bundles for block in schedule.multiplying if block.depth == 2)) // 2
+
+
+def loops(schedule: Schedule) -> tuple[Block, Block]:
+    """What multiplies a KV tile that needs no mask, and one that does: in this order in the kernel."""
+    inside = [block for block in schedule.multiplying if block.depth >= 2]
+    first, second = sorted(sorted(inside, key=lambda block: block.slots["MXU"])[-2:], key=lambda block: block.first)
+    return first, second
+
+
+def _per(block: Block, tiles: float) -> dict[str, float]:
+    return {unit: round(count / tiles, 2) for unit, count in block.slots.items()}

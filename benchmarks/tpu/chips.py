@@ -1,0 +1,58 @@
+"""The chips compiled for. Figures are Google's (cloud.google.com/tpu/docs), per chip unless said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One generation.
+
+    Attributes:
+        name: as topologies are named.
+        topology: what `get_topology_desc` wants; the smallest there is.
+        cores: TensorCores, which a kernel sees as one device.
+        clock: bundles a second of a core.
+        flops: bfloat16 peak.
+        hbm_bytes: memory.
+        hbm_bandwidth: bytes a second.
+    """
+
+    name: str
+    topology: dict[str, Any]
+    cores: int
+    clock: float
+    flops: float
+    hbm_bytes: int
+    hbm_bandwidth: float
+
+    @property
+    def macs_per_bundle(self) -> float:
+        """Multiplications of one core in one bundle, at most."""
+        return self.flops / 2 / self.cores / self.clock
+
+    def sharding(self) -> jax.sharding.Sharding:
+        """Of arrays on one chip."""
+        return jax.sharding.SingleDeviceSharding(_device(self.name))
+
+
+_ONE = [1, 1, 1]
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v5e", {"topology_name": "v5e:1x1", "chips_per_host_bounds": _ONE}, 1, 1.5e9, 197e12, 16 << 30, 819e9),
+        Chip("v5p", {"topology_name": "v5p:2x2x1"}, 2, 1.75e9, 459e12, 95 << 30, 2765e9),
+        Chip("v6e", {"topology_name": "v6e:1x1", "chips_per_host_bounds": _ONE}, 1, 1.75e9, 918e12, 32 << 30, 1638e9),
+    )
+}
+
+
+@cache
+def _device(name: str) -> Any:
+    return topologies.get_topology_desc(platform="tpu", **CHIPS[name].topology).devices[0]

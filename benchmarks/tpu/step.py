@@ -1,0 +1,106 @@
+"""A whole decoder step, every layer of a real geometry, compiled for a chip and held against its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from transformers import LlamaConfig
+
+from benchmarks.tpu.attention import MIB, compile_call, compiled_backend
+from benchmarks.tpu.chips import CHIPS
+from chunkattn.bench.geometry import GEOMETRIES
+from chunkattn.config import EngineConfig
+from chunkattn.engine.batch import BatchBuilder
+from chunkattn.engine.build import attention_spec
+from chunkattn.engine.runner import Runner, page_bytes
+from chunkattn.models.decoder import Decoder
+from chunkattn.models.spec import spec_from_config
+
+MODELS = {
+    "qwen3-0.6b": GEOMETRIES["qwen3-0.6b"],
+    "llama-3-8b": LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        rope_theta=5e5,
+        tie_word_embeddings=False,
+    ),
+}
+SHARE = 0.85
+"""Of the memory, for weights and pages together: what the engine gives itself."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: a model, the engine's settings, rows and the width of the page tables."""
+
+    chip: str
+    model: str
+    rows: int
+    width: int = 256
+    max_num_seqs: int = 64
+    block_size: int = 16
+    kv_cache_dtype: str = "auto"
+
+
+def steps(chip: str) -> Iterator[Step]:
+    """Prefill and decode steps of the models whose weights leave room for pages."""
+    for model in MODELS:
+        weights = _weight_bytes(model)
+        if weights < SHARE * CHIPS[chip].hbm_bytes - (1 << 30):
+            yield Step(chip, model, 2048)
+            yield Step(chip, model, 64)
+            if model == "qwen3-0.6b":
+                yield Step(chip, model, 2048, width=8192)  # tables of 131,072 tokens
+                yield Step(chip, model, 2048, kv_cache_dtype="fp8")
+
+
+def _decoder(model: str) -> Decoder:
+    """The model without its weights' values."""
+    return nnx.eval_shape(lambda: Decoder(spec_from_config(MODELS[model]), jnp.dtype("bfloat16"), rngs=nnx.Rngs(0)))
+
+
+def _weight_bytes(model: str) -> int:
+    leaves = jax.tree.leaves(nnx.state(_decoder(model)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def compile_step(step: Step) -> dict[str, Any]:
+    """What became of it, as JSON has it: with the pool the engine would allocate beside the weights."""
+    chip = CHIPS[step.chip]
+    config = EngineConfig(
+        max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=max(step.rows, step.max_num_seqs),
+        block_size=step.block_size,
+        kv_cache_dtype=step.kv_cache_dtype,
+    )
+    decoder = _decoder(step.model)
+    spec = decoder.spec
+    backend = compiled_backend(step.chip)(attention_spec(config, spec, jnp.dtype("bfloat16")))
+    weights = _weight_bytes(step.model)
+    pages = int(chip.hbm_bytes * SHARE - weights) // page_bytes(backend, spec.num_layers)
+    runner = Runner(decoder, backend, 1, config.max_logprobs)
+    builder = BatchBuilder(
+        backend,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_spans=config.max_num_seqs + 32,
+        max_table_pages=step.width,
+        block_size=step.block_size,
+    )
+    result = {"kind": "step", **asdict(step), "pages": pages, "weights_mib": round(weights / MIB)}
+    result |= compile_call(lambda: runner.lower(builder.empty(step.rows, step.width), pages, chip.sharding()))
+    if result["compiled"]:
+        result["hbm_limit_mib"] = chip.hbm_bytes // MIB
+        result["fits"] = result["hbm_mib"] <= result["hbm_limit_mib"]
+    return result

@@ -1,0 +1,52 @@
+"""Tile sizes of the TPU kernels by chip, head size and page size, chosen by the compiler's static schedules.
+
+`python -m benchmarks.tpu_tune` compiles the candidates and prints this table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+
+class Blocks(NamedTuple):
+    """Sizes of the kernels' tiles.
+
+    Attributes:
+        folded: rows of a query tile times query heads per KV head.
+        slots: slots of a KV tile.
+        together: KV heads whose steps are interleaved: while one head's scores are exponentiated another's are
+            multiplied. A model with fewer KV heads gets as many times larger query tiles.
+    """
+
+    folded: int
+    slots: int
+    together: int
+
+
+CORES = {"v5e": 1, "v5p": 2, "v6e": 1}
+"""Generations the kernels are compiled for, and their TensorCores, which share a kernel's grid."""
+
+KINDS = {
+    "TPU v5e": "v5e",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6e": "v6e",
+    "TPU v6 lite": "v6e",
+}
+"""Their names at the devices."""
+
+LARGE_PAGE = 64
+"""From this page size on a KV tile's pages are few enough for the second column of `TABLE`."""
+
+TABLE: dict[tuple[str, int], tuple[Blocks, Blocks]] = {
+    (chip, head_dim): (Blocks(512, 512, 2), Blocks(512, 512, 2)) for chip in CORES for head_dim in (64, 128, 256)
+}
+"""By chip and head size: for small pages, and for large ones."""
+
+
+def chip_here() -> str:
+    """The generation of this process's TPU; the newest known for one that is not known, or where there is none."""
+    return KINDS.get(jax.devices()[0].device_kind, "v6e")

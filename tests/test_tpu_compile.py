@@ -1,0 +1,64 @@
+"""The TPU kernels really compile, for real chips, by libtpu; `make test-tpu` installs it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.tpu, pytest.mark.timeout(1800)]
+
+
+def compiled(*options):
+    command = [sys.executable, "-m", "benchmarks.tpu_aot", *options, "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    assert not [(case["chip"], case["error"]) for case in found if not case["compiled"]]
+    return found
+
+
+def test_kernels_compile_for_every_chip_without_a_copy_of_the_pool():
+    cases = compiled("--only", "kernels", "--topology", "v5e", "--topology", "v5p")
+    assert {case["chip"] for case in cases} == {"v5e", "v5p"}
+    assert all(case["aliased_mib"] == case["pool_mib"] for case in cases)
+    assert all(case["temporary_mib"] < case["pool_mib"] / 4 for case in cases)
+
+
+@pytest.fixture(scope="module")
+def on_v6e():
+    return compiled("--topology", "v6e")
+
+
+def test_prefill_takes_no_more_bundles_than_splash_attention(on_v6e):
+    for head_dim in (64, 128, 256):
+        of = [case for case in on_v6e if case["kind"] != "step" and case["head_dim"] == head_dim]
+        theirs = min(case["prefill"]["bundles_per_tile"] for case in of if case["kind"] == "splash")
+        ours = [case for case in of if case["kind"] == "attention" and case["dtype"] == "bfloat16" and case["rows"] == 2048]
+        plain = [case["prefill"] for case in ours if not case["kv_dtype"] and not case["soft_cap"] and case["block_size"] == 16]
+        assert plain
+        for prefill in plain:
+            assert prefill["bundles_per_masked_tile"] <= theirs
+            assert prefill["with_copies"] <= theirs
+
+
+def test_decode_waits_for_memory_and_not_for_bundles(on_v6e):
+    common = next(case for case in on_v6e if case["kind"] == "attention")
+    assert common["decode"]["bundles"] <= common["decode"]["bundles_while_copying"]
+
+
+def test_whole_steps_fit_the_chip(on_v6e):
+    steps = [case for case in on_v6e if case["kind"] == "step"]
+    assert {case["model"] for case in steps} == {"qwen3-0.6b", "llama-3-8b"}
+    assert all(case["fits"] for case in steps)
+    # The pool is written in place: a step holds less beside weights and pool than a twentieth of them.
+    assert all(case["temporary_mib"] < 0.05 * case["arguments_mib"] for case in steps)
+
+
+def test_memory_of_131072_cached_tokens_grows_with_rows_alone(on_v6e):
+    long = [case for case in on_v6e if case["kind"] == "attention" and case["width"] * case["block_size"] >= 131072]
+    assert len(long) == 2
+    for case in long:
+        rows_mib = case["rows"] * (case["heads"] + 2 * case["kv_heads"]) * case["head_dim"] * 2 / 2**20
+        assert case["temporary_mib"] <= 3 * rows_mib
