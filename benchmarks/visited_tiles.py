@@ -1,11 +1,13 @@
 """KV tiles that attention visits, against those of a causal kernel.
 
     python -m benchmarks.visited_tiles [--json FILE|-]
+    python -m benchmarks.visited_tiles --png FILE
 
 Counted on the host from the tile ranges every backend loops over, in tiles of 128x128 and
 in the Pallas kernel's own, one prompt in one step. "seen" counts, by brute force over all
 pairs of tokens, the tiles that hold a visible one; a causal kernel has the same number of
 tokens and sees all before its own. Fails when a tile is visited in vain or left out.
+`--png` draws a small prompt's tiles and the walk of one query tile instead.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -58,10 +61,10 @@ def pallas_tile() -> Tile:
     return Tile(rows, backend.shape(rows).slots)
 
 
-def visited_tiles(plan: SlotPlan, tile: Tile) -> list[set[int]]:
-    """KV tiles of every query tile, as the backends walk them."""
+def batch_of(plan: SlotPlan) -> AttentionBatch:
+    """One prompt in one step."""
     rows, pages = len(plan.slots), len(plan.page_len)
-    batch = AttentionBatch(
+    return AttentionBatch(
         rows,
         np.zeros(rows, np.int32),
         plan.slots,
@@ -71,6 +74,11 @@ def visited_tiles(plan: SlotPlan, tile: Tile) -> list[set[int]]:
         plan.page_len[None],
         plan.block_size,
     )
+
+
+def visited_tiles(plan: SlotPlan, tile: Tile) -> list[set[int]]:
+    """KV tiles of every query tile, as the backends walk them."""
+    batch = batch_of(plan)
     ranges = tile_ranges(batch, cut(spans(batch), tile.rows), tile.slots)
     return [{*range(a), *range(b, c)} for a, b, c in zip(*ranges, strict=True)]
 
@@ -117,7 +125,13 @@ def measure(name: str, tile: Tile) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the rows there as JSON; - is standard output, without the table")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="draw a picture there and do nothing else; needs matplotlib")
     args = parser.parse_args()
+    if args.png is not None:
+        from benchmarks.tile_picture import draw
+
+        draw(args.png)
+        return
     rows = [measure(name, tile) for tile in (Tile(128, 128), pallas_tile()) for name in WORKLOADS]
     text = json.dumps(rows, indent=2)
     if args.json == "-":
