@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # noqa: E402  where race detection reports
-from jax.experimental.pallas import tpu as pltpu  # noqa: E402
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 
-from chunkattn.backends import AttentionBatch  # noqa: E402
-from chunkattn.backends.pallas_blocks import TABLE, Blocks  # noqa: E402
-from chunkattn.backends.pallas_tpu import PallasMetadata, PallasTpuBackend  # noqa: E402
-from chunkattn.testing import TOLERANCE, check_backend  # noqa: E402
+from chunkattn.backends import AttentionBatch
+from chunkattn.backends.pallas_blocks import TABLE, Blocks
+from chunkattn.backends.pallas_tpu import PallasMetadata, PallasTpuBackend
+from chunkattn.testing import TOLERANCE, check_backend
 
 SMALL = Blocks(512, 128, 2)
 """Tiles small enough that short sequences have several."""
@@ -66,9 +66,10 @@ SETTINGS = [
     Setting({"kv_dtype": FP8, "dtype": "bfloat16", "block_size": 32}),
     Setting({"kv_dtype": FP8, "dtype": "bfloat16", "head_dim": 64}),
     Setting({}, 2, "chip"),
-    Setting({"dtype": "bfloat16"}, 2, "chip", chip="v5p"),
+    Setting({"dtype": "bfloat16"}, 2, "chip", chip="v5e"),
     Setting({}, 2, watched=True),
-    Setting({"dtype": "bfloat16", "kv_dtype": FP8}, 1, watched=True, chip="v5p"),
+    Setting({"dtype": "bfloat16", "kv_dtype": FP8}, 1, watched=True),
+    Setting({}, 1, watched=True, chip="v5p"),
 ]
 
 

@@ -51,8 +51,9 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
     "qwen2-window": Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "qwen3-64": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 2}, head_dim=64, tie_word_embeddings=True),
 }
-CHUNKABLE = [name for name in CHECKPOINTS if "window" not in name]
+CHUNKABLE = [name for name in CHECKPOINTS if "window" not in name and name != "qwen3-64"]
 
 
 def make_checkpoint(config: PretrainedConfig, folder: Path, max_shard_size: str = "100KB") -> Path:

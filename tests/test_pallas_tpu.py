@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+from chunkattn import ChunkedPrompt, SamplingParams
 from chunkattn.backends import AttentionBatch, AttentionSpec, get_backend, pallas_tpu
 from chunkattn.backends import pallas_kernel as kernel
 from chunkattn.backends.pallas_blocks import TABLE, Blocks
@@ -113,6 +115,26 @@ def test_two_cores_take_half_of_the_heads_each(small_tiles):
     np.testing.assert_array_equal(out, wanted)
     np.testing.assert_array_equal(cache, wanted_cache)
     assert not interpret_pallas_call.races.races_found
+
+
+def test_the_engine_answers_as_transformers_does(engine, oracle):
+    """Chunks, their reuse in another order, decodes and scores, all over this kernel's own form of the pool."""
+    options = {"attention_backend": "pallas_tpu", "max_num_batched_tokens": 64, "max_num_seqs": 4, "max_logprobs": 128}
+    llm, rng = engine("qwen3-64", kv_cache_memory_bytes=1 << 20, **options), np.random.default_rng(3)
+    prefix, one, two, question = (rng.integers(0, 128, n).tolist() for n in (5, 20, 3, 4))
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=128)
+    outs = [llm.generate(ChunkedPrompt(prefix, chunks, question), params)[0] for chunks in ([one, two], [two, one])]
+    assert outs[1].num_cached_tokens > 20
+    for chunks, out in zip(([one, two], [two, one]), outs, strict=True):
+        sample = out.outputs[0]
+        logits = oracle("qwen3-64").chunked(make_layout(prefix, chunks, question), sample.token_ids)
+        wanted = torch.log_softmax(torch.as_tensor(logits[-4:-1]), -1).numpy()
+        got = [[step[token].logprob for token in range(128)] for step in sample.logprobs]
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+    scores = llm.score(prefix, [one, two], label_token_ids=[7]).scores
+    for item, score in zip((one, two), scores, strict=True):
+        alone = torch.softmax(torch.as_tensor(oracle("qwen3-64").logits(prefix + item)[-1]), -1)
+        np.testing.assert_allclose(score, alone[7], rtol=1e-4)
 
 
 def test_visited_tiles_are_those_with_a_visible_pair(small_tiles):

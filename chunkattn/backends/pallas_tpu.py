@@ -29,6 +29,7 @@ _ALIGN = 16
 """Rows of a 16-bit register."""
 _FLOATS = ("bfloat16", "float32")
 _HEAD_DIMS = (64, 128, 256)
+_TOO_SMALL = ("TPU v2", "TPU v3", "TPU v4")
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -81,7 +82,7 @@ class PallasTpuBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Heads of 64, 128 or 256, pages of 16 to 256, bfloat16 and float32, kept as that or as `FP8`."""
+        """Heads of 64, 128 or 256, pages of 16 to 256, bfloat16 and float32, kept as that or as `FP8`; v5e and later."""
         if spec.head_dim not in _HEAD_DIMS:
             return f"head_dim must be one of {', '.join(map(str, _HEAD_DIMS))}, got {spec.head_dim}"
         if spec.block_size not in _BLOCK_SIZES:
@@ -90,6 +91,8 @@ class PallasTpuBackend(AttentionBackend):
             return f"dtype must be {' or '.join(_FLOATS)}, got {spec.dtype.name}"
         if spec.cache_dtype not in (spec.dtype, FP8):
             return f"K/V must be kept in {spec.dtype.name} or {FP8.name}, got {spec.cache_dtype.name}"
+        if jax.default_backend() == "tpu" and (kind := jax.devices()[0].device_kind).startswith(_TOO_SMALL):
+            return f"a {kind} has less vector memory than its tiles need; v5e, v5p, v6e and later have enough"
         return None
 
     def allocate(self, num_pages: int) -> KVCache:
