@@ -85,6 +85,39 @@ class ScoreOutput:
 
 
 @dataclass(frozen=True)
+class RerankResult:
+    """One document of a reranking. Names are Cohere's and Jina's.
+
+    Attributes:
+        index: its place among the documents of the request.
+        relevance_score: probability of the positive label, the two labels taken together.
+        truncated: whether it was cut to `max_tokens_per_doc`.
+    """
+
+    index: int
+    relevance_score: float
+    document: str
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class RerankOutput:
+    """Documents by their relevance.
+
+    Attributes:
+        results: the best first, equal ones as they came.
+        template: name of the template that asked for it.
+        algorithm: the algorithm that ran.
+        usage: of all documents, also those that `top_n` leaves out.
+    """
+
+    results: list[RerankResult]
+    template: str
+    algorithm: str
+    usage: ScoreUsage
+
+
+@dataclass(frozen=True)
 class CachedDocument:
     """One document of `LLM.precompute`.
 

@@ -1,0 +1,57 @@
+"""Labels of a scoring request: token ids, or texts that are one token each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chunkattn.errors import RequestError
+from chunkattn.parsers.encode import PartEncoder
+from chunkattn.parsers.prompt import check_ids
+
+
+def resolve_labels(
+    encode: PartEncoder, labels: Sequence[str] | None = None, label_token_ids: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Token ids of the labels.
+
+    Args:
+        encode: of the engine's tokenizer.
+        labels: texts, each one token without special tokens.
+        label_token_ids: the ids, instead. Either may hold duplicates.
+
+    Raises:
+        RequestError: both or neither are given, there is no label, or one is not a token.
+    """
+    if (labels is None) == (label_token_ids is None):
+        which = "not both" if labels is not None else "e.g. labels=['yes', 'no']"
+        raise RequestError(f"give either labels or label_token_ids, {which}", param="label_token_ids")
+    if label_token_ids is not None:
+        ids = check_ids(label_token_ids, "label_token_ids", "label_token_ids")
+    elif isinstance(labels, (list, tuple)):
+        ids = [_label_id(encode, label, index) for index, label in enumerate(labels)]
+    else:
+        raise RequestError(f"labels must be a list of strings, got {type(labels).__name__}", param="labels")
+    if not ids:
+        given = "labels" if label_token_ids is None else "label_token_ids"
+        raise RequestError(f"{given} must hold at least one {'label' if given == 'labels' else 'token id'}", param=given)
+    return tuple(ids)
+
+
+def _label_id(encode: PartEncoder, label: str, index: int) -> int:
+    if not isinstance(label, str):
+        raise RequestError(f"labels[{index}] must be a string, got {type(label).__name__}", param="labels")
+    if encode.tokenizer is None:
+        raise RequestError("labels need a tokenizer and this engine has none; give label_token_ids", param="labels")
+    try:
+        ids = encode(label)
+    except RequestError as error:
+        raise RequestError(f"labels[{index}]: {error}", param="labels") from None
+    if len(ids) != 1:
+        other = label.removeprefix(" ") if label.startswith(" ") else f" {label}"
+        advice = f"{other!r} is one" if len(encode(other)) == 1 else "take another word, or label_token_ids"
+        raise RequestError(
+            f"label {label!r} is {len(ids)} tokens {encode.tokenizer.convert_ids_to_tokens(ids)}; "
+            f"a label must be exactly one: {advice}",
+            param="labels",
+        )
+    return ids[0]

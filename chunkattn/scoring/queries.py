@@ -1,0 +1,54 @@
+"""Which items belong to which query, when a scoring call has a list of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from chunkattn.errors import RequestError
+
+
+def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
+    """Each query with its items; None where `query` is one text or one list of token ids.
+
+    A list that begins with a text or a list is a list of queries. Its `items` are flat, for every query, where one of them
+    is a text or a list that begins with an integer; else they are one list of items a query. `[]` is no item for any query.
+
+    Raises:
+        RequestError: `query` or `items` mix both forms, or there are not as many lists of items as queries.
+    """
+    if not _is_list(query) or not len(query) or not _is_part(query[0]):
+        return None
+    for index, part in enumerate(query):
+        if not _is_part(part):
+            raise RequestError(f"query[{index}] must be text or token ids as the others are, got {part!r}", param="query")
+    if not _is_list(items):
+        raise RequestError(f"items must be a list, got {type(items).__name__}", param="items")
+    flat = [isinstance(item, str) or (_is_list(item) and len(item) > 0 and not _is_part(item[0])) for item in items]
+    if any(flat) or not len(items):
+        for index, item in enumerate(items):
+            # An empty list is an item without tokens here.
+            if not flat[index] and not (_is_list(item) and not len(item)):
+                raise RequestError(
+                    f"items[{index}] is no item while items[{flat.index(True)}] is one; "
+                    "give items for all queries, or a list of items for each query",
+                    param="items",
+                )
+        return [(part, list(items)) for part in query]
+    for index, own in enumerate(items):
+        if not _is_list(own):
+            raise RequestError(f"items[{index}] must be a list of items, got {type(own).__name__}", param="items")
+    if len(items) != len(query):
+        raise RequestError(f"{len(items)} lists of items for {len(query)} queries", param="items")
+    return [(part, list(own)) for part, own in zip(query, items, strict=True)]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (str, bytes))
+
+
+def _is_part(value: Any) -> bool:
+    """Whether it is more than a token id."""
+    return isinstance(value, str) or _is_list(value)
