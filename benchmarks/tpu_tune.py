@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -31,7 +30,7 @@ from chunkattn.backends import pallas_kernel as kernel  # noqa: E402
 from chunkattn.backends.pallas_blocks import Blocks  # noqa: E402
 from chunkattn.backends.pallas_tpu import PallasTpuBackend  # noqa: E402
 
-FOLDED, SLOTS, TOGETHER = (256, 512), (512, 1024), (1, 2, 4)
+FOLDED, SLOTS, TOGETHER = (256, 512), (256, 512, 1024), (1, 4)
 HEADS = {64: (14, 2), 128: (16, 8), 256: (16, 8)}
 """Query and KV heads of a usual model of that head size."""
 PAGES = (16, 128)
@@ -65,12 +64,6 @@ def workloads(block_size: int) -> dict[str, AttentionBatch]:
         "documents": step_of(block_size, [*documents, (page * 9, 48, 0, 200)]),
         "causal": step_of(block_size, [(6144, ROWS, 0, 0)]),
     }
-
-
-def candidates(head_dim: int) -> Iterator[Blocks]:
-    """Sizes worth a try; those that fold to the same tile twice are left out by the caller."""
-    for folded, slots, together in product(FOLDED, SLOTS, TOGETHER):
-        yield Blocks(folded, slots, together)
 
 
 def cost(backend: PallasTpuBackend, bundles: dict[str, float], batch: AttentionBatch) -> float:
@@ -132,6 +125,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", choices=CHIPS, action="append", help="may be repeated; default all")
     parser.add_argument("--head-dim", type=int, choices=HEADS, action="append", help="may be repeated; default all")
+    for name in Blocks._fields:
+        parser.add_argument(f"--{name}", type=int, action="append", help="sizes to try; may be repeated")
     parser.add_argument("--json", metavar="FILE", help="write every candidate there")
     args = parser.parse_args()
     table, everything = {}, []
@@ -139,7 +134,7 @@ def main() -> None:
         best = []
         for block_size in PAGES:
             found, tiles = [], set()
-            for blocks in candidates(head_dim):
+            for blocks in map(Blocks._make, product(args.folded or FOLDED, args.slots or SLOTS, args.together or TOGETHER)):
                 result = measure(chip, head_dim, block_size, blocks)
                 if result and result["tile"] not in tiles:
                     tiles.add(result["tile"])

@@ -10,9 +10,18 @@ if TYPE_CHECKING:
     from chunkattn.config import EngineConfig, SamplingParams
     from chunkattn.layout import ChunkLayout
     from chunkattn.llm import LLM
-    from chunkattn.outputs import CacheReport, CompletionOutput, Logprob, RequestOutput, ScoreOutput
+    from chunkattn.outputs import (
+        CacheReport,
+        CompletionOutput,
+        Logprob,
+        RequestOutput,
+        RerankOutput,
+        RerankResult,
+        ScoreOutput,
+    )
     from chunkattn.parsers import ChunkedPrompt
     from chunkattn.rope.positions import make_layout
+    from chunkattn.scoring.rerank import RerankTemplate
 
 __version__ = version("chunkattn")
 
@@ -28,6 +37,9 @@ _HOMES = {
     "EngineConfig": "config",
     "Logprob": "outputs",
     "RequestOutput": "outputs",
+    "RerankOutput": "outputs",
+    "RerankResult": "outputs",
+    "RerankTemplate": "scoring.rerank",
     "SamplingParams": "config",
     "ScoreOutput": "outputs",
     "chunk_attention": "backends",
@@ -46,6 +58,9 @@ __all__ = [
     "EngineConfig",
     "Logprob",
     "RequestOutput",
+    "RerankOutput",
+    "RerankResult",
+    "RerankTemplate",
     "SamplingParams",
     "ScoreOutput",
     "chunk_attention",

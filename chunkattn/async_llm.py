@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 from uuid import uuid4
 
 from tqdm import tqdm
@@ -21,9 +21,10 @@ from chunkattn.engine.control import Checkpoint
 from chunkattn.engine.messages import EngineLimits, EngineOutput, PromptLogprobsOutput, TokenOutput
 from chunkattn.errors import EngineDeadError, RequestError
 from chunkattn.frontend import Frontend, as_list, make_config
-from chunkattn.outputs import CacheReport, RequestOutput, ScoreOutput
+from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
+from chunkattn.scoring.rerank import RerankTemplate
 
 
 class AsyncLLM:
@@ -277,29 +278,44 @@ class AsyncLLM:
 
     # Scoring
 
+    @overload
+    async def score(
+        self, query: str | Sequence[int] | None = None, items: Any = None, *_: Any, **options: Any
+    ) -> ScoreOutput: ...
+
+    @overload
+    async def score(
+        self, query: Sequence[str] | Sequence[Sequence[int]], items: Any, *_: Any, **options: Any
+    ) -> list[ScoreOutput]: ...
+
     async def score(
         self,
-        query: str | Sequence[int] | None = None,
-        items: Sequence[str] | Sequence[Sequence[int]] | None = None,
+        query: Any = None,
+        items: Any = None,
         *,
-        label_token_ids: Sequence[int],
+        labels: Sequence[str] | None = None,
+        label_token_ids: Sequence[int] | None = None,
         apply_softmax: bool = False,
         item_first: bool = False,
-        algorithm: str = "auto",
+        algorithm: str | None = None,
         packed_ids: Sequence[int] | None = None,
+        cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
-    ) -> ScoreOutput:
+    ) -> ScoreOutput | list[ScoreOutput]:
         """P(label | query + item) for every item; arguments are those of `LLM.score`.
 
         Args:
-            query: text or token ids.
-            items: all text, or all token ids, as the query is.
-            label_token_ids: tokens whose probability after the item is the score.
+            query: text or token ids, or a list of either.
+            items: all text, or all token ids, as the query is; for a list of queries, a list of items each, or one list of
+                items for all of them. Text is tokenized without special tokens.
+            labels: texts of one token each, whose probability after the item is the score; or
+            label_token_ids: the tokens themselves.
             apply_softmax: normalise over the labels instead of the whole vocabulary.
             item_first: score item + query instead.
             algorithm: see `LLM.score`.
             packed_ids: see `LLM.score`.
+            cache_salt: see `generate`.
             priority: see `generate`.
             timeout: see `generate`.
 
@@ -309,17 +325,75 @@ class AsyncLLM:
         """
         with self.client.call(_check_timeout(timeout)) as call:
             job = await call.prepare(
-                self.frontend.scoring,
+                self.frontend.score_call,
                 query,
                 items,
+                labels,
                 label_token_ids,
                 apply_softmax=apply_softmax,
                 item_first=item_first,
                 algorithm=algorithm,
                 packed_ids=packed_ids,
+                cache_salt=cache_salt,
                 priority=priority,
             )
-            await call.finish(job.requests, _each(job.add))
+            for stage in job.stages:
+                await call.finish(stage, _each(job.add))
+            return job.output()
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        instruction: str | None = None,
+        template: RerankTemplate | str | None = None,
+        max_tokens_per_doc: int | None = None,
+        algorithm: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> RerankOutput:
+        """Rank documents by their relevance to a query: the chance of "yes" against "no" as the model's answer.
+
+        Instruction and query come first in the prompt, so all documents share them. Special tokens written in instruction,
+        query or documents are tokenized as text.
+
+        Args:
+            query: what documents are judged by.
+            documents: texts; `[]` gives no results.
+            top_n: how many of the best to return; None is all.
+            instruction: what the query wants, instead of the template's own.
+            template: one's name (`chunkattn.scoring.rerank.TEMPLATES`) or your own; None picks by the model's name.
+            max_tokens_per_doc: a document's tokens beyond these are cut; None cuts nothing.
+            algorithm: see `score`.
+            cache_salt: see `generate`.
+            priority: see `generate`.
+            timeout: see `generate`.
+
+        Returns:
+            The best first, equal ones as they came.
+
+        Raises:
+            RequestError: an argument is invalid, or a document too long and not cut; nothing has been sent then.
+            ChunkAttnError: as `generate`.
+        """
+        with self.client.call(_check_timeout(timeout)) as call:
+            job = await call.prepare(
+                self.frontend.rerank_call,
+                query,
+                documents,
+                template,
+                top_n=top_n,
+                instruction=instruction,
+                max_tokens_per_doc=max_tokens_per_doc,
+                algorithm=algorithm,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
+            for stage in job.stages:
+                await call.finish(stage, _each(job.add))
             return job.output()
 
     # The cache
@@ -378,7 +452,7 @@ class AsyncLLM:
         return await self.client.reset_cache()
 
 
-def _each(add: Callable[[Any], None]) -> Callable[[Any], bool]:
+def _each(add: Callable[[Any], object]) -> Callable[[Any], bool]:
     """For requests with one output each."""
 
     def take(event: Any) -> bool:

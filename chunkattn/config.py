@@ -45,6 +45,7 @@ class EngineConfig:
         kv_store: folder that keeps the K/V of prefixes and chunks beyond this process; None keeps none.
         kv_store_max_bytes: size of that folder.
         warmup: compile every step variant at start. None leaves it to the caller: servers do, `LLM` does not.
+        score_algorithm: how scoring requests that name none are computed; `"auto"` predicts which is cheapest.
         max_logprobs: highest `logprobs` or `prompt_logprobs` a request may ask for.
         max_items_per_request: highest number of items of one scoring request.
         max_multi_item_seq_len: highest number of tokens in a step of the `packed_dense` baseline, whose memory grows with
@@ -77,6 +78,7 @@ class EngineConfig:
     kv_store: str | None = None
     kv_store_max_bytes: int = 16 << 30
     warmup: bool | None = None
+    score_algorithm: str = "auto"
     max_logprobs: int = 20
     max_items_per_request: int = 10_000
     max_multi_item_seq_len: int = 8192

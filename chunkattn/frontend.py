@@ -11,9 +11,6 @@ from itertools import count
 from numbers import Integral
 from typing import Any
 
-import numpy as np
-from scipy.special import softmax
-
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.collect import OutputBuilder, token_decoder
 from chunkattn.engine.intake import Intake
@@ -23,17 +20,18 @@ from chunkattn.engine.messages import (
     GenerateRequest,
     PrecomputeRequest,
     PrecomputeResult,
-    ScoreRequest,
-    ScoreResult,
 )
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.models.loader import ModelFiles
-from chunkattn.outputs import CachedDocument, CacheReport, ScoreOutput, ScoreUsage
+from chunkattn.outputs import CachedDocument, CacheReport
 from chunkattn.parsers import ChunkedPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.delimited import check_delimiter, check_no_delimiter, parse_delimited
 from chunkattn.parsers.prompt import Prompt, check_ids, check_salt
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring import ALGORITHMS, ScoreJob, ScorePart, select_algorithm
+from chunkattn.scoring import ScorePlanner, ScoringJob
+from chunkattn.scoring.labels import resolve_labels
+from chunkattn.scoring.queries import ScoringJobs, pair_queries
+from chunkattn.scoring.rerank import RerankJob, RerankTemplate, pick_template, plan_rerank
 
 
 def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -68,11 +66,13 @@ class Frontend:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
         self._decode = token_decoder(self.tokenizer)
         self._ids = count()
+        self.scores = ScorePlanner(config)
 
     def connect(self, limits: EngineLimits) -> None:
         """Learn what the engine can hold; before that nothing can be checked."""
         self.limits = limits
         self.intake = Intake(self.config, limits)
+        self.scores.connect(limits)
 
     def _new_id(self) -> str:
         return str(next(self._ids))
@@ -160,36 +160,95 @@ class Frontend:
 
     # Scoring
 
+    def score_call(
+        self, query: Any, items: Any, labels: Sequence[str] | None, label_token_ids: Sequence[int] | None, **options: Any
+    ) -> ScoringJob | ScoringJobs:
+        """What a call of `LLM.score` has to run: one query, or a list of them. Options are those of `scoring`.
+
+        Raises:
+            RequestError: malformed queries, items or labels; of a list, the query is named.
+        """
+        ids = resolve_labels(self.parser.encode, labels, label_token_ids)
+        pairs = None if options["packed_ids"] is not None else pair_queries(query, items)
+        if pairs is None:
+            return self.scoring(query, items, ids, **options)
+        jobs = []
+        for number, (one, its_items) in enumerate(pairs):
+            try:
+                jobs.append(self.scoring(one, its_items, ids, **options))
+            except RequestError as error:
+                raise type(error)(f"query {number}: {error}", param=error.param) from None
+        return ScoringJobs(jobs, self.config.max_num_batched_tokens)
+
+    def rerank_call(
+        self,
+        query: str,
+        documents: Sequence[str],
+        template: RerankTemplate | str | None,
+        *,
+        algorithm: str | None,
+        cache_salt: str | None,
+        priority: int,
+        **options: Any,
+    ) -> RerankJob:
+        """What a call of `LLM.rerank` has to run. Other options are those of `plan_rerank`.
+
+        Raises:
+            RequestError: an argument is malformed, or a document too long.
+        """
+        encode = self.parser.encode
+        plan = plan_rerank(encode, pick_template(template, self.config.model, encode), query, documents, **options)
+        plan.check_room(self.limits, self.config.max_chunk_len)
+        try:
+            job = self.scoring(
+                plan.prefix,
+                plan.items,
+                plan.labels,
+                apply_softmax=True,
+                item_first=False,
+                algorithm=algorithm,
+                packed_ids=None,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
+        except RequestError as error:  # by the names of this call
+            names = {"items": "documents", "label_token_ids": "template"}
+            raise type(error)(str(error), param=names.get(error.param or "", error.param)) from None
+        return RerankJob(plan, job)
+
     def scoring(
         self,
         query: Any,
         items: Any,
-        label_token_ids: Sequence[int],
+        labels: tuple[int, ...],
         *,
         apply_softmax: bool,
         item_first: bool,
-        algorithm: str,
+        algorithm: str | None,
         packed_ids: Sequence[int] | None,
+        cache_salt: str | None = None,
         priority: int = 0,
     ) -> ScoringJob:
-        """Checked requests of a scoring call, and what builds its output.
+        """Checked requests of one query with its items, and what builds its output.
 
         Raises:
             RequestError: malformed query, items or labels.
         """
         (rank,) = _one_each(priority, Integral, [None], "priority")
-        labels = tuple(check_ids(label_token_ids, "label_token_ids", "label_token_ids"))
-        if not labels:
-            raise RequestError("label_token_ids must hold at least one token id", param="label_token_ids")
         query_ids, item_ids, leading = self._score_ids(query, items, packed_ids)
         self._check_score(query_ids, item_ids, leading, labels)
-        job = ScoreJob(query_ids, item_ids, leading, item_first, self._max_pack_tokens(len(query_ids)))
-        chosen = select_algorithm(algorithm, job, self.limits.sliding_window)
-        parts = ALGORITHMS[chosen](job)
-        requests = [ScoreRequest(self._new_id(), p.layout, p.rows, labels, int(rank)) for p in parts]
-        for request in requests:
+        job = self.scores.plan(
+            self.scores.job(query_ids, item_ids, leading, item_first),
+            algorithm,
+            labels,
+            apply_softmax=apply_softmax,
+            cache_salt=check_salt(cache_salt),
+            priority=int(rank),
+            new_id=self._new_id,
+        )
+        for request in job.requests:
             self.intake.check(request)
-        return ScoringJob(job, chosen, parts, requests, len(labels), apply_softmax)
+        return job
 
     def _score_ids(
         self, query: Any, items: Any, packed_ids: Sequence[int] | None
@@ -213,7 +272,8 @@ class Frontend:
             query_ids = check_ids(query, "query", "query")
             item_ids = [check_ids(item, f"items[{i}]", "items") for i, item in enumerate(items)]
         else:
-            query_ids, item_ids = encode(query), [encode(item) for item in items]
+            query_ids = encode(query, "query", "query")
+            item_ids = [encode(item, f"item {i}", "items") for i, item in enumerate(items)]
         if not query_ids:
             raise RequestError("the query is empty", param="query")
         if delimiter is not None:
@@ -247,10 +307,6 @@ class Frontend:
                     "raise kv_cache_memory_bytes",
                     param=param,
                 )
-
-    def _max_pack_tokens(self, query: int) -> int:
-        """Large enough that the query's share of a pack is small, small enough that several fit the pool."""
-        return min(max(8192, 4 * query, self.config.max_num_batched_tokens), max(self.limits.kv_tokens // 4, query))
 
 
 class PrecomputeJob:
@@ -315,39 +371,6 @@ class PrecomputeJob:
             pool_bytes=limits.num_pages * limits.page_bytes,
             fits=fits,
             pin_ids=tuple(r.request_id for r in self.requests if r.pin and r.request_id in self._cached),
-        )
-
-
-class ScoringJob:
-    """The requests of one scoring call, and its output as results come in."""
-
-    def __init__(
-        self,
-        job: ScoreJob,
-        algorithm: str,
-        parts: list[ScorePart],
-        requests: list[ScoreRequest],
-        labels: int,
-        apply_softmax: bool,
-    ) -> None:
-        self.requests = requests
-        self._job, self._algorithm, self._apply_softmax = job, algorithm, apply_softmax
-        self._place = {r.request_id: p.items for r, p in zip(requests, parts, strict=True)}
-        self._computed = sum(len(p.layout) for p in parts)
-        self._logprobs = np.zeros((len(job.items), labels), np.float32)
-
-    def add(self, event: ScoreResult) -> None:
-        """Take one request's result."""
-        self._logprobs[self._place[event.request_id]] = event.logprobs
-
-    def output(self) -> ScoreOutput:
-        """The scores, once every result is in."""
-        values, job = self._logprobs.astype(np.float64), self._job
-        return ScoreOutput(
-            scores=(softmax(values, axis=1) if self._apply_softmax else np.exp(values)).tolist(),
-            logprobs=values.tolist(),
-            algorithm=self._algorithm,
-            usage=ScoreUsage(len(job.leading) + len(job.query) + sum(map(len, job.items)), self._computed),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, overload
 
 from tqdm import tqdm
 
@@ -17,14 +17,18 @@ from chunkattn.engine.messages import (
     PrecomputeResult,
     PromptLogprobsOutput,
     RequestFailed,
+    ScoreRequest,
     ScoreResult,
     TokenOutput,
 )
 from chunkattn.errors import CapacityError, EngineError
 from chunkattn.frontend import Frontend, make_config
-from chunkattn.outputs import CacheReport, RequestOutput, ScoreOutput
+from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
+from chunkattn.scoring import ScoringJob
+from chunkattn.scoring.queries import ScoringJobs
+from chunkattn.scoring.rerank import RerankJob, RerankTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -218,57 +222,129 @@ class LLM:
 
     # Scoring
 
+    @overload
+    def score(self, query: str | Sequence[int] | None = None, items: Any = None, *_: Any, **options: Any) -> ScoreOutput: ...
+
+    @overload
+    def score(
+        self, query: Sequence[str] | Sequence[Sequence[int]], items: Any, *_: Any, **options: Any
+    ) -> list[ScoreOutput]: ...
+
     def score(
         self,
-        query: str | Sequence[int] | None = None,
-        items: Sequence[str] | Sequence[Sequence[int]] | None = None,
+        query: Any = None,
+        items: Any = None,
         *,
-        label_token_ids: Sequence[int],
+        labels: Sequence[str] | None = None,
+        label_token_ids: Sequence[int] | None = None,
         apply_softmax: bool = False,
         item_first: bool = False,
-        algorithm: str = "auto",
+        algorithm: str | None = None,
         packed_ids: Sequence[int] | None = None,
+        cache_salt: str | None = None,
         priority: int = 0,
         use_tqdm: bool = True,
-    ) -> ScoreOutput:
+    ) -> ScoreOutput | list[ScoreOutput]:
         """P(label | query + item) for every item, exactly as if each item were sent alone.
 
         Args:
-            query: text or token ids.
-            items: all text, or all token ids, as the query is. Text is tokenized without special tokens.
-            label_token_ids: tokens whose probability after the item is the score.
+            query: text or token ids, or a list of either.
+            items: all text, or all token ids, as the query is; for a list of queries, a list of items each, or one list of
+                items for all of them. Text is tokenized without special tokens.
+            labels: texts of one token each, whose probability after the item is the score; or
+            label_token_ids: the tokens themselves.
             apply_softmax: normalise over the labels instead of the whole vocabulary.
             item_first: score item + query instead; nothing is shared then.
-            algorithm: `"auto"`, `"serial"` or `"packed_segment"`; they agree.
+            algorithm: `"auto"`, `"serial"`, `"packed_segment"`, `"prefill_extend"` or `"packed_dense"`; they agree. None is
+                the engine's `score_algorithm`.
             packed_ids: instead of query and items, `query<d>item<d>...item<d>` with the engine's
                 `multi_item_scoring_delimiter`.
+            cache_salt: see `generate`.
             priority: see `generate`.
             use_tqdm: see `generate`.
 
         Returns:
-            One row of scores an item, one column a label.
+            One row of scores an item, one column a label; for a list of queries, a list of such.
 
         Raises:
             RequestError: malformed query, items or labels; nothing has run then.
             EngineError: a step failed.
         """
-        job = self.frontend.scoring(
+        job = self.frontend.score_call(
             query,
             items,
+            labels,
             label_token_ids,
             apply_softmax=apply_softmax,
             item_first=item_first,
             algorithm=algorithm,
             packed_ids=packed_ids,
+            cache_salt=cache_salt,
             priority=priority,
         )
-        total = sum(len(r.rows) for r in job.requests)
-        with _progress(total, use_tqdm, "items") as bar, closing(self._drive(job.requests)) as events:
-            for event in events:
-                if isinstance(event, ScoreResult):
-                    job.add(event)
-                    bar.update(len(event.logprobs))
+        self._run_scores(job, use_tqdm)
         return job.output()
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        instruction: str | None = None,
+        template: RerankTemplate | str | None = None,
+        max_tokens_per_doc: int | None = None,
+        algorithm: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        use_tqdm: bool = True,
+    ) -> RerankOutput:
+        """Rank documents by their relevance to a query: the chance of "yes" against "no" as the model's answer.
+
+        Instruction and query come first in the prompt, so all documents share them. Special tokens written in instruction,
+        query or documents are tokenized as text.
+
+        Args:
+            query: what documents are judged by.
+            documents: texts; `[]` gives no results.
+            top_n: how many of the best to return; None is all.
+            instruction: what the query wants, instead of the template's own.
+            template: one's name (`chunkattn.scoring.rerank.TEMPLATES`) or your own; None picks by the model's name.
+            max_tokens_per_doc: a document's tokens beyond these are cut; None cuts nothing.
+            algorithm: see `score`.
+            cache_salt: see `generate`.
+            priority: see `generate`.
+            use_tqdm: see `generate`.
+
+        Returns:
+            The best first, equal ones as they came.
+
+        Raises:
+            RequestError: an argument is invalid, or a document too long and not cut; nothing has run then.
+            EngineError: a step failed.
+        """
+        job = self.frontend.rerank_call(
+            query,
+            documents,
+            template,
+            top_n=top_n,
+            instruction=instruction,
+            max_tokens_per_doc=max_tokens_per_doc,
+            algorithm=algorithm,
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        self._run_scores(job, use_tqdm)
+        return job.output()
+
+    def _run_scores(self, job: ScoringJob | ScoringJobs | RerankJob, use_tqdm: bool) -> None:
+        total = sum(len(r.rows) for r in job.requests if isinstance(r, ScoreRequest))
+        with _progress(total, use_tqdm, "items") as bar:
+            for stage in job.stages:
+                with closing(self._drive(stage)) as events:
+                    for event in events:
+                        if isinstance(event, (ScoreResult, PrecomputeResult)):
+                            bar.update(job.add(event))
 
     # The engine's loop
 

@@ -62,10 +62,12 @@ class ScoreUsage:
     Attributes:
         prompt_tokens: query and items, each once.
         computed_tokens: rows the model ran, the query again for every pack or item.
+        cached_tokens: of the query, found in the cache.
     """
 
     prompt_tokens: int
     computed_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,14 @@ class ScoreOutput:
         scores: `scores[i][j]`, item `i`, label `j`, in the order of the request.
         logprobs: log-probabilities of the labels, full-vocabulary log-softmax in float32.
         algorithm: the algorithm that ran.
+        predicted_seconds: what each algorithm that could have run was expected to take.
     """
 
     scores: list[list[float]]
     logprobs: list[list[float]]
     algorithm: str
     usage: ScoreUsage
+    predicted_seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,15 @@ class Thrash:
         kind = rng.random()
         context = make_layout(parts[0], parts[1], [], self.strategy)
         if kind < 0.1 and len(context):
-            self.core.add(PrecomputeRequest(name, context, salt, bool(rng.random() < 0.3), priority))
+            self.core.add(PrecomputeRequest(name, context, salt, bool(rng.random() < 0.3), priority=priority))
         elif kind < 0.2 and parts[0] and parts[1] and self.strategy == "shared":
-            rows = np.unique([s.end - 1 for s in context.segments[:-1]])
-            request = ScoreRequest(name, context, rows, (1, 2, 3), priority)
+            algorithm = str(rng.choice(["packed_segment", "prefill_extend", "packed_dense"]))
+            shared = algorithm == "prefill_extend"
+            # A prefix in the cache has no logits.
+            rows = np.unique([s.end - 1 for s in context.segments[shared:-1] if s.end > s.start or not shared])
+            if not len(rows):
+                return
+            request = ScoreRequest(name, context, rows, (1, 2, 3), shared, algorithm, salt, priority)
             self.core.add(request)
             self.asked[name] = request
         else:

@@ -58,7 +58,7 @@ def test_metrics_count_what_happened(fresh, rng):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for question in questions:
         llm.generate(ChunkedPrompt(prefix, documents, question), params)
-    llm.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[1])
+    llm.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[1], algorithm="packed_segment")
     with pytest.raises(ValueError, match="vocabulary"):
         llm.generate({"prompt_token_ids": [VOCAB]})
     families = {f.name: f for f in text_string_to_metric_families(llm.core.metrics_text())}

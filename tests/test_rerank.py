@@ -1,20 +1,24 @@
 """Reranking, labels as text and lists of queries, against transformers run on whole texts; every kind of bad input."""
 
+import asyncio
 import shutil
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 
-from chunkattn.errors import RequestError
+from chunkattn import LLM, AsyncLLM
+from chunkattn.errors import CapacityError, ChunkAttnError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.scoring.labels import resolve_labels
 from chunkattn.scoring.queries import pair_queries
 from chunkattn.scoring.rerank import GENERIC, PLAIN, QWEN3_RERANKER, RerankTemplate, pick_template, plan_rerank
-from tests.checkpoints import make_checkpoint
+from tests.async_helpers import OPTIONS
+from tests.checkpoints import Oracle, make_checkpoint
 
 # Qwen's rule of what words are.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,6 +55,14 @@ def reranker_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def encode(reranker_folder):
     return PartEncoder(AutoTokenizer.from_pretrained(reranker_folder))
+
+
+@pytest.fixture(scope="module")
+def reranker(reranker_folder):
+    llm = LLM(str(reranker_folder), kv_cache_memory_bytes=8 << 20, max_num_batched_tokens=256, max_num_seqs=16)
+    yield llm
+    llm.core.scheduler.check()
+    assert llm.reset_prefix_cache(), "pages leaked"
 
 
 def ids_of(encode, text):
@@ -185,7 +197,135 @@ def test_bad_templates(arguments, message):
     assert caught.value.param == "template"
 
 
+# Reranking
+
+
+def relevance(oracle, encode, query, document):
+    """By definition: one transformers forward over the whole text."""
+    text = OFFICIAL.format(instruction=QWEN3_RERANKER.instruction, query=query, document=document)
+    logits = oracle.logits(ids_of(encode, text))[-1]
+    pair = [logits[ids_of(encode, label)[0]] for label in ("yes", "no")]
+    return float(torch.softmax(torch.as_tensor(np.array(pair)), -1)[0])
+
+
+def test_relevance_is_transformers_on_the_whole_text(reranker, reranker_folder, encode):
+    expected = [relevance(Oracle(reranker_folder), encode, "Which city?", d) for d in DOCUMENTS]
+    output = reranker.rerank("Which city?", DOCUMENTS)
+    assert output.template == "qwen3-reranker"
+    assert sorted(r.index for r in output.results) == list(range(len(DOCUMENTS)))
+    for result in output.results:
+        assert result.document == DOCUMENTS[result.index]
+        assert result.relevance_score == pytest.approx(expected[result.index], abs=1e-5)
+        assert not result.truncated
+    # Best first; of equal ones (documents 0 and 4) the earlier.
+    ranks = [r.index for r in output.results]
+    assert ranks == sorted(range(len(DOCUMENTS)), key=lambda i: (-round(expected[i], 6), i))
+    assert ranks.index(4) == ranks.index(0) + 1
+    assert reranker.rerank("Which city?", DOCUMENTS, top_n=2).results == output.results[:2]
+    assert reranker.rerank("Which city?", DOCUMENTS, 99).results == output.results
+
+
+def test_what_a_request_may_change(reranker, encode):
+    base = reranker.rerank("q", DOCUMENTS)
+    for options in (
+        {"instruction": "Find cities."},
+        {"template": "generic"},
+        {"template": RerankTemplate("swapped", QWEN3_RERANKER.text, ("no", "yes"), "Find cities.")},
+    ):
+        assert reranker.rerank("q", DOCUMENTS, **options).results != base.results
+    for algorithm in ("serial", "packed_segment"):
+        same = reranker.rerank("q", DOCUMENTS, algorithm=algorithm, cache_salt="s", use_tqdm=False)
+        assert same.algorithm == algorithm
+        scores = [{r.index: r.relevance_score for r in output.results} for output in (base, same)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+
+
+def test_a_forged_document_ranks_as_its_text_does(reranker):
+    """Its neighbours' scores stay, and the answer it writes into the prompt is not taken for the model's."""
+    honest = {r.index: r.relevance_score for r in reranker.rerank("q", DOCUMENTS).results}
+    forged = {r.index: r.relevance_score for r in reranker.rerank("q", [FORGED, *DOCUMENTS[1:]]).results}
+    assert {i: forged[i] for i in range(1, 6)} == pytest.approx({i: honest[i] for i in range(1, 6)}, abs=1e-6)
+
+
+def test_cut_documents_are_told(reranker):
+    documents = ["Paris. " * 400, "Paris."]
+    output = reranker.rerank("q", documents, max_tokens_per_doc=6)
+    assert {r.index: r.truncated for r in output.results} == {0: True, 1: False}
+    assert {r.index: r.document for r in output.results} == dict(enumerate(documents))
+    with pytest.raises(CapacityError, match=r"document 0 has \d+ tokens.*max_tokens_per_doc=(\d+)") as caught:
+        reranker.rerank("q", documents)
+    assert caught.value.param == "documents"
+    most = int(str(caught.value).rsplit("max_tokens_per_doc=", 1)[1].split()[0])
+    assert reranker.rerank("q", documents, max_tokens_per_doc=most).results
+    with pytest.raises(CapacityError, match="document 0"):
+        reranker.rerank("q", documents, max_tokens_per_doc=most + 1)
+    with pytest.raises(CapacityError, match="no room for a document") as caught:
+        reranker.rerank("q" * 2000, ["d"], max_tokens_per_doc=1)
+    assert caught.value.param == "query"
+    assert not reranker.core.has_work
+
+
+def test_no_documents(reranker):
+    output = reranker.rerank("q", [])
+    assert (output.results, output.usage.computed_tokens) == ([], 0)
+
+
+def test_the_demo_ranks(demo):
+    documents = ["Rumi is a poet.", "Zenuso lives in Kirora.", "Taraku is a sailor."]
+    output = demo.rerank("Find a person who lives in Kirora.", documents, top_n=1)
+    assert [r.index for r in output.results] == [1]
+    assert output.results[0].relevance_score > 0.9
+    assert output.template == "plain"
+
+
+BAD_RERANKS = [
+    ({"query": ""}, "query must be"),
+    ({"query": ["q"]}, "query must be"),
+    ({"query": "\udc80"}, "valid Unicode"),
+    ({"documents": "text"}, "documents must be a list"),
+    ({"documents": None}, "documents must be a list"),
+    ({"documents": ["a", 5]}, "document 1 must be a string, got int"),
+    ({"documents": ["a", "\udc80"]}, "document 1 .*valid Unicode"),
+    ({"documents": ["a"] * 10_001}, "max_items_per_request 10000"),
+    ({"top_n": 0}, "top_n must be"),
+    ({"top_n": True}, "top_n must be"),
+    ({"top_n": 1.5}, "top_n must be"),
+    ({"max_tokens_per_doc": 0}, "max_tokens_per_doc must be"),
+    ({"max_tokens_per_doc": "9"}, "max_tokens_per_doc must be"),
+    ({"instruction": 5}, "instruction must be"),
+    ({"instruction": "i", "template": "plain"}, "takes no instruction"),
+    ({"template": "nope"}, "one of generic, qwen3-reranker, plain"),
+    ({"template": 5}, "must be a RerankTemplate"),
+    ({"template": RerankTemplate("own", "{query}{document}", control_tokens=("<s>",))}, r"lacks the tokens \['<s>'\]"),
+    ({"template": RerankTemplate("own", "{query}{document}.", ("two words", "no"))}, "'two words'.* is not one token"),
+    ({"template": RerankTemplate("own", "{query}{document}.", ("yes", "yes"))}, "same token"),
+    ({"algorithm": "magic"}, "unknown algorithm"),
+    ({"cache_salt": ""}, "cache_salt"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_RERANKS, ids=lambda v: str(v)[:40])
+def test_bad_reranks(arguments, message, reranker):
+    with pytest.raises(RequestError, match=message) as caught:
+        reranker.rerank(**{"query": "q", "documents": ["d"], **arguments})
+    assert caught.value.param == next(iter(arguments))
+    assert not reranker.core.has_work
+
+
+def test_reranking_needs_a_tokenizer(engine):
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        engine("qwen3").rerank("q", ["d"])
+
+
 # Labels
+
+
+def test_labels_are_their_tokens(demo):
+    yes, no = (demo.tokenizer.convert_tokens_to_ids(t) for t in ("▁yes", "▁no"))
+    by_text = demo.score("Find a poet.", ["Rumi is a poet."], labels=["yes", "no", "yes"])
+    assert by_text == demo.score("Find a poet.", ["Rumi is a poet."], label_token_ids=[yes, no, yes])
+    np.testing.assert_allclose(np.exp(by_text.logprobs), by_text.scores)
+    assert resolve_labels(demo.parser.encode, None, np.array([3, 3])) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +338,7 @@ def test_bad_templates(arguments, message):
         ({"labels": ["yes", 1]}, r"labels\[1\] must be a string", "labels"),
         ({"labels": ["yes", "Paris is"]}, r"'Paris is' is 3 tokens \[.*\]; a label must be exactly one", "labels"),
         ({"labels": [""]}, r"'' is 0 tokens \[\]", "labels"),
-        ({"labels": ["yes", "\udc80"]}, r"labels\[1\]: .*valid Unicode", "labels"),
+        ({"labels": ["yes", "\udc80"]}, r"labels\[1\] .*valid Unicode", "labels"),
         ({"label_token_ids": []}, "at least one token id", "label_token_ids"),
         ({"label_token_ids": [1, True]}, r"label_token_ids\[1\]", "label_token_ids"),
         ({"label_token_ids": 5}, "must be a list of token ids", "label_token_ids"),
@@ -232,6 +372,67 @@ def test_each_query_has_its_items():
     assert pair_queries([[1], [2, 3]], [[[4, 5]], []]) == [([1], [[4, 5]]), ([2, 3], [])]
     assert pair_queries([[1], [2]], [[], []]) == [([1], []), ([2], [])]
     assert pair_queries([[1], [2]], []) == [([1], []), ([2], [])]
+
+
+@pytest.mark.parametrize(
+    ("query", "items", "message"),
+    [
+        ([[1], 2], [[3]], r"query\[1\]"),
+        ([[1], [2]], None, "items must be a list"),
+        ([[1], [2]], [[3], [[4]]], r"items\[1\] is no item while items\[0\] is one"),
+        ([[1], [2]], [[[3]]], "1 lists of items for 2 queries"),
+        ([[1], [2]], [[[3]], 4], r"items\[1\] must be a list of items"),
+        ([[1], [2]], [[[3]], [[4], [-1]]], r"query 1: items\[1\]\[0\]"),
+        ([[1], []], [[3]], "query 1: the query is empty"),
+        ([[1], [2]], [[[3]], [[4], [500]]], "query 1: item 1: token id 500 is outside"),
+        ([[1], "text"], [[3]], "query 1: query and items must be all text or all token ids"),
+    ],
+    ids=str,
+)
+def test_bad_lists_of_queries(query, items, message, engine):
+    llm = engine("qwen3")
+    with pytest.raises(RequestError, match=message):
+        llm.score(query, items, label_token_ids=[5])
+    assert not llm.core.has_work
+
+
+def test_lists_of_queries_score_as_one_by_one(engine, oracle, rng):
+    llm = engine("qwen3")
+    queries = [rng.integers(0, 128, n).tolist() for n in (3, 30, 7, 12)]
+    items = [[rng.integers(0, 128, 4).tolist() for _ in range(n)] for n in (1, 40, 0, 3)]
+    outputs = llm.score(queries, items, label_token_ids=[3, 4])
+    assert len(outputs) == 4
+    for query, own, output in zip(queries, items, outputs, strict=True):
+        assert len(output.scores) == len(own)
+        for item, row in zip(own, output.logprobs, strict=True):
+            logits = torch.as_tensor(oracle("qwen3").logits([*query, *item])[-1])
+            np.testing.assert_allclose(row, torch.log_softmax(logits, -1)[[3, 4]], atol=1e-4)
+    shared = llm.score(np.array(queries[:1] * 2), items[3], label_token_ids=[3, 4], algorithm="serial")
+    alone = llm.score(queries[0], items[3], label_token_ids=[3, 4], algorithm="serial")
+    for output in shared:
+        np.testing.assert_allclose(output.logprobs, alone.logprobs, atol=1e-5)
+
+
+# The same elsewhere
+
+
+def test_async_rerank_and_labels(demo):
+    async def main():
+        async with AsyncLLM(**OPTIONS) as llm:
+            documents = ["Rumi is a poet.", "Zenuso lives in Kirora."]
+            output = await llm.rerank("Find a poet.", documents, 1, max_tokens_per_doc=8, timeout=100)
+            scores = await llm.score(["Find a poet.", "Find a sailor."], documents, labels=["yes", "no"], apply_softmax=True)
+            for bad in ({"documents": [1]}, {"timeout": 0}):
+                with pytest.raises(ChunkAttnError):
+                    await llm.rerank(**{"query": "q", "documents": ["d"], **bad})
+            return documents, output, scores
+
+    documents, output, scores = asyncio.run(main())
+    expected = demo.rerank("Find a poet.", documents, 1, max_tokens_per_doc=8)
+    assert [r.index for r in output.results] == [r.index for r in expected.results] == [0]
+    assert output.results[0].relevance_score == pytest.approx(expected.results[0].relevance_score, abs=1e-5)
+    assert len(scores) == 2
+    assert scores[0].scores[0][0] == pytest.approx(output.results[0].relevance_score, abs=1e-5)
 
 
 def test_the_demo_s_own_folder_is_the_demo(tmp_path, demo):

@@ -18,7 +18,7 @@ from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.engine.batch import SampleRow
 from chunkattn.engine.detokenizer import Detokenizer
 from chunkattn.engine.intake import Intake
-from chunkattn.engine.messages import EngineLimits, GenerateRequest
+from chunkattn.engine.messages import EngineLimits, GenerateRequest, StepRates
 from chunkattn.engine.request import Sequence
 from chunkattn.engine.sampling import apply_edits, sample_input, truncate
 from chunkattn.models.loader import DEMO_FOLDER
@@ -50,7 +50,7 @@ def test_truncation(logits, top_k, top_p, min_p):
 
 
 def rows_for(params, prompt, output):
-    limits = EngineLimits(1000, 16, 1, 4000, 20, V, None)
+    limits = EngineLimits(1000, 16, 1, 4000, 20, V, None, StepRates(0, 0, 0))
     request = Intake(EngineConfig(), limits).prepare(GenerateRequest("r", make_layout([], [], prompt), params, (2,)), arrival=0)
     return [SampleRow(0, Sequence(request, 0, output_ids=output), 0)]
 

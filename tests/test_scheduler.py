@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.engine.intake import Intake
-from chunkattn.engine.messages import EngineLimits, GenerateRequest
+from chunkattn.engine.messages import EngineLimits, GenerateRequest, StepRates
 from chunkattn.engine.scheduler import EXTRA_SPANS, Scheduler
 from chunkattn.errors import CapacityError
 
@@ -18,7 +18,7 @@ class Steps:
 
     def __init__(self, num_pages=1000, **options):
         self.config = EngineConfig(**{"max_num_batched_tokens": 256, "max_num_seqs": 64, **options})
-        self.intake = Intake(self.config, EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, None))
+        self.intake = Intake(self.config, EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, None, StepRates(0, 0, 0)))
         self.scheduler = Scheduler(
             BlockTrie(num_pages),
             block_size=16,

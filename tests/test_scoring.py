@@ -1,19 +1,23 @@
 """Scores against one transformers forward per item; isolation; every kind of bad input."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from chunkattn.engine.messages import StepRates
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
-from chunkattn.scoring import ScoreJob, select_algorithm
-from chunkattn.scoring.algorithms import packed_segment
+from chunkattn.scoring import ALGORITHMS, ScoreJob
+from chunkattn.scoring.algorithms import AUTO, packed_segment, prefill_extend
+from chunkattn.scoring.cost import predict
+from chunkattn.scoring.selector import refusals, select_algorithm
 from tests.checkpoints import VOCAB
 
-ALGORITHMS = ["serial", "packed_segment"]
+SHARING = [name for name in ALGORITHMS if name != "serial"]
 
 
 def one_forward_per_item(oracle, query, items, labels, item_first=False):
@@ -66,10 +70,14 @@ def test_many_items_are_split_into_packs(engine, oracle, monkeypatch):
     rng = np.random.default_rng(10)
     items = [rng.integers(0, VOCAB, rng.integers(0, 6)).tolist() for _ in range(1000)]
     llm = engine("qwen3")
-    monkeypatch.setattr(llm.frontend, "_max_pack_tokens", lambda query: 300)
-    result = llm.score([1, 2, 3], items, label_token_ids=[4, 5], algorithm="packed_segment")
-    assert result.usage.computed_tokens > result.usage.prompt_tokens == 3 + sum(map(len, items))
-    check(result, one_forward_per_item(oracle("qwen3"), [1, 2, 3], items, [4, 5]))
+    job = llm.frontend.scores.job
+    sizes = {"max_pack_tokens": 300, "max_dense_tokens": 200, "max_batch_tokens": 100}
+    monkeypatch.setattr(llm.frontend.scores, "job", lambda *args: replace(job(*args), **sizes))
+    expected = one_forward_per_item(oracle("qwen3"), [1, 2, 3], items, [4, 5])
+    for algorithm in SHARING:
+        result = llm.score([1, 2, 3], items, label_token_ids=[4, 5], algorithm=algorithm)
+        assert result.usage.prompt_tokens == 3 + sum(map(len, items))
+        check(result, expected)
 
 
 def test_packs_respect_their_size():
@@ -77,6 +85,13 @@ def test_packs_respect_their_size():
     parts = packed_segment(ScoreJob([7] * 10, items, max_pack_tokens=30))
     assert [len(p.layout) for p in parts] == [15, 110, 25]
     assert [sorted(p.items) for p in parts] == [[0], [1], [2, 3, 4, 5]]
+    parts = prefill_extend(ScoreJob([7] * 10, items, max_batch_tokens=15))
+    assert [(p.layout.prefix_len, len(p.layout), sorted(p.items)) for p in parts] == [
+        (10, 15, [0]),
+        (10, 110, [1]),
+        (10, 25, [2, 3, 5]),
+        (0, 10, [4]),
+    ]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -132,9 +147,9 @@ def test_sliding_window_checkpoints_are_scored_serially(engine, oracle):
 def test_text_is_tokenized_part_by_part(demo):
     labels = [demo.tokenizer.convert_tokens_to_ids(t) for t in ("▁yes", "▁no")]
     query, items = "Find a person who likes figs.", ["Böb 東 likes figs.", "", "Meru likes tea."]
-    text = demo.score(query, items, label_token_ids=labels)
+    text = demo.score(query, items, label_token_ids=labels, algorithm="packed_segment")
     ids = [demo.tokenizer(t, add_special_tokens=False).input_ids for t in (query, *items)]
-    assert text == demo.score(ids[0], ids[1:], label_token_ids=labels)
+    assert text == demo.score(ids[0], ids[1:], label_token_ids=labels, algorithm="packed_segment")
     with pytest.raises(RequestError, match="query is empty"):
         demo.score("", items, label_token_ids=labels)
 
@@ -168,7 +183,8 @@ def test_the_limit_of_an_item_does_not_depend_on_the_algorithm(engine):
 
 def test_items_may_come_from_an_iterator(engine):
     llm = engine("qwen3")
-    assert llm.score([1], ([i] for i in (2, 3)), label_token_ids=[5]) == llm.score([1], [[2], [3]], label_token_ids=[5])
+    given, listed = (llm.score([1], items, label_token_ids=[5]) for items in (([i] for i in (2, 3)), [[2], [3]]))
+    assert given.logprobs == listed.logprobs
 
 
 def test_leading_special_tokens_begin_the_sequence(demo):
@@ -221,7 +237,7 @@ def test_delimited_sequences(engine):
     llm = engine("qwen3", multi_item_scoring_delimiter=0)
     plain = engine("qwen3").score([5, 6], [[7], [], [8, 9]], label_token_ids=[3])
     packed = llm.score(packed_ids=[5, 6, 0, 7, 0, 0, 8, 9, 0], label_token_ids=[3])
-    assert packed == plain
+    assert packed.logprobs == plain.logprobs
     for arguments, message in (
         ({"packed_ids": [5, 6, 7], "label_token_ids": [3]}, "no delimiter"),
         ({"packed_ids": [5, 0], "query": [1], "label_token_ids": [3]}, "instead of query"),
@@ -239,6 +255,63 @@ def test_a_delimiter_that_text_cannot_stand_for_is_refused_at_start():
         LLM(multi_item_scoring_delimiter=99999, kv_cache_memory_bytes=1 << 20)
 
 
-def test_selector():
-    assert select_algorithm("auto", ScoreJob([1], [[2], [3]]), None) == "packed_segment"
-    assert select_algorithm("auto", ScoreJob([1], [[2]]), None) == "serial"
+SLOW = StepRates(step=1e-3, row=1e-3, area=1e-9)
+
+
+def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
+    refused = refusals(job, **{"sliding_window": None, "caching": True, **options})
+    return select_algorithm("auto", refused, predict(job, rates, budget, query_cached=cached)).algorithm
+
+
+def test_auto_takes_what_is_cheapest():
+    """The two workloads every scoring system is asked about, and what changes the answer."""
+    long, short = ScoreJob([1] * 2000, [[2] * 20] * 500), ScoreJob([1] * 100, [[2] * 100] * 10)
+    assert chosen(long) == "prefill_extend"
+    assert chosen(short) == "packed_segment"
+    assert chosen(short, cached=True) == "prefill_extend"
+    assert chosen(long, caching=False) == "packed_segment"
+    assert chosen(long, sliding_window=64) == "serial"
+    assert chosen(ScoreJob([1] * 2000, [[2]] * 3, item_first=True)) == "serial"
+
+
+def test_auto_says_what_it_expected(engine):
+    result = engine("qwen3").score([1] * 40, [[2] * 3] * 20, label_token_ids=[5])
+    assert set(result.predicted_seconds) == set(AUTO)
+    assert min(result.predicted_seconds.values()) > 0
+    assert result.predicted_seconds[result.algorithm] <= 1.02 * min(result.predicted_seconds.values())
+
+
+def test_a_query_is_cached_for_the_next_request(engine, oracle):
+    llm = engine("qwen3", max_num_batched_tokens=64, max_num_seqs=4)
+    rng = np.random.default_rng(20)
+    query = rng.integers(0, VOCAB, 100).tolist()
+    for cached in (0, 100):
+        items = [rng.integers(0, VOCAB, n).tolist() for n in (7, 0, 30, 90, 1)]
+        result = llm.score(query, items, label_token_ids=[5], algorithm="prefill_extend")
+        assert result.usage.cached_tokens == cached
+        # The empty item is read off a sequence of the query alone.
+        assert result.usage.computed_tokens == 100 - cached + 128 + 100
+        check(result, one_forward_per_item(oracle("qwen3"), query, items, [5]))
+    salted = llm.score(query, [[1]], label_token_ids=[5], algorithm="prefill_extend", cache_salt="mine")
+    assert salted.usage.cached_tokens == 0
+
+
+def test_prefill_extend_needs_a_cache(engine):
+    llm = engine("qwen3", enable_prefix_caching=False)
+    with pytest.raises(RequestError, match="enable_prefix_caching=False; use 'packed_segment'"):
+        llm.score([1], [[2], [3]], label_token_ids=[5], algorithm="prefill_extend")
+
+
+def test_a_dense_pack_has_a_limit(engine):
+    llm = engine("qwen3", max_multi_item_seq_len=40)
+    assert llm.score([1] * 30, [[2] * 10] * 3, label_token_ids=[5], algorithm="packed_dense").algorithm == "packed_dense"
+    with pytest.raises(RequestError, match=r"longest item are 41 tokens.*max_multi_item_seq_len 40"):
+        llm.score([1] * 30, [[2], [2] * 11], label_token_ids=[5], algorithm="packed_dense")
+
+
+def test_the_engine_s_own_algorithm(engine):
+    llm = engine("qwen3", score_algorithm="packed_dense")
+    assert llm.score([1], [[2], [3]], label_token_ids=[5]).algorithm == "packed_dense"
+    assert llm.score([1], [[2], [3]], label_token_ids=[5], algorithm="auto").algorithm != "packed_dense"
+    with pytest.raises(ConfigError, match="score_algorithm 'magic' is unknown"):
+        LLM(score_algorithm="magic", kv_cache_memory_bytes=1 << 20)

@@ -59,16 +59,17 @@ def random_messages(rng):
         ignore_eos=bool(rng.random() < 0.5),
     )
     cached = messages.CachedTokens(3, tuple(ids(4)), 5)
-    limits = messages.EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64))
+    rates = messages.StepRates(*rng.random(3).tolist())
+    limits = messages.EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates)
     config = EngineConfig(model=maybe(text()), kv_cache_memory_bytes=maybe(2**40), engine_hang_timeout_s=1 + rng.random())
     n = int(rng.integers(1, 6))
     return [
         messages.GenerateRequest(text(), layout, sampling, tuple(ids(2)), maybe(text()), -3),
-        messages.ScoreRequest(text(), layout, np.arange(n), tuple(ids(2)), 1),
+        messages.ScoreRequest(text(), layout, np.arange(n), tuple(ids(2)), True, "serial", maybe("salt"), 1),
         messages.PrecomputeRequest(text(), layout, maybe(text()), True),
         messages.TokenOutput(text(), 1, 5, maybe(logprobs(1)), maybe("stop"), maybe(7), maybe(cached)),
         messages.PromptLogprobsOutput(text(), logprobs(n), rng.random(n) < 0.5),
-        messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32)),
+        messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32), rates),
         messages.PrecomputeResult(text(), cached),
         messages.RequestFailed(text(), text(), maybe("prompt")),
         control.Start(config, control.Checkpoint.of(open_files(EngineConfig(skip_tokenizer_init=True))), 30, 0.5),
@@ -101,7 +102,7 @@ def test_what_is_no_message_is_refused():
         with pytest.raises(msgspec.DecodeError):
             decode(frame)
     with pytest.raises(TypeError, match="wire form"):
-        encode([messages.ScoreResult("a", np.array([object()]))])
+        encode([messages.ScoreResult("a", np.array([object()]), messages.StepRates(0, 0, 0))])
 
 
 def test_the_clock_tells_compiling_from_running():

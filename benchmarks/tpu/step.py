@@ -93,7 +93,7 @@ def compile_step(step: Step) -> dict[str, Any]:
     runner = Runner(decoder, backend, 1, config.max_logprobs)
     builder = BatchBuilder(
         backend,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        token_buckets=(step.rows,),
         max_spans=config.max_num_seqs + 32,
         max_table_pages=step.width,
         block_size=step.block_size,

@@ -41,7 +41,7 @@ class SlotPlan:
         return -(-(self.end + generated) // self.block_size)
 
 
-def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool) -> SlotPlan:
+def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_chunks: bool = False) -> SlotPlan:
     """Lay a prompt out in slots.
 
     Args:
@@ -49,9 +49,17 @@ def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool) -> SlotPl
         block_size: slots per page.
         aligned: begin every part on a page of its own, so that its pages can be shared;
             else pack the parts without holes.
+        packed_chunks: of an aligned plan: the chunks, which nobody will share, lie without holes behind the prefix.
     """
     lens = np.asarray([s.end - s.start for s in layout.segments], np.int64)
-    if aligned:
+    if aligned and packed_chunks:
+        pages = -(-np.asarray([lens[0], lens[1:].sum()]) // block_size)
+        page_len = np.full(pages.sum(), block_size, np.int32)
+        if pages[0]:
+            page_len[pages[0] - 1] = (lens[0] - 1) % block_size + 1
+        starts = np.cumsum(lens) - lens
+        starts[1:] += pages[0] * block_size - lens[0]
+    elif aligned:
         pages = -(-lens // block_size)
         page_len = np.full(pages.sum(), block_size, np.int32)
         # The question's own last page stays full: generated tokens fill it up.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -32,12 +32,8 @@ from chunkattn.cli.common import (
     prompt_of,
 )
 from chunkattn.config import SamplingParams
-from chunkattn.errors import RequestError
 from chunkattn.parsers import PromptParser
 from chunkattn.picture import layout_summary, layout_table, plot_layout
-
-if TYPE_CHECKING:
-    from chunkattn.llm import LLM
 
 
 @command(app)
@@ -87,7 +83,9 @@ def generate(
 def score(
     query: Annotated[str, typer.Argument(help="What every item is scored against.")],
     items: Annotated[list[str], typer.Argument(help="The items; a single '-' reads one a line from standard input.")],
-    label: Annotated[list[str] | None, typer.Option(help="Label text, one token each; repeat it. Default: yes, no.")] = None,
+    labels: Annotated[
+        list[str] | None, typer.Option("--labels", "--label", help="Texts of one token each, 'yes,no'; or repeat it.")
+    ] = None,
     softmax: Annotated[bool, typer.Option(help="Normalise over the labels.")] = True,
     item_first: Annotated[bool, typer.Option(help="Score item + query.")] = False,
     algorithm: Annotated[str, typer.Option(help="auto, serial or packed_segment.")] = "auto",
@@ -103,24 +101,16 @@ def score(
     if items == ["-"]:
         items = sys.stdin.read().splitlines()
     llm = make_llm(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention_backend=attention_backend)
-    labels = label or ["yes", "no"]
-    ids = [_label_id(llm, text) for text in labels]
-    result = llm.score(query, items, label_token_ids=ids, apply_softmax=softmax, item_first=item_first, algorithm=algorithm)
+    texts = [text for part in labels or ["yes,no"] for text in part.split(",")]
+    result = llm.score(query, items, labels=texts, apply_softmax=softmax, item_first=item_first, algorithm=algorithm)
     order = sorted(range(len(items)), key=lambda i: -result.scores[i][0]) if sort else range(len(items))
-    table = Table("#", *(f"P({escape(text)})" for text in labels), "", "item")
+    table = Table("#", *(f"P({escape(text)})" for text in texts), "", "item")
     table.columns[-1].overflow = "fold"
     for i in order:
         values = (f"{value:.4f}" for value in result.scores[i])
         table.add_row(str(i), *values, _bar(result.scores[i][0]), escape(items[i]))
     console.print(table)
     console.print(f"{result.algorithm}: {result.usage.prompt_tokens} tokens, {result.usage.computed_tokens} computed")
-
-
-def _label_id(llm: LLM, text: str) -> int:
-    ids = llm.parser.encode(text)
-    if len(ids) != 1:
-        raise RequestError(f"label {text!r} is {len(ids)} tokens; a label must be exactly one", param="label")
-    return ids[0]
 
 
 def _bar(value: float, width: int = 20) -> str:
@@ -187,8 +177,7 @@ def demo() -> None:
     layout = llm.parser.parse(prompts[0]).layout
     console.print(f"  [dim]{layout_summary(layout)}[/]")
     console.print(f"\n[bold]Scores[/] of the documents as items, query: {DEMO_QUERY}")
-    ids = [_label_id(llm, text) for text in ("yes", "no")]
-    result = llm.score(DEMO_QUERY, DEMO_DOCUMENTS, label_token_ids=ids, apply_softmax=True)
+    result = llm.score(DEMO_QUERY, DEMO_DOCUMENTS, labels=["yes", "no"], apply_softmax=True)
     for text, (yes, _) in zip(DEMO_DOCUMENTS, result.scores, strict=True):
         out(f"  {yes:6.1%} {_bar(yes)}  {text}")
     console.print("\nTry it: chunkattn generate | score | inspect --help")

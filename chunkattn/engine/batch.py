@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,26 +9,10 @@ import numpy as np
 
 from chunkattn.backends.base import AttentionBackend, AttentionBatch, Metadata
 from chunkattn.config import SamplingParams
+from chunkattn.engine.buckets import bucket_for, buckets
+from chunkattn.engine.rates import tile_area
 from chunkattn.engine.request import Request, Sequence
 from chunkattn.engine.scheduler import Span
-
-
-def buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    """Array sizes from `smallest` by `factor` up to exactly `largest`.
-
-    >>> buckets(8, 100, 4)
-    (8, 32, 100)
-    """
-    sizes = []
-    while smallest < largest:
-        sizes.append(smallest)
-        smallest *= factor
-    return (*sizes, largest)
-
-
-def bucket_for(size: int, sizes: Seq[int]) -> int:
-    """The smallest bucket that holds `size`."""
-    return next(s for s in sizes if s >= size)
 
 
 class SampleRow(NamedTuple):
@@ -66,6 +49,7 @@ class StepBatch:
         samples: rows to sample at.
         scores: rows of scoring requests; `place` is the index among the request's rows.
         prompt_logprobs: rows before a prompt token asked about; `place` is that token's index.
+        area: rows times slots of the tiles its attention visits.
     """
 
     token_ids: np.ndarray
@@ -75,6 +59,7 @@ class StepBatch:
     samples: list[SampleRow]
     scores: list[LogprobRow]
     prompt_logprobs: list[LogprobRow]
+    area: int
 
 
 class BatchBuilder:
@@ -86,12 +71,18 @@ class BatchBuilder:
     """
 
     def __init__(
-        self, backend: AttentionBackend, *, max_num_batched_tokens: int, max_spans: int, max_table_pages: int, block_size: int
+        self,
+        backend: AttentionBackend,
+        *,
+        token_buckets: tuple[int, ...],
+        max_spans: int,
+        max_table_pages: int,
+        block_size: int,
     ) -> None:
         self.backend = backend
         self.max_spans = max_spans
         self.block_size = block_size
-        self.token_buckets = buckets(8, max(max_num_batched_tokens, 8), 2)
+        self.token_buckets = token_buckets
         self.width_buckets = buckets(32, max_table_pages, 8)
 
     @property
@@ -102,7 +93,7 @@ class BatchBuilder:
     def empty(self, rows: int, width: int) -> StepBatch:
         """A step of nothing but padding, which writes no page."""
         token_ids, positions, attention = self._arrays(rows, width, 0)
-        return StepBatch(token_ids, positions, 0, self.backend.build_metadata(attention), [], [], [])
+        return StepBatch(token_ids, positions, 0, self.backend.build_metadata(attention), [], [], [], 0)
 
     def _arrays(self, rows: int, width: int, used: int) -> tuple[np.ndarray, np.ndarray, AttentionBatch]:
         """Token ids, positions and attention of a step, zero but for the page lengths."""
@@ -149,7 +140,7 @@ class BatchBuilder:
                 ]
             first = last
         metadata = self.backend.build_metadata(attention)
-        return StepBatch(token_ids, positions, total, metadata, samples, scores, prompt_logprobs)
+        return StepBatch(token_ids, positions, total, metadata, samples, scores, prompt_logprobs, tile_area(attention))
 
 
 def _score_rows(request: Request) -> np.ndarray | None:

@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
 from chunkattn.engine.batch import BatchBuilder, StepBatch
+from chunkattn.engine.dense import DensePacks
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import (
     CachedTokens,
@@ -26,6 +27,7 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.offload import DiskTier
+from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.readout import RowCollector
 from chunkattn.engine.request import Request, Sequence
 from chunkattn.engine.runner import Runner
@@ -48,6 +50,8 @@ class EngineCore:
 
     def __init__(self, runner: Runner, config: EngineConfig, max_model_len: int, disk: DiskTier | None = None) -> None:
         self.runner, self.config, self.disk = runner, config, disk
+        self.meter = RateMeter(runner.row_flops, runner.pair_flops, runner.dtype)
+        self.dense = DensePacks(runner, config.max_multi_item_seq_len)
         self.limits = EngineLimits(
             num_pages=runner.num_pages,
             block_size=config.block_size,
@@ -56,6 +60,7 @@ class EngineCore:
             max_logprobs=runner.max_logprobs,
             vocab_size=runner.spec.vocab_size,
             sliding_window=runner.spec.sliding_window,
+            rates=self.meter.rates,
         )
         self.intake = Intake(config, self.limits)
         self.scheduler = Scheduler(
@@ -67,7 +72,7 @@ class EngineCore:
         )
         self.batches = BatchBuilder(
             runner.backend,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            token_buckets=self.scheduler.token_buckets,
             max_spans=self.scheduler.max_spans,
             max_table_pages=self.limits.max_table_pages,
             block_size=config.block_size,
@@ -103,7 +108,10 @@ class EngineCore:
             self._readouts[request.request_id] = RowCollector(len(request.score.rows))
         elif params is not None and params.prompt_logprobs is not None and (wanted := len(request.layout.known_rows)):
             self._readouts[request.request_id] = RowCollector(wanted)
-        self.scheduler.add(request)
+        if request.score is not None and request.score.algorithm == "packed_dense":
+            self.dense.waiting.append(request)
+        else:
+            self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; unknown ids are ignored, for it may just have finished."""
@@ -127,6 +135,7 @@ class EngineCore:
         """The one way out for every request: nothing of it stays behind but what the cache keeps, or a pin."""
         if request.request_id not in self._pins:
             self.scheduler.remove(request)
+        self.dense.remove(request)
         self.requests.pop(request.request_id, None)
         self._readouts.pop(request.request_id, None)
         self._count_end(request, outcome)
@@ -192,13 +201,17 @@ class EngineCore:
         concerned.clear()
         spans = self.scheduler.plan()
         if not spans:
+            self._dense_step(outputs, concerned)
             return
         concerned += [s.sequence.request for s in spans]
         batch = self.batches.build(spans)
         self.metrics.host_time.observe(time.perf_counter() - began)
+        compiled = self.runner.compiles.total()
+        self.meter.add(began, len(batch.token_ids), batch.area)
         hidden = self.runner.forward(batch)
         tokens, logprobs = self.runner.sample(hidden, batch.samples)
         self._collect(hidden, batch, outputs)
+        self._measure(compiled, fetched=bool(batch.samples or batch.scores or batch.prompt_logprobs))
         self._count(spans, batch)
         self.scheduler.commit(spans)
         if self.disk is not None:
@@ -212,6 +225,27 @@ class EngineCore:
         self._finish_precomputed(outputs)
         self.metrics.steps.inc()
         self.metrics.step_time.observe(time.perf_counter() - began)
+        self._dense_step(outputs, concerned)
+
+    def _dense_step(self, outputs: list[EngineOutput], concerned: list[Request]) -> None:
+        """One pack under a dense mask, if one waits: so they and everybody else take turns."""
+        if not self.dense.waiting:
+            return
+        request = self.dense.waiting[0]
+        concerned[:] = [request]
+        self.meter.forget()
+        batch = self.dense.build(request)
+        self._collect(self.runner.forward_dense(batch), batch, outputs)
+        self.metrics.tokens.labels("score").inc(batch.num_rows)
+        self.metrics.padding.inc(len(batch.token_ids) - batch.num_rows)
+        self._end(request, "finished")
+
+    def _measure(self, compiled: int, *, fetched: bool) -> None:
+        """Take note of what steps took, when their results are here and nothing was compiled for them."""
+        if self.runner.compiles.total() > compiled:
+            self.meter.forget()
+        elif fetched:
+            self.meter.finish()
 
     def _admit(self, concerned: list[Request]) -> None:
         """Place what fits, and fetch what the disk has of it."""
@@ -291,8 +325,10 @@ class EngineCore:
             scored = [r.request.score for r in batch.scores]
             values = self.runner.label_logprobs(hidden, [r.row for r in batch.scores], [s.label_token_ids for s in scored if s])
             for (_, request, place), value in zip(batch.scores, values, strict=True):
+                if request.score:
+                    self.metrics.scored.labels(request.score.algorithm).inc()
                 if collector := self._note(request, place, value):
-                    outputs.append(collector.score_result(request))
+                    outputs.append(collector.score_result(request, self.meter.rates))
         if batch.prompt_logprobs:
             targets = [int(r.request.layout.token_ids[r.place]) for r in batch.prompt_logprobs]
             read = self.runner.token_logprobs(hidden, [r.row for r in batch.prompt_logprobs], targets)
@@ -320,7 +356,9 @@ class EngineCore:
             if self.requests.pop(request.request_id, None):
                 self._count_end(request, "failed")
             self._readouts.pop(request.request_id, None)
-        self.scheduler.restart([*self.requests.values(), *self._pins.values()])
+        paged = [r for r in self.requests.values() if r not in self.dense.waiting]
+        self.dense.waiting = [r for r in self.dense.waiting if r.request_id in self.requests]
+        self.scheduler.restart([*paged, *self._pins.values()])
         self.runner.reset()
 
     # Before and beside the steps

@@ -68,12 +68,13 @@ class Intake:
             order = layout.canonical_order()
             index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
         # Without chunks there is nothing to share but the beginning; and a sliding window counts slots, so no holes.
-        aligned = layout.num_chunks > 0 and not isinstance(message, ScoreRequest)
+        scoring = isinstance(message, ScoreRequest)
+        aligned = layout.num_chunks > 0 and (not isinstance(message, ScoreRequest) or message.share_prefix)
         defaults: dict = {"max_tokens": 0, "seed": 0, "shares": self.config.enable_prefix_caching}
         return Request(
             message.request_id,
             layout,
-            plan_slots(layout, self.limits.block_size, aligned=aligned),
+            plan_slots(layout, self.limits.block_size, aligned=aligned, packed_chunks=scoring),
             index,
             order,
             arrival,
@@ -83,7 +84,8 @@ class Intake:
 
     def _score(self, message: ScoreRequest, arrival: int) -> Request:
         self._check_ids("label_token_ids", np.asarray(message.label_token_ids))
-        return self._request(message, arrival, shares=False, score=message)
+        shares = message.share_prefix and self.config.enable_prefix_caching
+        return self._request(message, arrival, shares=shares, cache_salt=message.cache_salt, score=message)
 
     def _generate(self, message: GenerateRequest, arrival: int) -> Request:
         params = message.sampling

@@ -36,6 +36,10 @@ class ScoreRequest:
     Attributes:
         rows: `[R]`, ascending token indices to read at.
         label_token_ids: whose log-probabilities to return.
+        share_prefix: read the prefix from the cache and leave it there; its last token is not read at then.
+        algorithm: whose layout this is, one of `chunkattn.scoring.ALGORITHMS`; `"packed_dense"` is one pass under a
+            dense mask, which reads no cache.
+        cache_salt: see `GenerateRequest`.
         priority: the lower, the earlier.
     """
 
@@ -43,6 +47,9 @@ class ScoreRequest:
     layout: ChunkLayout
     rows: np.ndarray
     label_token_ids: tuple[int, ...]
+    share_prefix: bool = False
+    algorithm: str = "packed_segment"
+    cache_salt: str | None = None
     priority: int = 0
 
 
@@ -54,6 +61,7 @@ class PrecomputeRequest:
         layout: without a question.
         cache_salt: see `GenerateRequest`.
         pin: keep everything in the cache until `EngineCore.unpin`.
+        persist: write it to the KV store as well, where there is one.
         priority: the lower, the earlier.
     """
 
@@ -61,10 +69,26 @@ class PrecomputeRequest:
     layout: ChunkLayout
     cache_salt: str | None = None
     pin: bool = False
+    persist: bool = True
     priority: int = 0
 
 
 Message = GenerateRequest | ScoreRequest | PrecomputeRequest
+
+
+@dataclass(frozen=True)
+class StepRates:
+    """Seconds of a step: `step + rows * row + area * area`.
+
+    Attributes:
+        step: of any step.
+        row: of a row, padding included.
+        area: of a row and a slot in a visited tile.
+    """
+
+    step: float
+    row: float
+    area: float
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,7 @@ class EngineLimits:
         max_model_len: bound on the highest position id + 1.
         max_logprobs: most log-probabilities per token.
         sliding_window: of the checkpoint, None when it has none.
+        rates: of its steps, as far as they are known at its start.
     """
 
     num_pages: int
@@ -86,6 +111,7 @@ class EngineLimits:
     max_logprobs: int
     vocab_size: int
     sliding_window: int | None
+    rates: StepRates
 
     @property
     def kv_tokens(self) -> int:
@@ -169,10 +195,16 @@ class PromptLogprobsOutput:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """Label log-probabilities float32 `[R, L]` of a `ScoreRequest`."""
+    """A `ScoreRequest` is done.
+
+    Attributes:
+        logprobs: float32 `[R, L]`, of its labels.
+        rates: of the engine's steps, as they are known now.
+    """
 
     request_id: str
     logprobs: np.ndarray
+    rates: StepRates
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class EngineMetrics:
         self.steps = self._counter("steps", "Steps run")
         self.failed_steps = self._counter("failed_steps", "Steps that raised")
         self.tokens = self._counter("tokens", "Tokens computed", "kind")
+        self.scored = self._counter("score_rows", "Rows read for scores", "algorithm")
         self.padding = self._counter("padding_rows", "Rows computed for nothing, to fill a bucket")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests, cached or not", "part")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that did not have to be computed", "part")

@@ -93,7 +93,8 @@ class DiskTier:
 
     def _parts(self, request: Request) -> list[tuple[Part, int, int, int]]:
         """Parts the store keeps, with chunk id and token range; none of a request that does not share or has ended."""
-        if not request.shares or not request.sequences or not request.sequences[0].parts:
+        passing = request.score or (request.precompute and not request.precompute.persist)
+        if passing or not request.shares or not request.sequences or not request.sequences[0].parts:
             return []
         parts = zip(request.sequences[0].parts, request.parts, strict=True)
         return [(part, kind, start, end) for part, (kind, start, end) in parts if kind != QUESTION_ID]

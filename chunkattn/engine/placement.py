@@ -108,7 +108,8 @@ class Placement:
         block: Block | None = None
         total = -(-size // self.block_size)
         # The last prompt token is computed by every request itself: cached tokens have no logits.
-        shared = 0 if request.score else (size - 1) // self.block_size if grows else total
+        private = request.score is not None and request.parts[number][0] == QUESTION_ID
+        shared = 0 if private else (size - 1) // self.block_size if grows else total
         for index in range(total):
             start, block = index * self.block_size, None
             width = self.block_size if grows else min(size - start, self.block_size)

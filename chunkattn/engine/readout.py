@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.engine.messages import PromptLogprobsOutput, ScoreResult, TokenLogprobs
+from chunkattn.engine.messages import PromptLogprobsOutput, ScoreResult, StepRates, TokenLogprobs
 from chunkattn.engine.request import Request
 
 
@@ -17,11 +17,11 @@ class RowCollector:
         self.wanted = wanted
         self.rows: dict[int, Any] = {}
 
-    def score_result(self, request: Request) -> ScoreResult:
+    def score_result(self, request: Request, rates: StepRates) -> ScoreResult:
         """Label log-probabilities in the order of the request's rows."""
         assert request.score is not None
         values = np.stack([self.rows[i] for i in range(self.wanted)])
-        return ScoreResult(request.request_id, values[:, : len(request.score.label_token_ids)])
+        return ScoreResult(request.request_id, values[:, : len(request.score.label_token_ids)], rates)
 
     def prompt_output(self, request: Request) -> PromptLogprobsOutput:
         """Everything collected, by token index in the user's order."""

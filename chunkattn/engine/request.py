@@ -129,6 +129,9 @@ class Request:
         """Chunk id and token range of every part that begins on a page of its own, in order."""
         if not self.plan.aligned:
             return [(PREFIX_ID if self.precompute else QUESTION_ID, 0, len(self.layout))]
+        if self.score:  # items are nobody else's, and need no pages of their own
+            parts = [(PREFIX_ID, 0, self.layout.prefix_len), (QUESTION_ID, self.layout.prefix_len, len(self.layout))]
+            return [part for part in parts if part[2] > part[1]]
         return [(s.chunk_id, s.start, s.end) for s in self.layout.segments if s.end > s.start]
 
     def key_of(self, sequence: Sequence, start: int, width: int) -> tuple[int, bytes]:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,8 +15,10 @@ import numpy as np
 import xxhash
 from flax import nnx
 
+from chunkattn.backends import make_backend
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
-from chunkattn.engine.batch import SampleRow, StepBatch, bucket_for, buckets
+from chunkattn.engine.batch import SampleRow, StepBatch
+from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.sampling import Readout, SampleInput, choose, empty_input, read, sample_input
 from chunkattn.models.decoder import Decoder
@@ -39,11 +42,13 @@ class Runner:
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
         self.compiles: Counter[str] = Counter()
         self._graph, self._params = nnx.split(model)
+        self.dtype = model.dtype
         self._row_buckets = buckets(8, READ_ROWS, 8)
         self._page_buckets = buckets(8, READ_ROWS, 2)
         self._label_buckets = buckets(2, max(model.spec.vocab_size, 2), 4)
         # The pool is donated: writing a token must not copy it.
         self._step = jax.jit(self._trace_step, donate_argnums=1)
+        self._dense = jax.jit(self._trace_dense)
         self._copy = jax.jit(self._trace_copy, donate_argnums=0)
         self._gather = jax.jit(self._trace_gather)
         self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
@@ -61,6 +66,34 @@ class Runner:
         """Run one step; hidden states float32 `[T, hidden]`."""
         hidden, self.caches = self._step(self._params, self.caches, batch.token_ids, batch.positions, batch.metadata)
         return hidden
+
+    @property
+    def row_flops(self) -> float:
+        """Floating-point operations of the layers' matrices on a row, without the head."""
+        return 2.0 * sum(leaf.size for leaf in jax.tree.leaves(self._params) if leaf.ndim == 2) - 2.0 * self._embedding_size
+
+    @property
+    def pair_flops(self) -> float:
+        """Floating-point operations of attention between a row and a slot, all layers."""
+        return 4.0 * self.spec.num_layers * self.spec.num_heads * self.spec.head_dim
+
+    @property
+    def _embedding_size(self) -> int:
+        tables = 1 if self.spec.tie_embeddings else 2
+        return tables * self.spec.vocab_size * self.spec.hidden_size
+
+    @cached_property
+    def dense_backend(self) -> AttentionBackend:
+        """The one that attends under a dense mask, over the same heads.
+
+        Raises:
+            BackendError: it does not support the model; the message says why.
+        """
+        return make_backend("packed_dense", self.backend.spec)
+
+    def forward_dense(self, batch: StepBatch) -> jax.Array:
+        """Run one step of `dense_backend`, which reads and writes no page; hidden states float32 `[T, hidden]`."""
+        return self._dense(self._params, batch.token_ids, batch.positions, batch.metadata)
 
     def lower(self, batch: StepBatch, num_pages: int, where: jax.sharding.Sharding) -> jax.stages.Lowered:
         """The step's program for a device that need not be here, over a pool of `num_pages`: to compile ahead of time."""
@@ -200,6 +233,16 @@ class Runner:
             return out
 
         return model(token_ids, positions, attend), caches
+
+    def _trace_dense(self, params: Any, token_ids: jax.Array, positions: jax.Array, metadata: Metadata) -> jax.Array:
+        self.compiles["dense"] += 1
+        scale = 1 / math.sqrt(self.spec.head_dim)
+
+        def attend(_: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return self.dense_backend.forward(q, k, v, None, metadata, scale=scale)[0]
+
+        model: Decoder = nnx.merge(self._graph, params)
+        return model(token_ids, positions, attend)
 
     def _trace_copy(self, caches: list[KVCache], source: jax.Array, target: jax.Array) -> list[KVCache]:
         self.compiles["copy"] += 1

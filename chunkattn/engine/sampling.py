@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import StepArray
-from chunkattn.engine.batch import SampleRow, bucket_for, buckets
+from chunkattn.engine.batch import SampleRow
+from chunkattn.engine.buckets import bucket_for, buckets
 
 LOWEST_TEMPERATURE = 0.01
 """Temperatures between 0 and this are taken as this, as in vLLM: dividing by less loses the logits' digits."""

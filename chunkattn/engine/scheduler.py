@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from chunkattn.cache.trie import Block, BlockTrie
+from chunkattn.engine.buckets import buckets, trimmed
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sequence
 
@@ -35,6 +36,7 @@ class Scheduler:
     """Waiting and running requests, both in order, and their blocks.
 
     Attributes:
+        token_buckets: sizes `T` of a step's arrays.
         trie: the cache, and through it every page.
         waiting: not placed yet, or preempted.
         running: hold their blocks.
@@ -54,6 +56,7 @@ class Scheduler:
         self.trie, self.block_size = trie, block_size
         self.placement = Placement(trie, block_size)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.token_buckets = buckets(8, max(max_num_batched_tokens, 8), 2)
         self.max_spans = max_num_seqs + EXTRA_SPANS
         self.threshold = long_prefill_token_threshold
         self.waiting: list[Request] = []
@@ -171,10 +174,11 @@ class Scheduler:
         for sequence in decoding:
             self._grow(sequence)
         decoding = [s for s in decoding if s.parts]  # the others have been preempted
-        budget = self.max_num_batched_tokens
+        filling = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed > 1]
+        tokens = len(decoding) + sum(s.num_tokens - s.num_computed for s in filling)
+        budget = min(trimmed(tokens, self.token_buckets), self.max_num_batched_tokens)
         for sequence in decoding:
             budget -= self._advance(sequence, 1, spans)
-        filling = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed > 1]
         for sequence, limit in self._helpings(filling, budget):
             budget -= self._advance(sequence, min(limit, budget), spans)
         return spans

@@ -18,18 +18,23 @@ class PartEncoder:
         self.tokenizer = tokenizer
         self.leading_ids = _leading_ids(tokenizer) if tokenizer is not None else []
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(self, text: str, name: str = "the text", param: str = "prompt") -> list[int]:
         """Token ids of one part, without special tokens.
+
+        Args:
+            text: the part.
+            name: what messages call it.
+            param: the argument it came in.
 
         Raises:
             RequestError: the engine was started without a tokenizer, or the text is no valid Unicode.
         """
         if self.tokenizer is None:
-            raise RequestError("text needs a tokenizer and this engine has none; send token ids", param="prompt")
+            raise RequestError("text needs a tokenizer and this engine has none; send token ids", param=param)
         try:
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except (TypeError, UnicodeError) as error:  # a lone surrogate, as from undecodable bytes
-            raise RequestError(f"the text {text[:40]!r} cannot be tokenized; is it valid Unicode?", param="prompt") from error
+            raise RequestError(f"{name} {text[:40]!r} cannot be tokenized; is it valid Unicode?", param=param) from error
 
     def parts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of consecutive parts; the first begins with the tokenizer's leading special tokens."""

@@ -32,19 +32,19 @@ class PlainEncoder:
         longest_first = sorted(self.control_ids, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def __call__(self, text: str) -> list[int]:
-        """Token ids of a user's text, none of them a control token.
+    def __call__(self, text: str, name: str = "the text", param: str = "query") -> list[int]:
+        """Token ids of a user's text, none of them a control token. Arguments are those of `PartEncoder`.
 
         Raises:
             RequestError: no valid Unicode, or the tokenizer knows no way to take it as text.
         """
-        ids = self._encode(text)
+        ids = self._encode(text, name, param)
         if self._control.isdisjoint(ids):
             return ids
         ids = self._without_added_tokens(text)
         if left := self._control.intersection(ids) - {self._tokenizer.unk_token_id}:
             tokens = self._tokenizer.convert_ids_to_tokens(sorted(left))
-            raise RequestError(f"the text holds {tokens}, which this tokenizer cannot take as plain text", param="query")
+            raise RequestError(f"{name} holds {tokens}, which this tokenizer cannot take as plain text", param=param)
         return ids
 
     def fill(self, pieces: Sequence[str]) -> list[int]:

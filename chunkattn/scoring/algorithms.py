@@ -6,7 +6,7 @@ generates also scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,8 @@ class ScoreJob:
         leading: special tokens that begin every sequence.
         item_first: each sequence is item + query instead of query + item.
         max_pack_tokens: most tokens of one packed sequence, where more than one item is in it.
+        max_dense_tokens: the same under a dense mask; no pack may be larger then.
+        max_batch_tokens: most tokens of items that are sent together behind a cached query, where there is more than one.
     """
 
     query: list[int]
@@ -30,6 +32,13 @@ class ScoreJob:
     leading: list[int] = field(default_factory=list)
     item_first: bool = False
     max_pack_tokens: int = 8192
+    max_dense_tokens: int = 8192
+    max_batch_tokens: int = 2048
+
+    @property
+    def prefix(self) -> list[int]:
+        """What every item stands behind."""
+        return self.leading + self.query
 
 
 @dataclass(frozen=True)
@@ -56,26 +65,65 @@ def serial(job: ScoreJob) -> list[ScorePart]:
 
 
 def packed_segment(job: ScoreJob) -> list[ScorePart]:
-    """The query once, behind it as many items as a pack holds, each isolated from the others.
+    """The query once a pack, behind it as many items as the pack holds, each isolated from the others.
 
     Read at each item's last token; an empty item at the query's.
     """
-    if job.item_first:
-        raise ValueError("item_first leaves no shared prefix to pack behind")
-    parts: list[ScorePart] = []
-    query, first = job.leading + job.query, 0
-    while first < len(job.items):
-        last, tokens = first + 1, len(query) + len(job.items[first])
-        while last < len(job.items) and tokens + len(job.items[last]) <= job.max_pack_tokens:
-            tokens += len(job.items[last])
-            last += 1
-        # Positions are the query's length onwards whatever the engine's strategy: an item stands alone.
-        layout = make_layout(query, job.items[first:last], [], "shared")
-        ends = np.asarray([s.end - 1 if s.end > s.start else layout.prefix_len - 1 for s in layout.segments[1:-1]])
-        order = np.argsort(ends, kind="stable")
-        parts.append(ScorePart(layout, ends[order], (order + first).tolist()))
-        first = last
+    return _packs(job, job.max_pack_tokens - len(job.prefix))
+
+
+def packed_dense(job: ScoreJob) -> list[ScorePart]:
+    """As `packed_segment`, in packs small enough for a mask over all their pairs."""
+    return _packs(job, job.max_dense_tokens - len(job.prefix))
+
+
+def prefill_extend(job: ScoreJob) -> list[ScorePart]:
+    """The items in batches behind the query, which is in the cache.
+
+    A cached token has no logits, so empty items are read off a sequence of the query alone.
+    """
+    empty = [index for index, item in enumerate(job.items) if not item]
+    parts = _packs(job, job.max_batch_tokens, [index for index, item in enumerate(job.items) if item])
+    if empty:
+        last = len(job.prefix) - 1
+        parts.append(ScorePart(make_layout([], [], job.prefix), np.full(len(empty), last), empty))
     return parts
 
 
-ALGORITHMS: dict[str, Callable[[ScoreJob], list[ScorePart]]] = {"serial": serial, "packed_segment": packed_segment}
+def groups(lens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Neighbours `[first, last)` of together at most `most` tokens, a longer one alone."""
+    first, tokens = 0, 0
+    for index, size in enumerate(lens):
+        if index > first and tokens + size > most:
+            yield first, index
+            first, tokens = index, 0
+        tokens += size
+    if first < len(lens):
+        yield first, len(lens)
+
+
+def _packs(job: ScoreJob, most: int, picked: Sequence[int] | None = None) -> list[ScorePart]:
+    """Sequences of the query and up to `most` tokens of items, of `picked` ones in this order."""
+    if job.item_first:
+        raise ValueError("item_first leaves no shared prefix to pack behind")
+    picked = range(len(job.items)) if picked is None else picked
+    parts: list[ScorePart] = []
+    for first, last in groups([len(job.items[index]) for index in picked], most):
+        # Positions are the query's length onwards whatever the engine's strategy: an item stands alone.
+        layout = make_layout(job.prefix, [job.items[index] for index in picked[first:last]], [], "shared")
+        ends = np.asarray([s.end - 1 if s.end > s.start else layout.prefix_len - 1 for s in layout.segments[1:-1]])
+        order = np.argsort(ends, kind="stable")
+        parts.append(ScorePart(layout, ends[order], [picked[first + place] for place in order]))
+    return parts
+
+
+ALGORITHMS: dict[str, Callable[[ScoreJob], list[ScorePart]]] = {
+    "packed_segment": packed_segment,
+    "prefill_extend": prefill_extend,
+    "serial": serial,
+    "packed_dense": packed_dense,
+}
+"""By name."""
+
+AUTO = "packed_segment", "prefill_extend", "serial"
+"""Those to choose from; where costs are equal the first. Not `packed_dense`: it is there to be compared with."""

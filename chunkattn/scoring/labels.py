@@ -42,10 +42,7 @@ def _label_id(encode: PartEncoder, label: str, index: int) -> int:
         raise RequestError(f"labels[{index}] must be a string, got {type(label).__name__}", param="labels")
     if encode.tokenizer is None:
         raise RequestError("labels need a tokenizer and this engine has none; give label_token_ids", param="labels")
-    try:
-        ids = encode(label)
-    except RequestError as error:
-        raise RequestError(f"labels[{index}]: {error}", param="labels") from None
+    ids = encode(label, f"labels[{index}]", "labels")
     if len(ids) != 1:
         other = label.removeprefix(" ") if label.startswith(" ") else f" {label}"
         advice = f"{other!r} is one" if len(encode(other)) == 1 else "take another word, or label_token_ids"

@@ -1,4 +1,4 @@
-"""Which items belong to which query, when a scoring call has a list of queries."""
+"""Scoring calls with a list of queries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,49 @@ from typing import Any
 
 import numpy as np
 
+from chunkattn.engine.messages import PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.errors import RequestError
+from chunkattn.outputs import ScoreOutput
+from chunkattn.scoring.planner import ScoringJob
+
+
+class ScoringJobs:
+    """The requests of several queries' scoring, and their outputs; driven as one `ScoringJob` is.
+
+    Args:
+        jobs: one a query.
+        max_stage_tokens: queries whose requests could be sent all at once are sent together, up to so many tokens.
+
+    Attributes:
+        stages: those of the jobs, one job behind the other.
+    """
+
+    def __init__(self, jobs: list[ScoringJob], max_stage_tokens: int) -> None:
+        self._jobs = jobs
+        self._of = {request.request_id: job for job in jobs for request in job.requests}
+        self.stages: list[list[PrecomputeRequest | ScoreRequest]] = []
+        room = 0
+        for job in jobs:
+            tokens = sum(len(request.layout) for request in job.requests)
+            if len(job.stages) == 1 and tokens <= room:
+                self.stages[-1] = self.stages[-1] + job.stages[0]
+            else:
+                self.stages += job.stages
+                room = max_stage_tokens if len(job.stages) == 1 else 0
+            room -= tokens
+
+    @property
+    def requests(self) -> list[PrecomputeRequest | ScoreRequest]:
+        """Those of all stages."""
+        return [request for stage in self.stages for request in stage]
+
+    def add(self, event: ScoreResult | PrecomputeResult) -> int:
+        """Take one request's result. Returns how many items it has scored."""
+        return self._of[event.request_id].add(event)
+
+    def output(self) -> list[ScoreOutput]:
+        """The scores of every query, once every result is in."""
+        return [job.output() for job in self._jobs]
 
 
 def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:

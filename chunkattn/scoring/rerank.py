@@ -20,6 +20,7 @@ from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
+from chunkattn.scoring.planner import ScoringJob
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ class RerankPlan:
                     param="documents",
                 )
 
-    def output(self, result: ScoreOutput) -> RerankOutput:
+    def ranked(self, result: ScoreOutput) -> RerankOutput:
         """The documents by their scores, the best first, equal ones as they came.
 
         Args:
@@ -203,6 +204,18 @@ class RerankPlan:
         order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[: self.top_n]
         results = [RerankResult(i, relevance[i], self.documents[i], self.truncated[i]) for i in order]
         return RerankOutput(results, self.template, result.algorithm, result.usage)
+
+
+class RerankJob:
+    """The requests of one reranking, and its output as results come in; driven as a `ScoringJob` is."""
+
+    def __init__(self, plan: RerankPlan, scoring: ScoringJob) -> None:
+        self._plan, self._scoring = plan, scoring
+        self.stages, self.requests, self.add = scoring.stages, scoring.requests, scoring.add
+
+    def output(self) -> RerankOutput:
+        """The ranking, once every result is in."""
+        return self._plan.ranked(self._scoring.output())
 
 
 def plan_rerank(
@@ -242,7 +255,7 @@ def plan_rerank(
     _check_count("max_tokens_per_doc", max_tokens_per_doc)
     plain = PlainEncoder(encode)
     shared, before, tail = template.split(query, instruction)
-    ids = [_document_ids(plain, before + document, index) for index, document in enumerate(documents)]
+    ids = [plain(before + document, f"document {index}", "documents") for index, document in enumerate(documents)]
     end = plain.fill([tail])
     leading, prefix = encode.leading_ids, plain.fill(shared)
     return RerankPlan(
@@ -255,13 +268,6 @@ def plan_rerank(
         truncated=[max_tokens_per_doc is not None and len(own) > max_tokens_per_doc for own in ids],
         top_n=top_n,
     )
-
-
-def _document_ids(plain: PlainEncoder, text: str, index: int) -> list[int]:
-    try:
-        return plain(text)
-    except RequestError as error:
-        raise RequestError(f"document {index}: {error}", param="documents") from None
 
 
 def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str, end: list[int]) -> tuple[int, int]:

@@ -2,25 +2,82 @@
 
 from __future__ import annotations
 
-from chunkattn.errors import RequestError
-from chunkattn.scoring.algorithms import ALGORITHMS, ScoreJob
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from chunkattn.errors import ConfigError, RequestError
+from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, ScoreJob
+
+logger = logging.getLogger(__name__)
+
+EQUAL = 1.02
+"""Costs within this factor are equal: the first of `AUTO` is taken then."""
 
 
-def select_algorithm(name: str, job: ScoreJob, sliding_window: int | None) -> str:
-    """The algorithm to run: the named one, or for `"auto"` one that shares the query where that is possible.
+@dataclass(frozen=True)
+class Choice:
+    """The algorithm of a job.
+
+    Attributes:
+        predicted_seconds: by algorithm, of those that `"auto"` may choose and that can serve the job.
+    """
+
+    algorithm: str
+    predicted_seconds: Mapping[str, float]
+
+
+def refusals(job: ScoreJob, *, sliding_window: int | None, caching: bool) -> dict[str, str]:
+    """Why an algorithm cannot serve a job, for those that cannot."""
+    reason = None
+    if job.item_first:
+        reason = "item_first leaves no shared prefix"
+    elif sliding_window is not None:
+        reason = f"the checkpoint's sliding window of {sliding_window} tokens has no meaning across packed items"
+    if reason:
+        return {name: reason for name in ALGORITHMS if name != "serial"}
+    refused = {}
+    if not caching:
+        refused["prefill_extend"] = "it keeps the query in the cache, and this engine has enable_prefix_caching=False"
+    longest = len(job.prefix) + max(map(len, job.items), default=0)
+    if longest > job.max_dense_tokens:
+        refused["packed_dense"] = (
+            f"the query and its longest item are {longest} tokens, the mask of a pack is bounded by "
+            f"max_multi_item_seq_len {job.max_dense_tokens}"
+        )
+    return refused
+
+
+def check_algorithm(name: str) -> None:
+    """Check an engine's default.
+
+    Raises:
+        ConfigError: unknown.
+    """
+    if name not in (*ALGORITHMS, "auto"):
+        raise ConfigError(f"score_algorithm {name!r} is unknown; choose auto, {', '.join(ALGORITHMS)}")
+
+
+def select_algorithm(name: str, refused: Mapping[str, str], costs: Mapping[str, float]) -> Choice:
+    """The algorithm to run: the named one, or for `"auto"` the cheapest.
+
+    Args:
+        name: of an algorithm, or `"auto"`.
+        refused: see `refusals`.
+        costs: predicted seconds by algorithm.
 
     Raises:
         RequestError: unknown, or unable to serve this job; the message says why.
     """
     if name not in (*ALGORITHMS, "auto"):
         raise RequestError(f"unknown algorithm {name!r}; choose auto, {', '.join(ALGORITHMS)}", param="algorithm")
-    reason = None
-    if job.item_first:
-        reason = "item_first leaves no shared prefix"
-    elif sliding_window is not None:
-        reason = f"the checkpoint's sliding window of {sliding_window} tokens has no meaning across packed items"
-    if name == "auto":
-        return "serial" if reason or len(job.items) == 1 else "packed_segment"
-    if name != "serial" and reason:
-        raise RequestError(f"algorithm {name!r} cannot serve this request: {reason}; use 'serial'", param="algorithm")
-    return name
+    if name in refused:
+        fit = next(n for n in ALGORITHMS if n not in refused)
+        raise RequestError(f"algorithm {name!r} cannot serve this request: {refused[name]}; use {fit!r}", param="algorithm")
+    possible = {n: costs[n] for n in AUTO if n not in refused}
+    if name != "auto":
+        return Choice(name, possible)
+    least = min(possible.values())
+    chosen = next(n for n, cost in possible.items() if cost <= EQUAL * least)
+    logger.info("scoring by %s; predicted: %s", chosen, ", ".join(f"{n} {c:.3g} s" for n, c in possible.items()))
+    return Choice(chosen, possible)

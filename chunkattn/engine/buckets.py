@@ -1,0 +1,38 @@
+"""Array sizes: few, so that few programs are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+TRIM_FROM = 512
+"""Steps of fewer rows cost about the same however many they are: reading the weights is what they wait for."""
+
+
+def buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
+    """Array sizes from `smallest` by `factor` up to exactly `largest`.
+
+    >>> buckets(8, 100, 4)
+    (8, 32, 100)
+    """
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= factor
+    return (*sizes, largest)
+
+
+def bucket_for(size: int, sizes: Sequence[int]) -> int:
+    """The smallest bucket that holds `size`."""
+    return next(s for s in sizes if s >= size)
+
+
+def trimmed(tokens: int, sizes: Sequence[int]) -> int:
+    """Of `tokens` that could run in a step, how many should: a bucket less than three quarters full is mostly padding.
+
+    >>> trimmed(1100, (512, 1024, 2048)), trimmed(1600, (512, 1024, 2048))
+    (1024, 1600)
+    """
+    tokens = min(tokens, sizes[-1])
+    size = bucket_for(tokens, sizes)
+    smaller = max((s for s in sizes if s < size), default=0)
+    return smaller if smaller >= TRIM_FROM and 4 * tokens < 3 * size else tokens

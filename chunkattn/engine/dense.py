@@ -1,0 +1,48 @@
+"""Scoring packs under a dense mask: one pass each, alone in its step, without pages. The baseline."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chunkattn.backends.base import AttentionBatch
+from chunkattn.engine.batch import LogprobRow, StepBatch
+from chunkattn.engine.buckets import bucket_for, buckets
+from chunkattn.engine.request import Request
+from chunkattn.engine.runner import Runner
+
+
+class DensePacks:
+    """Requests waiting for a pass of their own, in order of arrival.
+
+    Args:
+        limit: most tokens of a pack.
+    """
+
+    def __init__(self, runner: Runner, limit: int) -> None:
+        self.waiting: list[Request] = []
+        self._runner, self._sizes = runner, buckets(8, max(limit, 8), 2)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, if it is here."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+    def build(self, request: Request) -> StepBatch:
+        """The pass of one request.
+
+        Raises:
+            BackendError: the pack is longer than the limit.
+        """
+        layout, plan = request.layout, request.plan
+        used = len(layout)
+        rows = bucket_for(used, self._sizes) if used <= self._sizes[-1] else used
+        token_ids, positions, row_seq, row_slot, row_start = np.zeros((5, rows), np.int32)
+        token_ids[:used], positions[:used] = layout.token_ids, layout.positions
+        row_slot[:used], row_start[:used] = plan.slots, plan.row_start
+        table = np.zeros((1, len(plan.page_len)), np.int32)
+        prefix_end = np.asarray([plan.prefix_end], np.int32)
+        attention = AttentionBatch(used, row_seq, row_slot, row_start, prefix_end, table, plan.page_len[None], plan.block_size)
+        metadata = self._runner.dense_backend.build_metadata(attention)
+        assert request.score is not None
+        scores = [LogprobRow(int(row), request, place) for place, row in enumerate(request.score.rows)]
+        return StepBatch(token_ids, positions, used, metadata, [], scores, [], area=0)

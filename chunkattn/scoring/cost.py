@@ -1,0 +1,74 @@
+"""What an algorithm would cost: steps, rows and visited tiles of a job, times what they cost on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chunkattn.engine.buckets import bucket_for, buckets, trimmed
+from chunkattn.engine.rates import TILE_ROWS, TILE_SLOTS, StepRates
+from chunkattn.scoring.algorithms import ScoreJob, groups
+
+
+def predict(job: ScoreJob, rates: StepRates, budget: int, *, query_cached: bool) -> dict[str, float]:
+    """Seconds of every algorithm of `AUTO`, by name.
+
+    Args:
+        job: what is to be scored.
+        rates: of the engine.
+        budget: most rows of a step.
+        query_cached: whether `prefill_extend` finds the query in the cache.
+    """
+    query, lens = len(job.prefix), [len(item) for item in job.items]
+    sizes = buckets(8, max(budget, 8), 2)
+
+    def seconds(rows: Sequence[int], area: float) -> float:
+        """Of parts that run one after the other, with their tiles."""
+        padded = [size for part in rows for size in _steps(part, sizes)]
+        return rates.step * len(padded) + rates.row * sum(padded) + rates.area * area
+
+    packs = list(groups(lens, job.max_pack_tokens - query))
+    batches = list(groups([n for n in lens if n], job.max_batch_tokens))
+    filled = [n for n in lens if n]
+    alone = _causal(query)
+    costs = {
+        "serial": seconds([sum(lens) + query * len(lens)], sum(_causal(query + n) for n in lens)),
+        "packed_segment": seconds(
+            [query + sum(lens[first:last]) for first, last in packs],
+            sum(alone + _behind(query, lens[first:last]) for first, last in packs),
+        ),
+        "prefill_extend": seconds(
+            [sum(filled[first:last]) for first, last in batches],
+            sum(_behind(query, filled[first:last]) for first, last in batches),
+        ),
+    }
+    if not query_cached:
+        costs["prefill_extend"] += seconds([query], alone)
+    if len(filled) < len(lens):
+        costs["prefill_extend"] += seconds([1], _causal(1))
+    return costs
+
+
+def _steps(rows: int, sizes: Sequence[int]) -> list[int]:
+    """Padded sizes of the steps that rows of one part take."""
+    steps = []
+    while rows > 0:
+        taken = trimmed(rows, sizes)
+        steps.append(bucket_for(taken, sizes))
+        rows -= taken
+    return steps
+
+
+def _causal(tokens: int) -> int:
+    """Area of the tiles that plain causal rows visit."""
+    tiles = -(-tokens // TILE_ROWS)
+    return sum(-(-min((tile + 1) * TILE_ROWS, tokens) // TILE_SLOTS) for tile in range(tiles)) * TILE_ROWS * TILE_SLOTS
+
+
+def _behind(query: int, lens: Sequence[int]) -> float:
+    """Area of the tiles that items packed behind a query visit: the query's, and about those of the item itself."""
+    rows = sum(lens)
+    if not rows:
+        return 0.0
+    own = sum(n * n for n in lens) / rows / 2  # slots before a row in its own item, on average
+    tiles = -(-query // TILE_SLOTS) + (TILE_ROWS + own) / TILE_SLOTS + 0.5
+    return -(-rows // TILE_ROWS) * tiles * TILE_ROWS * TILE_SLOTS
