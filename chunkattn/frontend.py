@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
@@ -238,7 +239,7 @@ class Frontend:
         query_ids, item_ids, leading = self._score_ids(query, items, packed_ids)
         self._check_score(query_ids, item_ids, leading, labels)
         job = self.scores.plan(
-            self.scores.job(query_ids, item_ids, leading, item_first),
+            self.scores.job(query_ids, item_ids, leading, item_first and not self._delimited(item_first)),
             algorithm,
             labels,
             apply_softmax=apply_softmax,
@@ -249,6 +250,13 @@ class Frontend:
         for request in job.requests:
             self.intake.check(request)
         return job
+
+    def _delimited(self, item_first: bool) -> bool:
+        """Whether sequences are laid out as delimiters have it, the query first; warns who asks for another order."""
+        delimited = self.config.multi_item_scoring_delimiter is not None
+        if delimited and item_first:
+            warnings.warn("item_first is ignored: this engine has a multi_item_scoring_delimiter", stacklevel=4)
+        return delimited
 
     def _score_ids(
         self, query: Any, items: Any, packed_ids: Sequence[int] | None

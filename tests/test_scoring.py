@@ -238,6 +238,9 @@ def test_delimited_sequences(engine):
     plain = engine("qwen3").score([5, 6], [[7], [], [8, 9]], label_token_ids=[3])
     packed = llm.score(packed_ids=[5, 6, 0, 7, 0, 0, 8, 9, 0], label_token_ids=[3])
     assert packed.logprobs == plain.logprobs
+    with pytest.warns(UserWarning, match="item_first is ignored"):
+        flipped = llm.score([5, 6], [[7], [], [8, 9]], label_token_ids=[3], item_first=True)
+    assert flipped.logprobs == plain.logprobs
     for arguments, message in (
         ({"packed_ids": [5, 6, 7], "label_token_ids": [3]}, "no delimiter"),
         ({"packed_ids": [5, 0], "query": [1], "label_token_ids": [3]}, "instead of query"),

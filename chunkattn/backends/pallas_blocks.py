@@ -41,8 +41,18 @@ KINDS = {
 LARGE_PAGE = 64
 """From this page size on a KV tile's pages are few enough for the second column of `TABLE`."""
 
+_LARGE, _SMALL = Blocks(512, 512, 4), Blocks(256, 512, 4)
+
 TABLE: dict[tuple[str, int], tuple[Blocks, Blocks]] = {
-    (chip, head_dim): (Blocks(512, 512, 2), Blocks(512, 512, 2)) for chip in CORES for head_dim in (64, 128, 256)
+    ("v5e", 64): (_LARGE, _SMALL),
+    ("v5e", 128): (_SMALL, _SMALL),
+    ("v5e", 256): (_SMALL, _SMALL),
+    ("v5p", 64): (_LARGE, _LARGE),
+    ("v5p", 128): (_LARGE, _LARGE),
+    ("v5p", 256): (_LARGE, _LARGE),
+    ("v6e", 64): (_LARGE, _LARGE),
+    ("v6e", 128): (_LARGE, _LARGE),
+    ("v6e", 256): (_LARGE, _LARGE),
 }
 """By chip and head size: for small pages, and for large ones."""
 
