@@ -1,11 +1,10 @@
-"""Score many items against one query, each exactly as if it had been sent alone."""
+"""Rank documents by a query, each judged exactly as if it had been sent alone."""
 
 from chunkattn import LLM
 
 llm = LLM()
-yes, no = (llm.tokenizer(word, add_special_tokens=False).input_ids[0] for word in ("yes", "no"))
-items = ["Rumi lives in Limuzo.", "Nila was born in Limuzo.", "Siku is a poet. Siku has a house in Limuzo."]
-result = llm.score("Find a person who lives in Limuzo.", items, label_token_ids=[yes, no], apply_softmax=True)
-for score, item in sorted(zip([row[0] for row in result.scores], items, strict=True), reverse=True):
-    print(f"{score:6.1%}  {item}")
-print(f"{result.algorithm}: {result.usage.computed_tokens} tokens computed")
+documents = ["Rumi lives in Limuzo.", "Nila was born in Limuzo.", "Siku is a poet. Siku has a house in Limuzo."]
+output = llm.rerank("Find a person who lives in Limuzo.", documents, top_n=2)
+for result in output.results:
+    print(f"{result.relevance_score:6.1%}  {result.document}")
+print(f"{output.algorithm}: {output.usage.computed_tokens} tokens computed")

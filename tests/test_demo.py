@@ -108,6 +108,8 @@ def test_cli_score():
     rows = [line for line in result.stdout.splitlines() if line.startswith("│")]
     assert "0" in rows[0].split("│")[1]
     assert float(rows[0].split("│")[2]) > 0.9
+    for labels in (["--labels", "yes,no"], ["--label", "yes", "--label", "no"]):
+        assert run("score", "Find a person who lives in Kirora.", *DEMO_DOCUMENTS, *labels).stdout == result.stdout
 
 
 def test_cli_inspect(tmp_path):

@@ -210,7 +210,7 @@ def relevance(oracle, encode, query, document):
 
 def test_relevance_is_transformers_on_the_whole_text(reranker, reranker_folder, encode):
     expected = [relevance(Oracle(reranker_folder), encode, "Which city?", d) for d in DOCUMENTS]
-    output = reranker.rerank("Which city?", DOCUMENTS)
+    output = reranker.rerank("Which city?", DOCUMENTS, algorithm="serial")
     assert output.template == "qwen3-reranker"
     assert sorted(r.index for r in output.results) == list(range(len(DOCUMENTS)))
     for result in output.results:
@@ -221,8 +221,8 @@ def test_relevance_is_transformers_on_the_whole_text(reranker, reranker_folder, 
     ranks = [r.index for r in output.results]
     assert ranks == sorted(range(len(DOCUMENTS)), key=lambda i: (-round(expected[i], 6), i))
     assert ranks.index(4) == ranks.index(0) + 1
-    assert reranker.rerank("Which city?", DOCUMENTS, top_n=2).results == output.results[:2]
-    assert reranker.rerank("Which city?", DOCUMENTS, 99).results == output.results
+    assert reranker.rerank("Which city?", DOCUMENTS, top_n=2, algorithm="serial").results == output.results[:2]
+    assert reranker.rerank("Which city?", DOCUMENTS, 99, algorithm="serial").results == output.results
 
 
 def test_what_a_request_may_change(reranker, encode):
@@ -233,9 +233,11 @@ def test_what_a_request_may_change(reranker, encode):
         {"template": RerankTemplate("swapped", QWEN3_RERANKER.text, ("no", "yes"), "Find cities.")},
     ):
         assert reranker.rerank("q", DOCUMENTS, **options).results != base.results
-    for algorithm in ("serial", "packed_segment"):
+    for algorithm in ("serial", "packed_segment", "prefill_extend"):
         same = reranker.rerank("q", DOCUMENTS, algorithm=algorithm, cache_salt="s", use_tqdm=False)
         assert same.algorithm == algorithm
+        equal = [r.relevance_score for r in same.results if r.index in (0, 4)]
+        assert equal[0] == equal[1]
         scores = [{r.index: r.relevance_score for r in output.results} for output in (base, same)]
         assert scores[0] == pytest.approx(scores[1], abs=1e-5)
 

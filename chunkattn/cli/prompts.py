@@ -88,7 +88,7 @@ def score(
     ] = None,
     softmax: Annotated[bool, typer.Option(help="Normalise over the labels.")] = True,
     item_first: Annotated[bool, typer.Option(help="Score item + query.")] = False,
-    algorithm: Annotated[str, typer.Option(help="auto, serial or packed_segment.")] = "auto",
+    algorithm: Annotated[str, typer.Option(help="auto, serial, packed_segment, prefill_extend or packed_dense.")] = "auto",
     sort: Annotated[bool, typer.Option(help="Best first, by the first label.")] = True,
     model: Model = None,
     dtype: Dtype = "auto",

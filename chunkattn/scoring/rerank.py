@@ -200,7 +200,9 @@ class RerankPlan:
         Args:
             result: scores of `items`, relevance in the first column.
         """
-        relevance = [row[0] for row in result.scores]
+        # Equal documents tie, though rounding may depend on where in a batch they were.
+        known: dict[tuple[int, ...], float] = {}
+        relevance = [known.setdefault(tuple(item), row[0]) for item, row in zip(self.items, result.scores, strict=True)]
         order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[: self.top_n]
         results = [RerankResult(i, relevance[i], self.documents[i], self.truncated[i]) for i in order]
         return RerankOutput(results, self.template, result.algorithm, result.usage)
