@@ -179,7 +179,8 @@ class AsyncLLM:
             timeout: seconds until it is aborted.
 
         Raises:
-            RequestError: prompt or parameters are invalid; nothing has been sent then.
+            RequestError: prompt or parameters are invalid, or the checkpoint is a sequence classifier; nothing has been
+                sent then.
             QueueFullError: `max_queued_requests` are on their way already.
             EngineError: a step failed.
             EngineDeadError: the engine is not ready, or died.
@@ -310,8 +311,9 @@ class AsyncLLM:
             items: all text, or all token ids, as the query is; for a list of queries, a list of items each, or one list of
                 items for all of them. Text is tokenized without special tokens.
             labels: texts of one token each, whose probability after the item is the score; or
-            label_token_ids: the tokens themselves.
-            apply_softmax: normalise over the labels instead of the whole vocabulary.
+            label_token_ids: the tokens themselves. A sequence classifier takes neither: its scores are the softmax over its
+                classes, or the sigmoid of its only one.
+            apply_softmax: normalise over the labels instead of the whole vocabulary; nothing to a classifier.
             item_first: score item + query instead.
             algorithm: see `LLM.score`.
             packed_ids: see `LLM.score`.

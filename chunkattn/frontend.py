@@ -81,14 +81,24 @@ class Frontend:
     # Generation
 
     def parse(self, prompts: Prompt | Sequence[Prompt], chunk_aware: bool | None, cache_salt: str | None) -> list[ParsedPrompt]:
-        """One prompt or many."""
+        """One prompt or many.
+
+        Raises:
+            RequestError: one is malformed, or the checkpoint is no language model.
+        """
+        self.intake.check_generates()
         listed = [prompts] if isinstance(prompts, (str, Mapping, ChunkedPrompt)) else as_list(prompts, "prompts")
         return self._salted([self.parser.parse(p, chunk_aware) for p in listed], cache_salt)
 
     def parse_chat(
         self, messages: Any, documents: Sequence[str] | None, options: Mapping[str, Any] | None, cache_salt: str | None
     ) -> list[ParsedPrompt]:
-        """One conversation or many."""
+        """One conversation or many.
+
+        Raises:
+            RequestError: as `parse`.
+        """
+        self.intake.check_generates()
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
         return self._salted([self.parser.parse_chat(m, documents, **(options or {})) for m in conversations], cache_salt)
@@ -169,7 +179,7 @@ class Frontend:
         Raises:
             RequestError: malformed queries, items or labels; of a list, the query is named.
         """
-        ids = resolve_labels(self.parser.encode, labels, label_token_ids)
+        ids = self._labels(labels, label_token_ids)
         pairs = None if options["packed_ids"] is not None else pair_queries(query, items)
         if pairs is None:
             return self.scoring(query, items, ids, **options)
@@ -180,6 +190,15 @@ class Frontend:
             except RequestError as error:
                 raise type(error)(f"query {number}: {error}", param=error.param) from None
         return ScoringJobs(jobs, self.config.max_num_batched_tokens)
+
+    def _labels(self, labels: Sequence[str] | None, label_token_ids: Sequence[int] | None) -> tuple[int, ...]:
+        if (classes := self.limits.num_labels) is None:
+            return resolve_labels(self.parser.encode, labels, label_token_ids)
+        if labels is not None or label_token_ids is not None:
+            given = "label_token_ids" if labels is None else "labels"
+            reason = f"this checkpoint is a sequence classifier and scores its own {classes} classes; leave {given} out"
+            raise RequestError(reason, param=given)
+        return ()
 
     def rerank_call(
         self,
@@ -195,8 +214,10 @@ class Frontend:
         """What a call of `LLM.rerank` has to run. Other options are those of `plan_rerank`.
 
         Raises:
-            RequestError: an argument is malformed, or a document too long.
+            RequestError: an argument is malformed, a document too long, or the checkpoint a classifier of several classes.
         """
+        if (classes := self.limits.num_labels) not in (None, 1):
+            raise RequestError(f"only a classifier of one class can rerank, this has {classes}; score it", param="documents")
         encode = self.parser.encode
         plan = plan_rerank(encode, pick_template(template, self.config.model, encode), query, documents, **options)
         plan.check_room(self.limits, self.config.max_chunk_len)
@@ -204,7 +225,7 @@ class Frontend:
             job = self.scoring(
                 plan.prefix,
                 plan.items,
-                plan.labels,
+                plan.labels if classes is None else (),
                 apply_softmax=True,
                 item_first=False,
                 algorithm=algorithm,

@@ -97,7 +97,8 @@ class LLM:
             One output a prompt, in order.
 
         Raises:
-            RequestError: a prompt or parameter is invalid; nothing of the batch has run then.
+            RequestError: a prompt or parameter is invalid, or the checkpoint is a sequence classifier; nothing of the
+                batch has run then.
             EngineError: a step failed.
         """
         parsed = self.frontend.parse(prompts, chunk_aware, cache_salt)
@@ -252,8 +253,9 @@ class LLM:
             items: all text, or all token ids, as the query is; for a list of queries, a list of items each, or one list of
                 items for all of them. Text is tokenized without special tokens.
             labels: texts of one token each, whose probability after the item is the score; or
-            label_token_ids: the tokens themselves.
-            apply_softmax: normalise over the labels instead of the whole vocabulary.
+            label_token_ids: the tokens themselves. A sequence classifier takes neither: its scores are the softmax over its
+                classes, or the sigmoid of its only one.
+            apply_softmax: normalise over the labels instead of the whole vocabulary; nothing to a classifier.
             item_first: score item + query instead; nothing is shared then.
             algorithm: `"auto"`, `"serial"`, `"packed_segment"`, `"prefill_extend"` or `"packed_dense"`; they agree. None is
                 the engine's `score_algorithm`.
@@ -264,7 +266,7 @@ class LLM:
             use_tqdm: see `generate`.
 
         Returns:
-            One row of scores an item, one column a label; for a list of queries, a list of such.
+            One row of scores an item, one column a label or class; for a list of queries, a list of such.
 
         Raises:
             RequestError: malformed query, items or labels; nothing has run then.

@@ -75,16 +75,19 @@ class ScoreOutput:
     """Scores of every item.
 
     Attributes:
-        scores: `scores[i][j]`, item `i`, label `j`, in the order of the request.
-        logprobs: log-probabilities of the labels, full-vocabulary log-softmax in float32.
+        scores: `scores[i][j]`, item `i`, label `j`, in the order of the request. Of a sequence classifier `j` is the class:
+            the softmax over the classes, or the sigmoid where there is one class.
+        logprobs: log-probabilities of the labels, full-vocabulary log-softmax in float32; None of a classifier.
+        logits: `logits[i][j]`, a classifier's raw output for item `i` and class `j`; None of a language model.
         algorithm: the algorithm that ran.
         predicted_seconds: what each algorithm that could have run was expected to take.
     """
 
     scores: list[list[float]]
-    logprobs: list[list[float]]
+    logprobs: list[list[float]] | None
     algorithm: str
     usage: ScoreUsage
+    logits: list[list[float]] | None = None
     predicted_seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 

@@ -56,10 +56,12 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
 CHUNKABLE = [name for name in CHECKPOINTS if "window" not in name and name != "qwen3-64"]
 
 
-def make_checkpoint(config: PretrainedConfig, folder: Path, max_shard_size: str = "100KB") -> Path:
+def make_checkpoint(
+    config: PretrainedConfig, folder: Path, max_shard_size: str = "100KB", auto: type = AutoModelForCausalLM
+) -> Path:
     """Save a random model, sharded, with no parameter at a trivial value."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

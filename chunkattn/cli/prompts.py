@@ -96,15 +96,18 @@ def score(
     attention_backend: Backend = "auto",
     verbose: Verbose = False,
 ) -> None:
-    """Score items against a query: P(label | query + item), each as if sent alone."""
+    """Score items against a query: P(label | query + item), each as if sent alone; with a classifier, its classes."""
     log_to_stderr(verbose)
     if items == ["-"]:
         items = sys.stdin.read().splitlines()
     llm = make_llm(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention_backend=attention_backend)
-    texts = [text for part in labels or ["yes,no"] for text in part.split(",")]
-    result = llm.score(query, items, labels=texts, apply_softmax=softmax, item_first=item_first, algorithm=algorithm)
+    num_labels = llm.limits.num_labels
+    given = labels or (["yes,no"] if num_labels is None else [])
+    texts = [text for part in given for text in part.split(",")]
+    result = llm.score(query, items, labels=texts or None, apply_softmax=softmax, item_first=item_first, algorithm=algorithm)
     order = sorted(range(len(items)), key=lambda i: -result.scores[i][0]) if sort else range(len(items))
-    table = Table("#", *(f"P({escape(text)})" for text in texts), "", "item")
+    columns = [f"P({escape(text)})" for text in texts] or [f"class {i}" for i in range(num_labels or 0)]
+    table = Table("#", *columns, "", "item")
     table.columns[-1].overflow = "fold"
     for i in order:
         values = (f"{value:.4f}" for value in result.scores[i])

@@ -61,6 +61,7 @@ class EngineCore:
             vocab_size=runner.spec.vocab_size,
             sliding_window=runner.spec.sliding_window,
             rates=self.meter.rates,
+            num_labels=runner.spec.num_labels,
         )
         self.intake = Intake(config, self.limits)
         self.scheduler = Scheduler(
@@ -322,8 +323,11 @@ class EngineCore:
     def _collect(self, hidden: jax.Array, batch: StepBatch, outputs: list[EngineOutput]) -> None:
         """Read the rows asked about; requests whose last row this was are answered."""
         if batch.scores:
-            scored = [r.request.score for r in batch.scores]
-            values = self.runner.label_logprobs(hidden, [r.row for r in batch.scores], [s.label_token_ids for s in scored if s])
+            rows, scored = [r.row for r in batch.scores], [r.request.score for r in batch.scores]
+            if self.limits.num_labels is None:
+                values = self.runner.label_logprobs(hidden, rows, [s.label_token_ids for s in scored if s])
+            else:
+                values = self.runner.class_logits(hidden, rows)
             for (_, request, place), value in zip(batch.scores, values, strict=True):
                 if request.score:
                     self.metrics.scored.labels(request.score.algorithm).inc()

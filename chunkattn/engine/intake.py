@@ -27,6 +27,17 @@ class Intake:
         """
         self.prepare(message, arrival=0)
 
+    def check_generates(self) -> None:
+        """Check that the checkpoint is a language model.
+
+        Raises:
+            RequestError: it is a sequence classifier.
+        """
+        if self.limits.num_labels is not None:
+            raise RequestError(
+                "this checkpoint is a sequence classifier and cannot generate text; it can score", param="prompt"
+            )
+
     def prepare(self, message: Message, *, arrival: int) -> Request:
         """The request of a message.
 
@@ -83,11 +94,15 @@ class Intake:
         )
 
     def _score(self, message: ScoreRequest, arrival: int) -> Request:
+        if bool(message.label_token_ids) == (self.limits.num_labels is not None):
+            reason = "a language model needs label_token_ids, a sequence classifier takes none"
+            raise RequestError(reason, param="label_token_ids")
         self._check_ids("label_token_ids", np.asarray(message.label_token_ids))
         shares = message.share_prefix and self.config.enable_prefix_caching
         return self._request(message, arrival, shares=shares, cache_salt=message.cache_salt, score=message)
 
     def _generate(self, message: GenerateRequest, arrival: int) -> Request:
+        self.check_generates()
         params = message.sampling
         self._check_sampling(params, message.layout)
         seeded = np.random.SeedSequence([self.config.seed, arrival]).generate_state(1, np.uint64)[0]

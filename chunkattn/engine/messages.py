@@ -31,11 +31,11 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Read label log-probabilities off a prompt.
+    """Read label log-probabilities off a prompt, or the class logits of a sequence classifier.
 
     Attributes:
         rows: `[R]`, ascending token indices to read at.
-        label_token_ids: whose log-probabilities to return.
+        label_token_ids: whose log-probabilities to return; empty for a classifier.
         share_prefix: read the prefix from the cache and leave it there; its last token is not read at then.
         algorithm: whose layout this is, one of `chunkattn.scoring.ALGORITHMS`; `"packed_dense"` is one pass under a
             dense mask, which reads no cache.
@@ -102,6 +102,7 @@ class EngineLimits:
         max_logprobs: most log-probabilities per token.
         sliding_window: of the checkpoint, None when it has none.
         rates: of its steps, as far as they are known at its start.
+        num_labels: classes of a sequence classifier, None for a language model.
     """
 
     num_pages: int
@@ -112,6 +113,7 @@ class EngineLimits:
     vocab_size: int
     sliding_window: int | None
     rates: StepRates
+    num_labels: int | None = None
 
     @property
     def kv_tokens(self) -> int:
@@ -198,7 +200,7 @@ class ScoreResult:
     """A `ScoreRequest` is done.
 
     Attributes:
-        logprobs: float32 `[R, L]`, of its labels.
+        logprobs: float32 `[R, L]`, of its labels; a classifier's raw class logits.
         rates: of the engine's steps, as they are known now.
     """
 

@@ -53,6 +53,7 @@ class Runner:
         self._gather = jax.jit(self._trace_gather)
         self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
         self._read = jax.jit(self._trace_read, static_argnames="num_top")
+        self._classify = jax.jit(self._trace_classify)
         self._fetch = jax.jit(self._trace_fetch)
         self._store = jax.jit(self._trace_store, donate_argnums=0)
         self.reset()
@@ -79,7 +80,7 @@ class Runner:
 
     @property
     def _embedding_size(self) -> int:
-        tables = 1 if self.spec.tie_embeddings else 2
+        tables = 1 if self.spec.tie_embeddings or self.spec.num_labels is not None else 2
         return tables * self.spec.vocab_size * self.spec.hidden_size
 
     @cached_property
@@ -106,7 +107,7 @@ class Runner:
         return self._step.lower(*jax.tree.map(there, arrays))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 `[N, vocab]` of hidden states `[N, hidden]`, uncompiled: for inspection and tests."""
+        """float32 `[N, vocab or num_labels]` of hidden states `[N, hidden]`, uncompiled: for inspection and tests."""
         return nnx.merge(self._graph, self._params).logits(hidden)
 
     def copy_pages(self, pairs: Seq[tuple[int, int]]) -> None:
@@ -157,9 +158,15 @@ class Runner:
         return [np.pad(b, (0, bucket_for(len(b), self._page_buckets) - len(b)), constant_values=fill) for b in blocks]
 
     def warm_readouts(self, hidden: jax.Array, *, sampling: bool) -> None:
-        """Compile what ends most steps: picking rows of hidden states `[T, hidden]`, and plain `sampling` if asked."""
+        """Compile what ends most steps: picking rows of hidden states `[T, hidden]`, and plain `sampling` if asked.
+
+        A classifier is never sampled; its head is compiled instead.
+        """
         for size in self._row_buckets:
             picked = self._pick(hidden, [0] * size)
+            if self.spec.num_labels is not None:
+                self._classify(self._params, picked)
+                continue
             for greedy in (True, False) if sampling else ():
                 self._sample(self._params, picked, empty_input(size, greedy=greedy), with_logprobs=False)
 
@@ -196,6 +203,14 @@ class Runner:
         for target, ids in zip(targets, labels, strict=True):
             target[: len(ids)] = ids
         return np.concatenate([r.target for r in self._read_blocks(hidden, rows, targets, 0)])
+
+    def class_logits(self, hidden: jax.Array, rows: Seq[int]) -> np.ndarray:
+        """float32 `[rows, num_labels]`: what a classifier's head makes of each row."""
+        found = []
+        for first in range(0, len(rows), READ_ROWS):
+            block = rows[first : first + READ_ROWS]
+            found.append(np.asarray(self._classify(self._params, self._pick(hidden, block)))[: len(block)])
+        return np.concatenate(found)
 
     def token_logprobs(self, hidden: jax.Array, rows: Seq[int], targets: Seq[int]) -> TokenLogprobs:
         """Log-probability, rank and likeliest tokens for one target a row."""
@@ -271,6 +286,10 @@ class Runner:
     def _trace_read(self, params: Any, hidden: jax.Array, targets: jax.Array, *, num_top: int) -> Readout:
         self.compiles["read"] += 1
         return read(nnx.merge(self._graph, params).logits(hidden), targets, num_top)
+
+    def _trace_classify(self, params: Any, hidden: jax.Array) -> jax.Array:
+        self.compiles["classify"] += 1
+        return nnx.merge(self._graph, params).logits(hidden)
 
 
 def _to_logprobs(values: Readout, rows: slice, num_top: int) -> TokenLogprobs:

@@ -101,7 +101,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A causal language model of any supported family; parameter names follow the checkpoints."""
+    """A causal language model or sequence classifier of any supported family; parameter names follow the checkpoints."""
 
     def __init__(self, spec: DecoderSpec, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs) -> None:
         self.spec, self.dtype = spec, jnp.dtype(dtype)
@@ -115,7 +115,9 @@ class Decoder(nnx.Module):
         # One array per layer, not a stacked scan: XLA:CPU copies a slice of a stacked bf16 weight every use.
         self.layers = nnx.List([DecoderLayer(spec, dtype, rngs) for _ in range(spec.num_layers)])
         self.norm = _norm(spec, spec.hidden_size, dtype, rngs)
-        if not spec.tie_embeddings:
+        if spec.num_labels is not None:
+            self.score = _linear(spec.hidden_size, spec.num_labels, False, dtype, rngs)
+        elif not spec.tie_embeddings:
             self.lm_head = _linear(spec.hidden_size, spec.vocab_size, False, dtype, rngs)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
@@ -133,7 +135,9 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 `[N, vocab]` from hidden states `[N, hidden]`."""
+        """float32 `[N, vocab]`, or `[N, num_labels]` of a classifier, from hidden states `[N, hidden]`."""
+        if self.spec.num_labels is not None:
+            return self.score(hidden)
         if not self.spec.tie_embeddings:
             return self.lm_head(hidden)
         return jnp.einsum(

@@ -11,11 +11,12 @@ from chunkattn.rope.rotary import RotarySpec, make_rotary
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_CLASSIFIER = "ForSequenceClassification"
+
 FAMILIES = {
-    "LlamaForCausalLM": "Llama 2/3.x",
-    "MistralForCausalLM": "Mistral",
-    "Qwen2ForCausalLM": "Qwen2/2.5",
-    "Qwen3ForCausalLM": "Qwen3",
+    family + head: name
+    for head in ("ForCausalLM", _CLASSIFIER)
+    for family, name in {"Llama": "Llama 2/3.x", "Mistral": "Mistral", "Qwen2": "Qwen2/2.5", "Qwen3": "Qwen3"}.items()
 }
 """Supported Hugging Face architectures and the family each belongs to."""
 
@@ -24,7 +25,8 @@ FAMILIES = {
 class DecoderSpec:
     """Shape and variations of one decoder; sizes are in elements.
 
-    `windows[l]` is layer `l`'s sliding window in tokens, or None for full attention.
+    `windows[l]` is layer `l`'s sliding window in tokens, or None for full attention. `num_labels` counts the classes
+    of a sequence classifier, and is None for a language model.
     """
 
     architecture: str
@@ -44,6 +46,7 @@ class DecoderSpec:
     windows: tuple[int | None, ...]
     rotary: RotarySpec
     max_model_len: int
+    num_labels: int | None
 
     @property
     def sliding_window(self) -> int | None:
@@ -61,6 +64,7 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
     if architecture not in FAMILIES:
         supported = ", ".join(f"{a} ({f})" for a, f in FAMILIES.items())
         raise ModelError(f"architecture {architecture!r} is not supported; supported are {supported}")
+    family, is_classifier = architecture.partition("For")[0], architecture.endswith(_CLASSIFIER)
     if config.hidden_act != "silu":
         raise ModelError(f"hidden_act {config.hidden_act!r} is not supported by {architecture}; only 'silu' is")
     if getattr(config, "quantization_config", None):
@@ -73,6 +77,7 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
         "num_attention_heads",
         "num_key_value_heads",
         "max_position_embeddings",
+        *(["num_labels"] if is_classifier else []),
     ):
         value = getattr(config, name, None)
         if not isinstance(value, int) or value < 1:
@@ -103,14 +108,15 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         norm_eps=config.rms_norm_eps,
-        qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
-        o_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+        qkv_bias=family == "Qwen2" or attention_bias,
+        o_bias=family != "Qwen2" and attention_bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=family == "Qwen3",
         tie_embeddings=bool(config.tie_word_embeddings),
         windows=tuple(window if t == "sliding_attention" else None for t in types),
         rotary=make_rotary(config.rope_parameters, head_dim, config.max_position_embeddings),
         max_model_len=_max_model_len(config),
+        num_labels=config.num_labels if is_classifier else None,
     )
 
 

@@ -34,7 +34,7 @@ def checkpoint_name(path: Iterable[Any]) -> str:
     """
     *parents, leaf = map(str, path)
     name = ".".join([*parents, "bias" if leaf == "bias" else "weight"])
-    return name if parents[0] == "lm_head" else f"model.{name}"
+    return name if parents[0] in ("lm_head", "score") else f"model.{name}"
 
 
 def _is_transposed(path: Iterable[Any]) -> bool:

@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 import xxhash
-from scipy.special import softmax
+from scipy.special import expit, softmax
 
 from chunkattn.config import EngineConfig
 from chunkattn.engine.messages import EngineLimits, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
@@ -27,6 +27,10 @@ _STAGE_STEPS = 4
 class ScoringJob:
     """The requests of one scoring call, and its output as results come in.
 
+    Args:
+        columns: labels, or classes of a classifier.
+        classifier: results are class logits.
+
     Attributes:
         stages: lists of requests; a list is sent when all of the one before have ended.
     """
@@ -37,13 +41,15 @@ class ScoringJob:
         choice: Choice,
         stages: list[list[PrecomputeRequest | ScoreRequest]],
         places: dict[str, list[int]],
-        labels: int,
+        columns: int,
         apply_softmax: bool,
+        classifier: bool,
         note: Callable[[ScoreResult], None],
     ) -> None:
         self.stages = stages
-        self._job, self._choice, self._places, self._apply_softmax, self._note = job, choice, places, apply_softmax, note
-        self._logprobs = np.zeros((len(job.items), labels), np.float32)
+        self._job, self._choice, self._places, self._note = job, choice, places, note
+        self._apply_softmax, self._classifier = apply_softmax, classifier
+        self._values = np.zeros((len(job.items), columns), np.float32)
         self._cached = 0
 
     @property
@@ -56,20 +62,25 @@ class ScoringJob:
         if isinstance(event, PrecomputeResult):
             self._cached = event.cached.total
             return 0
-        self._logprobs[self._places[event.request_id]] = event.logprobs
+        self._values[self._places[event.request_id]] = event.logprobs
         self._note(event)
         return len(event.logprobs)
 
     def output(self) -> ScoreOutput:
         """The scores, once every result is in."""
-        values, job = self._logprobs.astype(np.float64), self._job
+        values, job = self._values.astype(np.float64), self._job
         rows = sum(
             len(r.layout) - (r.layout.prefix_len if isinstance(r, ScoreRequest) and r.share_prefix else 0)
             for r in self.requests
         )
+        if self._classifier:
+            scores = expit(values) if values.shape[1] == 1 else softmax(values, axis=1)
+        else:
+            scores = softmax(values, axis=1) if self._apply_softmax else np.exp(values)
         return ScoreOutput(
-            scores=(softmax(values, axis=1) if self._apply_softmax else np.exp(values)).tolist(),
-            logprobs=values.tolist(),
+            scores=scores.tolist(),
+            logprobs=None if self._classifier else values.tolist(),
+            logits=values.tolist() if self._classifier else None,
             algorithm=self._choice.algorithm,
             predicted_seconds=dict(self._choice.predicted_seconds),
             usage=ScoreUsage(len(job.prefix) + sum(map(len, job.items)), rows - self._cached, self._cached),
@@ -150,7 +161,9 @@ class ScorePlanner:
         else:
             most = _STAGE_STEPS * config.max_num_batched_tokens
             stages += [list(requests[a:b]) for a, b in groups([len(r.layout) for r in requests], most)]
-        return ScoringJob(job, choice, stages, places, len(labels), apply_softmax, self.note)
+        classes = self.limits.num_labels
+        columns = len(labels) if classes is None else classes
+        return ScoringJob(job, choice, stages, places, columns, apply_softmax, classes is not None, self.note)
 
     def _remember(self, job: ScoreJob, cache_salt: str | None) -> bool:
         """Whether the query was scored before, and so is probably in the cache."""
