@@ -82,7 +82,8 @@ def describe(result: dict[str, Any]) -> str:
     if scalar := result.get("smem_kib"):
         line += f", SMEM {max(scalar.values()):g} KiB"
     if prefill := result.get("prefill"):
-        line += f"; prefill {prefill['bundles_per_tile']} bundles a tile, {prefill['mxu_peak_share']:.0%} of the MXU's peak"
+        share = prefill["inner_loop_mxu_peak_share"]
+        line += f"; prefill {prefill['bundles_per_tile']} bundles a tile, {share:.0%} of the MXU's peak at most"
     if decode := result.get("decode"):
         line += f"; decode {decode['bundles']} bundles while {decode['bundles_while_copying']} pass for its bytes"
     return line
@@ -101,7 +102,8 @@ def compare(results: list[dict[str, Any]]) -> list[str]:
             if not ours:
                 continue
             line = f"{chip} head_dim {head_dim}: {ours[0]['bundles_per_tile']} bundles per visible 128 x 128 tile, "
-            line += f"{ours[0]['bundles_per_masked_tile']} masked, {ours[0]['with_copies']} with what sends for pages"
+            line += f"{ours[0]['bundles_per_masked_tile']} masked; with copies {ours[0]['with_copies']} and "
+            line += f"{ours[0]['masked_with_copies']}"
             for kind in ("splash", "ragged_paged"):
                 theirs = [r["prefill"]["bundles_per_tile"] for r in of if r["kind"] == kind]
                 if theirs:

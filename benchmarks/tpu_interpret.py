@@ -4,7 +4,9 @@
 
 Every batch is a step of several sequences (`chunkattn.testing.random_steps`): prefill, decode and scoring rows mixed,
 chunks split over steps, empty and one-token chunks, holes, padding; the pool is full of NaN. Some run with the
-interpreter's race detection. Exits with 1 when a difference is beyond the tolerance or something races.
+interpreter's race detection. Exits with 1 when a difference is beyond the tolerance, something races, or the batches
+did not go through what is to be shown: walks of three and more KV tiles, tiles without a mask, more pieces of writes than
+are in flight at once.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkattn.backends import AttentionBatch
+from chunkattn.backends import pallas_kernel as kernel
 from chunkattn.backends.pallas_blocks import TABLE, Blocks
 from chunkattn.backends.pallas_tpu import PallasMetadata, PallasTpuBackend
+from chunkattn.backends.pallas_write import DEPTH
 from chunkattn.testing import TOLERANCE, check_backend
 
 SMALL = Blocks(512, 128, 2)
@@ -50,32 +55,78 @@ class Setting(NamedTuple):
     chip: str = "v6e"
 
 
+LONG = {"scale": 4}
+"""Walks of several tiles in every case; short sequences, of one or two, are where edges are."""
+
 SETTINGS = [
-    Setting({}, 4),
-    Setting({"dtype": "bfloat16"}, 4),
-    Setting({"head_dim": 64, "num_heads": 7, "num_kv_heads": 1, "dtype": "bfloat16", "block_size": 32}),
-    Setting({"head_dim": 64, "num_heads": 9, "num_kv_heads": 3}),
-    Setting({"head_dim": 256, "num_heads": 3, "num_kv_heads": 3, "block_size": 32}),
+    Setting(LONG, 3),
+    Setting({**LONG, "dtype": "bfloat16"}, 3),
+    Setting({}, 3),
+    Setting({"dtype": "bfloat16"}),
+    Setting({**LONG, "head_dim": 64, "num_heads": 7, "num_kv_heads": 1, "dtype": "bfloat16"}),
+    Setting({"head_dim": 64, "num_heads": 9, "num_kv_heads": 3, "block_size": 32}),
+    Setting({**LONG, "head_dim": 256, "num_heads": 3, "num_kv_heads": 3}),
     Setting({"head_dim": 256, "num_heads": 2, "dtype": "bfloat16", "block_size": 64}),
     Setting({"num_heads": 16, "num_kv_heads": 2, "dtype": "bfloat16", "block_size": 128}, 1),
     Setting({"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "dtype": "bfloat16", "block_size": 256}, 1),
-    Setting({"window": 19}, 3),
+    Setting({**LONG, "window": 200}),
     Setting({"window": 40, "dtype": "bfloat16", "soft_cap": 3.0}, 3),
-    Setting({"soft_cap": 1.5}),
-    Setting({"kv_dtype": FP8}),
+    Setting({**LONG, "soft_cap": 1.5}),
+    Setting({**LONG, "kv_dtype": FP8}),
     Setting({"kv_dtype": FP8, "dtype": "bfloat16", "block_size": 32}),
     Setting({"kv_dtype": FP8, "dtype": "bfloat16", "head_dim": 64}),
-    Setting({}, 2, "chip"),
-    Setting({"dtype": "bfloat16"}, 2, "chip", chip="v5e"),
-    Setting({}, 2, watched=True),
-    Setting({"dtype": "bfloat16", "kv_dtype": FP8}, 1, watched=True),
+    Setting({"scale": 10}, 1, "chip"),
+    Setting({"scale": 10, "dtype": "bfloat16"}, 1, "chip", chip="v5e"),
+    Setting(LONG, 2, watched=True),
+    Setting({**LONG, "dtype": "bfloat16", "kv_dtype": FP8}, 1, watched=True),
     Setting({}, 1, watched=True, chip="v5p"),
 ]
 
 
+class Seen:
+    """What the batches of a setting went through."""
+
+    def __init__(self) -> None:
+        self.batches = self.walk = self.whole = self.pieces = 0
+
+    def add(self, metadata: PallasMetadata, slots: int) -> None:
+        """Take note of a step."""
+        self.batches += 1
+        tiles = np.concatenate([metadata.tiles[:, : metadata.num_tiles], metadata.decodes[:, : metadata.num_decodes]], axis=1)
+        visits = tiles[kernel.FIRST_END] + tiles[kernel.SECOND_END] - tiles[kernel.SECOND_START]
+        self.walk = max(self.walk, int(visits.max(initial=0)))
+        sees_prefix = np.minimum(tiles[kernel.PREFIX_END], tiles[kernel.MIN_SLOT] + 1) // slots
+        self.whole += int(np.minimum(sees_prefix, visits).sum())
+        self.pieces = max(self.pieces, int(metadata.num_pieces.max(initial=0)))
+
+
+class Races:
+    """Every kernel call has a record of its own, and only the last one's is kept: so all are collected."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+        self._made = interpret_pallas_call.RaceDetectionState
+
+    def __enter__(self) -> Races:
+        def make(*args: Any, **options: Any) -> Any:
+            self.states.append(self._made(*args, **options))
+            return self.states[-1]
+
+        interpret_pallas_call.RaceDetectionState = make
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        interpret_pallas_call.RaceDetectionState = self._made
+
+    @property
+    def found(self) -> bool:
+        """In any call."""
+        return any(state.races_found for state in self.states)
+
+
 def run(setting: Setting, seed: int) -> dict[str, Any]:
     """One setting's batches: the largest difference, and whether anything raced (None: not watched)."""
-    batches = 0
+    seen = Seen()
 
     class Judged(PallasTpuBackend):
         chip = setting.chip
@@ -85,25 +136,26 @@ def run(setting: Setting, seed: int) -> dict[str, Any]:
         interpret = pltpu.InterpretParams(detect_races=setting.watched, num_cores_or_threads=cores)
 
         def build_metadata(self, batch: AttentionBatch) -> PallasMetadata:
-            nonlocal batches
-            batches += 1
-            return super().build_metadata(batch)
+            metadata = super().build_metadata(batch)
+            seen.add(metadata, self.shape(self.block(len(batch.row_seq))).slots)
+            return metadata
 
     options = {"head_dim": 128, "block_size": 16, "dtype": "float32", **setting.options}
     began, difference, error = time.perf_counter(), None, None
-    try:
-        difference = check_backend(Judged, cases=setting.cases, seed=seed, **options)
-    except AssertionError as wrong:
-        error = str(wrong)
-    races = bool(interpret_pallas_call.races.races_found) if setting.watched else None
+    with Races() as races:
+        try:
+            difference = check_backend(Judged, cases=setting.cases, seed=seed, **options)
+        except AssertionError as wrong:
+            error = str(wrong)
     return {
         **options,
         "tiles": setting.tiles,
         "chip": setting.chip,
-        "batches": batches,
+        **vars(seen),
         "difference": difference,
         "error": error,
-        "races": races,
+        "races": races.found if setting.watched else None,
+        "watched_calls": len(races.states) if setting.watched else None,
         "seconds": round(time.perf_counter() - began, 1),
     }
 
@@ -119,9 +171,13 @@ def main() -> None:
         if args.json != "-":
             r = results[-1]
             asked = ", ".join(f"{k} {v}" for k, v in setting.options.items()) or "defaults"
-            seen = r["error"] or f"largest difference {r['difference']:.1e} of {TOLERANCE[r['dtype']]:.0e}"
+            found = r["error"] or f"largest difference {r['difference']:.1e} of {TOLERANCE[r['dtype']]:.0e}"
             races = "" if r["races"] is None else ", RACES" if r["races"] else ", no races"
-            print(f"{r['batches']:4} batches, {r['tiles']:5} tiles, {r['chip']}: {asked}: {seen}{races} ({r['seconds']} s)")
+            print(
+                f"{r['batches']:4} batches, {r['tiles']:5} tiles, {r['chip']}: {asked}: {found}{races}; "
+                f"walks to {r['walk']}, {r['whole']} tiles whole, {r['pieces']} pieces ({r['seconds']} s)",
+                flush=True,
+            )
     if args.json == "-":
         print(json.dumps(results, indent=2))
     else:
@@ -129,7 +185,12 @@ def main() -> None:
         print(f"{sum(r['batches'] for r in results)} batches, {watched} of them with race detection")
         if args.json:
             Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    sys.exit(any(r["error"] or r["races"] for r in results))
+    thorough = args.quick or all(
+        r["walk"] >= 3 and r["whole"] > 0 and r["pieces"] > DEPTH for r in results if r.get("scale", 1) > 1
+    )
+    if not thorough:
+        print("the long batches were not long enough", file=sys.stderr)
+    sys.exit(not thorough or any(r["error"] or r["races"] for r in results))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ SCHEDULES = dump_schedules()
 
 import numpy as np  # noqa: E402
 
-from benchmarks.tpu.attention import Case, around, compiled_backend, loops, lower  # noqa: E402
+from benchmarks.tpu.attention import Case, compiled_backend, lower, walk_of  # noqa: E402
 from benchmarks.tpu.chips import CHIPS  # noqa: E402
 from benchmarks.tpu.schedule import read_schedules  # noqa: E402
 from chunkattn.backends import AttentionBatch  # noqa: E402
@@ -92,13 +92,12 @@ def measure(chip: str, head_dim: int, block_size: int, blocks: Blocks) -> dict[s
         return None
     schedule = read_schedules(SCHEDULES)["chunk_attention"]
     shape = backend.shape(backend.block(ROWS))
-    clear, masked = loops(schedule)
-    turns = shape.heads // shape.together
+    walk, turns = walk_of(schedule), shape.heads // shape.together
     bundles = {
-        "clear": clear.bundles * turns,
-        "masked": masked.bundles * turns,
-        "around": around(schedule),
-        "query_tile": schedule.at_depth(1) // 2,
+        "clear": walk.clear.bundles * turns,
+        "masked": walk.masked.bundles * turns + walk.mask,
+        "around": walk.around,
+        "query_tile": walk.setup,
     }
     cores = shape.head_blocks
     costs = {name: cost(backend, bundles, batch) / cores for name, batch in workloads(block_size).items()}

@@ -45,44 +45,52 @@ def random_layout(rng: np.random.Generator, *, most_chunks: int = 6, longest: in
     return make_layout(parts[0], parts[1:-1], parts[-1])
 
 
-def random_steps(rng: np.random.Generator, *, plain: bool = False, block_size: int = 8) -> list[AttentionBatch]:
-    """Consecutive steps over the same sequences: mixed spans, a few decodes each, padding, holes."""
+def random_steps(rng: np.random.Generator, *, plain: bool = False, block_size: int = 8, scale: int = 1) -> list[AttentionBatch]:
+    """Consecutive steps over the same sequences: mixed spans, a few decodes each, padding, holes.
+
+    Args:
+        rng: random numbers.
+        plain: sequences without chunks.
+        block_size: slots per page.
+        scale: sequences and steps so many times longer.
+    """
     sequences: list[_Sequence] = []
-    pool = rng.permutation(_SEQS * _WIDTH).tolist()
+    width, most_rows = scale * _WIDTH, scale * _ROWS
+    pool = rng.permutation(_SEQS * width).tolist()
     for _ in range(rng.integers(1, _SEQS + 1)):
         if plain:
-            layout = make_layout([], [], rng.integers(0, 1000, rng.integers(1, _WIDTH * block_size // 2)))
+            layout = make_layout([], [], rng.integers(0, 1000, rng.integers(1, width * block_size // 2)))
         else:
-            layout = random_layout(rng, longest=5 * block_size // 2, scoring=bool(rng.integers(2)))
+            layout = random_layout(rng, longest=5 * scale * block_size // 2, scoring=bool(rng.integers(2)))
         plan = plan_slots(layout, block_size, aligned=bool(rng.integers(2)))
         decodes = _DECODES if layout.question_len else 0
-        if plan.end + decodes <= _WIDTH * block_size:
+        if plan.end + decodes <= width * block_size:
             slots = [*plan.slots.tolist(), *range(plan.end, plan.end + decodes)]
-            pages = [pool.pop() for _ in range(_WIDTH)]
+            pages = [pool.pop() for _ in range(width)]
             sequences.append(_Sequence(plan, pages, slots, plan.row_start.tolist() + [0] * decodes))
     steps: list[AttentionBatch] = []
     while any(s.done < len(s.slots) for s in sequences) or not steps:
         rows: list[tuple[int, int, int]] = []  # sequence, slot, row_start
         for index, seq in enumerate(sequences):
             prompt = len(seq.plan.slots) - seq.done
-            most = min(prompt if prompt > 0 else min(1, len(seq.slots) - seq.done), _ROWS - len(rows))
+            most = min(prompt if prompt > 0 else min(1, len(seq.slots) - seq.done), most_rows - len(rows))
             span = int(rng.integers(0, most + 1))
             picked = slice(seq.done, seq.done + span)
             rows += [(index, slot, start) for slot, start in zip(seq.slots[picked], seq.row_start[picked], strict=True)]
             seq.done += span
-        steps.append(_batch(sequences, rows, block_size))
+        steps.append(_batch(sequences, rows, block_size, scale))
     return steps
 
 
-def _batch(sequences: list[_Sequence], rows: list[tuple[int, int, int]], block_size: int) -> AttentionBatch:
-    table = np.zeros((_SEQS, _WIDTH), np.int32)
-    page_len = np.full((_SEQS, _WIDTH), block_size, np.int32)
+def _batch(sequences: list[_Sequence], rows: list[tuple[int, int, int]], block_size: int, scale: int) -> AttentionBatch:
+    table = np.zeros((_SEQS, scale * _WIDTH), np.int32)
+    page_len = np.full((_SEQS, scale * _WIDTH), block_size, np.int32)
     prefix_end = np.zeros(_SEQS, np.int32)
     for index, seq in enumerate(sequences):
         table[index] = seq.pages
         page_len[index, : len(seq.plan.page_len)] = seq.plan.page_len
         prefix_end[index] = seq.plan.prefix_end
-    columns = np.zeros((3, _ROWS), np.int32)
+    columns = np.zeros((3, scale * _ROWS), np.int32)
     columns[:, : len(rows)] = np.asarray(rows, np.int32).reshape(-1, 3).T
     row_seq, row_slot, row_start = columns
     return AttentionBatch(len(rows), row_seq, row_slot, row_start, prefix_end, table, page_len, block_size)
@@ -107,6 +115,7 @@ def check_backend(
     window: int | None = None,
     kv_dtype: str | None = None,
     soft_cap: float | None = None,
+    scale: int = 1,
 ) -> float:
     """Run a backend beside `reference` over random ragged batches.
 
@@ -124,6 +133,7 @@ def check_backend(
         window: a sliding window, over plain prompts.
         kv_dtype: of the cache. With `float8_e4m3fn` some keys and values are beyond its range.
         soft_cap: of the scores.
+        scale: sequences and steps so many times longer: for backends whose tiles are large.
 
     Returns:
         The largest absolute difference seen.
@@ -145,9 +155,10 @@ def check_backend(
         (b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (cls(spec), get_backend("reference")(spec))
     )
     for case in range(cases):
-        caches = [jax.tree.map(_full_of_nan, b.allocate(_SEQS * _WIDTH)) for b, _ in (judged, oracle)]
-        for number, batch in enumerate(random_steps(rng, plain=window is not None, block_size=block_size)):
-            shapes = ((_ROWS, num_heads, head_dim), *2 * [(_ROWS, num_kv_heads, head_dim)])
+        caches = [jax.tree.map(_full_of_nan, b.allocate(scale * _SEQS * _WIDTH)) for b, _ in (judged, oracle)]
+        for number, batch in enumerate(random_steps(rng, plain=window is not None, block_size=block_size, scale=scale)):
+            rows = scale * _ROWS
+            shapes = ((rows, num_heads, head_dim), *2 * [(rows, num_kv_heads, head_dim)])
             q, k, v = (
                 jnp.asarray(rng.standard_normal(s) * by, dtype) for s, by in zip(shapes, (1 / stretch, stretch, stretch))
             )

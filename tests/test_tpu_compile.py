@@ -40,7 +40,7 @@ def test_prefill_takes_no_more_bundles_than_splash_attention(on_v6e):
         assert plain
         for prefill in plain:
             assert prefill["bundles_per_masked_tile"] <= theirs
-            assert prefill["with_copies"] <= theirs
+            assert prefill["masked_with_copies"] <= theirs
 
 
 def test_decode_waits_for_memory_and_not_for_bundles(on_v6e):

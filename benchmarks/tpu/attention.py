@@ -98,6 +98,11 @@ def grid(chip: str) -> Iterator[Case]:
             for dtype, kept in (("bfloat16", None), ("float32", None), ("bfloat16", FP8), ("float32", FP8)):
                 heads, kv_heads = next(ratios)
                 yield Case(chip, head_dim, block_size, dtype, heads, kv_heads, 512, 16, 64, 512, kv_dtype=kept)
+    # Many KV heads, and many rows: what vector memory bounds.
+    for head_dim, block_size, dtype, heads in ((256, 16, "bfloat16", 32), (128, 256, "bfloat16", 40), (256, 32, "float32", 16)):
+        yield Case(chip, head_dim, block_size, dtype, heads, heads, 4096, 16, 64, 512)
+    yield Case(chip, heads=71, kv_heads=1, rows=4096)
+    yield Case(chip, width=1 << 15, pages=1 << 15)
 
 
 def compile_call(lower: Callable[[], Any]) -> dict[str, Any]:
@@ -159,61 +164,86 @@ def compile_case(case: Case, schedules: Path | None = None) -> dict[str, Any]:
     return result
 
 
-def prefill_cost(schedule: Schedule, shape: Shape, case: Case) -> dict[str, Any]:
-    """Bundles of a KV tile of which every row sees every slot, of one that needs a mask, and what they are spent on.
+@dataclass(frozen=True)
+class Walk:
+    """Bundles of one KV tile's turn in the loop over KV tiles, from a kernel's schedule.
 
-    `bundles_per_tile` counts the loop that multiplies; `with_copies` also what stands around it for each KV tile:
-    sending for the next one's pages and waiting. Both per 128 rows times 128 slots of one query head.
+    Attributes:
+        clear, masked: what multiplies a tile that needs no mask, and one that does; a few heads at a time.
+        around: sending for the next tile's pages, and waiting.
+        mask: building a mask, holes in the last page of a part included.
+        setup: of a query tile, before its first KV tile and after its last.
     """
-    clear, masked = loops(schedule)
+
+    clear: Block
+    masked: Block
+    around: int
+    mask: int
+    setup: int
+
+
+def walk_of(schedule: Schedule) -> Walk:
+    """Find the parts by their order: what goes before, the clear tile, the mask and its tile, the end.
+
+    Raises:
+        ValueError: other blocks multiply as well, so that the schedule is not what this takes it for.
+    """
+    inside = [block for block in schedule.multiplying if block.depth >= 2]
+    clear, masked = sorted(sorted(inside, key=lambda block: block.slots["MXU"])[-2:], key=lambda block: block.first)
+    rest = sum(block.slots["MXU"] for block in schedule.multiplying) - clear.slots["MXU"] - masked.slots["MXU"]
+    if rest > 0.1 * clear.slots["MXU"]:
+        raise ValueError(f"{schedule.kernel}: {rest} MXU slots lie outside its two inner loops")
+    depth2 = [block for block in schedule.blocks if block.depth == 2]
+    before = sum(block.bundles for block in depth2 if block.last <= clear.first)
+    mask = sum(block.bundles for block in depth2 if clear.last <= block.first and block.last <= masked.first)
+    setup = sum(block.bundles for block in schedule.blocks if block.depth == 1)
+    # The next tile is the same query tile's or the next one's: two ways, equally long, of which one is taken.
+    return Walk(clear, masked, before // 2, mask, setup)
+
+
+def prefill_cost(schedule: Schedule, shape: Shape, case: Case) -> dict[str, Any]:
+    """Bundles per 128 rows times 128 slots of one query head, and what the inner loop spends them on.
+
+    `bundles_per_tile` counts the loop that multiplies; `with_copies` also sending for the next tile's pages and waiting;
+    `masked_with_copies` the same of a tile that needs a mask, and building it.
+    """
+    walk, chip = walk_of(schedule), CHIPS[case.chip]
     turns = shape.heads // shape.together
     tiles = shape.together * shape.groups * shape.rows * shape.slots / TILE
-    macs = 2 * TILE * case.head_dim
     return {
         "rows": shape.rows,
         "slots": shape.slots,
         "heads_together": shape.together,
-        "bundles_per_tile": round(clear.bundles / tiles, 2),
-        "bundles_per_masked_tile": round(masked.bundles / tiles, 2),
-        "with_copies": round((clear.bundles + around(schedule) / turns) / tiles, 2),
-        "slots_per_tile": _per(clear, tiles),
-        "slot_shares": clear.shares(schedule.capacity),
-        "mxu_peak_share": round(macs * tiles / (clear.bundles * CHIPS[case.chip].macs_per_bundle), 3),
+        "bundles_per_tile": round(walk.clear.bundles / tiles, 2),
+        "bundles_per_masked_tile": round((walk.masked.bundles + walk.mask / turns) / tiles, 2),
+        "with_copies": round((walk.clear.bundles + walk.around / turns) / tiles, 2),
+        "masked_with_copies": round((walk.masked.bundles + (walk.mask + walk.around) / turns) / tiles, 2),
+        "slots_per_tile": {unit: round(count / tiles, 2) for unit, count in walk.clear.slots.items()},
+        "slot_shares": walk.clear.shares(schedule.capacity),
+        "inner_loop_mxu_peak_share": peak_share(2 * TILE * case.head_dim * tiles, walk.clear.bundles, chip),
     }
+
+
+def peak_share(macs: float, bundles: int, chip: Chip) -> float:
+    """Of the MXU's peak, at most: multiplications over those possible while the bundles pass.
+
+    Bundles are no cycles where the MXU itself is what they wait for, and then the share is 1.
+    """
+    return round(min(1.0, macs / (bundles * chip.macs_per_bundle)), 3)
 
 
 def decode_cost(schedule: Schedule, shape: Shape, case: Case) -> dict[str, Any]:
     """Bundles of one sequence's KV tile against the bundles that pass while its bytes come from HBM."""
-    chip: Chip = CHIPS[case.chip]
-    clear, _ = loops(schedule)
-    bundles = clear.bundles * (shape.heads // shape.together) + around(schedule)
+    chip, walk = CHIPS[case.chip], walk_of(schedule)
+    bundles = walk.clear.bundles * (shape.heads // shape.together) + walk.around
     size = shape.heads * shape.slots * shape.lanes * case.spec.cache_dtype.itemsize
-    in_flight = size * chip.cores / chip.hbm_bandwidth * chip.clock if shape.head_blocks == chip.cores else None
-    in_flight = in_flight or size / chip.hbm_bandwidth * chip.clock
+    share = chip.cores if shape.head_blocks == chip.cores else 1  # cores at work, each with its part of the bandwidth
+    copying = size * share / chip.hbm_bandwidth * chip.clock
     return {
         "slots": shape.slots,
         "kib": size / 1024,
         "bundles": bundles,
-        "bundles_while_copying": round(in_flight),
-        "slot_shares": clear.shares(schedule.capacity),
-        "hbm_bandwidth_share": round(min(1.0, in_flight / bundles), 3),
+        "bundles_while_copying": round(copying),
+        "slot_shares": walk.clear.shares(schedule.capacity),
+        "hbm_bandwidth_share": round(min(1.0, copying / bundles), 3),
     }
-
-
-def around(schedule: Schedule) -> int:
-    """Bundles of the loop over KV tiles that do not multiply, on the way of a whole tile.
-
-    Half of what is there: the other half are ways not taken (the pages of the next query tile; pages that are missing).
-    """
-    return (schedule.at_depth(2) - sum(block.bundles for block in schedule.multiplying if block.depth == 2)) // 2
-
-
-def loops(schedule: Schedule) -> tuple[Block, Block]:
-    """What multiplies a KV tile that needs no mask, and one that does: in this order in the kernel."""
-    inside = [block for block in schedule.multiplying if block.depth >= 2]
-    first, second = sorted(sorted(inside, key=lambda block: block.slots["MXU"])[-2:], key=lambda block: block.first)
-    return first, second
-
-
-def _per(block: Block, tiles: float) -> dict[str, float]:
-    return {unit: round(count / tiles, 2) for unit, count in block.slots.items()}

@@ -73,10 +73,6 @@ class Schedule:
         """Blocks that use the MXU."""
         return [block for block in self.blocks if block.slots["MXU"]]
 
-    def at_depth(self, depth: int) -> int:
-        """Bundles inside exactly `depth` loops."""
-        return sum(block.bundles for block in self.blocks if block.depth == depth)
-
 
 def read_schedules(folder: Path, *, keep: bool = False) -> dict[str, Schedule]:
     """The Pallas kernels whose schedules lie in `folder`, by name; the files are then deleted."""

@@ -21,6 +21,8 @@ from chunkattn.engine.runner import Runner, page_bytes
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.spec import spec_from_config
 
+WIDEST = 1 << 15
+"""Pages of the longest page table: what a pool of the chip's memory makes, or the kernel's limit."""
 MODELS = {
     "qwen3-0.6b": GEOMETRIES["qwen3-0.6b"],
     "llama-3-8b": LlamaConfig(
@@ -62,7 +64,7 @@ def steps(chip: str) -> Iterator[Step]:
             yield Step(chip, model, 2048)
             yield Step(chip, model, 64)
             if model == "qwen3-0.6b":
-                yield Step(chip, model, 2048, width=8192)  # tables of 131,072 tokens
+                yield Step(chip, model, 2048, width=WIDEST)
                 yield Step(chip, model, 2048, kv_cache_dtype="fp8")
 
 

@@ -113,9 +113,15 @@ class AttentionBackend(ABC):
     One instance serves one engine. `build_metadata` runs on the host, in NumPy, once a
     step; `forward` is traced, once a layer. Array sizes in the metadata may depend only
     on the sizes `T`, `S` and `W` of the batch, or every step compiles anew.
+
+    Attributes:
+        max_pages: of a pool.
+        max_table_pages: entries of a page table, the largest `W`.
     """
 
     name: ClassVar[str]
+    max_pages: ClassVar[int] = 1 << 31
+    max_table_pages: ClassVar[int] = 1 << 31
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

@@ -25,8 +25,20 @@ class Blocks(NamedTuple):
     together: int
 
 
-CORES = {"v5e": 1, "v5p": 2, "v6e": 1}
-"""Generations the kernels are compiled for, and their TensorCores, which share a kernel's grid."""
+class Chip(NamedTuple):
+    """What the kernels know of a generation.
+
+    Attributes:
+        cores: TensorCores, which share a kernel's grid.
+        vmem_bytes: what a kernel may use of a core's vector memory: three quarters.
+    """
+
+    cores: int
+    vmem_bytes: int
+
+
+CHIPS = {"v5e": Chip(1, 96 << 20), "v5p": Chip(2, 48 << 20), "v6e": Chip(1, 96 << 20)}
+"""Generations the kernels are compiled for."""
 
 KINDS = {
     "TPU v5e": "v5e",

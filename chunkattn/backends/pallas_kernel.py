@@ -80,6 +80,15 @@ class Shape:
         """KV heads of a grid step."""
         return self.kv_heads // self.head_blocks
 
+    def vmem_bytes(self, dtype_bytes: int, cache_bytes: int) -> int:
+        """Vector memory a kernel of this shape takes, without what the compiler keeps beside it."""
+        rows, folded = max(self.rows, 8), max(self.groups * self.rows, 8)
+        sums = self.heads * folded * (2 * LANES + self.head_dim) * 4
+        pages = 2 * self.heads * self.slots * self.lanes * cache_bytes
+        queries = 5 * self.heads * folded * self.head_dim * dtype_bytes  # in, out, both twice; and folded
+        scores = 2 * self.together * folded * self.slots * 4
+        return sums + pages + queries + scores + rows * self.slots * 4
+
     @property
     def lanes(self) -> int:
         """Lanes of a slot of one KV head: K and V."""

@@ -12,18 +12,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkattn.backends import pallas_kernel as kernel
 from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, to_cache
-from chunkattn.backends.pallas_blocks import CORES, LARGE_PAGE, TABLE, Blocks, chip_here
+from chunkattn.backends.pallas_blocks import CHIPS, LARGE_PAGE, TABLE, Blocks, Chip, chip_here
 from chunkattn.backends.pallas_write import block_rows, plan_writes, write_rows
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import Tiles, spans, tile_ranges
 from chunkattn.errors import BackendError
 
 KV_BYTES = 8 << 20
-"""Two KV tiles with all heads take at most this, or the smallest that can be."""
+"""Two KV tiles with all heads take at most this, where tiles of a page, or 128 slots, do."""
 TOGETHER_ROWS = 1024
 """Most folded rows of heads computed side by side: decodes have few and take more heads."""
-VMEM_BYTES = 48 << 20
-"""What the kernels may use. Chips have 128 MiB, v5p 64."""
 
 _ALIGN = 16
 """Rows of a 16-bit register."""
@@ -70,11 +68,13 @@ class PallasTpuBackend(AttentionBackend):
     Attributes:
         interpret: of `pl.pallas_call`; None: only away from a TPU. Set it to False to compile for a
             TPU that is not there.
-        chip: the generation whose tile sizes to use, a key of `pallas_blocks.CORES`; None: this process's TPU's.
+        chip: the generation to compute for, a key of `pallas_blocks.CHIPS`; None: this process's TPU's.
         table: tile sizes by chip and head size.
         most_rows: of a query tile; a power of two.
     """
 
+    max_pages = 1 << (31 - kernel.LENGTH_BITS)
+    max_table_pages = 1 << 15  # four rows of the page table lie in the megabyte of scalar memory
     interpret: ClassVar[Any] = None
     chip: ClassVar[str | None] = None
     table: ClassVar[Mapping[tuple[str, int], tuple[Blocks, Blocks]]] = TABLE
@@ -91,15 +91,21 @@ class PallasTpuBackend(AttentionBackend):
             return f"dtype must be {' or '.join(_FLOATS)}, got {spec.dtype.name}"
         if spec.cache_dtype not in (spec.dtype, FP8):
             return f"K/V must be kept in {spec.dtype.name} or {FP8.name}, got {spec.cache_dtype.name}"
+        backend = cls(spec)
+        if backend._too_large(needed := backend.shape(1)) or backend._too_large(needed := backend.shape(_ALIGN)):
+            size = needed.vmem_bytes(spec.dtype.itemsize, spec.cache_dtype.itemsize) >> 20
+            return (
+                f"{spec.num_kv_heads} KV heads of {spec.head_dim} and pages of {spec.block_size} need {size} MiB of "
+                f"vector memory, of {backend.core.vmem_bytes >> 20} there are"
+            )
         if jax.default_backend() == "tpu" and (kind := jax.devices()[0].device_kind).startswith(_TOO_SMALL):
             return f"a {kind} has less vector memory than its tiles need; v5e, v5p, v6e and later have enough"
         return None
 
     def allocate(self, num_pages: int) -> KVCache:
         """One layer's pool, `[pages, kv_heads, block_size, 2 * head_dim]` in the cache's dtype."""
-        most = 1 << (31 - kernel.LENGTH_BITS)
-        if num_pages > most:
-            raise BackendError(f"pallas_tpu counts at most {most} pages, got {num_pages}; use a larger block_size")
+        if num_pages > self.max_pages:
+            raise BackendError(f"pallas_tpu counts at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
         spec = self.spec
         return jnp.zeros((num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_dim), spec.cache_dtype)
 
@@ -111,10 +117,18 @@ class PallasTpuBackend(AttentionBackend):
         return blocks._replace(slots=max(blocks.slots, spec.block_size))
 
     @property
+    def core(self) -> Chip:
+        """What this chip has."""
+        return CHIPS[self.chip or chip_here()]
+
+    @property
     def head_blocks(self) -> int:
         """KV heads are cut into this many parts, which the chip's cores compute in parallel."""
-        cores = CORES[self.chip or chip_here()]
-        return cores if self.spec.num_kv_heads % cores == 0 else 1
+        return self.core.cores if self.spec.num_kv_heads % self.core.cores == 0 else 1
+
+    def _too_large(self, shape: kernel.Shape) -> bool:
+        """Whether a kernel leaves less than a quarter of its memory to the compiler."""
+        return shape.vmem_bytes(self.spec.dtype.itemsize, self.spec.cache_dtype.itemsize) > 0.75 * self.core.vmem_bytes
 
     def shape(self, rows: int) -> kernel.Shape:
         """Sizes of the kernel over blocks of `rows`, 1 for decodes."""
@@ -144,9 +158,16 @@ class PallasTpuBackend(AttentionBackend):
         groups = spec.num_heads // spec.num_kv_heads
         folded *= together // _divisor(spec.num_kv_heads // self.head_blocks, together)
         size = self.most_rows
-        while size > _ALIGN and (size * groups > folded or size > rows or (size > 128 and 4 * size > rows)):
+        while size > _ALIGN and (
+            size * groups > folded or size > rows or (size > 128 and 4 * size > rows) or self._too_large(self.shape(size))
+        ):
             size //= 2
         return size
+
+    def _write_rows(self, rows: int) -> int:
+        """Rows of a grid step of the write."""
+        spec = self.spec
+        return block_rows(rows, 2 * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize)
 
     def build_metadata(self, batch: AttentionBatch) -> PallasMetadata:
         """See `AttentionBackend.build_metadata`."""
@@ -170,7 +191,7 @@ class PallasTpuBackend(AttentionBackend):
         by_row = np.zeros((blocks, 8, -(-size // kernel.LANES) * kernel.LANES), np.int32)
         for field, values in enumerate((batch.row_slot, batch.row_start)):
             by_row[:, field, :size] = np.pad(values, (0, blocks * size - rows)).reshape(blocks, size)
-        pieces, num_pieces = plan_writes(batch)
+        pieces, num_pieces = plan_writes(batch, self._write_rows(rows))
         bound = min(seqs, rows)
         return PallasMetadata(
             tiles=_pad(scalars, blocks + bound),
@@ -200,13 +221,13 @@ class PallasTpuBackend(AttentionBackend):
         interpret = self.interpret
         if interpret is None:
             interpret = pltpu.InterpretParams() if jax.default_backend() != "tpu" else False
-        options = {"interpret": interpret, "vmem_limit_bytes": VMEM_BYTES}
+        options = {"interpret": interpret, "vmem_limit_bytes": self.core.vmem_bytes}
         rows = len(q)
         size = self.block(rows)
         tiles, decodes = self.shape(size), self.shape(1)
 
         kv = to_cache(jnp.concatenate([k, v], axis=-1), cache.dtype)
-        kv = _pad_rows(kv.reshape(rows, -1), block_rows(rows))
+        kv = _pad_rows(kv.reshape(rows, -1), self._write_rows(rows))
         cache = write_rows(cache, kv, metadata.pieces, metadata.num_pieces, **options)
 
         if tiles.packed:  # zeros meet V; results come out behind V's lanes

@@ -22,22 +22,24 @@ from chunkattn.backends.base import AttentionBatch
 
 GROUP = 16
 """Slots written at once: a register's worth of 16-bit values, two of 32-bit ones."""
-ROWS = 256
-"""Rows of a grid step."""
+ROWS, ROW_BYTES = 256, 2 << 20
+"""Rows of a grid step, fewer where they would take more than so many bytes."""
 DEPTH = 16
 """Pieces in flight."""
 _FIELDS = DEST, ROW, OFFSET, COUNT, BUFFER, LAST = range(6)
 """Of a piece: group of the pool, row within the block, first slot within the group, rows, buffer, last of its group."""
 
 
-def block_rows(rows: int) -> int:
-    """Rows of a grid step when a step has `rows`: at least two groups."""
-    return min(ROWS, -(-rows // (2 * GROUP)) * 2 * GROUP)
+def block_rows(rows: int, row_bytes: int) -> int:
+    """Rows of a grid step when a step has `rows`, at least one: at least two groups."""
+    size = min(ROWS, -(-rows // (2 * GROUP)) * 2 * GROUP)
+    while size > 2 * GROUP and size * row_bytes > ROW_BYTES:
+        size = -(-size // (4 * GROUP)) * 2 * GROUP
+    return size
 
 
-def plan_writes(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces int32 `[blocks, len(_FIELDS), block_rows]` and how many each block has, int32 `[blocks]`."""
-    size = block_rows(len(batch.row_seq))
+def plan_writes(batch: AttentionBatch, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces int32 `[blocks, len(_FIELDS), size]` of blocks of `size` rows, and how many each has, int32 `[blocks]`."""
     blocks = -(-len(batch.row_seq) // size)
     pieces, counts = np.zeros((blocks, len(_FIELDS), size), np.int32), np.zeros(blocks, np.int32)
     flat = batch.flat_slots()[: batch.num_rows].astype(np.int64)

@@ -55,7 +55,8 @@ def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
     backend = make_backend(config.attention_backend, attention_spec(config, files.spec, files.dtype))
     store = _open_store(config)
     decoder = files.load()
-    num_pages = _num_pages(config, page_bytes(backend, files.spec.num_layers))  # of the memory the weights leave
+    # Of the memory the weights leave, as many as the backend can count.
+    num_pages = min(_num_pages(config, page_bytes(backend, files.spec.num_layers)), backend.max_pages)
     runner = Runner(decoder, backend, num_pages, config.max_logprobs)
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None)
 

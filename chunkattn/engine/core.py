@@ -61,6 +61,7 @@ class EngineCore:
             vocab_size=runner.spec.vocab_size,
             sliding_window=runner.spec.sliding_window,
             rates=self.meter.rates,
+            longest_table=runner.backend.max_table_pages,
             num_labels=runner.spec.num_labels,
         )
         self.intake = Intake(config, self.limits)

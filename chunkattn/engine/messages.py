@@ -102,6 +102,7 @@ class EngineLimits:
         max_logprobs: most log-probabilities per token.
         sliding_window: of the checkpoint, None when it has none.
         rates: of its steps, as far as they are known at its start.
+        longest_table: entries of a page table its backend can take.
         num_labels: classes of a sequence classifier, None for a language model.
     """
 
@@ -113,6 +114,7 @@ class EngineLimits:
     vocab_size: int
     sliding_window: int | None
     rates: StepRates
+    longest_table: int = 1 << 31
     num_labels: int | None = None
 
     @property
@@ -123,7 +125,7 @@ class EngineLimits:
     @property
     def max_table_pages(self) -> int:
         """Entries of the longest page table; more than pages, for a repeated chunk names its pages again."""
-        return max(1 << (self.num_pages - 1).bit_length(), 32)
+        return min(max(1 << (self.num_pages - 1).bit_length(), 32), self.longest_table)
 
 
 @dataclass(frozen=True)
