@@ -69,7 +69,7 @@ SETTINGS = [
     Setting({"head_dim": 256, "num_heads": 2, "dtype": "bfloat16", "block_size": 64}),
     Setting({"num_heads": 16, "num_kv_heads": 2, "dtype": "bfloat16", "block_size": 128}, 1),
     Setting({"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "dtype": "bfloat16", "block_size": 256}, 1),
-    Setting({**LONG, "window": 200}),
+    Setting({**LONG, "window": 200}, 6),
     Setting({"window": 40, "dtype": "bfloat16", "soft_cap": 3.0}, 3),
     Setting({**LONG, "soft_cap": 1.5}),
     Setting({**LONG, "kv_dtype": FP8}),

@@ -263,7 +263,8 @@ SLOW = StepRates(step=1e-3, row=1e-3, area=1e-9)
 
 def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
     refused = refusals(job, **{"sliding_window": None, "caching": True, **options})
-    return select_algorithm("auto", refused, predict(job, rates, budget, query_cached=cached)).algorithm
+    costs, extend = (predict(job, rates, budget, query_cached=known) for known in (False, True))
+    return select_algorithm("auto", refused, costs, extend["prefill_extend"], query_cached=cached).algorithm
 
 
 def test_auto_takes_what_is_cheapest():
@@ -271,7 +272,14 @@ def test_auto_takes_what_is_cheapest():
     long, short = ScoreJob([1] * 2000, [[2] * 20] * 500), ScoreJob([1] * 100, [[2] * 100] * 10)
     assert chosen(long) == "prefill_extend"
     assert chosen(short) == "packed_segment"
-    assert chosen(short, cached=True) == "prefill_extend"
+    # The same whatever the cache holds, where little is to be gained from it; else what gains.
+    assert chosen(short, cached=True) == "packed_segment"
+    assert chosen(ScoreJob([1] * 2000, [[2] * 20] * 3)) == "prefill_extend"
+    huge_step = replace(SLOW, step=10.0)
+    assert [chosen(ScoreJob([1] * 900, [[2] * 20] * 5), huge_step, cached=c) for c in (False, True)] == [
+        "packed_segment",
+        "prefill_extend",
+    ]
     assert chosen(long, caching=False) == "packed_segment"
     assert chosen(long, sliding_window=64) == "serial"
     assert chosen(ScoreJob([1] * 2000, [[2]] * 3, item_first=True)) == "serial"

@@ -142,8 +142,13 @@ class ScorePlanner:
         """
         config = self.config
         refused = refusals(job, sliding_window=self.limits.sliding_window, caching=config.enable_prefix_caching)
-        costs = predict(job, self._rates, config.max_num_batched_tokens, query_cached=self._remember(job, cache_salt))
-        choice = select_algorithm(algorithm or config.score_algorithm, refused, costs)
+        costs, cached = (
+            predict(job, self._rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
+        )
+        known = self._remember(job, cache_salt)
+        choice = select_algorithm(
+            algorithm or config.score_algorithm, refused, costs, cached["prefill_extend"], query_cached=known
+        )
         name = choice.algorithm
         parts = ALGORITHMS[name](job)
         requests, places = [], {}

@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 EQUAL = 1.02
 """Costs within this factor are equal: the first of `AUTO` is taken then."""
+STEADY = 1.14
+"""What may be lost so that the choice does not depend on what the cache holds: equal requests then give equal bits."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,17 @@ def check_algorithm(name: str) -> None:
         raise ConfigError(f"score_algorithm {name!r} is unknown; choose auto, {', '.join(ALGORITHMS)}")
 
 
-def select_algorithm(name: str, refused: Mapping[str, str], costs: Mapping[str, float]) -> Choice:
+def select_algorithm(
+    name: str, refused: Mapping[str, str], costs: Mapping[str, float], cached: float, *, query_cached: bool
+) -> Choice:
     """The algorithm to run: the named one, or for `"auto"` the cheapest.
 
     Args:
         name: of an algorithm, or `"auto"`.
         refused: see `refusals`.
-        costs: predicted seconds by algorithm.
+        costs: predicted seconds by algorithm, of a query that is not in the cache.
+        cached: of `prefill_extend` when it is.
+        query_cached: whether it probably is.
 
     Raises:
         RequestError: unknown, or unable to serve this job; the message says why.
@@ -75,9 +81,15 @@ def select_algorithm(name: str, refused: Mapping[str, str], costs: Mapping[str, 
         fit = next(n for n in ALGORITHMS if n not in refused)
         raise RequestError(f"algorithm {name!r} cannot serve this request: {refused[name]}; use {fit!r}", param="algorithm")
     possible = {n: costs[n] for n in AUTO if n not in refused}
+    if query_cached and "prefill_extend" in possible:
+        possible["prefill_extend"] = cached
     if name != "auto":
         return Choice(name, possible)
-    least = min(possible.values())
-    chosen = next(n for n, cost in possible.items() if cost <= EQUAL * least)
+    others = {n: cost for n, cost in possible.items() if n != "prefill_extend"}
+    least = min(others.values())
+    chosen = next(n for n, cost in others.items() if cost <= EQUAL * least)
+    if "prefill_extend" in possible and least > STEADY * cached:  # there is something to be gained from the cache
+        gains = query_cached or costs["prefill_extend"] <= STEADY * least
+        chosen = "prefill_extend" if gains else chosen
     logger.info("scoring by %s; predicted: %s", chosen, ", ".join(f"{n} {c:.3g} s" for n, c in possible.items()))
     return Choice(chosen, possible)
