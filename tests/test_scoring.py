@@ -275,7 +275,7 @@ def test_auto_takes_what_is_cheapest():
     # The same whatever the cache holds, where little is to be gained from it; else what gains.
     assert chosen(short, cached=True) == "packed_segment"
     assert chosen(ScoreJob([1] * 2000, [[2] * 20] * 3)) == "prefill_extend"
-    huge_step = replace(SLOW, step=10.0)
+    huge_step = replace(SLOW, step=1.0)
     assert [chosen(ScoreJob([1] * 900, [[2] * 20] * 5), huge_step, cached=c) for c in (False, True)] == [
         "packed_segment",
         "prefill_extend",
