@@ -60,7 +60,7 @@ def random_messages(rng):
     )
     cached = messages.CachedTokens(3, tuple(ids(4)), 5)
     rates = messages.StepRates(*rng.random(3).tolist())
-    limits = messages.EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates, maybe(3))
+    limits = messages.EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates, 2**20, maybe(3))
     config = EngineConfig(model=maybe(text()), kv_cache_memory_bytes=maybe(2**40), engine_hang_timeout_s=1 + rng.random())
     n = int(rng.integers(1, 6))
     return [
