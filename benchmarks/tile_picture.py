@@ -13,6 +13,7 @@ from benchmarks.visited_tiles import BLOCK, batch_of
 from chunkattn.backends import AttentionBatch, AttentionSpec
 from chunkattn.backends import pallas_kernel as kernel
 from chunkattn.backends.pallas_blocks import TABLE, Blocks
+from chunkattn.backends.pallas_pages import LENGTH_BITS
 from chunkattn.backends.pallas_tpu import PallasTpuBackend
 from chunkattn.cache.slots import SlotPlan, plan_slots
 from chunkattn.errors import ConfigError
@@ -67,7 +68,7 @@ def walks(batch: AttentionBatch) -> list[Walk]:
     size = batch.block_size
     backend = Small(AttentionSpec(1, 1, 128, jnp.dtype("bfloat16"), size))
     shape, metadata = backend.shape(backend.block(batch.num_rows)), backend.build_metadata(batch)
-    lengths = metadata.table[0, 0] & ((1 << kernel.LENGTH_BITS) - 1)
+    lengths = metadata.table[0, 0] & ((1 << LENGTH_BITS) - 1)
     found: list[Walk] = []
     done = 0
     for sc in metadata.tiles[:, : metadata.num_tiles].T:

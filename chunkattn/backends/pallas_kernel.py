@@ -7,13 +7,12 @@ from HBM, across query tiles too. Where every row of the query tile sees every s
 KV tile no mask is computed; most tiles of a long prefix are of this kind.
 
 Nothing is gathered by a vector of indices, which Mosaic cannot lower: page numbers are
-scalars, one sequence's row of the page table at a time in SMEM (at most 64 KiB; a whole
+scalars, one sequence's row of the page table at a time in SMEM (at most 128 KiB; a whole
 table would not fit), and the rows' slots come in as a block.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LENGTH_BITS = 9
-"""Low bits of a page-table entry: the page's valid slots (at most 256). The page is above them."""
+from chunkattn.backends.pallas_pages import Pages
+
 LANES = 128
-PACKED = 32
-"""Rows of a register of one-byte values: a load must begin at a multiple of it."""
 SCALARS = BLOCK, LOW, HIGH, SEQ, FIRST_END, SECOND_START, SECOND_END, MIN_SLOT, LAST, MAX_START, PREFIX_END = range(11)
 """Rows of the scalars of query tiles, int32 `[len(SCALARS), Q]`:
 
@@ -41,7 +38,6 @@ _MASKED = -1e38
 """Added to a score that is not seen; far below `_LEAST`, so its weight is zero."""
 _LEAST = -1e30
 """Start of the running maximum: finite, so that a row that has seen nothing yet stays finite."""
-_NOWHERE = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ def attend(
         count: int32 scalar, tiles in use.
         q: `[blocks * rows, num_heads * head_dim]`, or for decodes `[Q, kv_heads, groups, head_dim]`.
         rows: int32 `[blocks, 8, lanes]`, row slots and row starts of a block in its first two rows; None for decodes.
-        table: int32 `[S, 1, W]`, entries as `LENGTH_BITS` says.
+        table: int32 `[S, 1, W]`, entries as `pallas_pages.LENGTH_BITS` says.
         pool: `[pages, kv_heads, block_size, lanes]`.
         shape: sizes.
         scale: multiplies the scores.
@@ -186,7 +182,7 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, scores: _Scor
     else:
         sc, q, rows, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state, folded = refs
     head_block, i = pl.program_id(0), pl.program_id(1)
-    pages = _Pages(pool, kv, arrived, state, head_block * shape.heads, shape)
+    pages = Pages(pool, kv, arrived, state, head_block * shape.heads, shape)
     following = jnp.minimum(i + 1, sc.shape[1] - 1)
 
     def tiles_of(tile: Any) -> Any:
@@ -339,92 +335,3 @@ def _update(
     for head, (weights, decay) in zip(heads, weighed, strict=True):
         added = multiply(weights, kv[head, :, shape.lanes - shape.head_dim :].astype(folded.dtype), 0)
         values[head] = values[head] * jnp.concatenate([decay] * (shape.head_dim // LANES), axis=1) + added
-
-
-@dataclass(frozen=True)
-class _Pages:
-    """Copies of pages to one of two buffers `[heads, slots, lanes]`."""
-
-    pool: Any
-    kv: Any
-    arrived: Any
-    state: Any
-    first_head: Any
-    shape: Shape
-
-    def _copy(self, page: Any, place: Any, buffer: Any) -> Any:
-        size = self.shape.block_size
-        at = pl.ds(place * size if isinstance(place, int) else pl.multiple_of(place * size, size), size)
-        source = self.pool.at[page, pl.ds(self.first_head, self.shape.heads)]
-        return pltpu.make_async_copy(source, self.kv.at[buffer, :, at, :], self.arrived.at[buffer])
-
-    def _present(self, tile: Any, last: Any) -> Any:
-        """Pages of the tile that begin at or before slot `last`."""
-        return jnp.minimum(lax.div(last, self.shape.block_size) + 1 - tile * self.shape.pages, self.shape.pages)
-
-    def start(self, table: Any, tile: Any, last: Any, buffer: Any) -> None:
-        """Send for the pages of a KV tile."""
-        shape, present, base = self.shape, self._present(tile, last), tile * self.shape.pages
-        mask = (1 << LENGTH_BITS) - 1
-
-        def one(place: Any, shortest: Any) -> Any:
-            entry = table[0, 0, base + place]
-            self._copy(entry >> LENGTH_BITS, place, buffer).start()
-            return jnp.minimum(shortest, entry & mask)
-
-        @pl.when(present == shape.pages)
-        def all_pages() -> None:
-            shortest = jnp.int32(shape.block_size)
-            for place in range(shape.pages):
-                shortest = one(place, shortest)
-            self.state[buffer] = shortest
-
-        @pl.when(present < shape.pages)
-        def some_pages() -> None:
-            lax.fori_loop(0, present, one, jnp.int32(0))
-            self.state[buffer] = 0
-
-    def shortest(self, buffer: Any) -> Any:
-        """Least valid length of the tile's pages; 0 where a page is missing."""
-        return self.state[buffer]
-
-    def wait(self, tile: Any, last: Any, buffer: Any) -> None:
-        """Until the pages `start` sent for have arrived."""
-        shape, present = self.shape, self._present(tile, last)
-
-        @pl.when(present == shape.pages)
-        def all_pages() -> None:
-            whole = self.kv.at[buffer]
-            pltpu.make_async_copy(whole, whole, self.arrived.at[buffer]).wait()  # type: ignore[no-untyped-call]
-
-        @pl.when(present < shape.pages)
-        def some_pages() -> None:
-            lax.fori_loop(0, present, lambda place, _: self._copy(0, place, buffer).wait(), None)
-
-    def clean(self, table: Any, tile: Any, last: Any, buffer: Any, columns: Any) -> None:
-        """Zero the slots that no token was written to, and put `_NOWHERE` in their columns."""
-        shape, base = self.shape, tile * self.shape.pages
-        size, mask = shape.block_size, (1 << LENGTH_BITS) - 1
-        together = max(1, PACKED // size)  # pages in what can be loaded at once
-        lane = lax.broadcasted_iota(jnp.int32, (1, shape.slots), 1)
-        row = lax.broadcasted_iota(jnp.int32, (shape.heads, together * size, shape.lanes), 1)
-
-        def some(turn: Any, _: Any) -> None:
-            places = [turn * together + n for n in range(together)]
-            lengths = []
-            for place in places:
-                entry = table[0, 0, jnp.minimum(base + place, table.shape[2] - 1)]
-                lengths.append(jnp.maximum(jnp.minimum(entry & mask, last + 1 - (base + place) * size), 0))
-
-            @pl.when(functools.reduce(jnp.minimum, lengths) < size)
-            def blank() -> None:
-                at = self.kv.at[buffer, :, pl.ds(pl.multiple_of(places[0] * size, together * size), together * size), :]
-                written = row < lengths[0]
-                for n, length in enumerate(lengths[1:], 1):
-                    written |= (row >= n * size) & (row < n * size + length)
-                at[...] = jnp.where(written, at[...].astype(jnp.float32), 0.0).astype(at.dtype)
-                for place, length in zip(places, lengths, strict=True):
-                    hole = (lane >= place * size + length) & (lane < (place + 1) * size)
-                    columns[...] = jnp.where(hole, _NOWHERE, columns[...])
-
-        lax.fori_loop(0, shape.pages // together, some, None)

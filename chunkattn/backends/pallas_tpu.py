@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkattn.backends import pallas_kernel as kernel
 from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, to_cache
 from chunkattn.backends.pallas_blocks import CHIPS, LARGE_PAGE, TABLE, Blocks, Chip, chip_here
+from chunkattn.backends.pallas_pages import LENGTH_BITS
 from chunkattn.backends.pallas_write import block_rows, plan_writes, write_rows
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import Tiles, spans, tile_ranges
@@ -73,7 +74,7 @@ class PallasTpuBackend(AttentionBackend):
         most_rows: of a query tile; a power of two.
     """
 
-    max_pages = 1 << (31 - kernel.LENGTH_BITS)
+    max_pages = 1 << (31 - LENGTH_BITS)
     max_table_pages = 1 << 15  # four rows of the page table lie in the megabyte of scalar memory
     interpret: ClassVar[Any] = None
     chip: ClassVar[str | None] = None
@@ -201,7 +202,7 @@ class PallasTpuBackend(AttentionBackend):
             num_decodes=np.int32(len(decode_rows)),
             decode_rows=_pad(decode_rows, bound),
             decode_of_row=decode_of_row,
-            table=(batch.block_tables << kernel.LENGTH_BITS | batch.page_len)[:, None].astype(np.int32),
+            table=(batch.block_tables << LENGTH_BITS | batch.page_len)[:, None].astype(np.int32),
             pieces=pieces,
             num_pieces=num_pieces,
         )

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 
 import jax
-import numpy as np
 from prometheus_client import generate_latest
 
 from chunkattn.cache.trie import BlockTrie
@@ -16,7 +15,6 @@ from chunkattn.engine.batch import BatchBuilder, StepBatch
 from chunkattn.engine.dense import DensePacks
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import (
-    CachedTokens,
     EngineLimits,
     EngineOutput,
     Message,
@@ -28,7 +26,7 @@ from chunkattn.engine.messages import (
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.offload import DiskTier
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.readout import RowCollector
+from chunkattn.engine.readout import RowCollector, cached_tokens, prompt_tokens
 from chunkattn.engine.request import Request, Sequence
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.scheduler import Scheduler, Span
@@ -274,10 +272,10 @@ class EngineCore:
         sequence = next(s for s in request.sequences if s.sample == sample)
         number, cached = len(sequence.output_ids) + 1, None
         if number == 1:
-            cached = _cached_tokens(request)
+            cached = cached_tokens(request)
             if sample == 0:
                 self.metrics.first_token.observe(now - request.added_at)
-                self.metrics.count_cached(cached, _prompt_tokens(request))
+                self.metrics.count_cached(cached, prompt_tokens(request))
         else:
             self.metrics.inter_token.observe(now - sequence.last_token_at)
         sequence.last_token_at = now
@@ -303,8 +301,8 @@ class EngineCore:
             if request.request_id in self._pins:  # computed again after a failure
                 self.scheduler.pin(request)
                 continue
-            cached = _cached_tokens(request)
-            self.metrics.count_cached(cached, _prompt_tokens(request))
+            cached = cached_tokens(request)
+            self.metrics.count_cached(cached, prompt_tokens(request))
             outputs.append(PrecomputeResult(request.request_id, cached))
             if request.precompute and request.precompute.pin:
                 self._pins[request.request_id] = request
@@ -421,21 +419,3 @@ class EngineCore:
             metrics.pages.labels(state).set(pages)
         metrics.queue.labels("waiting").set(len(scheduler.waiting))
         metrics.queue.labels("running").set(len(scheduler.running))
-
-
-def _by_part(request: Request, tokens: np.ndarray) -> CachedTokens:
-    """Counts of a bool `[T]` over the parts, chunks in the user's order."""
-    layout = request.layout
-    counts = [int(tokens[s.start : s.end].sum()) for s in layout.segments]
-    chunks = [0] * layout.num_chunks
-    for place, number in enumerate(request.chunk_order):
-        chunks[number] = counts[1 + place]
-    return CachedTokens(counts[0], tuple(chunks), counts[-1])
-
-
-def _cached_tokens(request: Request) -> CachedTokens:
-    return _by_part(request, ~request.computed)
-
-
-def _prompt_tokens(request: Request) -> CachedTokens:
-    return _by_part(request, np.ones(len(request.layout), bool))

@@ -1,4 +1,4 @@
-"""Rows of a request's readout, collected as steps compute them."""
+"""What is read off a request: rows as steps compute them, and how much of its prompt was cached."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.engine.messages import PromptLogprobsOutput, ScoreResult, StepRates, TokenLogprobs
+from chunkattn.engine.messages import CachedTokens, PromptLogprobsOutput, ScoreResult, StepRates, TokenLogprobs
 from chunkattn.engine.request import Request
 
 
@@ -33,3 +33,23 @@ class RowCollector:
             target[index], rank[index], known[index] = row[0], row[1], True
             top_ids[index], top[index] = row[2][:num_top], row[3][:num_top]
         return PromptLogprobsOutput(request.request_id, TokenLogprobs(target, rank, top_ids, top), known)
+
+
+def _by_part(request: Request, tokens: np.ndarray) -> CachedTokens:
+    """Counts of a bool `[T]` over the parts, chunks in the user's order."""
+    layout = request.layout
+    counts = [int(tokens[s.start : s.end].sum()) for s in layout.segments]
+    chunks = [0] * layout.num_chunks
+    for place, number in enumerate(request.chunk_order):
+        chunks[number] = counts[1 + place]
+    return CachedTokens(counts[0], tuple(chunks), counts[-1])
+
+
+def cached_tokens(request: Request) -> CachedTokens:
+    """Prompt tokens the request did not have to compute."""
+    return _by_part(request, ~request.computed)
+
+
+def prompt_tokens(request: Request) -> CachedTokens:
+    """All of them, by part."""
+    return _by_part(request, np.ones(len(request.layout), bool))
