@@ -211,7 +211,6 @@ class EngineCore:
         hidden = self.runner.forward(batch)
         tokens, logprobs = self.runner.sample(hidden, batch.samples)
         self._collect(hidden, batch, outputs)
-        self._measure(compiled, fetched=bool(batch.samples or batch.scores or batch.prompt_logprobs))
         self._count(spans, batch)
         self.scheduler.commit(spans)
         if self.disk is not None:
@@ -223,6 +222,7 @@ class EngineCore:
         for row, token, logprob in zip(batch.samples, tokens, logprobs, strict=True):
             self._accept(row.sequence.request, row.sample, token, logprob, outputs)
         self._finish_precomputed(outputs)
+        self._measure(compiled, hidden, batch)
         self.metrics.steps.inc()
         self.metrics.step_time.observe(time.perf_counter() - began)
         self._dense_step(outputs, concerned)
@@ -240,11 +240,13 @@ class EngineCore:
         self.metrics.padding.inc(len(batch.token_ids) - batch.num_rows)
         self._end(request, "finished")
 
-    def _measure(self, compiled: int, *, fetched: bool) -> None:
+    def _measure(self, compiled: int, hidden: jax.Array, batch: StepBatch) -> None:
         """Take note of what steps took, when their results are here and nothing was compiled for them."""
+        if not self.requests:
+            hidden.block_until_ready()  # what comes next must not be taken for this
         if self.runner.compiles.total() > compiled:
             self.meter.forget()
-        elif fetched:
+        elif not self.requests or batch.samples or batch.scores or batch.prompt_logprobs:
             self.meter.finish()
 
     def _admit(self, concerned: list[Request]) -> None:
