@@ -13,6 +13,8 @@ from chunkattn.cli.common import app, command, console
 from chunkattn.errors import ConfigError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from chunkattn.bench.rag import Case
 
 group = typer.Typer(no_args_is_help=True, help="Measure, side by side in one process.")
@@ -39,17 +41,7 @@ def rag(
     from chunkattn.bench.geometry import GEOMETRIES
     from chunkattn.bench.rag import Workload, as_records, run
 
-    if geometry not in GEOMETRIES:
-        raise ConfigError(f"unknown geometry {geometry!r}; choose one of {', '.join(GEOMETRIES)}")
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"unknown dtype {dtype!r}; choose float32 or bfloat16")
-    # What would fail at the end fails now.
-    files = [Path(json_file)] if json_file and json_file != "-" else []
-    for target in [*files, plot] if plot else files:
-        if not target.parent.is_dir():
-            raise ConfigError(f"{target.parent} is no folder")
-    if plot is not None:
-        _check_picture(plot)
+    check_options(geometry, dtype, json_file, plot)
     numbers = (*(documents or (4, 12)), *(document_tokens or (500,)), prefix_tokens, question_tokens, repeats)
     if min(numbers) < 1:
         raise ConfigError("counts of documents, tokens and repeats must be at least 1")
@@ -71,6 +63,26 @@ def rag(
             Path(json_file).write_text(records + "\n")
     if plot is not None:
         _plot(cases, plot, geometry)
+
+
+def check_options(geometry: str, dtype: str, json_file: str | None, plot: Path | None) -> None:
+    """Let what would fail at the end fail now.
+
+    Raises:
+        ConfigError: an unknown geometry or dtype, or a file cannot be written.
+    """
+    from chunkattn.bench.geometry import GEOMETRIES
+
+    if geometry not in GEOMETRIES:
+        raise ConfigError(f"unknown geometry {geometry!r}; choose one of {', '.join(GEOMETRIES)}")
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"unknown dtype {dtype!r}; choose float32 or bfloat16")
+    files = [Path(json_file)] if json_file and json_file != "-" else []
+    for target in [*files, plot] if plot else files:
+        if not target.parent.is_dir():
+            raise ConfigError(f"{target.parent} is no folder")
+    if plot is not None:
+        _check_picture(plot)
 
 
 def _table(cases: list[Case], title: str) -> Table:
@@ -100,7 +112,7 @@ def _check_picture(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'chunkattn[plot]'") from error
+        raise ConfigError("a picture needs matplotlib: pip install 'chunkattn[plot]'") from error
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise ConfigError(f"pictures end in one of {', '.join(sorted(known))}; got {path.name!r}")
@@ -120,6 +132,15 @@ def _plot(cases: list[Case], path: Path, geometry: str) -> None:
     axes.set_title(f"First token of an answer from documents ({geometry})", fontsize=11)
     axes.grid(alpha=0.3, which="both")
     axes.legend()
+    save_picture(figure, path)
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a figure.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         figure.savefig(path, dpi=130)
     except (ValueError, OSError) as error:

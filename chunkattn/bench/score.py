@@ -1,0 +1,308 @@
+"""`chunkattn bench score`: one query and many items by every algorithm, in one process on one engine.
+
+The algorithms take turns in rounds, each time with a query and items never seen before; `prefill_extend` runs again with
+the query in the cache. `serial` is timed on some of the items, and the rest is taken to cost the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn.bench.geometry import make_core
+from chunkattn.bench.memory import peak_bytes, reset_peak, resident_bytes
+from chunkattn.engine.messages import PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
+from chunkattn.engine.runner import Runner
+from chunkattn.errors import EngineError, RequestError
+from chunkattn.outputs import ScoreOutput
+from chunkattn.scoring import ALGORITHMS, ScoreJob, ScorePlanner, ScoringJob
+from chunkattn.scoring.selector import refusals
+
+LABELS = 9454, 2753
+EXTEND = "prefill_extend"
+IN_ORDER = ("serial", *(name for name in ALGORITHMS if name != "serial"))
+"""All algorithms, the one that the others are compared with first."""
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Token counts of a scoring request."""
+
+    query: int = 2000
+    items: int = 500
+    item_len: int = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: medians over the rounds.
+
+    Attributes:
+        cached: whether the query was in the cache.
+        measured_items: so many were timed; what depends on their number is scaled.
+        speedup: over `serial` of the same workload; None without it.
+        peak_share: of the matrix-product rate `matmul_flops`, measured in the same process, by the operations needed: the
+            matrices for every row that is laid out, attention for every visible pair, the head for every row that is read.
+        rows: that are laid out and not cached.
+        padding: rows computed to fill buckets.
+        compiles: programs compiled in the timed rounds.
+        predicted_s: by the cost model, before it ran; None for what is never predicted.
+        auto: whether `auto` takes this algorithm after all rounds, with the cache as it is in this row.
+        peak_mib: highest resident memory of the process.
+        growth_mib: the same beyond what was resident before; None where the system does not say.
+    """
+
+    query: int
+    items: int
+    item_len: int
+    algorithm: str
+    cached: bool
+    measured_items: int
+    seconds: float
+    items_per_s: float
+    speedup: float | None
+    peak_share: float
+    matmul_flops: float
+    rows: int
+    padding: int
+    compiles: int
+    predicted_s: float | None
+    auto: bool
+    peak_mib: float
+    growth_mib: float | None
+
+    @property
+    def name(self) -> str:
+        """The algorithm, and the state of the cache where it matters."""
+        return f"{self.algorithm}, cached" if self.cached else self.algorithm
+
+
+class Run(NamedTuple):
+    """One scoring request."""
+
+    seconds: float
+    output: ScoreOutput
+    flops: float
+    padding: int
+    compiles: int
+    peak: int
+    growth: int | None
+
+
+class ScoreBench:
+    """An engine over random weights, and what stands before it in `LLM`, for token ids.
+
+    Args:
+        geometry: of the model.
+        kv_tokens: of the KV pool.
+        dtype: of weights and K/V.
+        **options: of the engine.
+    """
+
+    def __init__(self, geometry: str, kv_tokens: int, *, dtype: str = "bfloat16", **options: Any) -> None:
+        self.core = make_core(geometry, -(-kv_tokens // BLOCK), dtype=dtype, block_size=BLOCK, **options)
+        self.planner = ScorePlanner(self.core.config)
+        self.planner.connect(self.core.limits)
+        self.vocab_size = self.core.limits.vocab_size
+        self.labels = tuple(label % self.vocab_size for label in LABELS)
+        self._rng, self._numbers = np.random.default_rng(0), count()
+
+    def ids(self, size: int) -> list[int]:
+        """Random token ids."""
+        return self._rng.integers(0, self.vocab_size, size).tolist()
+
+    def items(self, workload: Workload) -> list[list[int]]:
+        """Random items."""
+        return [self.ids(workload.item_len) for _ in range(workload.items)]
+
+    def job(self, query: list[int], items: list[list[int]]) -> ScoreJob:
+        """As the engine's options bound it."""
+        return self.planner.job(query, items, [], False)
+
+    def plan(self, query: list[int], items: list[list[int]], algorithm: str) -> ScoringJob:
+        """The requests of an algorithm."""
+        return self.planner.plan(
+            self.job(query, items),
+            algorithm,
+            self.labels,
+            apply_softmax=False,
+            cache_salt=None,
+            priority=0,
+            new_id=lambda: str(next(self._numbers)),
+        )
+
+    def run(self, query: list[int], items: list[list[int]], algorithm: str) -> Run:
+        """Score, from the plan to the scores.
+
+        Raises:
+            EngineError: a step failed.
+        """
+        metrics, compiles = self.core.metrics, self.core.runner.compiles
+        padding, compiled = metrics.value("padding_rows_total"), compiles.total()
+        reset_peak()
+        before = resident_bytes()
+        began = time.perf_counter()
+        job = self.plan(query, items, algorithm)
+        for stage in job.stages:
+            for request in stage:
+                self.core.add(request)
+            while self.core.has_work:
+                for event in self.core.step():
+                    if not isinstance(event, (ScoreResult, PrecomputeResult)):
+                        raise EngineError(f"the request failed: {event}")
+                    job.add(event)
+        output = job.output()
+        seconds, peak = time.perf_counter() - began, peak_bytes()
+        return Run(
+            seconds,
+            output,
+            needed_flops(self.core.runner, job.requests, output.usage.cached_tokens),
+            int(metrics.value("padding_rows_total") - padding),
+            compiles.total() - compiled,
+            peak,
+            None if before is None else max(peak - before, 0),
+        )
+
+
+def needed_flops(runner: Runner, requests: Sequence[PrecomputeRequest | ScoreRequest], cached: int) -> float:
+    """Floating-point operations of requests without any waste.
+
+    Args:
+        runner: of the model.
+        requests: of one scoring job.
+        cached: tokens of the query that were in the cache.
+    """
+    rows = pairs = read = 0
+    for request in requests:
+        layout = request.layout
+        if isinstance(request, ScoreRequest):
+            first = layout.prefix_len if request.share_prefix else 0
+            read += len(request.rows)
+        else:
+            first = cached
+        index = np.arange(first, len(layout))
+        rows += len(index)
+        pairs += int((index + 1 - np.maximum(layout.row_start[first:] - layout.prefix_len, 0)).sum())
+    head = 2 * runner.spec.hidden_size * runner.spec.vocab_size
+    return rows * runner.row_flops + pairs * runner.pair_flops + read * head
+
+
+def matmul_rate(dtype: str, repeats: int = 5) -> float:
+    """Floating-point operations a second of a large matrix product, the best of a few."""
+    rows, inner, columns = 2048, 1024, 3072
+    a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
+    multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
+    multiply(a, b).block_until_ready()
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        multiply(a, b).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * rows * inner * columns / min(seconds)
+
+
+def pool_tokens(query: int, budget: int = 2048) -> int:
+    """Size of a KV pool in which packs behind a query are as long as the planner ever makes them."""
+    return 4 * max(8192, 4 * query, budget)
+
+
+def run(
+    geometry: str,
+    workloads: Sequence[Workload],
+    algorithms: Sequence[str],
+    *,
+    dtype: str = "bfloat16",
+    repeats: int = 3,
+    serial_items: int = 4,
+    kv_tokens: int | None = None,
+) -> Iterator[list[Case]]:
+    """Measure workloads on random weights of a known geometry, one after the other.
+
+    Args:
+        geometry: of the model.
+        workloads: one list of cases each.
+        algorithms: those that cannot serve a workload are left out of it.
+        dtype: of weights and K/V.
+        repeats: timed rounds, after one that compiles.
+        serial_items: how many items `serial` is timed on.
+        kv_tokens: of the KV pool; None is `pool_tokens` of the longest query.
+
+    Raises:
+        EngineError: a step failed.
+        RequestError: no algorithm can serve a workload.
+    """
+    bench = ScoreBench(geometry, kv_tokens or pool_tokens(max(w.query for w in workloads)), dtype=dtype)
+    matmul = 0.0
+    for workload in workloads:
+        query, items = bench.ids(workload.query), bench.items(workload)
+        refused = refusals(bench.job(query, items), sliding_window=None, caching=True)
+        served = [name for name in algorithms if name not in refused]
+        if not served:
+            raise RequestError(next(iter(refused.values())))
+        _round(bench, workload, served, serial_items)  # compiles
+        runs: dict[Key, list[Run]] = {}
+        for _ in range(repeats):
+            matmul = max(matmul, matmul_rate(dtype))
+            for key, found in _round(bench, workload, served, serial_items):
+                runs.setdefault(key, []).append(found)
+        # Now that the engine knows how fast it is. The second time the query is known.
+        picks = {cached: bench.plan(query, items, "auto").output().algorithm for cached in (False, True)}
+        yield _cases(workload, runs, picks, matmul)
+
+
+Key = tuple[str, bool]
+"""An algorithm, and whether the query is in the cache."""
+
+
+def _round(bench: ScoreBench, workload: Workload, algorithms: Sequence[str], serial_items: int) -> list[tuple[Key, Run]]:
+    """Every algorithm once."""
+    found = []
+    for name in algorithms:
+        query, items = bench.ids(workload.query), bench.items(workload)
+        found.append(((name, False), bench.run(query, items[:serial_items] if name == "serial" else items, name)))
+        if name == EXTEND:
+            found.append(((name, True), bench.run(query, bench.items(workload), name)))
+    return found
+
+
+def _cases(workload: Workload, runs: dict[Key, list[Run]], picks: dict[bool, str], matmul: float) -> list[Case]:
+    cases: list[Case] = []
+    serial = None
+    for (name, cached), found in runs.items():
+        first, measured = found[0], len(found[0].output.scores)
+        scale = workload.items / measured
+        seconds = statistics.median(r.seconds for r in found)
+        if name == "serial":
+            serial = seconds * scale
+        predicted = [r.output.predicted_seconds[name] for r in found if name in r.output.predicted_seconds]
+        growth = [r.growth for r in found if r.growth is not None]
+        cases.append(
+            Case(
+                **asdict(workload),
+                algorithm=name,
+                cached=cached,
+                measured_items=measured,
+                seconds=seconds * scale,
+                items_per_s=measured / seconds,
+                speedup=None if serial is None else serial / (seconds * scale),
+                peak_share=first.flops / seconds / matmul,
+                matmul_flops=matmul,
+                rows=round(first.output.usage.computed_tokens * scale),
+                padding=round(first.padding * scale),
+                compiles=max(r.compiles for r in found),
+                predicted_s=statistics.median(predicted) * scale if predicted else None,
+                auto=picks[cached] == name,
+                peak_mib=max(r.peak for r in found) / 2**20,
+                growth_mib=max(growth) / 2**20 if growth else None,
+            )
+        )
+    return cases
