@@ -50,6 +50,7 @@ def test_equals_reference(options, small_tiles):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_equals_reference_over_hundreds_of_batches():
     command = [sys.executable, "-m", "benchmarks.tpu_interpret", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})

@@ -34,7 +34,7 @@ def predict(job: ScoreJob, rates: StepRates, budget: int, *, query_cached: bool)
         "serial": seconds([sum(lens) + query * len(lens)], sum(_causal(query + n) for n in lens)),
         "packed_segment": seconds(
             [query + sum(lens[first:last]) for first, last in packs],
-            sum(alone + _behind(query, lens[first:last]) for first, last in packs),
+            sum(alone + _behind(query, lens[first:last], query) for first, last in packs),
         ),
         "prefill_extend": seconds(
             [sum(filled[first:last]) for first, last in batches],
@@ -64,11 +64,18 @@ def _causal(tokens: int) -> int:
     return sum(-(-min((tile + 1) * TILE_ROWS, tokens) // TILE_SLOTS) for tile in range(tiles)) * TILE_ROWS * TILE_SLOTS
 
 
-def _behind(query: int, lens: Sequence[int]) -> float:
-    """Area of the tiles that items packed behind a query visit: the query's, and about those of the item itself."""
+def _behind(query: int, lens: Sequence[int], before: int = 0) -> float:
+    """Area of the tiles that items packed behind a query visit: the query's, and about those of the item itself.
+
+    Args:
+        query: tokens of the query.
+        lens: of the items.
+        before: rows of the same sequence before them, whose last query tile they fill up.
+    """
     rows = sum(lens)
     if not rows:
         return 0.0
     own = sum(n * n for n in lens) / rows / 2  # slots before a row in its own item, on average
     tiles = -(-query // TILE_SLOTS) + (TILE_ROWS + own) / TILE_SLOTS + 0.5
-    return -(-rows // TILE_ROWS) * tiles * TILE_ROWS * TILE_SLOTS
+    query_tiles = -(-(before + rows) // TILE_ROWS) - -(-before // TILE_ROWS)
+    return query_tiles * tiles * TILE_ROWS * TILE_SLOTS

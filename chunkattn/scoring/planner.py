@@ -19,7 +19,7 @@ from chunkattn.scoring.cost import predict
 from chunkattn.scoring.selector import Choice, check_algorithm, refusals, select_algorithm
 
 _REMEMBERED = 4096
-"""Queries remembered as scored before."""
+"""Queries remembered as left in the cache."""
 _STAGE_STEPS = 4
 """Steps' worth of tokens that are sent to the engine together: others wait for no more of a long job at a time."""
 
@@ -145,10 +145,12 @@ class ScorePlanner:
         costs, cached = (
             predict(job, self._rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
         )
-        known = self._remember(job, cache_salt)
+        key = _key(job, cache_salt)
         choice = select_algorithm(
-            algorithm or config.score_algorithm, refused, costs, cached["prefill_extend"], query_cached=known
+            algorithm or config.score_algorithm, refused, costs, cached["prefill_extend"], query_cached=key in self._seen
         )
+        if choice.algorithm == "prefill_extend":
+            self._remember(key)
         name = choice.algorithm
         parts = ALGORITHMS[name](job)
         requests, places = [], {}
@@ -170,14 +172,15 @@ class ScorePlanner:
         columns = len(labels) if classes is None else classes
         return ScoringJob(job, choice, stages, places, columns, apply_softmax, classes is not None, self.note)
 
-    def _remember(self, job: ScoreJob, cache_salt: str | None) -> bool:
-        """Whether the query was scored before, and so is probably in the cache."""
-        digest = xxhash.xxh3_128(repr(cache_salt).encode())
-        digest.update(np.asarray(job.prefix, np.int64).tobytes())
-        key = digest.digest()
-        known = key in self._seen
+    def _remember(self, key: bytes) -> None:
         self._seen[key] = None
         self._seen.move_to_end(key)
         if len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
-        return known
+
+
+def _key(job: ScoreJob, cache_salt: str | None) -> bytes:
+    """What tells a query from others, for whom shares its cache."""
+    digest = xxhash.xxh3_128(repr(cache_salt).encode())
+    digest.update(np.asarray(job.prefix, np.int64).tobytes())
+    return digest.digest()
