@@ -40,6 +40,7 @@ class Call:
         self.done = False
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
+        self._expired: DeadlineExceededError | None = None
         self._timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
 
     def __enter__(self) -> Call:
@@ -74,14 +75,15 @@ class Call:
         return work.result()
 
     def send(self, requests: Sequence[Message], take: Take) -> None:
-        """Send the requests; their outputs go to `take`.
+        """Send the requests; their outputs go to `take`. May be called again when all before have ended.
 
         Raises:
+            DeadlineExceededError: time is up.
             EngineDeadError: the engine is not ready.
             RequestError: a value cannot be sent.
         """
-        if self._error is not None:
-            raise self._error
+        if error := self._error or self._expired:
+            raise error
         self._take = take
         self._changed.clear()
         self._client.send_requests(self, requests)
@@ -148,4 +150,5 @@ class Call:
         self._changed.set()
 
     def _expire(self, timeout: float) -> None:
-        self.fail(DeadlineExceededError(f"not done within the timeout of {timeout:g} s; it has been aborted"))
+        self._expired = DeadlineExceededError(f"not done within the timeout of {timeout:g} s; it has been aborted")
+        self.fail(self._expired)
