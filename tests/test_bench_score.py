@@ -60,6 +60,7 @@ def test_operations_are_those_counted_by_hand():
     assert warm.flops == 4 * row + behind * pair + 2 * head
 
 
+@pytest.mark.slow
 def test_cases_of_a_workload():
     names = ["serial", "packed_segment", "prefill_extend", "packed_dense"]
     (cases,) = run("tiny", [Workload(20, 12, 3)], names, repeats=1, serial_items=4, kv_tokens=1024)
@@ -95,6 +96,7 @@ def test_bad_options(options):
     assert result.exit_code == 2, result.output
 
 
+@pytest.mark.slow
 def test_table_json_and_picture(tmp_path):
     target, picture = tmp_path / "cases.json", tmp_path / "cases.png"
     options = [*SMALL, "--items", "4", "--items", "9", "--peers", "--json", str(target), "--png", str(picture)]
@@ -143,6 +145,7 @@ def test_transformers_as_a_peer():
     assert case.seconds == pytest.approx(6 / case.items_per_s)
 
 
+@pytest.mark.slow
 def test_a_cell_of_the_grid_and_its_picture(tmp_path):
     bench = ScoreBench("tiny", 1024, dtype="float32", max_num_batched_tokens=64)
     rows = [

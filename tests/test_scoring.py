@@ -66,9 +66,10 @@ def test_offset_positions_score_the_same(engine, oracle):
     check(llm.score(query, items, label_token_ids=labels), one_forward_per_item(oracle("qwen3"), query, items, labels))
 
 
-def test_many_items_are_split_into_packs(engine, oracle, monkeypatch):
+@pytest.mark.parametrize("count", [120, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_items_are_split_into_packs(count, engine, oracle, monkeypatch):
     rng = np.random.default_rng(10)
-    items = [rng.integers(0, VOCAB, rng.integers(0, 6)).tolist() for _ in range(1000)]
+    items = [rng.integers(0, VOCAB, rng.integers(0, 6)).tolist() for _ in range(count)]
     llm = engine("qwen3")
     job = llm.frontend.scores.job
     sizes = {"max_pack_tokens": 300, "max_dense_tokens": 200, "max_batch_tokens": 100}
