@@ -293,6 +293,17 @@ def test_auto_says_what_it_expected(engine):
     assert result.predicted_seconds[result.algorithm] <= STEADY * min(result.predicted_seconds.values())
 
 
+def test_the_same_request_gives_the_same_bits_whatever_was_learnt_since(engine):
+    llm = engine("qwen3")
+    rng = np.random.default_rng(21)
+    query, items = rng.integers(0, VOCAB, 50).tolist(), [rng.integers(0, VOCAB, 5).tolist() for _ in range(4)]
+    first = llm.score(query, items, label_token_ids=[5])
+    for rates in (StepRates(1.0, 1e-9, 1e-12), StepRates(1e-9, 1.0, 1e-12), StepRates(1e-9, 1e-9, 1.0)):
+        llm.frontend.scores._rates = rates
+        again = llm.score(query, items, label_token_ids=[5])
+        assert (again.algorithm, again.logprobs) == (first.algorithm, first.logprobs)
+
+
 def test_a_query_is_cached_for_the_next_request(engine, oracle):
     llm = engine("qwen3", max_num_batched_tokens=64, max_num_seqs=4)
     rng = np.random.default_rng(20)

@@ -19,7 +19,7 @@ from chunkattn.scoring.cost import predict
 from chunkattn.scoring.selector import Choice, check_algorithm, refusals, select_algorithm
 
 _REMEMBERED = 4096
-"""Queries remembered as left in the cache."""
+"""Queries, and requests, that are remembered."""
 _STAGE_STEPS = 4
 """Steps' worth of tokens that are sent to the engine together: others wait for no more of a long job at a time."""
 
@@ -97,7 +97,8 @@ class ScorePlanner:
     def __init__(self, config: EngineConfig) -> None:
         check_algorithm(config.score_algorithm)
         self.config = config
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._cached: OrderedDict[bytes, str] = OrderedDict()  # queries left in the cache
+        self._chosen: OrderedDict[bytes, str] = OrderedDict()  # what requests were given
 
     def connect(self, limits: EngineLimits) -> None:
         """Learn what the engine can hold and how fast it is."""
@@ -145,12 +146,19 @@ class ScorePlanner:
         costs, cached = (
             predict(job, self._rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
         )
-        key = _key(job, cache_salt)
+        asked, whole = _digests(job, cache_salt)
         choice = select_algorithm(
-            algorithm or config.score_algorithm, refused, costs, cached["prefill_extend"], query_cached=key in self._seen
+            algorithm or config.score_algorithm,
+            refused,
+            costs,
+            cached["prefill_extend"],
+            query_cached=asked in self._cached,
+            before=self._chosen.get(whole),
         )
+        if (algorithm or config.score_algorithm) == "auto":
+            _remember(self._chosen, whole, choice.algorithm)
         if choice.algorithm == "prefill_extend":
-            self._remember(key)
+            _remember(self._cached, asked, choice.algorithm)
         name = choice.algorithm
         parts = ALGORITHMS[name](job)
         requests, places = [], {}
@@ -172,15 +180,19 @@ class ScorePlanner:
         columns = len(labels) if classes is None else classes
         return ScoringJob(job, choice, stages, places, columns, apply_softmax, classes is not None, self.note)
 
-    def _remember(self, key: bytes) -> None:
-        self._seen[key] = None
-        self._seen.move_to_end(key)
-        if len(self._seen) > _REMEMBERED:
-            self._seen.popitem(last=False)
+
+def _remember(known: OrderedDict[bytes, str], key: bytes, value: str) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)
 
 
-def _key(job: ScoreJob, cache_salt: str | None) -> bytes:
-    """What tells a query from others, for whom shares its cache."""
+def _digests(job: ScoreJob, cache_salt: str | None) -> tuple[bytes, bytes]:
+    """What tells a query from others, and a whole request, for whom shares its cache."""
     digest = xxhash.xxh3_128(repr(cache_salt).encode())
     digest.update(np.asarray(job.prefix, np.int64).tobytes())
-    return digest.digest()
+    query = digest.digest()
+    for item in job.items:
+        digest.update(np.asarray([len(item), *item], np.int64).tobytes())
+    return query, digest.digest()

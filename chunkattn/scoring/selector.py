@@ -61,7 +61,13 @@ def check_algorithm(name: str) -> None:
 
 
 def select_algorithm(
-    name: str, refused: Mapping[str, str], costs: Mapping[str, float], cached: float, *, query_cached: bool
+    name: str,
+    refused: Mapping[str, str],
+    costs: Mapping[str, float],
+    cached: float,
+    *,
+    query_cached: bool,
+    before: str | None = None,
 ) -> Choice:
     """The algorithm to run: the named one, or for `"auto"` the cheapest.
 
@@ -71,6 +77,7 @@ def select_algorithm(
         costs: predicted seconds by algorithm, of a query that is not in the cache.
         cached: of `prefill_extend` when it is.
         query_cached: whether it probably is.
+        before: what `"auto"` was for the same request, which it then is again: rates change, and bits must not.
 
     Raises:
         RequestError: unknown, or unable to serve this job; the message says why.
@@ -85,6 +92,8 @@ def select_algorithm(
         possible["prefill_extend"] = cached
     if name != "auto":
         return Choice(name, possible)
+    if before in possible:
+        return Choice(before, possible)
     others = {n: cost for n, cost in possible.items() if n != "prefill_extend"}
     least = min(others.values())
     chosen = next(n for n, cost in others.items() if cost <= EQUAL * least)
