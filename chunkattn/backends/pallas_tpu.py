@@ -168,7 +168,7 @@ class PallasTpuBackend(AttentionBackend):
     def _write_rows(self, rows: int) -> int:
         """Rows of a grid step of the write."""
         spec = self.spec
-        return block_rows(rows, 2 * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize)
+        return block_rows(rows, 2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize)
 
     def build_metadata(self, batch: AttentionBatch) -> PallasMetadata:
         """See `AttentionBackend.build_metadata`."""
@@ -227,7 +227,8 @@ class PallasTpuBackend(AttentionBackend):
         size = self.block(rows)
         tiles, decodes = self.shape(size), self.shape(1)
 
-        kv = to_cache(jnp.concatenate([k, v], axis=-1), cache.dtype)
+        # Rounded as the cache keeps it, but in the model's dtype: rows of one byte can only be read 32 at a time.
+        kv = to_cache(jnp.concatenate([k, v], axis=-1), cache.dtype).astype(q.dtype)
         kv = _pad_rows(kv.reshape(rows, -1), self._write_rows(rows))
         cache = write_rows(cache, kv, metadata.pieces, metadata.num_pieces, **options)
 

@@ -68,7 +68,7 @@ def write_rows(
 
     Args:
         pool: `[pages, kv_heads, block_size, lanes]`.
-        kv: `[blocks * block_rows, kv_heads * lanes]`, in the pool's dtype.
+        kv: `[blocks * block_rows, kv_heads * lanes]`, of 2 or 4 bytes.
         pieces: see `plan_writes`.
         counts: see `plan_writes`.
         interpret: of `pl.pallas_call`.
