@@ -260,7 +260,7 @@ class Frontend:
         query_ids, item_ids, leading = self._score_ids(query, items, packed_ids)
         self._check_score(query_ids, item_ids, leading, labels)
         job = self.scores.plan(
-            self.scores.job(query_ids, item_ids, leading, item_first and not self._delimited(item_first)),
+            self.scores.job(query_ids, item_ids, leading, item_first and not self._delimited()),
             algorithm,
             labels,
             apply_softmax=apply_softmax,
@@ -272,10 +272,10 @@ class Frontend:
             self.intake.check(request)
         return job
 
-    def _delimited(self, item_first: bool) -> bool:
-        """Whether sequences are laid out as delimiters have it, the query first; warns who asks for another order."""
+    def _delimited(self) -> bool:
+        """Whether sequences are laid out as delimiters have it, the query first; warns, for another order was asked for."""
         delimited = self.config.multi_item_scoring_delimiter is not None
-        if delimited and item_first:
+        if delimited:
             warnings.warn("item_first is ignored: this engine has a multi_item_scoring_delimiter", stacklevel=4)
         return delimited
 

@@ -53,7 +53,8 @@ def test_equals_reference(options, small_tiles):
 @pytest.mark.timeout(1800)
 def test_equals_reference_over_hundreds_of_batches():
     command = [sys.executable, "-m", "benchmarks.tpu_interpret", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert sum(f["batches"] for f in found) >= 200
     assert sum(f["batches"] for f in found if f["races"] is not None) >= 20

@@ -8,9 +8,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from chunkattn.engine.messages import StepRates
+from chunkattn.backends import AttentionBatch
+from chunkattn.engine.messages import ScoreRequest, StepRates
+from chunkattn.engine.rates import tile_area
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
+from chunkattn.rope.positions import make_layout
 from chunkattn.scoring import ALGORITHMS, ScoreJob
 from chunkattn.scoring.algorithms import AUTO, packed_segment, prefill_extend
 from chunkattn.scoring.cost import predict
@@ -317,6 +320,23 @@ def test_a_query_is_cached_for_the_next_request(engine, oracle):
         check(result, one_forward_per_item(oracle("qwen3"), query, items, [5]))
     salted = llm.score(query, [[1]], label_token_ids=[5], algorithm="prefill_extend", cache_salt="mine")
     assert salted.usage.cached_tokens == 0
+
+
+def test_rows_of_a_shared_prefix_are_refused(engine):
+    """They would never be computed, and nobody answered."""
+    core, layout = engine("qwen3").core, make_layout([1, 2, 3], [[4], [5]], [])
+    with pytest.raises(RequestError, match="row 2 lies in the shared prefix of 3 tokens"):
+        core.add(ScoreRequest("shared", layout, np.array([2, 3]), (5,), share_prefix=True))
+    assert not core.has_work
+
+
+def test_decodes_are_no_attention_work():
+    """A decode is no tile: counted as one it would make tiles look cheap."""
+    zero, table = np.zeros(2, np.int32), np.zeros((2, 64), np.int32)
+    slots = np.full(8, 1000, np.int32)
+    decodes = AttentionBatch(2, np.arange(2, dtype=np.int32), slots[:2], zero, zero, table, table + 16, 16)
+    span = AttentionBatch(8, slots * 0, np.arange(993, 1001, dtype=np.int32), slots * 0, zero, table, table + 16, 16)
+    assert (tile_area(decodes), tile_area(span)) == (0, 2 * 128 * 512)
 
 
 def test_prefill_extend_needs_a_cache(engine):

@@ -79,13 +79,12 @@ class Intake:
             order = layout.canonical_order()
             index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
         # Without chunks there is nothing to share but the beginning; and a sliding window counts slots, so no holes.
-        scoring = isinstance(message, ScoreRequest)
         aligned = layout.num_chunks > 0 and (not isinstance(message, ScoreRequest) or message.share_prefix)
         defaults: dict = {"max_tokens": 0, "seed": 0, "shares": self.config.enable_prefix_caching}
         return Request(
             message.request_id,
             layout,
-            plan_slots(layout, self.limits.block_size, aligned=aligned, packed_chunks=scoring),
+            plan_slots(layout, self.limits.block_size, aligned=aligned, packed_chunks=isinstance(message, ScoreRequest)),
             index,
             order,
             arrival,
@@ -98,6 +97,11 @@ class Intake:
             reason = "a language model needs label_token_ids, a sequence classifier takes none"
             raise RequestError(reason, param="label_token_ids")
         self._check_ids("label_token_ids", np.asarray(message.label_token_ids))
+        first, prefix = int(min(message.rows, default=len(message.layout))), message.layout.prefix_len
+        if message.share_prefix and first < prefix:
+            raise RequestError(
+                f"row {first} lies in the shared prefix of {prefix} tokens: cached tokens have no logits", param="rows"
+            )
         shares = message.share_prefix and self.config.enable_prefix_caching
         return self._request(message, arrival, shares=shares, cache_salt=message.cache_salt, score=message)
 

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from chunkattn.backends.base import AttentionBatch
-from chunkattn.backends.tiles import cut, spans, tile_ranges
+from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.engine.messages import StepRates
 
 TILE_ROWS, TILE_SLOTS = 128, 512
@@ -23,8 +23,10 @@ _GUESS_WEIGHT = 0.5
 
 
 def tile_area(batch: AttentionBatch) -> int:
-    """Rows times slots of the tiles a step visits."""
-    tiles = cut(spans(batch), TILE_ROWS)
+    """Rows times slots of the tiles a step visits; decodes, which no tile is computed for, count for nothing."""
+    runs = spans(batch)
+    several = runs.size > 1
+    tiles = cut(Tiles(runs.row[several], runs.size[several]), TILE_ROWS)
     return int(tile_ranges(batch, tiles, TILE_SLOTS).counts.sum()) * TILE_ROWS * TILE_SLOTS
 
 
