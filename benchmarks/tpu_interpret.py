@@ -55,7 +55,7 @@ class Setting(NamedTuple):
     chip: str = "v6e"
 
 
-LONG = {"scale": 4}
+LONG = {"scale": 5}
 """Walks of several tiles in every case; short sequences, of one or two, are where edges are."""
 
 SETTINGS = [

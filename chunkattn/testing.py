@@ -150,6 +150,7 @@ def check_backend(
     if reason := cls.supports(spec):
         raise BackendError(f"backend {cls.name!r} refuses {spec}: {reason}")
     rng, worst = np.random.default_rng(seed), 0.0
+    (values,) = rng.spawn(1)
     # A lane far beyond FP8's range, whose weight in scores and differences is that of any other.
     stretch = np.ones(head_dim)
     stretch[0] = _STRETCH if kept == FP8 else 1
@@ -161,7 +162,7 @@ def check_backend(
         for number, batch in enumerate(random_steps(rng, plain=window is not None, block_size=block_size, scale=scale)):
             rows = scale * _ROWS
             shapes = ((rows, num_heads, head_dim), *2 * [(rows, num_kv_heads, head_dim)])
-            drawn = (*map(rng.standard_normal, shapes[:2]), rng.uniform(-_LARGEST, _LARGEST, shapes[2]))
+            drawn = (*map(values.standard_normal, shapes[:2]), values.uniform(-_LARGEST, _LARGEST, shapes[2]))
             q, k, v = (jnp.asarray(x * by, dtype) for x, by in zip(drawn, (1 / stretch, stretch, stretch)))
             results = []
             for i, (instance, forward) in enumerate((judged, oracle)):

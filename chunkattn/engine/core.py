@@ -384,7 +384,7 @@ class EngineCore:
                 progress(done, len(sizes))
             hidden = self.runner.forward(self.batches.empty(rows, width))
             if width == sizes[0][1]:
-                self.runner.warm_readouts(hidden, sampling=done == 0)
+                self.runner.warm_readouts(hidden, tokens=done == 0)
             hidden.block_until_ready()
         if progress:
             progress(len(sizes), len(sizes))

@@ -157,18 +157,21 @@ class Runner:
         blocks = [np.asarray(pages[first : first + READ_ROWS], np.int32) for first in range(0, len(pages), READ_ROWS)]
         return [np.pad(b, (0, bucket_for(len(b), self._page_buckets) - len(b)), constant_values=fill) for b in blocks]
 
-    def warm_readouts(self, hidden: jax.Array, *, sampling: bool) -> None:
-        """Compile what ends most steps: picking rows of hidden states `[T, hidden]`, and plain `sampling` if asked.
+    def warm_readouts(self, hidden: jax.Array, *, tokens: bool) -> None:
+        """Compile what ends most steps: picking rows of hidden states `[T, hidden]` and, if `tokens`, what is made of them.
 
-        A classifier is never sampled; its head is compiled instead.
+        That is plain sampling and scores of up to eight labels; of a classifier, its head.
         """
         for size in self._row_buckets:
             picked = self._pick(hidden, [0] * size)
             if self.spec.num_labels is not None:
                 self._classify(self._params, picked)
                 continue
-            for greedy in (True, False) if sampling else ():
-                self._sample(self._params, picked, empty_input(size, greedy=greedy), with_logprobs=False)
+            if tokens:
+                for greedy in (True, False):
+                    self._sample(self._params, picked, empty_input(size, greedy=greedy), with_logprobs=False)
+                for labels in self._label_buckets[:2]:
+                    self._read(self._params, picked, np.zeros((size, labels), np.int32), num_top=0)
 
     def fingerprint(self) -> bytes:
         """16 bytes that tell this model's K/V from any other's: its geometry, weights' bits, attention and pool's form."""
