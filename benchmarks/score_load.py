@@ -5,7 +5,8 @@
 Callers of one `AsyncLLM` on the demo model (float32) send requests of 3, 30 and 500 items one after the other, every other one
 under a salt of its own and so without a cached query. All answers are compared with `LLM`'s by `serial`. With `--aborts`
 a third of the requests is given up at a random moment, by cancelling the task or by its own timeout. With `--stream` somebody
-generates text meanwhile. Fails on any error, any wrong answer, and any page that is not free in the end.
+generates text meanwhile. Fails on any error, any wrong answer, any page that is not free in the end, and memory that is more
+at the end than in the middle.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ SIZES = {3: 0.5, 30: 0.35, 500: 0.15}
 TOLERANCE = 1e-5
 """Of scores, relative to a request's largest."""
 ABORTED = 1 / 3
+GROWTH = 1.05
+"""Of memory from the middle to the end: more is not noise."""
 LABELS = [5, 6]
 
 
@@ -57,7 +60,7 @@ class Load:
     latencies: dict[int, list[float]] = field(default_factory=lambda: {size: [] for size in SIZES})
     gaps: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
-    memory: list[int | None] = field(default_factory=list)
+    memory: list[tuple[int | None, int | None]] = field(default_factory=list)
     aborted: int = 0
 
     def typical(self, size: int) -> float:
@@ -117,11 +120,10 @@ async def stream(llm: AsyncLLM, load: Load, until: float) -> None:
 
 
 async def watch(llm: AsyncLLM, load: Load, seconds: float) -> None:
-    """The engine's memory at the start, in the middle and at the end."""
-    load.memory.append(resident_bytes(llm.client.pid))
-    for _ in range(2):
-        await asyncio.sleep(seconds / 2)
-        load.memory.append(resident_bytes(llm.client.pid))
+    """Memory of the engine's process and of this one at the start, in the middle and at the end."""
+    for pause in (0, seconds / 2, seconds / 2):
+        await asyncio.sleep(pause)
+        load.memory.append((resident_bytes(llm.client.pid), resident_bytes()))
 
 
 async def all_free(llm: AsyncLLM) -> bool:
@@ -146,6 +148,9 @@ async def run(llm: AsyncLLM, jobs: dict[int, list[Job]], callers: int, args: arg
     taken = time.perf_counter() - began
     if llm.client.restarts > restarts:
         load.errors["the engine was started again"] += llm.client.restarts - restarts
+    for who, held in zip(("engine", "callers"), zip(*load.memory, strict=True), strict=True):
+        if held[1] and held[2] and held[2] > GROWTH * held[1]:
+            load.errors[f"memory of the {who} has grown"] += 1
     if not await all_free(llm):
         load.errors["pages are held by nobody"] += 1
     return {
@@ -158,10 +163,16 @@ async def run(llm: AsyncLLM, jobs: dict[int, list[Job]], callers: int, args: arg
         },
         "aborted": load.aborted,
         "errors": dict(load.errors),
-        "engine_mib": [None if held is None else round(held / 2**20, 1) for held in load.memory],
+        "engine_mib": [mib(engine) for engine, _ in load.memory],
+        "callers_mib": [mib(own) for _, own in load.memory],
         "longest_gap_ms": 1000 * max(load.gaps) if load.gaps else None,
         "p99_gap_ms": percentile(load.gaps, 99),
     }
+
+
+def mib(held: int | None) -> float | None:
+    """Of bytes, where they are known."""
+    return None if held is None else round(held / 2**20, 1)
 
 
 def percentile(seconds: list[float], which: float) -> float | None:
@@ -177,7 +188,8 @@ def show(result: dict[str, Any]) -> None:
             print(f"  {size:4} items: {found['count']:6} requests, {times}")
     errors = result["errors"]
     print(f"  aborted: {result['aborted']}; errors and wrong answers: {sum(errors.values())} {errors or ''}")
-    print(f"  engine's memory at start, middle, end: {', '.join(map(str, result['engine_mib']))} MiB")
+    for who in ("engine", "callers"):
+        print(f"  memory of the {who} process at start, middle, end: {', '.join(map(str, result[f'{who}_mib']))} MiB")
     if result["longest_gap_ms"] is not None:
         print(f"  between tokens of a stream: p99 {result['p99_gap_ms']:.0f} ms, longest {result['longest_gap_ms']:.0f} ms")
 

@@ -71,10 +71,15 @@ class AsyncLLM:
             EngineDeadError: its process died three times.
         """
         llm = cls(model, **options)
-        await llm._open()
+        await llm.open()
         return llm
 
-    async def _open(self) -> None:
+    async def open(self) -> None:
+        """Start the engine and wait until it is ready; what `start` and `async with` do.
+
+        Raises:
+            ChunkAttnError: as `start`; the engine is closed then.
+        """
         try:
             files = await asyncio.to_thread(open_files, self.config)
             self._frontend = await asyncio.to_thread(Frontend, self.config, files)
@@ -92,7 +97,7 @@ class AsyncLLM:
             self._bar.close()
 
     async def __aenter__(self) -> AsyncLLM:
-        await self._open()
+        await self.open()
         return self
 
     async def __aexit__(
@@ -451,6 +456,7 @@ class AsyncLLM:
         Raises:
             EngineDeadError: the engine is not ready, or dies.
         """
+        self.frontend.scores.forget_cached()
         return await self.client.reset_cache()
 
 

@@ -51,6 +51,8 @@ class EngineConfig:
         max_multi_item_seq_len: highest number of tokens in a step of the `packed_dense` baseline, whose memory grows with
             their square.
         seed: of requests that bring none.
+        max_decode_gap_s: seconds a step may be expected to take while text is generated: steps with prompts or items in
+            them are then cut to the largest token bucket that keeps to it, 128 tokens at least.
         max_queued_requests: calls an `AsyncLLM` takes at once; further ones are refused.
         engine_hang_timeout_s: seconds without a sign of life, or in one step that is not compiling, after which an
             `AsyncLLM` starts its engine process again. Longer than the longest step on your machine.
@@ -83,6 +85,7 @@ class EngineConfig:
     max_items_per_request: int = 10_000
     max_multi_item_seq_len: int = 8192
     seed: int = 0
+    max_decode_gap_s: float = 0.5
     max_queued_requests: int = 1024
     engine_hang_timeout_s: float = 60.0
 
@@ -110,6 +113,8 @@ class EngineConfig:
             )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if not self.max_decode_gap_s > 0:  # NaN compares false
+            raise ConfigError(f"max_decode_gap_s must be above 0, got {self.max_decode_gap_s}")
         if not 1 <= self.engine_hang_timeout_s < float("inf"):  # NaN compares false
             raise ConfigError(f"engine_hang_timeout_s must be a number of at least 1, got {self.engine_hang_timeout_s}")
 

@@ -232,6 +232,7 @@ class Frontend:
                 packed_ids=None,
                 cache_salt=cache_salt,
                 priority=priority,
+                delimited=False,
             )
         except RequestError as error:  # by the names of this call
             names = {"items": "documents", "label_token_ids": "template"}
@@ -250,14 +251,19 @@ class Frontend:
         packed_ids: Sequence[int] | None,
         cache_salt: str | None = None,
         priority: int = 0,
+        delimited: bool = True,
     ) -> ScoringJob:
         """Checked requests of one query with its items, and what builds its output.
+
+        With `delimited`, no part may hold the engine's delimiter, if it has one.
 
         Raises:
             RequestError: malformed query, items or labels.
         """
         (rank,) = _one_each(priority, Integral, [None], "priority")
         query_ids, item_ids, leading = self._score_ids(query, items, packed_ids)
+        if delimited and packed_ids is None and (delimiter := self.config.multi_item_scoring_delimiter) is not None:
+            check_no_delimiter(query_ids, item_ids, delimiter)
         self._check_score(query_ids, item_ids, leading, labels)
         job = self.scores.plan(
             self.scores.job(query_ids, item_ids, leading, item_first and not self._delimited()),
@@ -305,8 +311,6 @@ class Frontend:
             item_ids = [encode(item, f"item {i}", "items") for i, item in enumerate(items)]
         if not query_ids:
             raise RequestError("the query is empty", param="query")
-        if delimiter is not None:
-            check_no_delimiter(query_ids, item_ids, delimiter)
         return query_ids, item_ids, encode.leading_ids if kinds == {True} else []
 
     def _check_score(self, query: list[int], items: list[list[int]], leading: list[int], labels: tuple[int, ...]) -> None:

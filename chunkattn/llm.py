@@ -213,6 +213,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block, pinned ones too, not what is on disk. Returns whether every page is free."""
+        self.frontend.scores.forget_cached()
         return self.core.reset_prefix_cache()
 
     def close(self) -> None:

@@ -171,16 +171,45 @@ def test_who_leaves_frees_the_pages(loop, llm, fault, way):
     assert loop.run(last(llm.generate("Ana", GREEDY, request_id="mine"))).request_id == "mine"
 
 
-def test_a_scoring_call_ends_as_a_whole(loop, llm, fault):
-    fault.write_text("slow")
+@pytest.mark.parametrize("way", ["timeout", "cancel"])
+@pytest.mark.parametrize("options", [{"item_first": True}, {"algorithm": "prefill_extend"}], ids=["serial", "extend"])
+def test_a_scoring_call_ends_as_a_whole(loop, llm, fault, options, way):
+    """In the middle of its stages, when it has several; and the next one is none the worse."""
+    query, items = [1] * 50, [[i] * 50 for i in range(120)]
 
     async def leave():
-        items = [[int(i)] * 50 for i in range(40)]
-        with pytest.raises(DeadlineExceededError, match=r"0\.5 s"):
-            await llm.score([1] * 50, items, label_token_ids=[5], item_first=True, timeout=0.5)
+        fault.write_text("slow")
+        call = llm.score(query, items, label_token_ids=[5], timeout=0.4 if way == "timeout" else None, **options)
+        if way == "timeout":
+            with pytest.raises(DeadlineExceededError, match=r"0\.4 s"):
+                await call
+        else:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(call, 0.4)
         await until(lambda: idle(llm), 5)
+        fault.unlink()
+        again, expected = [
+            await llm.score(query, items[:3], label_token_ids=[5], **kind)
+            for kind in (options, {**options, "algorithm": "serial"})
+        ]
+        np.testing.assert_allclose(again.logprobs, expected.logprobs, atol=1e-4)
 
     loop.run(leave())
+
+
+def test_a_query_evicted_between_two_stages_is_computed_again(loop, llm, fault):
+    async def score():
+        query, items = list(range(2, 102)), [[i] * 40 for i in range(60)]
+        expected = await llm.score(query, items, label_token_ids=[5], algorithm="serial")
+        fault.write_text("slow")
+        call = asyncio.ensure_future(llm.score(query, items, label_token_ids=[5], algorithm="prefill_extend"))
+        while not call.done():
+            await llm.reset_prefix_cache()
+            await asyncio.sleep(0.03)
+        np.testing.assert_allclose(call.result().logprobs, expected.logprobs, atol=1e-4)
+        await until(lambda: idle(llm), 5)
+
+    loop.run(score())
 
 
 def test_invalid_requests_are_never_sent(loop, llm, monkeypatch):

@@ -71,10 +71,11 @@ def test_xla_equals_reference(options):
     check_backend("xla", **{"cases": 10, **options})
 
 
+@pytest.mark.parametrize("per_head", [0, 16])
 @pytest.mark.parametrize("window", [None, 9])
-def test_xla_equals_reference_with_many_small_tiles(window, monkeypatch):
-    monkeypatch.setattr(xla, "TILE_ROWS", 16)
-    monkeypatch.setattr(xla, "TILE_SLOTS", 16)
+def test_xla_equals_reference_with_many_small_tiles(window, per_head, monkeypatch):
+    monkeypatch.setattr(xla, "TILES", ((64, 16, 16), (1, 8, 32)))
+    monkeypatch.setattr(xla, "PER_HEAD", per_head)
     monkeypatch.setattr(xla, "DECODE_ROWS", 2)
     check_backend("xla", cases=40, seed=1, window=window)
 

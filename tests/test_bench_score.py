@@ -139,6 +139,14 @@ def test_a_peer_that_fails_says_why():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["prefill_extend", "packed_segment"])
+def test_memory_grows_with_the_budget_and_not_with_items(algorithm):
+    bench = ScoreBench("tiny", 8192, dtype="float32", max_num_batched_tokens=512)
+    runs = [bench.run(bench.ids(100), bench.items(Workload(100, items, 5)), algorithm) for items in (500, 500, 5000)]
+    assert runs[2].peak <= 1.1 * runs[1].peak
+
+
+@pytest.mark.slow
 def test_transformers_as_a_peer():
     case = time_peer([Path(sys.executable)], "transformers", "tiny", Workload(5, 6, 3), measured_items=2, repeats=1)
     assert case.note == ""

@@ -27,6 +27,7 @@ class Steps:
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
         )
         self.requests, self.finished = {}, {}
+        self.beside_decodes = None
 
     def add(self, name, parts, max_tokens=1, **fields):
         layout = make_layout([], [], parts) if isinstance(parts, list) else make_layout(*parts)
@@ -40,7 +41,7 @@ class Steps:
         while self.scheduler.admit():
             pass
         assert self.scheduler.stuck is None
-        spans = self.scheduler.plan()
+        spans = self.scheduler.plan(self.beside_decodes)
         rows = sum(s.end - s.start for s in spans)
         assert rows <= self.config.max_num_batched_tokens
         assert len(spans) <= self.config.max_num_seqs + EXTRA_SPANS
@@ -186,3 +187,21 @@ def test_everybody_ends_with_every_token_computed_once(requests, num_pages, budg
         prompt = sum(int(r.computed.sum()) for r in steps.requests.values() if r.request_id in steps.finished)
         generated = sum(r.samples * (r.max_tokens - 1) for r in steps.requests.values() if r.request_id in steps.finished)
         assert seen == prompt + generated
+
+
+def test_steps_that_text_waits_for_are_short():
+    """As short as asked for, to a bucket; the least there is where nothing is short enough; full where nobody waits."""
+    steps = Steps(max_num_batched_tokens=2048)
+    steps.beside_decodes = lambda: 1
+
+    def rows():
+        return sum(end - start for _, start, end in steps.step())
+
+    steps.add("alone", [1] * 2048)
+    assert rows() == 2048
+    steps.add("text", [1] * 20, max_tokens=8)
+    steps.step()
+    steps.add("long", [2] * 4000)
+    for allowed, wanted in ((0, 128), (-5, 128), (300, 256), (600, 512), (10**6, 2048)):
+        steps.beside_decodes = lambda allowed=allowed: allowed
+        assert rows() == wanted

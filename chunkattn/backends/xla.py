@@ -8,6 +8,7 @@ handled many sequences at a time; everything else one query tile at a time.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,10 +19,11 @@ from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionS
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import TileRanges, Tiles, cut, spans, tile_ranges
 
-TILE_ROWS = 128
-"""Rows of a query tile."""
-TILE_SLOTS = 512
-"""Slots of a KV tile; a step whose page tables are narrower uses their width."""
+TILES = ((1024, 256, 256), (1, 128, 512))
+"""Rows and slots of a tile, for steps of at least so many rows: large steps are mostly of long spans, which fill more rows.
+The scores of a tile stay as many. Where page tables are narrower, KV tiles are."""
+PER_HEAD = 16 if jax.default_backend() == "cpu" else 0
+"""With so many KV heads or fewer, each is a matrix product of its own: XLA's batched ones reach half of that on CPU."""
 DECODE_SLOTS = 256
 """Slots of a KV tile of decodes: less is read past the end of a short sequence."""
 DECODE_ROWS = 1 if jax.default_backend() == "cpu" else 32
@@ -94,7 +96,7 @@ class XlaBackend(AttentionBackend):
     def build_metadata(self, batch: AttentionBatch) -> TileMetadata:
         """See `AttentionBackend.build_metadata`."""
         rows, (seqs, width) = len(batch.row_seq), batch.block_tables.shape
-        tile_rows, tile_slots = min(TILE_ROWS, rows), _tile_slots(TILE_SLOTS, width, batch.block_size)
+        tile_rows, tile_slots = _tile_sizes(rows, width, batch.block_size)
         runs = spans(batch)
         decode = (runs.size == 1) & (batch.row_start[runs.row] == 0)
         tiles = cut(Tiles(runs.row[~decode], runs.size[~decode]), tile_rows)
@@ -143,6 +145,12 @@ class XlaBackend(AttentionBackend):
         how = _Scores(scale, self.spec.soft_cap)
         out = _attend_tiles(q, cache, metadata, how, window)
         return _attend_decodes(out, q, cache, metadata, how, window), cache
+
+
+def _tile_sizes(rows: int, width: int, block_size: int) -> tuple[int, int]:
+    """Rows and slots of the tiles of a step."""
+    _, tile_rows, tile_slots = next(sizes for sizes in TILES if rows >= sizes[0])
+    return min(tile_rows, rows), _tile_slots(tile_slots, width, block_size)
 
 
 def _tile_slots(wanted: int, width: int, block_size: int) -> int:
@@ -207,6 +215,25 @@ def _update(
     return _Softmax(maximum, state.total * decay + weights.sum(-1), state.values * decay[..., None] + added)
 
 
+def _update_by_head(
+    state: _Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, present: jax.Array, how: _Scores
+) -> _Softmax:
+    """As `_update`, for one sequence and one KV head after the other."""
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    multiply = partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    mask = jnp.repeat(mask[0], q.shape[2] // mask.shape[1], axis=0)
+    values = jnp.where(present[..., None, None], values, 0)
+    heads = []
+    for g in range(q.shape[1]):
+        before = _Softmax(*(x[0, g] for x in state))
+        scores = jnp.where(mask, how.of(multiply(q[0, g], keys[0, :, g], (((1,), (1,)), ((), ())))), -jnp.inf)
+        maximum = jnp.maximum(before.maximum, scores.max(-1))
+        weights, decay = jnp.exp(scores - maximum[:, None]), jnp.exp(before.maximum - maximum)
+        added = multiply(weights.astype(values.dtype), values[0, :, g], (((1,), (0,)), ((), ())))
+        heads.append(_Softmax(maximum, before.total * decay + weights.sum(-1), before.values * decay[:, None] + added))
+    return _Softmax(*(jnp.stack(x)[None] for x in zip(*heads)))
+
+
 def _kv_tile(
     cache: KVCache, metadata: TileMetadata, seqs: jax.Array, tile: jax.Array, tile_slots: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -227,8 +254,7 @@ def _kv_tile(
 def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Scores, window: int | None) -> jax.Array:
     """Query tiles one after the other, `[T, heads, d]`; rows of decodes are left undefined."""
     rows, kv_heads = len(q), cache[0].shape[2]
-    tile_rows = min(TILE_ROWS, rows)
-    tile_slots = _tile_slots(TILE_SLOTS, metadata.block_tables.shape[1], cache[0].shape[1])
+    tile_rows, tile_slots = _tile_sizes(rows, metadata.block_tables.shape[1], cache[0].shape[1])
     # A tile reads and writes `tile_rows` rows wherever it begins: padding keeps the last one
     # in bounds, and what it writes past its own rows the next tile overwrites.
     q = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0)))
@@ -249,7 +275,8 @@ def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Sc
             mask = (slots <= own) & ((slots < metadata.prefix_end[seq]) | (slots >= start)) & valid
             if window is not None:
                 mask &= slots > own - window
-            return _update(state, folded, keys, values, mask[None], valid & (slots <= last), how)
+            update = _update_by_head if kv_heads <= PER_HEAD else _update
+            return update(state, folded, keys, values, mask[None], valid & (slots <= last), how)
 
         state = jax.lax.fori_loop(0, first_end + second_end - second_start, one_kv_tile, _start(folded))
         block = _unfold(_finish(state), tile_rows)[0].astype(q.dtype)

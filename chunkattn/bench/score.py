@@ -254,8 +254,12 @@ def run(
             matmul = max(matmul, matmul_rate(dtype))
             for key, found in _round(bench, workload, served, serial_items):
                 runs.setdefault(key, []).append(found)
-        # Now that the engine knows how fast it is. The second time the query is known.
-        picks = {cached: bench.plan(query, items, "auto").output().algorithm for cached in (False, True)}
+        # Now that the engine knows how fast it is.
+        picks = {False: bench.plan(query, items, "auto").output().algorithm}
+        if EXTEND in served:
+            known = bench.ids(workload.query)
+            bench.run(known, items[:1], EXTEND)
+            picks[True] = bench.plan(known, items, "auto").output().algorithm
         yield _cases(workload, runs, picks, matmul)
 
 
@@ -300,7 +304,7 @@ def _cases(workload: Workload, runs: dict[Key, list[Run]], picks: dict[bool, str
                 padding=round(first.padding * scale),
                 compiles=max(r.compiles for r in found),
                 predicted_s=statistics.median(predicted) * scale if predicted else None,
-                auto=picks[cached] == name,
+                auto=picks.get(cached) == name,
                 peak_mib=max(r.peak for r in found) / 2**20,
                 growth_mib=max(growth) / 2**20 if growth else None,
             )

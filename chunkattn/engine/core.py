@@ -61,6 +61,7 @@ class EngineCore:
             rates=self.meter.rates,
             longest_table=runner.backend.max_table_pages,
             num_labels=runner.spec.num_labels,
+            dense_refusal=self.dense.refusal,
         )
         self.intake = Intake(config, self.limits)
         self.scheduler = Scheduler(
@@ -199,7 +200,7 @@ class EngineCore:
             self._admit(concerned)
         self._finish_precomputed(outputs)
         concerned.clear()
-        spans = self.scheduler.plan()
+        spans = self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
         if not spans:
             self._dense_step(outputs, concerned)
             return
@@ -385,7 +386,11 @@ class EngineCore:
             hidden = self.runner.forward(self.batches.empty(rows, width))
             if width == sizes[0][1]:
                 self.runner.warm_readouts(hidden, tokens=done == 0)
+                hidden.block_until_ready()
+                self.meter.add(time.perf_counter(), rows, 0)
+                hidden = self.runner.forward(self.batches.empty(rows, width))
             hidden.block_until_ready()
+            self.meter.finish()
         if progress:
             progress(len(sizes), len(sizes))
         seconds = time.perf_counter() - began

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkattn.backends.base import AttentionBatch
+from chunkattn.backends.packed_dense import PackedDenseBackend
 from chunkattn.engine.batch import LogprobRow, StepBatch
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.request import Request
@@ -16,11 +17,15 @@ class DensePacks:
 
     Args:
         limit: most tokens of a pack.
+
+    Attributes:
+        refusal: why the model cannot be run so, None if it can.
     """
 
     def __init__(self, runner: Runner, limit: int) -> None:
         self.waiting: list[Request] = []
-        self._runner, self._sizes = runner, buckets(8, max(limit, 8), 2)
+        self.refusal = PackedDenseBackend.supports(runner.backend.spec)
+        self._runner, self._limit, self._sizes = runner, limit, buckets(8, max(limit, 8), 2)
 
     def remove(self, request: Request) -> None:
         """Forget a request, if it is here."""
@@ -28,21 +33,19 @@ class DensePacks:
             self.waiting.remove(request)
 
     def build(self, request: Request) -> StepBatch:
-        """The pass of one request.
-
-        Raises:
-            BackendError: the pack is longer than the limit.
-        """
+        """The pass of one request that the intake has let in."""
         layout, plan = request.layout, request.plan
         used = len(layout)
-        rows = bucket_for(used, self._sizes) if used <= self._sizes[-1] else used
+        rows = bucket_for(used, self._sizes)
         token_ids, positions, row_seq, row_slot, row_start = np.zeros((5, rows), np.int32)
         token_ids[:used], positions[:used] = layout.token_ids, layout.positions
         row_slot[:used], row_start[:used] = plan.slots, plan.row_start
         table = np.zeros((1, len(plan.page_len)), np.int32)
         prefix_end = np.asarray([plan.prefix_end], np.int32)
         attention = AttentionBatch(used, row_seq, row_slot, row_start, prefix_end, table, plan.page_len[None], plan.block_size)
-        metadata = self._runner.dense_backend.build_metadata(attention)
+        backend = self._runner.dense_backend
+        backend.max_multi_item_seq_len = self._limit
+        metadata = backend.build_metadata(attention)
         assert request.score is not None
         scores = [LogprobRow(int(row), request, place) for place, row in enumerate(request.score.rows)]
         return StepBatch(token_ids, positions, used, metadata, [], scores, [], area=0)

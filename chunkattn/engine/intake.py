@@ -56,6 +56,9 @@ class Intake:
             request = self._request(message, arrival, cache_salt=message.cache_salt, precompute=message)
         else:
             request = self._generate(message, arrival)
+        if isinstance(message, ScoreRequest) and message.algorithm == "packed_dense":
+            self._check_dense(message)
+            return request  # it takes no pages
         if request.pages_per_sample > self.limits.max_table_pages:
             raise CapacityError(
                 f"the prompt of {len(layout)} tokens, repeated chunks and all, fills {request.pages_per_sample} entries of a "
@@ -104,6 +107,15 @@ class Intake:
             )
         shares = message.share_prefix and self.config.enable_prefix_caching
         return self._request(message, arrival, shares=shares, cache_salt=message.cache_salt, score=message)
+
+    def _check_dense(self, message: ScoreRequest) -> None:
+        if self.limits.dense_refusal:
+            raise RequestError(self.limits.dense_refusal, param="algorithm")
+        tokens, limit = len(message.layout), self.config.max_multi_item_seq_len
+        if tokens > limit:
+            raise CapacityError(
+                f"a pack of {tokens} tokens under a dense mask exceeds max_multi_item_seq_len {limit}", param="items"
+            )
 
     def _generate(self, message: GenerateRequest, arrival: int) -> Request:
         self.check_generates()

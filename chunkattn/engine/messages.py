@@ -104,6 +104,7 @@ class EngineLimits:
         rates: of its steps, as far as they are known at its start.
         longest_table: entries of a page table its backend can take.
         num_labels: classes of a sequence classifier, None for a language model.
+        dense_refusal: why nothing can be scored by `packed_dense`, None where it can.
     """
 
     num_pages: int
@@ -116,6 +117,7 @@ class EngineLimits:
     rates: StepRates
     longest_table: int = 1 << 31
     num_labels: int | None = None
+    dense_refusal: str | None = None
 
     @property
     def kv_tokens(self) -> int:

@@ -14,10 +14,12 @@ from chunkattn.backends.base import AttentionBatch
 from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.engine.messages import StepRates
 
-TILE_ROWS, TILE_SLOTS = 128, 512
-"""Of the tiles whose area counts as attention's work: those of `xla`; another backend's differ by a factor."""
+TILE_ROWS, TILE_SLOTS = 256, 256
+"""Of the tiles whose area counts as attention's work: those of `xla` in large steps; others differ by a factor."""
 
-_KEPT = 256
+_KEPT = 128
+_LAST = 8
+_TINY = 1e-12
 _GUESS_WEIGHT = 0.5
 """Of the first guess, against one for every observation."""
 
@@ -45,7 +47,8 @@ class RateMeter:
         rate = _matmul_rate(dtype)
         # Attention runs at about a third of the speed.
         self._guess = np.asarray([1e-3, row_flops / rate, 3 * pair_flops / rate])
-        self._seen: deque[np.ndarray] = deque(maxlen=_KEPT)
+        # Of steps with and without tiles apart: decodes would soon be all that is remembered.
+        self._seen: dict[bool, deque[np.ndarray]] = {tiles: deque(maxlen=_KEPT) for tiles in (False, True)}
         self._pending, self._began = np.zeros(3), 0.0
         self._rates: StepRates | None = None
 
@@ -56,6 +59,12 @@ class RateMeter:
             self._rates = self._fitted()
         return self._rates
 
+    def rows_within(self, seconds: float) -> int:
+        """Rows of a step that is expected to take so long, with as many tiles a row as the last such steps had."""
+        last = np.sum([*self._seen[True]][-_LAST:] or np.zeros((1, 4)), axis=0)
+        a_row = self.rates.row + self.rates.area * last[2] / max(last[1], 1)
+        return int((seconds - self.rates.step) / max(a_row, _TINY))
+
     def add(self, began: float, rows: int, area: int) -> None:
         """A step of `rows` rows, padding included, was sent to the device; it began at that `time.perf_counter()`."""
         if not self._pending[0]:
@@ -65,7 +74,8 @@ class RateMeter:
     def finish(self) -> None:
         """The device has just done all that was added."""
         if self._pending[0]:
-            self._seen.append(np.append(self._pending, time.perf_counter() - self._began))
+            seen = np.append(self._pending, time.perf_counter() - self._began)
+            self._seen[bool(self._pending[2])].append(seen)
             self._pending, self._rates = np.zeros(3), None
 
     def forget(self) -> None:
@@ -74,8 +84,8 @@ class RateMeter:
 
     def _fitted(self) -> StepRates:
         features, wanted = np.eye(3) * _GUESS_WEIGHT, np.full(3, _GUESS_WEIGHT)
-        if self._seen:
-            seen = np.stack(self._seen)
+        if any(self._seen.values()):
+            seen = np.stack([*self._seen[False], *self._seen[True]])
             features = np.concatenate([features, seen[:, :3] * self._guess / seen[:, 3:]])
             wanted = np.append(wanted, np.ones(len(seen)))
         factors, _ = nnls(features, wanted)

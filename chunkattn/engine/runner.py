@@ -15,8 +15,8 @@ import numpy as np
 import xxhash
 from flax import nnx
 
-from chunkattn.backends import make_backend
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
+from chunkattn.backends.packed_dense import PackedDenseBackend
 from chunkattn.engine.batch import SampleRow, StepBatch
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.messages import TokenLogprobs
@@ -84,13 +84,9 @@ class Runner:
         return tables * self.spec.vocab_size * self.spec.hidden_size
 
     @cached_property
-    def dense_backend(self) -> AttentionBackend:
-        """The one that attends under a dense mask, over the same heads.
-
-        Raises:
-            BackendError: it does not support the model; the message says why.
-        """
-        return make_backend("packed_dense", self.backend.spec)
+    def dense_backend(self) -> PackedDenseBackend:
+        """The one that attends under a dense mask, over the same heads; only where it supports the model."""
+        return PackedDenseBackend(self.backend.spec)
 
     def forward_dense(self, batch: StepBatch) -> jax.Array:
         """Run one step of `dense_backend`, which reads and writes no page; hidden states float32 `[T, hidden]`."""

@@ -12,7 +12,7 @@ there is room).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from chunkattn.cache.trie import Block, BlockTrie
@@ -20,6 +20,8 @@ from chunkattn.engine.buckets import buckets, trimmed
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sequence
 
+_LEAST_ROWS = 128
+"""Of a step that computes prompts beside decodes, however long that takes: reading the weights takes a while anyway."""
 EXTRA_SPANS = 32
 """A step has room for a span of every sequence, and so many more: parts found in the cache tear holes."""
 
@@ -166,8 +168,12 @@ class Scheduler:
 
     # A step
 
-    def plan(self) -> list[Span]:
-        """The next step's spans, ascending within a sequence; empty when there is nothing to compute."""
+    def plan(self, beside_decodes: Callable[[], int] | None = None) -> list[Span]:
+        """The next step's spans, ascending within a sequence; empty when there is nothing to compute.
+
+        Args:
+            beside_decodes: how many rows a step may have that somebody's next token waits for; asked when it matters.
+        """
         self._touched, self._span_of = [], {}
         spans: list[Span] = []
         decoding = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed == 1]
@@ -177,6 +183,9 @@ class Scheduler:
         filling = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed > 1]
         tokens = len(decoding) + sum(s.num_tokens - s.num_computed for s in filling)
         budget = min(trimmed(tokens, self.token_buckets), self.max_num_batched_tokens)
+        if beside_decodes is not None and filling and any(s.output_ids for s in decoding):
+            most = max(beside_decodes(), _LEAST_ROWS, 2 * len(decoding))
+            budget = min(budget, max(size for size in self.token_buckets if size <= max(most, self.token_buckets[0])))
         for sequence in decoding:
             budget -= self._advance(sequence, 1, spans)
         for sequence, limit in self._helpings(filling, budget):

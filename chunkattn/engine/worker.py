@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -69,6 +70,9 @@ class Worker:
         self.core = build_core(start.config, start.checkpoint.files())
         if start.config.warmup:
             self.core.warm_up(self._warmed)
+        # What is here stays: a full collection that walks through it takes as long as many steps.
+        gc.collect()
+        gc.freeze()
         self._send([Ready(self.core.limits)])
         return start.heartbeat_s
 

@@ -25,6 +25,8 @@ class ScoreJob:
         max_pack_tokens: most tokens of one packed sequence, where more than one item is in it.
         max_dense_tokens: the same under a dense mask; no pack may be larger then.
         max_batch_tokens: most tokens of items that are sent together behind a cached query, where there is more than one.
+        max_extend_tokens: the same where there is one: what the KV pool holds beside the query.
+        block_size: tokens of a KV page.
     """
 
     query: list[int]
@@ -34,6 +36,8 @@ class ScoreJob:
     max_pack_tokens: int = 8192
     max_dense_tokens: int = 8192
     max_batch_tokens: int = 2048
+    max_extend_tokens: int = 1 << 31
+    block_size: int = 16
 
     @property
     def prefix(self) -> list[int]:
@@ -80,13 +84,14 @@ def packed_dense(job: ScoreJob) -> list[ScorePart]:
 def prefill_extend(job: ScoreJob) -> list[ScorePart]:
     """The items in batches behind the query, which is in the cache.
 
-    A cached token has no logits, so empty items are read off a sequence of the query alone.
+    A cached token has no logits, so for empty items the query's last page of tokens is computed again.
     """
-    empty = [index for index, item in enumerate(job.items) if not item]
+    prefix, empty = job.prefix, [index for index, item in enumerate(job.items) if not item]
     parts = _packs(job, job.max_batch_tokens, [index for index, item in enumerate(job.items) if item])
     if empty:
-        last = len(job.prefix) - 1
-        parts.append(ScorePart(make_layout([], [], job.prefix), np.full(len(empty), last), empty))
+        last = len(prefix) - 1
+        cut = last - last % job.block_size
+        parts.append(ScorePart(make_layout(prefix[:cut], [prefix[cut:]], [], "shared"), np.full(len(empty), last), empty))
     return parts
 
 

@@ -44,7 +44,8 @@ def predict(job: ScoreJob, rates: StepRates, budget: int, *, query_cached: bool)
     if not query_cached:
         costs["prefill_extend"] += seconds([query], alone)
     if len(filled) < len(lens):
-        costs["prefill_extend"] += seconds([1], _causal(1))
+        again = (query - 1) % job.block_size + 1
+        costs["prefill_extend"] += seconds([again], _behind(query - again, [again]))
     return costs
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
+from threading import Lock
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -20,8 +23,12 @@ from chunkattn.scoring.selector import Choice, check_algorithm, refusals, select
 
 _REMEMBERED = 4096
 """Queries, and requests, that are remembered."""
+_OTHERS = 8
+"""Rows of a step left to others' decodes."""
 _STAGE_STEPS = 4
 """Steps' worth of tokens that are sent to the engine together: others wait for no more of a long job at a time."""
+
+T = TypeVar("T")
 
 
 class ScoringJob:
@@ -44,7 +51,7 @@ class ScoringJob:
         columns: int,
         apply_softmax: bool,
         classifier: bool,
-        note: Callable[[ScoreResult], None],
+        note: Callable[[ScoreResult | PrecomputeResult], None],
     ) -> None:
         self.stages = stages
         self._job, self._choice, self._places, self._note = job, choice, places, note
@@ -59,11 +66,11 @@ class ScoringJob:
 
     def add(self, event: ScoreResult | PrecomputeResult) -> int:
         """Take one request's result. Returns how many items it has scored."""
+        self._note(event)
         if isinstance(event, PrecomputeResult):
             self._cached = event.cached.total
             return 0
         self._values[self._places[event.request_id]] = event.logprobs
-        self._note(event)
         return len(event.logprobs)
 
     def output(self) -> ScoreOutput:
@@ -97,32 +104,48 @@ class ScorePlanner:
     def __init__(self, config: EngineConfig) -> None:
         check_algorithm(config.score_algorithm)
         self.config = config
-        self._cached: OrderedDict[bytes, str] = OrderedDict()  # queries left in the cache
+        self._lock = Lock()  # calls are planned in several threads
+        self._cached: OrderedDict[bytes, int] = OrderedDict()  # queries left in the cache, and their tokens
         self._chosen: OrderedDict[bytes, str] = OrderedDict()  # what requests were given
 
     def connect(self, limits: EngineLimits) -> None:
-        """Learn what the engine can hold and how fast it is."""
+        """Learn what the engine can hold and how fast it is. Its cache is empty."""
         self.limits, self._rates = limits, limits.rates
+        self.forget_cached()
 
-    def note(self, event: ScoreResult) -> None:
-        """Learn how fast the engine is by now."""
-        self._rates = event.rates
+    def forget_cached(self) -> None:
+        """The engine's cache has been emptied."""
+        with self._lock:
+            self._cached.clear()
+
+    def _note(self, event: ScoreResult | PrecomputeResult, query: bytes, tokens: int) -> None:
+        """Learn how fast the engine is by now, or that it has just computed a query."""
+        if isinstance(event, ScoreResult):
+            self._rates = event.rates
+            return
+        with self._lock:
+            _remember(self._cached, query, tokens)
+            while sum(self._cached.values()) > self.limits.kv_tokens and len(self._cached) > 1:
+                self._cached.popitem(last=False)
 
     def job(self, query: list[int], items: list[list[int]], leading: list[int], item_first: bool) -> ScoreJob:
         """A job within this engine's sizes."""
-        prefix, budget = len(leading) + len(query), self.config.max_num_batched_tokens
-        room = self.limits.kv_tokens // 4
-        # Room for a decode of everybody else in the same step.
-        batch = budget - self.config.max_num_seqs if budget >= 2 * self.config.max_num_seqs else budget
+        prefix, budget, limits = len(leading) + len(query), self.config.max_num_batched_tokens, self.limits
+        room, block = limits.kv_tokens // 4, limits.block_size
+        beside_query = (limits.num_pages + prefix // -block) * block
+        # Room for a few decodes of others in the same step.
+        batch = budget - _OTHERS if budget >= 8 * _OTHERS else budget
         return ScoreJob(
             query,
             items,
             leading,
             item_first,
             # Large enough that the query's share of a pack is small, small enough that several fit the pool.
-            max_pack_tokens=min(max(8192, 4 * prefix, budget), max(room, prefix)),
+            max_pack_tokens=min(max(8192, 4 * prefix, budget), max(room, min(2 * prefix, limits.kv_tokens))),
             max_dense_tokens=self.config.max_multi_item_seq_len,
-            max_batch_tokens=min(batch, max(room, 1)),
+            max_batch_tokens=max(min(batch, room, beside_query), 1),
+            max_extend_tokens=beside_query,
+            block_size=block,
         )
 
     def plan(
@@ -142,28 +165,32 @@ class ScorePlanner:
             RequestError: the algorithm is unknown or cannot serve the job.
         """
         config = self.config
-        refused = refusals(job, sliding_window=self.limits.sliding_window, caching=config.enable_prefix_caching)
+        refused = refusals(
+            job,
+            sliding_window=self.limits.sliding_window,
+            caching=config.enable_prefix_caching,
+            dense_refusal=self.limits.dense_refusal,
+        )
         costs, cached = (
             predict(job, self._rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
         )
-        asked, whole = _digests(job, cache_salt)
-        choice = select_algorithm(
-            algorithm or config.score_algorithm,
-            refused,
-            costs,
-            cached["prefill_extend"],
-            query_cached=asked in self._cached,
-            before=self._chosen.get(whole),
-        )
-        if (algorithm or config.score_algorithm) == "auto":
-            _remember(self._chosen, whole, choice.algorithm)
-        if choice.algorithm == "prefill_extend":
-            _remember(self._cached, asked, choice.algorithm)
+        asked, shape = _digests(job, cache_salt)
+        with self._lock:
+            choice = select_algorithm(
+                algorithm or config.score_algorithm,
+                refused,
+                costs,
+                cached["prefill_extend"],
+                query_cached=asked in self._cached,
+                before=self._chosen.get(shape),
+            )
+            if (algorithm or config.score_algorithm) == "auto":
+                _remember(self._chosen, shape, choice.algorithm)
         name = choice.algorithm
         parts = ALGORITHMS[name](job)
         requests, places = [], {}
         for part in parts:
-            shared = name == "prefill_extend" and part.layout.num_chunks > 0
+            shared = name == "prefill_extend"
             request = ScoreRequest(new_id(), part.layout, part.rows, labels, shared, name, cache_salt, priority)
             requests.append(request)
             places[request.request_id] = part.items
@@ -178,10 +205,11 @@ class ScorePlanner:
             stages += [list(requests[a:b]) for a, b in groups([len(r.layout) for r in requests], most)]
         classes = self.limits.num_labels
         columns = len(labels) if classes is None else classes
-        return ScoringJob(job, choice, stages, places, columns, apply_softmax, classes is not None, self.note)
+        note = partial(self._note, query=asked, tokens=len(job.prefix))
+        return ScoringJob(job, choice, stages, places, columns, apply_softmax, classes is not None, note)
 
 
-def _remember(known: OrderedDict[bytes, str], key: bytes, value: str) -> None:
+def _remember(known: OrderedDict[bytes, T], key: bytes, value: T) -> None:
     known[key] = value
     known.move_to_end(key)
     if len(known) > _REMEMBERED:
@@ -189,10 +217,12 @@ def _remember(known: OrderedDict[bytes, str], key: bytes, value: str) -> None:
 
 
 def _digests(job: ScoreJob, cache_salt: str | None) -> tuple[bytes, bytes]:
-    """What tells a query from others, and a whole request, for whom shares its cache."""
+    """What tells a query from others, and a query with so many items of such lengths, for whom shares its cache.
+
+    Not the items themselves: one's contents must not choose the others' algorithm.
+    """
     digest = xxhash.xxh3_128(repr(cache_salt).encode())
     digest.update(np.asarray(job.prefix, np.int64).tobytes())
     query = digest.digest()
-    for item in job.items:
-        digest.update(np.asarray([len(item), *item], np.int64).tobytes())
+    digest.update(np.asarray([len(item) for item in job.items], np.int64).tobytes())
     return query, digest.digest()

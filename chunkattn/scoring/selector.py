@@ -11,9 +11,9 @@ from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, ScoreJob
 
 logger = logging.getLogger(__name__)
 
-EQUAL = 1.02
+EQUAL = 1.01
 """Costs within this factor are equal: the first of `AUTO` is taken then."""
-STEADY = 1.14
+STEADY = 1.13
 """What may be lost so that the choice does not depend on what the cache holds: equal requests then give equal bits."""
 
 
@@ -29,7 +29,7 @@ class Choice:
     predicted_seconds: Mapping[str, float]
 
 
-def refusals(job: ScoreJob, *, sliding_window: int | None, caching: bool) -> dict[str, str]:
+def refusals(job: ScoreJob, *, sliding_window: int | None, caching: bool, dense_refusal: str | None = None) -> dict[str, str]:
     """Why an algorithm cannot serve a job, for those that cannot."""
     reason = None
     if job.item_first:
@@ -41,8 +41,17 @@ def refusals(job: ScoreJob, *, sliding_window: int | None, caching: bool) -> dic
     refused = {}
     if not caching:
         refused["prefill_extend"] = "it keeps the query in the cache, and this engine has enable_prefix_caching=False"
-    longest = len(job.prefix) + max(map(len, job.items), default=0)
-    if longest > job.max_dense_tokens:
+    item = max(map(len, job.items), default=0)
+    longest = len(job.prefix) + item
+    if item > job.max_extend_tokens:
+        refused.setdefault(
+            "prefill_extend",
+            f"an item of {item} tokens does not fit the KV pool on pages of its own beside the query's; there is room for "
+            f"{max(job.max_extend_tokens, 0)}",
+        )
+    if dense_refusal:
+        refused["packed_dense"] = dense_refusal
+    elif longest > job.max_dense_tokens:
         refused["packed_dense"] = (
             f"the query and its longest item are {longest} tokens, the mask of a pack is bounded by "
             f"max_multi_item_seq_len {job.max_dense_tokens}"
@@ -77,7 +86,8 @@ def select_algorithm(
         costs: predicted seconds by algorithm, of a query that is not in the cache.
         cached: of `prefill_extend` when it is.
         query_cached: whether it probably is.
-        before: what `"auto"` was for the same request, which it then is again: rates change, and bits must not.
+        before: what `"auto"` was for a request of the same query and lengths, which it then is again: rates change, and
+            bits must not.
 
     Raises:
         RequestError: unknown, or unable to serve this job; the message says why.
@@ -93,6 +103,7 @@ def select_algorithm(
     if name != "auto":
         return Choice(name, possible)
     if before in possible:
+        logger.info("scoring by %s, as such a request was before", before)
         return Choice(before, possible)
     others = {n: cost for n, cost in possible.items() if n != "prefill_extend"}
     least = min(others.values())
