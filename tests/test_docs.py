@@ -33,6 +33,7 @@ def test_python(page, capsys):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("chunkattn.server.run.serve", lambda *_: None)  # it would not end; tests of the server start it
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "nila.txt").write_text("Nila lives in Tunise.\n")
     commands = [line for b in blocks(page, "bash") for line in b.splitlines() if line.startswith("chunkattn ")]

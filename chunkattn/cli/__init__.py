@@ -1,6 +1,6 @@
-"""The commands: `chunkattn generate | score | inspect | demo | cache | bench`."""
+"""The commands: `chunkattn serve | generate | score | inspect | demo | cache | bench`."""
 
-from chunkattn.cli import bench, bench_score, cache, prompts
+from chunkattn.cli import bench, bench_score, cache, prompts, serve
 from chunkattn.cli.common import app
 
-__all__ = ["app", "bench", "bench_score", "cache", "prompts"]
+__all__ = ["app", "bench", "bench_score", "cache", "prompts", "serve"]

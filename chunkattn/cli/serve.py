@@ -1,0 +1,110 @@
+"""`chunkattn serve`: every option of engine and server, from the command line, the environment or a YAML file."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from chunkattn.cli.common import app, command
+from chunkattn.config import EngineConfig
+from chunkattn.server.options import ServerConfig
+
+_PANELS = {
+    "Model": "tokenizer revision skip_tokenizer_init dtype attention_backend seed max_logprobs",
+    "Prompts and scoring": (
+        "enable_chunk_aware chunk_separator position_strategy multi_item_scoring_delimiter score_algorithm max_model_len "
+        "max_chunk_len max_items_per_request max_multi_item_seq_len"
+    ),
+    "Steps and warm-up": (
+        "max_num_seqs max_num_batched_tokens long_prefill_token_threshold max_decode_gap_s max_queued_requests "
+        "engine_hang_timeout_s warmup"
+    ),
+    "KV cache": ("block_size kv_cache_dtype kv_cache_memory_bytes enable_prefix_caching kv_store kv_store_max_bytes"),
+}
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool}
+
+
+def _help_texts(cls: type) -> dict[str, str]:
+    """Of every attribute, from the class's docstring."""
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()).replace("`", "") for name, text in entries}
+
+
+def _parameter(option: Field[Any], panel: str, text: str) -> inspect.Parameter:
+    kind = _TYPES[str(option.type).partition(" | ")[0]]
+    info = typer.Option(
+        f"--{option.name.replace('_', '-')}" + (f"/--no-{option.name.replace('_', '-')}" if kind is bool else ""),
+        help=text[:1].upper() + text[1:],
+        envvar=f"CHUNKATTN_{option.name.upper()}",
+        rich_help_panel=panel,
+        show_envvar=False,
+    )
+    wanted: Any = kind | None if "None" in str(option.type) else kind
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[wanted, info]
+    )
+
+
+def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
+    """Defaults of the other options, from a YAML file of `option: value`."""
+    if file is None:
+        return None
+    try:
+        given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"cannot be read: {error}") from None
+    if not isinstance(given, dict):
+        raise typer.BadParameter("must hold a mapping of options")
+    named = {str(name).replace("-", "_"): value for name, value in given.items()}
+    known = {p.name for p in ctx.command.params} - {"config", "help"}
+    if unknown := sorted(set(named) - known):
+        raise typer.BadParameter(f"unknown option {unknown[0]!r} in {file}")
+    ctx.default_map = {**(ctx.default_map or {}), **named}
+    return file
+
+
+def _with_options(function: Any) -> Any:
+    """Give a command every field of both configurations as an option."""
+    parameters = [
+        p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    for cls in (ServerConfig, EngineConfig):
+        texts = _help_texts(cls)
+        for option in fields(cls):
+            if option.name != "model":
+                panel = "Server" if cls is ServerConfig else _PANEL_OF[option.name]
+                parameters.append(_parameter(option, panel, texts[option.name]))
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {p.name: p.annotation for p in parameters}
+    return function
+
+
+@command(app)
+@_with_options
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Local folder or hub id; the bundled demo model when left out.", envvar="CHUNKATTN_MODEL"),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of options.", callback=_read_config, is_eager=True, envvar="CHUNKATTN_CONFIG")
+    ] = None,
+    **options: Any,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect it.
+
+    Every option can also be set by an environment variable, CHUNKATTN_ and its name in capitals, or in the YAML file of
+    --config. The command line goes first, then the environment, then the file.
+    """
+    from chunkattn.server.run import serve as run
+
+    server = {f.name: options.pop(f.name) for f in fields(ServerConfig)}
+    run({"model": model, **options}, ServerConfig(**server))

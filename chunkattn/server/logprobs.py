@@ -1,0 +1,67 @@
+"""Log-probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from chunkattn.outputs import Logprob
+
+Entry = dict[int, Logprob] | None
+
+
+def legacy(
+    token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, offsets: Sequence[int], decode: Callable[[int], str]
+) -> dict[str, Any]:
+    """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset` of a completion.
+
+    Args:
+        token_ids: of the tokens told.
+        entries: log-probabilities by token id; None where there are none, as for the first prompt token.
+        num_top: how many of the likeliest were asked for; the token itself is always among them.
+        offsets: where each token's text begins.
+        decode: text of a token.
+    """
+    values, tops = [], []
+    for token, entry in zip(token_ids, entries, strict=True):
+        values.append(None if entry is None else entry[token].logprob)
+        tops.append(None if entry is None else _by_text(token, entry, num_top, decode))
+    return {
+        "tokens": [decode(t) for t in token_ids],
+        "token_logprobs": values,
+        "top_logprobs": tops if num_top else None,
+        "text_offset": list(offsets),
+    }
+
+
+def _by_text(token: int, entry: dict[int, Logprob], num_top: int, decode: Callable[[int], str]) -> dict[str, float]:
+    """Tokens of equal text (bytes of a character) share one place: the likeliest's."""
+    found: dict[str, float] = {}
+    for other, value in sorted(entry.items(), key=lambda pair: pair[1].rank):
+        if value.rank <= num_top or other == token:
+            found.setdefault(decode(other), value.logprob)
+    return found
+
+
+def chat(
+    token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], num_top: int, decode: Callable[[int], str]
+) -> dict[str, Any]:
+    """`content` of a chat choice's `logprobs`."""
+    content = []
+    for token, entry in zip(token_ids, entries, strict=True):
+        ranked = sorted(entry.items(), key=lambda pair: pair[1].rank)
+        top = [_token(decode(t), v) for t, v in ranked if v.rank <= num_top][:num_top]
+        content.append({**_token(decode(token), entry[token]), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _token(text: str, value: Logprob) -> dict[str, Any]:
+    return {"token": text, "logprob": value.logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def prompt(entries: Sequence[Entry] | None) -> list[dict[str, Any] | None] | None:
+    """VLLM's `prompt_logprobs`: of every prompt token, by token id."""
+    if entries is None:
+        return None
+    return [None if entry is None else {str(t): asdict(value) for t, value in entry.items()} for entry in entries]

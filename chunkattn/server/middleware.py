@@ -1,0 +1,151 @@
+"""What every request passes on its way in and out: its id, the key, the size limit, log and metrics."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import logging
+import re
+import secrets
+import time
+from uuid import uuid4
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chunkattn.server.errors import ApiError, api_error
+from chunkattn.server.options import ServerConfig
+
+logger = logging.getLogger("chunkattn.server.access")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_OPEN_PATHS = ("/health",)
+_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
+
+
+class HttpMetrics:
+    """What the server counts, in a Prometheus registry of its own. Times are in seconds.
+
+    Attributes:
+        running: requests being answered.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.running = 0
+        self._running = Gauge("chunkattn_http_requests_now", "Requests being answered", registry=self.registry)
+        self._running.set_function(lambda: self.running)
+        labels = ["route", "status"]
+        self.requests = Counter("chunkattn_http_requests", "Requests answered", labels, registry=self.registry)
+        self.seconds = Histogram(
+            "chunkattn_http_seconds",
+            "From a request to the end of its answer",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+
+class Gate:
+    """ASGI middleware around the whole app.
+
+    Gives every request an id (the client's own `X-Request-Id` if it is printable), asks for the API key, cuts long bodies
+    off, and answers whatever nobody else has caught with a 500 that says nothing but the id.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: HttpMetrics) -> None:
+        self.app, self.config, self.metrics = app, config, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or pass it on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, began, status = Headers(scope=scope), time.perf_counter(), 0
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.config.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        self.metrics.running += 1
+        try:
+            if refusal := self._refuse(scope, headers):
+                await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, noted)
+            else:
+                await self.app(scope, limited, noted)
+        except Exception as error:
+            told = api_error(error, request_id)
+            if not status:
+                await JSONResponse(told.body, told.status, told.headers)(scope, receive, noted)
+        finally:
+            self.metrics.running -= 1
+            self._note(scope, status, request_id, time.perf_counter() - began)
+
+    def _refuse(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """Why the request is answered here and now, if it is."""
+        key = self.config.api_key
+        if key is not None and scope["path"] not in _OPEN_PATHS and not _has_key(headers.get("authorization", ""), key):
+            text = "a valid API key is needed: send 'Authorization: Bearer KEY'"
+            return ApiError(401, text, code="invalid_api_key", **{"WWW-Authenticate": 'Basic realm="chunkattn"'})
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self.config.max_body_bytes:
+            return api_error(self._too_large(), "")
+        return None
+
+    def _too_large(self) -> HTTPException:
+        return HTTPException(413, f"the body exceeds max_body_bytes {self.config.max_body_bytes}")
+
+    def _note(self, scope: Scope, status: int, request_id: str, seconds: float) -> None:
+        # Paths are the clients' to choose, routes are few; 499 is a client that left.
+        route, status = getattr(scope.get("route"), "path", "other"), status or 499
+        self.metrics.requests.labels(route, str(status)).inc()
+        self.metrics.seconds.labels(route).observe(seconds)
+        told = {"id": request_id, "method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds}
+        logger.info("%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)", told, extra={"request": told})
+
+
+def _has_key(authorization: str, key: str) -> bool:
+    scheme, _, given = authorization.partition(" ")
+    if scheme.lower() == "basic":  # what browsers ask people for: the key is the password
+        try:
+            given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return False
+    elif scheme.lower() != "bearer":
+        return False
+    return secrets.compare_digest(given.strip().encode(), key.encode())
+
+
+class JsonFormatter(logging.Formatter):
+    """A log record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        fields = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **({"request": record.__dict__["request"]} if "request" in record.__dict__ else {}),
+            **({"exception": self.formatException(record.exc_info)} if record.exc_info else {}),
+        }
+        return json.dumps(fields, ensure_ascii=False)

@@ -1,0 +1,49 @@
+"""Options of the HTTP server, beside the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from chunkattn.errors import ConfigError
+
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How to listen, to whom, and what one request may ask for.
+
+    Attributes:
+        host: address to listen on; only this machine can reach the default.
+        port: to listen on; 0 takes a free one.
+        api_key: what clients must send as bearer token, or as the password of HTTP Basic; None lets everybody in.
+        served_model_name: in `/v1/models`, answers and requests; None is the model's path or id.
+        request_timeout_s: seconds until a request is aborted and answered with 504.
+        max_body_bytes: longest request body; longer ones are answered with 413.
+        max_prompts_per_request: longest list of prompts, and of queries, in one request.
+        drain_timeout_s: seconds that requests get to end after SIGTERM.
+        log_format: "text" or "json", one line a request either way.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_name: str | None = None
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 32 << 20
+    max_prompts_per_request: int = 1024
+    drain_timeout_s: float = 30.0
+    log_format: str = "text"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        for name in ("api_key", "served_model_name"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} must not be empty; leave it out instead")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format {self.log_format!r} is unknown; choose one of {', '.join(LOG_FORMATS)}")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.type in ("int", "float") and option.name != "port" and not 0 < value < float("inf"):
+                raise ConfigError(f"{option.name} must be above 0, got {value}")

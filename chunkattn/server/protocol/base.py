@@ -1,0 +1,107 @@
+"""What all bodies have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from chunkattn.config import SamplingParams
+
+TokenIds = list[int]
+
+
+class Body(BaseModel):
+    """A request body. What it does not know is an error that names it; null stands for what is left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: Annotated[str | None, Field(description="The served model's name; may be left out.")] = None
+    user: Annotated[str | None, Field(description="Accepted, and without effect.")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, body: Any) -> Any:
+        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
+
+
+_SAMPLING = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+"""Passed on as they are."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside the text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: Annotated[bool, Field(description="A last event without choices, with the usage.")] = False
+    continuous_usage_stats: Annotated[bool, Field(description="The usage so far in every event.")] = False
+
+
+class Sampling(Body):
+    """How to continue a prompt; names, meanings and defaults are those of `SamplingParams`."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    min_tokens: int = 0
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Annotated[int | None, Field(description="Log-probabilities of this many likeliest prompt tokens.")] = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str | None, Field(description="Share the cache with requests of the same salt alone.")] = None
+    priority: Annotated[int, Field(description="The lower goes first.")] = 0
+    return_chunk_usage: Annotated[bool, Field(description="Cached tokens of every chunk, in the usage.")] = False
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options need stream: true")
+        return self
+
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+        """The engine's parameters.
+
+        Args:
+            max_tokens: most tokens to generate; None is as many as fit.
+            logprobs: likeliest tokens at each step.
+            prompt_logprobs: where the body asks for none.
+
+        Raises:
+            RequestError: one is out of range.
+        """
+        bias: dict[Any, float] = {int(k) if k.isdecimal() else k: v for k, v in self.logit_bias.items()}
+        return SamplingParams(
+            **{name: getattr(self, name) for name in _SAMPLING},
+            logit_bias=bias,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
+        )

@@ -1,0 +1,144 @@
+"""Bodies of `/v1/completions` and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from chunkattn.parsers import ChunkedPrompt
+from chunkattn.parsers.prompt import Prompt
+from chunkattn.server.protocol.base import Sampling, TokenIds
+
+
+class Chunks(BaseModel):
+    """A prompt in parts, all text or all token ids; never split again, so a document cannot forge a boundary."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prefix: str | TokenIds = ""
+    documents: list[str] | list[TokenIds]
+    question: str | TokenIds
+
+    def prompt(self) -> ChunkedPrompt:
+        """As the engine takes it; an absent prefix is empty text or empty ids, as the question is."""
+        prefix: str | TokenIds = self.prefix or ("" if isinstance(self.question, str) else [])
+        return ChunkedPrompt(prefix, self.documents, self.question)
+
+
+class CompletionBody(Sampling):
+    """`/v1/completions`."""
+
+    prompt: Annotated[
+        str | TokenIds | list[str] | list[TokenIds],
+        Field(description="Text or token ids, or a list of either; split at the separator where chunk_aware."),
+    ] = ""
+    chunks: Annotated[Chunks | None, Field(description="The prompt in parts, instead of prompt.")] = None
+    chunk_aware: Annotated[
+        bool | None, Field(description="Split prompts at the separator; the engine's default when absent.")
+    ] = None
+    max_tokens: int = 16
+    echo: Annotated[bool, Field(description="Begin with the prompt; with logprobs, its log-probabilities too.")] = False
+    logprobs: Annotated[int | None, Field(description="Log-probabilities of this many likeliest tokens.")] = None
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionBody:
+        if self.chunks is not None and self.prompt:
+            raise ValueError("prompt and chunks exclude each other; leave prompt out or empty")
+        if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
+            raise ValueError("max_tokens 0 generates nothing; it needs echo or prompt_logprobs")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are part of logprobs under echo; ask for one of them")
+        return self
+
+    def prompts(self) -> list[Prompt]:
+        """Every prompt of the request."""
+        if self.chunks is not None:
+            return [self.chunks.prompt()]
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [{"prompt_token_ids": self.prompt}]
+        return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in self.prompt]
+
+
+class ContentPart(BaseModel):
+    """A part of a message's content; text alone is supported."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: str
+    content: str | list[ContentPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For the chat template: the content as one text."""
+        text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
+        return {"role": self.role, "content": text, **({"name": self.name} if self.name is not None else {})}
+
+
+class Document(BaseModel):
+    """A document as an object: its title stands on a line above its text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str | None = None
+    title: str | None = None
+    text: str
+
+    def plain(self) -> str:
+        """The text of its chunk."""
+        return self.text if self.title is None else f"{self.title}\n{self.text}"
+
+
+class TextFormat(BaseModel):
+    """The only format there is: text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+
+
+class ChatBody(Sampling):
+    """`/v1/chat/completions`."""
+
+    messages: list[Message]
+    documents: Annotated[list[str | Document] | None, Field(description="They become the prompt's chunks.")] = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    response_format: TextFormat | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs: true")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to generate; None is as many as fit."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    def chunks(self) -> list[str] | None:
+        """Texts of the documents."""
+        return None if self.documents is None else [d if isinstance(d, str) else d.plain() for d in self.documents]
+
+    def template_options(self) -> dict[str, Any]:
+        """For the chat template."""
+        return {"add_generation_prompt": self.add_generation_prompt, **self.chat_template_kwargs}

@@ -1,0 +1,117 @@
+"""Bodies of the scoring and reranking routes, in every dialect spoken."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from chunkattn.server.protocol.base import Body, TokenIds
+
+CacheSalt = Annotated[str | None, Field(description="Share the cache with requests of the same salt alone.")]
+Texts = str | list[str]
+
+
+class GenerativeScoringBody(Body):
+    """`/generative_scoring`, as vLLM has it: one query, many items, the first label's score each."""
+
+    query: str | TokenIds
+    items: list[str] | list[TokenIds]
+    label_token_ids: list[int]
+    apply_softmax: bool = True
+    item_first: bool = False
+    algorithm: str | None = None
+    cache_salt: CacheSalt = None
+    priority: int = 0
+
+
+class ScoreBody(Body):
+    """`/v1/score`. Either `query` and `items` (scores of labels), or a pairwise call (relevance of texts to each other)."""
+
+    query: Annotated[
+        str | TokenIds | list[str] | list[TokenIds] | None, Field(description="Text or token ids, or a list of either.")
+    ] = None
+    items: Annotated[
+        list[str] | list[TokenIds] | list[list[str]] | list[list[TokenIds]] | str | None,
+        Field(description="Texts or token ids; for a list of queries also a list of items each."),
+    ] = None
+    labels: Annotated[list[str] | None, Field(description="Texts of one token each; or")] = None
+    label_token_ids: list[int] | None = None
+    apply_softmax: bool = False
+    item_first: bool = False
+    return_logprobs: Annotated[bool, Field(description="The labels' log-probabilities beside the scores.")] = False
+    packed_ids: Annotated[TokenIds | None, Field(description="Query and items around delimiters, instead of both.")] = None
+    algorithm: str | None = None
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    instruction: str | None = None
+    template: str | None = None
+    max_tokens_per_doc: int | None = None
+    cache_salt: CacheSalt = None
+    priority: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> ScoreBody:
+        firsts = [n for n in ("text_1", "queries") if getattr(self, n) is not None]
+        seconds = [n for n in ("text_2", "documents") if getattr(self, n) is not None]
+        if not (firsts or seconds):
+            if self.instruction is not None or self.template is not None or self.max_tokens_per_doc is not None:
+                raise ValueError(
+                    "instruction, template and max_tokens_per_doc belong to pairwise calls (queries and documents)"
+                )
+            return self
+        if self.query is not None or self.packed_ids is not None or self.labels is not None or self.label_token_ids is not None:
+            raise ValueError("a pairwise call (text_1 or queries) takes no query, packed_ids or labels")
+        seconds += ["items"] if self.items is not None else []
+        if len(firsts) != 1 or len(seconds) != 1:
+            raise ValueError("a pairwise call needs one of text_1 and queries, and one of text_2, documents and items")
+        return self
+
+    @property
+    def pairwise(self) -> bool:
+        """Whether texts are judged by their relevance to each other."""
+        return self.text_1 is not None or self.queries is not None
+
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """Queries and documents of a pairwise call, as lists.
+
+        Raises:
+            ValueError: items are no texts, or neither one query nor as many as documents.
+        """
+        first = self.text_1 if self.text_1 is not None else self.queries
+        second: Any = next(v for v in (self.text_2, self.documents, self.items) if v is not None)
+        queries, documents = ([v] if isinstance(v, str) else list(v or []) for v in (first, second))
+        if not all(isinstance(d, str) for d in documents):
+            raise ValueError("the items of a pairwise call must be texts")
+        if len(queries) not in (1, len(documents)):
+            raise ValueError(f"{len(queries)} queries for {len(documents)} documents; give one, or one each")
+        return queries, documents
+
+
+class RerankDocument(BaseModel):
+    """A document as an object. What else it holds is not ranked by."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    text: str
+
+
+class RerankBody(Body):
+    """`/v1/rerank`: Cohere's and Jina's."""
+
+    query: str
+    documents: list[str | RerankDocument]
+    top_n: int | None = None
+    return_documents: bool = False
+    max_tokens_per_doc: int | None = None
+    instruction: str | None = None
+    template: str | None = None
+    algorithm: str | None = None
+    cache_salt: CacheSalt = None
+    priority: int = 0
+
+    def texts(self) -> list[str]:
+        """What is ranked."""
+        return [d if isinstance(d, str) else d.text for d in self.documents]

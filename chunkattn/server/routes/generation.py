@@ -1,0 +1,293 @@
+"""`/v1/completions` and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from chunkattn.config import SamplingParams
+from chunkattn.outputs import CompletionOutput, RequestOutput
+from chunkattn.server import logprobs
+from chunkattn.server.errors import ApiError, api_error
+from chunkattn.server.protocol.base import Sampling
+from chunkattn.server.protocol.generation import ChatBody, CompletionBody
+from chunkattn.server.state import EventStream, ServerState, State, merged, new_id, unless_gone
+from chunkattn.server.texts import Part, Tail, usage
+
+router = APIRouter(tags=["generation"])
+
+B = TypeVar("B", bound=Sampling)
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionBody, request: Request, state: State) -> Response:
+    """Continue prompts: text, token ids, lists of either, or one in parts (`chunks`)."""
+    return await _answer(Completion, body, request, state)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatBody, request: Request, state: State) -> Response:
+    """Answer a conversation, over `documents` if there are any."""
+    return await _answer(Chat, body, request, state)
+
+
+class Answer(ABC):
+    """One request for text, and the shapes of its answer.
+
+    Attributes:
+        params: how to continue its prompts.
+    """
+
+    kind: str
+    object_name: str
+    chunk_name: str
+    params: SamplingParams
+
+    def __init__(self, body: Sampling, state: ServerState) -> None:
+        self.options, self.state = body, state
+        self.id, self.created = new_id(self.kind), int(time.time())
+
+    @abstractmethod
+    def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        """One a prompt.
+
+        Raises:
+            RequestError: a parameter is out of range.
+        """
+
+    @abstractmethod
+    def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        """A finished sample."""
+
+    @abstractmethod
+    def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
+        """The first choice of a sample's stream, before any text, if there is one."""
+
+    @abstractmethod
+    def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """A choice with what is new of a sample."""
+
+    def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
+        """Of the request."""
+        return usage(outputs, chunks=self.options.return_chunk_usage)
+
+    def common(self, name: str) -> dict[str, Any]:
+        """What every object of the answer holds."""
+        return {"id": self.id, "object": name, "created": self.created, "model": self.state.model_name}
+
+    def indexed(self, number: int, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
+        """The samples of a prompt with their numbers in the answer."""
+        for sample in output.outputs:
+            yield number * self.options.n + sample.index, sample
+
+
+class Completion(Answer):
+    """`/v1/completions`."""
+
+    kind, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionBody, state: ServerState) -> None:
+        super().__init__(body, state)
+        self.body, self.texts = body, state.texts
+        echoed = body.logprobs if body.echo else None
+        self.params = body.sampling(max_tokens=max(body.max_tokens, 1), logprobs=body.logprobs, prompt_logprobs=echoed)
+
+    def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        """One a prompt; the conversation is one."""
+        body, prompts, limit = self.body, self.body.prompts(), self.state.config.max_prompts_per_request
+        if not 0 < len(prompts) <= limit:
+            raise ApiError(
+                400, f"there are {len(prompts)} prompts; give between 1 and {limit}", param="prompt", code="invalid_value"
+            )
+        return [
+            self.state.llm.generate(
+                prompt,
+                self.params,
+                chunk_aware=body.chunk_aware,
+                cache_salt=body.cache_salt,
+                priority=body.priority,
+                timeout=self.state.config.request_timeout_s,
+            )
+            for prompt in prompts
+        ]
+
+    def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
+        """Of the request."""
+        generated = None if self.body.max_tokens else 0  # one token was made, to read the prompt's log-probabilities
+        return usage(outputs, generated=generated, chunks=self.body.return_chunk_usage)
+
+    def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        """A finished sample."""
+        text, kept = sample.text, len(sample.token_ids)
+        if not self.body.max_tokens:
+            text, kept = "", 0
+        told = None
+        if sample.logprobs is not None:
+            told = self._logprobs(output, sample.token_ids[:kept], sample.logprobs[:kept], with_prompt=self.body.echo)
+        if self.body.echo:
+            text = self._prompt_text(output) + text
+        return self._choice(
+            index, text, told, sample.finish_reason, sample.stop_reason, logprobs.prompt(output.prompt_logprobs)
+        )
+
+    def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
+        """The first choice of a sample, if there is one before its text."""
+        if not self.body.echo:
+            return None
+        told = None
+        if self.body.logprobs is not None:
+            told = self._logprobs(output, [], [], with_prompt=True)
+            tail.offset = self.texts.prompt_offsets(output)[1]
+        return self._choice(index, self._prompt_text(output), told, None, None, None)
+
+    def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """What is new of a sample."""
+        told, generates = None, self.body.max_tokens > 0
+        if part.logprobs is not None and generates:
+            told = self._logprobs(output, part.token_ids, part.logprobs, with_prompt=False, begin=tail.offset)
+            tail.offset += sum(len(t) for t in told["tokens"])
+        return self._choice(index, part.text if generates else "", told, part.finish_reason, part.stop_reason, None)
+
+    def _choice(
+        self, index: int, text: str, told: Any, finish_reason: str | None, stop_reason: int | str | None, prompt: Any
+    ) -> dict[str, Any]:
+        made = {"index": index, "text": text, "logprobs": told, "finish_reason": finish_reason, "stop_reason": stop_reason}
+        return made if self.body.prompt_logprobs is None else {**made, "prompt_logprobs": prompt}
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        return self.texts.whole(output.prompt_token_ids) if output.prompt is None else output.prompt
+
+    def _logprobs(
+        self, output: RequestOutput, ids: list[int], entries: list[Any], *, with_prompt: bool, begin: int = 0
+    ) -> dict[str, Any]:
+        offsets: list[int] = []
+        end, tokens, values = begin, list(ids), list(entries)
+        if with_prompt:
+            offsets, end = self.texts.prompt_offsets(output)
+            tokens, values = output.prompt_token_ids + tokens, list(output.prompt_logprobs or []) + values
+        for token in ids:
+            offsets.append(end)
+            end += len(self.texts.piece(token))
+        return logprobs.legacy(tokens, values, self.body.logprobs or 0, offsets, self.texts.piece)
+
+
+class Chat(Answer):
+    """`/v1/chat/completions`."""
+
+    kind, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, state: ServerState) -> None:
+        super().__init__(body, state)
+        self.body, self.texts = body, state.texts
+        wanted = (body.top_logprobs or 0) if body.logprobs else None
+        self.params = body.sampling(max_tokens=body.limit, logprobs=wanted)
+
+    def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        """One a prompt; the conversation is one."""
+        body = self.body
+        conversation = self.state.llm.chat(
+            [m.plain() for m in body.messages],
+            self.params,
+            documents=body.chunks(),
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+            timeout=self.state.config.request_timeout_s,
+            chat_template_kwargs=body.template_options(),
+        )
+        return [conversation]
+
+    def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        """A finished sample."""
+        told = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
+        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        made = {
+            "index": index,
+            "message": message,
+            "logprobs": told,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        prompt = logprobs.prompt(output.prompt_logprobs)
+        return made if self.body.prompt_logprobs is None else {**made, "prompt_logprobs": prompt}
+
+    def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
+        """The first choice of a sample, if there is one before its text."""
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """What is new of a sample."""
+        told = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
+        delta = {"content": part.text} if part.text or told else {}
+        made = {"index": index, "delta": delta, "logprobs": told, "finish_reason": part.finish_reason}
+        return made if part.finish_reason is None else {**made, "stop_reason": part.stop_reason}
+
+    def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
+        return logprobs.chat(token_ids, entries, self.body.top_logprobs or 0, self.texts.piece)
+
+
+async def _answer(kind: Callable[[B, ServerState], Answer], body: B, request: Request, state: ServerState) -> Response:
+    state.check_model(body.model)
+    state.check_ready()
+    answer = kind(body, state)
+    outputs = merged(answer.streams())
+    if not answer.options.stream:
+        return JSONResponse(await unless_gone(request, _whole(answer, outputs)))
+    # Whatever is wrong with a request shows before its first token: a stream begins with a status, and cannot take it back.
+    first = await unless_gone(request, anext(outputs))
+    return EventStream(_events(answer, first, outputs, request.state.request_id))
+
+
+async def _whole(answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> dict[str, Any]:
+    last = {number: output async for number, output in outputs}
+    ordered = [last[number] for number in sorted(last)]
+    choices = [answer.choice(i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o)]
+    return {**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)}
+
+
+async def _events(
+    answer: Answer,
+    first: tuple[int, RequestOutput],
+    rest: AsyncGenerator[tuple[int, RequestOutput], None],
+    request_id: str,
+) -> AsyncGenerator[str, None]:
+    last: dict[int, RequestOutput] = {}
+    tails: dict[int, Tail] = {}
+    told = answer.options.stream_options
+
+    def event(choices: list[dict[str, Any]], *, with_usage: bool) -> str:
+        body = {**answer.common(answer.chunk_name), "choices": choices}
+        if with_usage:
+            body["usage"] = answer.usage([last[number] for number in sorted(last)])
+        return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+    def events(number: int, output: RequestOutput) -> Iterator[str]:
+        last[number] = output
+        for index, sample in answer.indexed(number, output):
+            tail = tails.get(index)
+            if tail is None:
+                tail = tails[index] = Tail(answer.params.stop)
+                if begin := answer.begin(index, output, tail):
+                    yield event([begin], with_usage=continuous)
+            if part := tail.take(sample):
+                yield event([answer.delta(index, part, output, tail)], with_usage=continuous)
+
+    continuous = told is not None and told.continuous_usage_stats
+    try:
+        for text in events(*first):
+            yield text
+        async for number, output in rest:
+            for text in events(number, output):
+                yield text
+        if told is not None and told.include_usage:
+            yield event([], with_usage=True)
+    except Exception as error:
+        yield f"data: {json.dumps(api_error(error, request_id).body)}\n\n"
+    finally:
+        await rest.aclose()
+    yield "data: [DONE]\n\n"

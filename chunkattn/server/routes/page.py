@@ -1,0 +1,51 @@
+"""The page for people: a few static files, and nothing from elsewhere."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from fastapi import APIRouter, Response
+
+from chunkattn.server.errors import ApiError
+
+router = APIRouter(include_in_schema=False)
+
+_MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def _load() -> dict[str, tuple[bytes, str]]:
+    """Content and media type of every file of the page, by name."""
+    found = {}
+    for file in (files("chunkattn.server") / "static").iterdir():
+        media_type = _MEDIA_TYPES.get(file.name.rpartition(".")[2])
+        if media_type is not None and file.is_file():
+            found[file.name] = (file.read_bytes(), media_type)
+    return found
+
+
+# Read once: a name of the client's is looked up here, and never becomes a path.
+_FILES = _load()
+
+
+@router.get("/")
+async def page() -> Response:
+    """The page itself."""
+    return _answer("index.html")
+
+
+@router.get("/static/{name}")
+async def static(name: str) -> Response:
+    """A file of the page."""
+    return _answer(name)
+
+
+def _answer(name: str) -> Response:
+    if name not in _FILES:
+        raise ApiError(404, f"the page has no file {name!r}", code="not_found")
+    content, media_type = _FILES[name]
+    return Response(content, media_type=media_type, headers=_HEADERS)

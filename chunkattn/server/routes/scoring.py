@@ -1,0 +1,190 @@
+"""`/v1/score`, `/generative_scoring` and `/v1/rerank`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from chunkattn.outputs import RerankOutput, ScoreOutput, ScoreUsage
+from chunkattn.server.errors import ApiError
+from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
+from chunkattn.server.state import ServerState, State, new_id, unless_gone
+
+router = APIRouter(tags=["scoring"])
+
+
+@router.post("/generative_scoring")
+async def generative_scoring(body: GenerativeScoringBody, request: Request, state: State) -> dict[str, Any]:
+    """The probability of the first label after query and item, an item each."""
+    _check(state, body.model)
+    output = await unless_gone(
+        request,
+        state.llm.score(
+            body.query,
+            body.items,
+            label_token_ids=body.label_token_ids,
+            apply_softmax=body.apply_softmax,
+            item_first=body.item_first,
+            algorithm=body.algorithm,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+            timeout=state.config.request_timeout_s,
+        ),
+    )
+    return _listed(state, [row[0] for row in output.scores], [output.usage], "generative-score")
+
+
+@router.post("/score", include_in_schema=False)
+@router.post("/v1/score")
+async def score(body: ScoreBody, request: Request, state: State) -> dict[str, Any]:
+    """The probability of labels after query and item; or, of `text_1` and `text_2`, their relevance to each other."""
+    _check(state, body.model)
+    if body.pairwise:
+        return await unless_gone(request, _pairwise(body, state))
+    output: ScoreOutput | list[ScoreOutput] = await unless_gone(
+        request,
+        state.llm.score(
+            body.query,
+            body.items,
+            labels=body.labels,
+            label_token_ids=body.label_token_ids,
+            apply_softmax=body.apply_softmax,
+            item_first=body.item_first,
+            algorithm=body.algorithm,
+            packed_ids=body.packed_ids,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+            timeout=state.config.request_timeout_s,
+        ),
+    )
+    outputs, several = (output, True) if isinstance(output, list) else ([output], False)
+
+    def told(values: Sequence[Any]) -> Any:
+        return list(values) if several else values[0]
+
+    answer = {
+        "id": new_id("score"),
+        "object": "scoring",
+        "created": int(time.time()),
+        "model": state.model_name,
+        "scores": told([o.scores for o in outputs]),
+        "algorithm": told([o.algorithm for o in outputs]),
+        "usage": _usage([o.usage for o in outputs]),
+    }
+    if body.return_logprobs:
+        answer["logprobs"] = told([o.logprobs for o in outputs])
+    return answer
+
+
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+@router.post("/v1/rerank")
+async def rerank(body: RerankBody, request: Request, state: State) -> dict[str, Any]:
+    """Documents by their relevance to a query, the best first."""
+    _check(state, body.model)
+    output = await unless_gone(
+        request,
+        state.llm.rerank(
+            body.query,
+            body.texts(),
+            body.top_n,
+            instruction=body.instruction,
+            template=body.template,
+            max_tokens_per_doc=body.max_tokens_per_doc,
+            algorithm=body.algorithm,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+            timeout=state.config.request_timeout_s,
+        ),
+    )
+    results = []
+    for result in output.results:
+        told: dict[str, Any] = {"index": result.index, "relevance_score": result.relevance_score}
+        if result.truncated:
+            told["truncated"] = True
+        if body.return_documents:
+            given = body.documents[result.index]
+            told["document"] = {"text": given} if isinstance(given, str) else given.model_dump()
+        results.append(told)
+    name = new_id("rerank")
+    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+    usage = _usage([output.usage])
+    return {
+        "id": name,
+        "model": state.model_name,
+        "results": results,
+        "usage": usage,
+        "template": output.template,
+        "meta": meta,
+    }
+
+
+def _check(state: ServerState, model: str | None) -> None:
+    state.check_model(model)
+    state.check_ready()
+
+
+async def _pairwise(body: ScoreBody, state: ServerState) -> dict[str, Any]:
+    """Relevance of each document to its query, by the rerank template."""
+    try:
+        queries, documents = body.pairs()
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_value") from None
+    if len(queries) > (limit := state.config.max_prompts_per_request):
+        raise ApiError(400, f"{len(queries)} queries exceed max_prompts_per_request {limit}", code="invalid_value")
+
+    async def ranked(query: str, own: list[str]) -> RerankOutput:
+        return await state.llm.rerank(
+            query,
+            own,
+            instruction=body.instruction,
+            template=body.template,
+            max_tokens_per_doc=body.max_tokens_per_doc,
+            algorithm=body.algorithm,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+            timeout=state.config.request_timeout_s,
+        )
+
+    if len(queries) == 1:
+        outputs = [await ranked(queries[0], documents)]
+    else:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(ranked(q, [d])) for q, d in zip(queries, documents, strict=True)]
+        except* Exception as several:
+            raise several.exceptions[0] from None
+        outputs = [task.result() for task in tasks]
+    if len(queries) == 1:
+        scores = {result.index: result.relevance_score for result in outputs[0].results}
+        values = [scores[index] for index in range(len(documents))]
+    else:
+        values = [output.results[0].relevance_score for output in outputs]
+    return _listed(state, values, [o.usage for o in outputs], "score")
+
+
+def _listed(state: ServerState, values: Sequence[float], usages: Sequence[ScoreUsage], kind: str) -> dict[str, Any]:
+    """VLLM's list of scores."""
+    return {
+        "id": new_id(kind),
+        "object": "list",
+        "created": int(time.time()),
+        "model": state.model_name,
+        "data": [{"index": index, "object": "score", "score": value} for index, value in enumerate(values)],
+        "usage": _usage(usages),
+    }
+
+
+def _usage(usages: Sequence[ScoreUsage]) -> dict[str, Any]:
+    prompt = sum(u.prompt_tokens for u in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": 0,
+        "total_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in usages)},
+        "computed_tokens": sum(u.computed_tokens for u in usages),
+    }

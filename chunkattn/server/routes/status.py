@@ -1,0 +1,73 @@
+"""What is served, and how it is: models, health, metrics, version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+import chunkattn
+from chunkattn.errors import EngineDeadError
+from chunkattn.server.state import ServerState, State
+
+router = APIRouter(tags=["status"])
+
+
+@router.get("/v1/models")
+async def models(state: State) -> dict[str, Any]:
+    """The one model served."""
+    return {"object": "list", "data": [_model(state)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, state: State) -> dict[str, Any]:
+    """The model of that name."""
+    state.check_model(name)
+    return _model(state)
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    limits = state.llm.client.limits
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "chunkattn",
+        "root": state.llm.config.model or state.model_name,
+        "max_model_len": None if limits is None else limits.max_model_len,
+    }
+
+
+@router.get("/livez")
+async def livez() -> dict[str, str]:
+    """200 while the server answers at all."""
+    return {"status": "alive"}
+
+
+@router.get("/readyz")
+@router.get("/health")
+async def readyz(state: State) -> Response:
+    """200 when requests are taken; else 503, and why not."""
+    status, client = state.readiness, state.llm.client
+    body: dict[str, Any] = {"status": status, "engine": client.state, "engine_restarts": client.restarts}
+    if status == "starting" and client.warmup is not None:
+        body["warmup"] = dict(zip(("done", "total"), client.warmup))
+    return JSONResponse(body, 200 if status == "ready" else 503)
+
+
+@router.get("/metrics")
+async def metrics(state: State) -> Response:
+    """The engine's metrics and the server's, as Prometheus reads them; the server's alone while there is no engine."""
+    try:
+        text = await state.llm.metrics()
+    except EngineDeadError:
+        text = ""
+    return Response(text + generate_latest(state.metrics.registry).decode(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Of the package."""
+    return {"version": chunkattn.__version__}

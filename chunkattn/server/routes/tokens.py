@@ -1,0 +1,108 @@
+"""`/tokenize`, `/detokenize` and `/inspect`: prompts as the engine sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from chunkattn.parsers.prompt import Prompt
+from chunkattn.server.errors import ApiError
+from chunkattn.server.protocol.base import Body, TokenIds
+from chunkattn.server.protocol.generation import Chunks, Message
+from chunkattn.server.state import State
+
+router = APIRouter(tags=["tokens"])
+
+
+class TokenizeBody(Body):
+    """Text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    tokens: TokenIds
+
+
+class InspectBody(Body):
+    """A prompt as `/v1/completions` takes one."""
+
+    prompt: str | TokenIds = ""
+    chunks: Chunks | None = None
+    chunk_aware: bool | None = None
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, state: State) -> dict[str, Any]:
+    """The ids of a text, or of a conversation under the chat template."""
+    state.check_model(body.model)
+    state.check_ready()
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give prompt or messages", param="prompt", code="invalid_value")
+    parser = state.llm.frontend.parser
+
+    def ids() -> list[int]:
+        if body.messages is not None:
+            options = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
+            parsed = parser.parse_chat([m.plain() for m in body.messages], **options)
+            return [int(t) for t in parsed.layout.token_ids]
+        text = body.prompt or ""
+        return parser.encode.parts([text])[0] if body.add_special_tokens else parser.encode(text)
+
+    tokens = await asyncio.to_thread(ids)
+    answer = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [state.texts.piece(t) for t in tokens]
+    return answer
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
+    """The text of token ids."""
+    state.check_model(body.model)
+    state.check_ready()
+    size = state.llm.limits.vocab_size
+    for index, token in enumerate(body.tokens):
+        if not 0 <= token < size:
+            text = f"tokens[{index}] is {token}, outside the vocabulary of {size}"
+            raise ApiError(400, text, param="tokens", code="invalid_value")
+    return {"prompt": await asyncio.to_thread(state.texts.whole, body.tokens)}
+
+
+@router.post("/inspect")
+async def inspect(body: InspectBody, state: State) -> dict[str, Any]:
+    """The parts of a prompt, their tokens and position ids, and what each token sees.
+
+    Token `i` sees token `k` where `k <= i` and `k` is less than `prefix_len`, or at least `row_start[i]`.
+    """
+    state.check_model(body.model)
+    state.check_ready()
+    if body.chunks is not None and body.prompt:
+        raise ApiError(400, "prompt and chunks exclude each other; leave prompt out or empty", code="invalid_value")
+    given: Prompt = body.prompt if isinstance(body.prompt, str) else {"prompt_token_ids": body.prompt}
+    prompt = given if body.chunks is None else body.chunks.prompt()
+    (parsed,) = await asyncio.to_thread(state.llm.frontend.parse, [prompt], body.chunk_aware, None)
+    layout, parts = parsed.layout, []
+    for segment in layout.segments:
+        if segment.end > segment.start or segment.chunk_id >= 0:
+            ids, positions = layout.part(segment).tolist(), layout.positions[segment.start : segment.end].tolist()
+            tokens = [{"id": t, "text": state.texts.piece(t), "position": p} for t, p in zip(ids, positions, strict=True)]
+            parts.append({"name": segment.name, "first": segment.start, "tokens": tokens})
+    return {
+        "chunked": not layout.is_plain,
+        "num_tokens": len(layout),
+        "max_position": layout.max_position,
+        "prefix_len": layout.prefix_len,
+        "row_start": layout.row_start.tolist(),
+        "parts": parts,
+    }

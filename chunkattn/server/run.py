@@ -1,0 +1,107 @@
+"""A process that serves: engine and HTTP side by side, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from chunkattn.async_llm import AsyncLLM
+from chunkattn.errors import ConfigError
+from chunkattn.server.app import create_app
+from chunkattn.server.middleware import JsonFormatter
+from chunkattn.server.options import ServerConfig
+from chunkattn.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+
+class Server(uvicorn.Server):
+    """Drains at the first signal: what runs may end, nothing new begins. Stops at the second."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        if self._state.draining or not self.started:
+            self.should_exit = self.force_exit = True
+            return
+        self._state.draining = True
+        logger.warning("draining: %d requests are being answered", self._state.metrics.running)
+        asyncio.get_running_loop().call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        self._draining = asyncio.get_running_loop().create_task(self._wait_for_requests())
+
+    async def _wait_for_requests(self) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._state.config.drain_timeout_s
+        while self._state.metrics.running and loop.time() < until:
+            await asyncio.sleep(0.05)
+        self.should_exit = True
+        self.force_exit = bool(self._state.metrics.running)
+
+
+def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
+    """Serve until a signal ends it. Requests are answered from the start on, with 503 until the engine is ready.
+
+    Args:
+        options: of `AsyncLLM`, the model among them.
+        config: of the server.
+
+    Raises:
+        ConfigError, ModelError, BackendError: the engine cannot be built, or the address cannot be listened on.
+        EngineDeadError: its process died three times while it started.
+    """
+    _set_up_logs(config.log_format)
+    listening = _listen(config)
+    try:
+        asyncio.run(_serve(AsyncLLM(**options), config, listening))
+    finally:
+        listening.close()
+
+
+async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> None:
+    app = create_app(llm, config)
+    server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"), app.state.server)
+    host, port = listening.getsockname()[:2]
+    serving = asyncio.create_task(server.serve([listening]))
+    starting = asyncio.create_task(llm.open())
+    try:
+        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and not starting.exception():
+            shown = f"[{host}]" if ":" in host else host
+            print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
+            await serving
+    finally:
+        server.should_exit = True
+        if not starting.done():
+            starting.cancel()
+        ended = await asyncio.gather(starting, serving, return_exceptions=True)
+        await llm.close()
+    if isinstance(ended[0], Exception):
+        raise ended[0]
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from None
+
+
+def _set_up_logs(log_format: str) -> None:
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("chunkattn").setLevel(logging.INFO)

@@ -1,0 +1,162 @@
+"""What the routes share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, TypeVar
+from uuid import uuid4
+
+from fastapi import Depends, Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Send
+
+from chunkattn.server.errors import ApiError
+from chunkattn.server.middleware import HttpMetrics
+from chunkattn.server.options import ServerConfig
+from chunkattn.server.texts import TokenTexts
+
+if TYPE_CHECKING:
+    from chunkattn.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+DEMO_NAME = "chunkattn-demo"
+
+
+@dataclass
+class ServerState:
+    """One server's engine and options.
+
+    Attributes:
+        draining: SIGTERM has come; what runs may end, nothing new begins.
+        started: seconds since the epoch.
+    """
+
+    llm: AsyncLLM
+    config: ServerConfig
+    metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    draining: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """Of the model's tokens; the engine has been started."""
+        return TokenTexts(self.llm.frontend.tokenizer)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in answers."""
+        return self.config.served_model_name or self.llm.config.model or DEMO_NAME
+
+    def check_model(self, name: str | None) -> None:
+        """Check the model a request names, if it names one.
+
+        Raises:
+            ApiError: 404, it is another.
+        """
+        if name is not None and name != self.model_name:
+            text = f"the model {name!r} is not served here; it is {self.model_name!r}"
+            raise ApiError(404, text, param="model", code="model_not_found")
+
+    @property
+    def readiness(self) -> str:
+        """`"starting"`, `"ready"`, `"degraded"` (the engine is being started again) or `"draining"`."""
+        if self.draining:
+            return "draining"
+        return {"starting": "starting", "ready": "ready"}.get(self.llm.state, "degraded")
+
+    def check_ready(self) -> None:
+        """Check that new work is taken.
+
+        Raises:
+            ApiError: 503, it is not.
+        """
+        if (state := self.readiness) != "ready":
+            raise ApiError(503, f"the server is {state}; try again", code=f"server_{state}", **{"Retry-After": "1"})
+
+
+def get_state(request: Request) -> ServerState:
+    """The server's state."""
+    return request.app.state.server
+
+
+State = Annotated[ServerState, Depends(get_state)]
+
+
+def new_id(kind: str) -> str:
+    """An id as OpenAI's: the kind of answer, and 32 digits."""
+    return f"{kind}-{uuid4().hex}"
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Await work for as long as the client does.
+
+    Raises:
+        ApiError: 499, the client has left; the work has been cancelled. Nobody will read it.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(499, "the client has left")
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. A client that leaves cancels what makes them at once, not at the next garbage collection."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._events = events
+
+    async def stream_response(self, send: Send) -> None:
+        """Send all events."""
+        async with aclosing(self._events):
+            await super().stream_response(send)
+
+
+async def merged(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What several generators yield, with their numbers, as it comes. The first error ends all of them."""
+    pending: dict[asyncio.Task[T], int] = {}
+    try:
+        pending = {_next(stream): number for number, stream in enumerate(streams)}
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = pending.pop(task)
+                try:
+                    value = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield number, value
+                pending[_next(streams[number])] = number
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+def _next(stream: AsyncGenerator[T, None]) -> asyncio.Task[T]:
+    async def step() -> T:
+        return await anext(stream)
+
+    return asyncio.create_task(step())

@@ -1,0 +1,177 @@
+/** The prompt's editor: one text with separators, or its parts. */
+
+import { byId, element } from "./dom.js";
+import { ErrorBox } from "./errors.js";
+import { EXAMPLES, SEPARATOR } from "./examples.js";
+import { partKind } from "./parts.js";
+
+/** A text in parts, as the server splits it under its default separator. */
+function partsOf(text) {
+  const found = text.split(SEPARATOR);
+  if (found.length < 3) return { prefix: "", documents: [], question: text };
+  return { prefix: found[0], documents: found.slice(1, -1), question: found.at(-1) };
+}
+
+/** Without documents there is nothing to separate: the prompt is a plain one. */
+function textOf({ prefix, documents, question }) {
+  return documents.length ? [prefix, ...documents, question].join(SEPARATOR) : prefix + question;
+}
+
+export class PromptEditor {
+  #text = byId("prompt-text");
+  #prefix = byId("prefix");
+  #question = byId("question");
+  #list = byId("documents");
+  #made = 0;
+
+  /** Called after every change. */
+  onchange = () => {};
+
+  constructor() {
+    const errors = new ErrorBox(byId("prompt-errors"), { prompt: this.#text });
+    /** Of requests that carry the prompt. */
+    this.errors = errors;
+
+    byId("editor").addEventListener("input", () => this.onchange());
+    for (const mode of ["text", "parts"]) byId(`mode-${mode}`).addEventListener("change", () => this.#switchTo(mode));
+    byId("add-document").addEventListener("click", () => {
+      this.#append("").querySelector("textarea").focus();
+      this.#renumber();
+    });
+    this.#setUpExamples();
+    byId("prompt-file").addEventListener("change", (event) => this.#readFiles(event.target));
+
+    byId("mode-text").checked = true; // some browsers restore the other one on reload
+    this.load(EXAMPLES[0].parts);
+  }
+
+  get inParts() {
+    return byId("mode-parts").checked;
+  }
+
+  /** The prompt in parts, however it is edited. */
+  get parts() {
+    return this.inParts ? this.#partsEdited() : partsOf(this.#text.value);
+  }
+
+  /** The fields of a request that hold the prompt. */
+  get request() {
+    return this.inParts ? { chunks: this.parts } : { prompt: this.#text.value, chunk_aware: true };
+  }
+
+  load(parts) {
+    if (this.inParts) {
+      this.#prefix.value = parts.prefix;
+      this.#question.value = parts.question;
+      this.#list.replaceChildren();
+      for (const text of parts.documents) this.#append(text);
+      this.#renumber();
+    } else {
+      this.#text.value = textOf(parts);
+      this.onchange();
+    }
+  }
+
+  /** Show an error beside the prompt, if it is about the prompt. */
+  claims(error) {
+    const own = ["prompt", "chunks", "documents", "prefix"].includes(error.param);
+    if (own) this.errors.show(error);
+    return own;
+  }
+
+  #switchTo(mode) {
+    // The radio buttons have changed already, so `this.parts` would read the new side.
+    const old = mode === "parts" ? partsOf(this.#text.value) : this.#partsEdited();
+    byId("text-editor").hidden = mode !== "text";
+    byId("parts-editor").hidden = mode !== "parts";
+    const texts = [old.prefix, ...old.documents, old.question];
+    byId("forged").hidden = mode === "parts" || !texts.some((text) => text.includes(SEPARATOR));
+    this.errors.clear();
+    this.load(old);
+  }
+
+  #partsEdited() {
+    const documents = [...this.#list.querySelectorAll("textarea")].map((area) => area.value);
+    return { prefix: this.#prefix.value, documents, question: this.#question.value };
+  }
+
+  #setUpExamples() {
+    const select = byId("example");
+    EXAMPLES.forEach(({ title }, index) => select.append(element("option", { value: index }, title)));
+    select.addEventListener("change", () => {
+      if (select.value) this.load(EXAMPLES[Number(select.value)].parts);
+      byId("forged").hidden = true;
+      select.value = ""; // so that the same one can be chosen again
+    });
+  }
+
+  /** Files replace the text, with separators between them; in parts, each file becomes a document. */
+  async #readFiles(input) {
+    this.errors.clear();
+    try {
+      const texts = await Promise.all([...input.files].map((file) => file.text()));
+      if (this.inParts) {
+        for (const text of texts) this.#append(text);
+        this.#renumber();
+      } else if (texts.length) {
+        this.#text.value = texts.join(SEPARATOR);
+        this.onchange();
+      }
+    } catch (error) {
+      this.errors.show(new Error(`The file cannot be read: ${error.message}`));
+    }
+    input.value = "";
+  }
+
+  #append(text) {
+    const id = `document-${this.#made++}`;
+    const area = element("textarea", { id, rows: 2, spellcheck: "false", autocomplete: "off", "data-testid": "document" });
+    area.value = text;
+    const row = element("li", { class: "field" });
+    const button = (name, sign, act) => {
+      const made = element("button", { type: "button", class: "small", "data-testid": `${name}-document` }, sign);
+      made.addEventListener("click", () => act(row, made));
+      return made;
+    };
+    const buttons = [
+      button("raise", "↑", (own, pressed) => this.#move(own, own.previousElementSibling, pressed)),
+      button("lower", "↓", (own, pressed) => this.#move(own.nextElementSibling, own, pressed)),
+      button("remove", "×", (own) => this.#remove(own)),
+    ];
+    row.append(element("div", { class: "row-head" }, element("label", { for: id }), ...buttons), area);
+    this.#list.append(row);
+    return row;
+  }
+
+  /** Swap two neighbours. */
+  #move(row, before, pressed) {
+    if (!row || !before) return;
+    before.before(row);
+    this.#renumber();
+    // A node that is moved loses the focus; at an end the button is of no more use, its neighbour is.
+    const own = pressed.closest("li");
+    (pressed.disabled ? own.querySelector("button:not(:disabled)") : pressed).focus();
+  }
+
+  #remove(row) {
+    const next = row.nextElementSibling ?? row.previousElementSibling;
+    row.remove();
+    this.#renumber();
+    (next?.querySelector("textarea") ?? byId("add-document")).focus();
+  }
+
+  #renumber() {
+    const rows = [...this.#list.children];
+    rows.forEach((row, index) => {
+      const [up, down, remove] = row.querySelectorAll("button");
+      row.dataset.part = partKind(`chunk ${index}`);
+      row.querySelector("label").textContent = `Document ${index}`;
+      up.setAttribute("aria-label", `Move document ${index} up`);
+      down.setAttribute("aria-label", `Move document ${index} down`);
+      remove.setAttribute("aria-label", `Remove document ${index}`);
+      up.disabled = index === 0;
+      down.disabled = index === rows.length - 1;
+    });
+    this.onchange();
+  }
+}

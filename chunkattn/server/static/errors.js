@@ -1,0 +1,42 @@
+/** Errors, shown next to what caused them. */
+
+import { element } from "./dom.js";
+
+export class ErrorBox {
+  /**
+   * @param {HTMLElement} home where errors go that are about no field
+   * @param {Object<string, HTMLElement>} fields controls by the name that the API knows them by
+   */
+  constructor(home, fields = {}) {
+    this.home = home;
+    this.fields = fields;
+    this.box = null;
+  }
+
+  /** @param {Error & {param?: ?string, code?: ?string}} error */
+  show(error) {
+    this.clear();
+    const about = [error.param, error.code].filter(Boolean).join(" · ");
+    const id = `${this.home.id}-message`;
+    this.box = element("div", { id, class: "error", role: "alert", "data-testid": "error" }, element("p", {}, error.message));
+    if (about) this.box.append(element("p", { class: "about" }, about));
+    const field = this.fields[error.param];
+    if (field?.offsetParent) {
+      field.setAttribute("aria-invalid", "true");
+      field.setAttribute("aria-errormessage", id);
+      field.after(this.box);
+    } else {
+      this.home.append(this.box);
+    }
+    this.box.closest("details")?.setAttribute("open", "");
+    this.box.scrollIntoView({ block: "nearest" });
+  }
+
+  clear() {
+    this.box?.remove();
+    for (const field of Object.values(this.fields)) {
+      field.removeAttribute("aria-invalid");
+      field.removeAttribute("aria-errormessage");
+    }
+  }
+}

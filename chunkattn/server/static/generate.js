@@ -1,0 +1,186 @@
+/** "Generate": the answer as it streams in, and what of the prompt came from the cache. */
+
+import { errorIn, post } from "./api.js";
+import { bar, byId, counted, element, fillList, seconds, setText, whileBusy } from "./dom.js";
+import { ErrorBox } from "./errors.js";
+import { partKind } from "./parts.js";
+import { readEvents } from "./sse.js";
+
+const RUNS_KEPT = 8;
+
+let runs = 0;
+
+export function setUpGenerate(editor) {
+  const [start, stop] = [byId("generate"), byId("stop")];
+  const fields = { max_tokens: byId("max-tokens"), temperature: byId("temperature") };
+  const errors = new ErrorBox(byId("generate-errors"), fields);
+  let abort = null;
+
+  stop.addEventListener("click", () => abort?.abort());
+  byId("generate-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    whileBusy(start, async () => {
+      errors.clear();
+      editor.errors.clear();
+      abort = new AbortController();
+      stop.disabled = false;
+      try {
+        await run(editor, abort.signal);
+      } catch (error) {
+        setText(byId("generate-status"), "failed");
+        if (!editor.claims(error)) errors.show(error);
+      } finally {
+        if (document.activeElement === stop) start.focus(); // a disabled button cannot keep it
+        stop.disabled = true;
+      }
+    });
+  });
+}
+
+/** One run, from the request to the last event, or until the signal aborts it. */
+async function run(editor, signal) {
+  const [output, status] = [byId("output"), byId("generate-status")];
+  const { documents } = editor.parts;
+  const body = {
+    ...editor.request,
+    max_tokens: byId("max-tokens").valueAsNumber,
+    temperature: byId("temperature").valueAsNumber,
+    stream: true,
+    // The usage in every event, so that the hits show with the first token.
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+    return_chunk_usage: true,
+  };
+  const text = document.createTextNode("");
+  output.replaceChildren(text);
+  output.setAttribute("aria-busy", "true"); // read it aloud when it is whole, not token by token
+  byId("hits").replaceChildren();
+  fillList(byId("statistics"), []);
+  setText(status, "waiting");
+
+  const clock = new Clock();
+  let usage = null;
+  let ended = null;
+  try {
+    for await (const event of completionEvents(body, signal)) {
+      if (event.usage) {
+        if (!usage) showHits(event.usage, documents);
+        usage = event.usage;
+      }
+      const [choice] = event.choices;
+      if (!choice) continue;
+      clock.note(usage?.completion_tokens ?? 0);
+      text.appendData(choice.text);
+      ended = choice.finish_reason ?? ended;
+      setText(status, "generating");
+      if (usage) showStatistics(usage, clock, ended);
+    }
+    setText(status, ended === "length" ? "ended at max tokens" : "ended");
+  } catch (error) {
+    if (error.name !== "AbortError") throw error;
+    setText(status, "stopped");
+  } finally {
+    output.setAttribute("aria-busy", "false");
+  }
+  if (!usage) return;
+  showHits(usage, documents);
+  showStatistics(usage, clock, ended);
+  noteRun(usage, clock);
+}
+
+/**
+ * The objects of a completion's stream.
+ * @throws {ApiError} the request was refused, failed on its way, or broke off
+ */
+async function* completionEvents(body, signal) {
+  const response = await post("/v1/completions", body, signal);
+  try {
+    for await (const data of readEvents(response.body)) {
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw errorIn(event, "The request failed.");
+      yield event;
+    }
+  } catch (error) {
+    if (error instanceof TypeError) throw errorIn(null, "The connection broke."); // as fetch calls it
+    throw error;
+  }
+  throw errorIn(null, "The answer broke off.");
+}
+
+/** Times of one run, as the browser sees them. */
+class Clock {
+  #began = performance.now();
+  #first = null;
+  #last = null;
+
+  /** Note that this many tokens have come. */
+  note(tokens) {
+    this.#last = { at: performance.now(), tokens };
+    this.#first ??= this.#last;
+  }
+
+  /** Of the first token, as text. */
+  get wait() {
+    return this.#first ? seconds(this.#first.at - this.#began) : "–";
+  }
+
+  /** Tokens a second after the first, as text. */
+  get rate() {
+    const tokens = this.#last ? this.#last.tokens - this.#first.tokens : 0;
+    const time = this.#last ? this.#last.at - this.#first.at : 0;
+    return tokens > 0 && time > 0 ? ((1000 * tokens) / time).toFixed(1) : "–";
+  }
+}
+
+function showStatistics(usage, clock, ended) {
+  fillList(byId("statistics"), [
+    ["first token", clock.wait],
+    ["tokens/s", clock.rate],
+    ["prompt tokens", String(usage.prompt_tokens)],
+    ["of them cached", String(usage.prompt_tokens_details.cached_tokens)],
+    ["generated", String(usage.completion_tokens)],
+    ["finish reason", ended ?? "–"],
+  ]);
+}
+
+/** A bar for each document, as long as it has tokens; what is left is the prefix's and the question's. */
+function showHits(usage, documents) {
+  const { cached_tokens: cached, chunks = [] } = usage.prompt_tokens_details;
+  const sum = (name) => chunks.reduce((total, chunk) => total + chunk[name], 0);
+  const rows = chunks.map((chunk, index) => ({
+    ...chunk,
+    kind: partKind(`chunk ${index}`),
+    name: String(index),
+    // Where the server splits by another separator than the page does, there is no text to tell.
+    text: documents.length === chunks.length ? documents[index] : "",
+  }));
+  rows.push({
+    tokens: usage.prompt_tokens - sum("tokens"),
+    cached_tokens: cached - sum("cached_tokens"),
+    kind: chunks.length ? "prefix" : "question",
+    name: chunks.length ? "prefix and question" : "prompt",
+    text: "",
+  });
+  const longest = Math.max(...rows.map((row) => row.tokens), 1);
+  byId("hits").replaceChildren(...rows.map((row) => hit(row, longest)));
+}
+
+function hit({ tokens, cached_tokens: cached, kind, name, text }, longest) {
+  return element(
+    "li",
+    { "data-part": kind, "data-testid": "hit", "data-name": name, "data-tokens": tokens, "data-cached": cached },
+    element("span", { class: "caption", title: text }, element("b", {}, name), ` ${text}`),
+    bar(tokens ? cached / tokens : 0, tokens / longest),
+    element("span", { class: "number" }, `${cached} of ${counted(tokens, "token")}`),
+  );
+}
+
+/** The newest run comes first. */
+function noteRun(usage, clock) {
+  runs += 1;
+  const values = [runs, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, clock.wait, clock.rate];
+  const rows = byId("runs").tBodies[0];
+  rows.prepend(element("tr", {}, ...values.map((value) => element("td", {}, String(value)))));
+  if (rows.rows.length > RUNS_KEPT) rows.lastElementChild.remove();
+  byId("runs").hidden = false;
+}

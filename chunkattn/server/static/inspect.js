@@ -1,0 +1,87 @@
+/** "Inspect": the prompt's parts as token chips, and its mask. */
+
+import { postJson } from "./api.js";
+import { byId, counted, element, setText, whileBusy } from "./dom.js";
+import { ErrorBox } from "./errors.js";
+import { Mask } from "./mask.js";
+import { partKind, visibleText } from "./parts.js";
+
+const CHIPS_AT_ONCE = 400; // of a part; a browser is slow with tens of thousands
+
+export function setUpInspect(editor) {
+  const button = byId("inspect");
+  const stale = byId("inspect-stale");
+  const errors = new ErrorBox(byId("inspect-errors"));
+  const mask = new Mask(byId("mask"), byId("mask-readout"));
+  let changes = 0;
+  let shown = -1; // the number of changes when what is shown was asked for
+
+  editor.onchange = () => {
+    changes += 1;
+    stale.hidden = shown < 0;
+  };
+
+  button.addEventListener("click", () =>
+    whileBusy(button, async () => {
+      errors.clear();
+      editor.errors.clear();
+      const asked = changes;
+      try {
+        const told = await postJson("/inspect", editor.request);
+        show(told, mask);
+        shown = asked;
+        stale.hidden = shown === changes;
+      } catch (error) {
+        if (!editor.claims(error)) errors.show(error);
+      }
+    }),
+  );
+}
+
+function show(told, mask) {
+  // A plain prompt is one part, which the API calls the question.
+  const parts = told.parts.map((part) => ({ ...part, title: told.chunked ? part.name : "prompt", kind: partKind(part.name) }));
+  const chunks = parts.filter((part) => part.name.startsWith("chunk ")).length;
+  const kind = told.chunked ? `${counted(parts.length, "part")} (${counted(chunks, "document")})` : "1 part, a plain prompt";
+  const summary = `${counted(told.num_tokens, "token")} in ${kind}; highest position id ${told.max_position}`;
+  setText(byId("inspect-summary"), summary);
+  byId("parts").replaceChildren(...parts.map(block));
+  byId("inspection").hidden = false; // before the mask is drawn: what is hidden has no size
+  mask.show({ size: told.num_tokens, prefixLen: told.prefix_len, rowStart: told.row_start, parts });
+}
+
+/** One part: its name, and a chip for each token. */
+function block(part) {
+  const { tokens } = part;
+  const span = tokens.length ? `, positions ${tokens[0].position} to ${tokens.at(-1).position}` : "";
+  const chips = element("div", { class: "chips" });
+  const made = element(
+    "section",
+    { class: "part", "data-part": part.kind, "data-testid": "part", "data-name": part.title },
+    element("h3", {}, part.title, element("span", { class: "muted" }, ` ${counted(tokens.length, "token")}${span}`)),
+    chips,
+  );
+  const more = element("button", { type: "button", class: "small" });
+  let count = 0;
+  const extend = () => {
+    const next = tokens.slice(count, count + CHIPS_AT_ONCE);
+    chips.append(...next.map((token, index) => chip(token, part.first + count + index)));
+    count += next.length;
+    if (count === tokens.length) more.remove();
+    else more.textContent = `Show more, ${tokens.length - count} are left`;
+  };
+  made.append(more);
+  more.addEventListener("click", extend);
+  extend();
+  return made;
+}
+
+function chip(token, index) {
+  const title = `token ${index}, id ${token.id}, position ${token.position}, text ${JSON.stringify(token.text)}`;
+  return element(
+    "span",
+    { class: "chip", title, "data-testid": "chip" },
+    element("span", { class: "text" }, visibleText(token.text)),
+    element("span", { class: "position" }, String(token.position)),
+  );
+}

@@ -1,0 +1,73 @@
+/** "Score": items against a query, as bars. */
+
+import { postJson } from "./api.js";
+import { bar, byId, counted, element, fillList, seconds, setText, whileBusy } from "./dom.js";
+import { ErrorBox } from "./errors.js";
+import { SCORE_EXAMPLE } from "./examples.js";
+
+/** What is shown: `{items, labels, scores}`, or null; kept to be sorted again. */
+let shown = null;
+
+export function setUpScore() {
+  const [query, items, labels] = ["query", "items", "labels"].map(byId);
+  query.value = SCORE_EXAMPLE.query;
+  items.value = SCORE_EXAMPLE.items.join("\n");
+  labels.value = SCORE_EXAMPLE.labels.join(", ");
+  const errors = new ErrorBox(byId("score-errors"), { query, items, labels, label_token_ids: labels });
+
+  byId("sort-scores").addEventListener("change", showBars);
+  byId("score-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    whileBusy(byId("score"), async () => {
+      errors.clear();
+      try {
+        await score(query.value, listed(items.value, "\n"), listed(labels.value, ","));
+      } catch (error) {
+        errors.show(error);
+      }
+    });
+  });
+}
+
+/** The texts between separators, without empty ones. */
+function listed(text, separator) {
+  return text.split(separator).map((part) => part.trim()).filter(Boolean);
+}
+
+async function score(query, items, labels) {
+  const began = performance.now();
+  const body = { query, items, apply_softmax: true };
+  if (labels.length) body.labels = labels; // a classifier takes none
+  const told = await postJson("/v1/score", body);
+  const took = performance.now() - began;
+
+  shown = { items, labels, scores: told.scores };
+  showBars();
+  setText(byId("score-status"), `${counted(items.length, "item")} scored in ${seconds(took)}`);
+  fillList(byId("score-usage"), [
+    ["algorithm", told.algorithm],
+    ["tokens", String(told.usage.prompt_tokens)],
+    ["computed", String(told.usage.computed_tokens)],
+    ["cached", String(told.usage.prompt_tokens_details.cached_tokens)],
+  ]);
+}
+
+function showBars() {
+  if (!shown) return;
+  const { items, labels, scores } = shown;
+  const order = items.map((_, index) => index);
+  if (byId("sort-scores").checked) order.sort((a, b) => scores[b][0] - scores[a][0]);
+  const nameOf = (label) => labels[label] ?? `class ${label}`;
+  byId("bars").replaceChildren(
+    ...order.map((index) => {
+      const all = scores[index].map((value, label) => `P(${nameOf(label)}) = ${value}`).join("\n");
+      return element(
+        "li",
+        { title: all, "data-testid": "bar", "data-index": index, "data-score": scores[index][0] },
+        element("span", { class: "caption" }, element("b", {}, String(index)), ` ${items[index]}`),
+        bar(scores[index][0]),
+        element("span", { class: "number" }, scores[index][0].toFixed(4)),
+      );
+    }),
+  );
+}

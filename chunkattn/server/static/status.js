@@ -1,0 +1,53 @@
+/** The header: which model is served, and whether the server takes requests. */
+
+import { byId, setText } from "./dom.js";
+
+const INTERVAL_MS = 5000;
+const PATIENCE_MS = 4000;
+
+let timer = 0;
+let lengthKnown = false;
+
+async function getJson(path) {
+  const response = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+  return response.json(); // a server that is not ready says so with 503, in JSON as well
+}
+
+async function showModel() {
+  const model = (await getJson("/v1/models")).data?.[0];
+  if (!model) return;
+  setText(byId("model-name"), model.id);
+  document.title = `${model.id} · chunkattn`;
+  lengthKnown = model.max_model_len != null; // not before the engine has started
+  if (lengthKnown) setText(byId("model-length"), `${model.max_model_len.toLocaleString("en")} positions`);
+}
+
+async function showHealth() {
+  let state = "unreachable";
+  let text = state;
+  try {
+    const told = await getJson("/health");
+    state = text = told.status;
+    if (told.warmup) text += ` ${told.warmup.done}/${told.warmup.total}`;
+  } catch {
+    // No answer, or none in time: unreachable.
+  }
+  byId("health").dataset.state = state;
+  setText(byId("health-text"), text);
+  return state === "ready";
+}
+
+async function poll() {
+  clearTimeout(timer);
+  if (document.hidden) return; // nobody looks; visibilitychange goes on
+  const ready = await showHealth();
+  if (ready && !lengthKnown) await showModel().catch(() => {});
+  clearTimeout(timer); // another poll may have begun meanwhile
+  timer = setTimeout(poll, INTERVAL_MS);
+}
+
+export function setUpStatus() {
+  document.addEventListener("visibilitychange", poll);
+  showModel().catch(() => {});
+  poll();
+}

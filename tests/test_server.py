@@ -1,0 +1,374 @@
+"""The real server, driven by clients that others wrote, beside the same model offline."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import cohere
+import httpx
+import openai
+import pytest
+
+from chunkattn import ChunkedPrompt, SamplingParams
+from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
+
+PROMPT = "Read the notes. # # Ana lives in Oslo. # # Ben lives in Rome. # # Where does Ana live? Answer:"
+PARTS = ChunkedPrompt("Read the notes.", ["Ana lives in Oslo # # .", "Ben lives in Rome."], "Where does Ana live? Answer:")
+CHUNKS = {"prefix": PARTS.prefix, "documents": PARTS.chunks, "question": PARTS.question}
+MODEL = "chunkattn-demo"
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = ServerProcess(*SMALL)
+    yield made
+    with made.client() as http:
+        wait_until(lambda: is_idle(http))
+    assert made.close() == 0
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def http(server):
+    with server.client() as made:
+        yield made
+
+
+def flat(rows):
+    return [value for row in rows for value in row]
+
+
+def greedy(demo, prompt, **options):
+    return demo.generate(prompt, SamplingParams(temperature=0, **options))[0]
+
+
+# Completions
+
+
+def test_completions_are_those_of_the_engine(client, demo):
+    for prompt in (PROMPT, demo.tokenizer(PROMPT).input_ids):
+        offline = greedy(demo, PROMPT if prompt is PROMPT else {"prompt_token_ids": prompt}, max_tokens=8, ignore_eos=True)
+        done = client.completions.create(
+            model=MODEL, prompt=prompt, temperature=0, max_tokens=8, extra_body={"ignore_eos": True}
+        )
+        assert done.choices[0].text == offline.outputs[0].text
+        assert done.choices[0].finish_reason == offline.outputs[0].finish_reason
+        assert done.usage.prompt_tokens == len(offline.prompt_token_ids)
+        assert done.usage.completion_tokens == 8
+
+
+def test_lists_of_prompts_and_samples_come_in_order(client, demo):
+    prompts = [PROMPT, "Where does Ben live?", "Who likes figs?"]
+    done = client.completions.create(model=MODEL, prompt=prompts, temperature=0, max_tokens=6, n=2)
+    expected = [greedy(demo, p, max_tokens=6).outputs[0].text for p in prompts for _ in range(2)]
+    assert [c.index for c in done.choices] == [*range(6)]
+    assert [c.text for c in done.choices] == expected
+
+
+def test_parts_are_never_split_again(client, demo):
+    asked = {"model": MODEL, "prompt": "", "temperature": 0, "max_tokens": 4}
+    chunked = {"chunks": CHUNKS, "return_chunk_usage": True}
+    for cached in (False, True):
+        done = client.completions.create(**asked, extra_body=chunked)
+        offline = greedy(demo, PARTS, max_tokens=4)
+        assert done.choices[0].text == offline.outputs[0].text
+        counts = done.usage.prompt_tokens_details.chunks
+        assert [c["tokens"] for c in counts] == list(offline.chunk_lens)
+        assert ([c["cached_tokens"] for c in counts] == list(offline.chunk_lens)) == cached
+    salted = client.completions.create(**asked, extra_body={**chunked, "cache_salt": "mine"})
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+
+
+@pytest.mark.parametrize("most", [0, 5])
+def test_echoed_log_probabilities_are_the_engine_s(client, demo, most):
+    text = "Ana lives in Oslo. Ben"
+    done = client.completions.create(model=MODEL, prompt=text, temperature=0, max_tokens=most, echo=True, logprobs=2)
+    offline = greedy(demo, text, max_tokens=max(most, 1), logprobs=2, prompt_logprobs=2)
+    found, sample = done.choices[0].logprobs, offline.outputs[0]
+    kept = len(sample.token_ids) if most else 0
+    ids = offline.prompt_token_ids + sample.token_ids[:kept]
+    entries = offline.prompt_logprobs + sample.logprobs[:kept]
+    assert found.token_logprobs[0] is None
+    expected = [entry[token].logprob for token, entry in zip(ids[1:], entries[1:])]
+    assert found.token_logprobs[1:] == pytest.approx(expected, abs=1e-5)
+    assert done.choices[0].text == text + (sample.text if most else "")
+    assert done.usage.completion_tokens == kept
+    for token, begin in zip(found.tokens[1 : len(offline.prompt_token_ids)], found.text_offset[1:]):
+        assert done.choices[0].text[begin : begin + len(token)] == token
+    for token, value, top in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:]):
+        assert top[token] == value
+        assert len(top) in (2, 3)
+
+
+def test_streams_add_up(client):
+    asked = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 24, "logprobs": 1}
+    body = {"ignore_eos": True, "stop": ["qq", "zzzzzz"]}
+    whole = client.completions.create(**asked, extra_body=body)
+    events = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}, extra_body=body))
+    assert "".join(e.choices[0].text for e in events[:-1]) == whole.choices[0].text
+    told = [value for e in events[:-1] if e.choices[0].logprobs for value in e.choices[0].logprobs.token_logprobs]
+    assert told == pytest.approx(whole.choices[0].logprobs.token_logprobs, abs=1e-5)
+    assert [e.choices[0].finish_reason for e in events[:-1]][-1] == whole.choices[0].finish_reason
+    assert (events[-1].choices, events[-1].usage.completion_tokens) == ([], 24)
+    assert len(events) > 4
+
+
+def test_a_stream_never_shows_a_piece_of_a_stop_string(client):
+    text = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=30, extra_body={"ignore_eos": True})
+    stop = text.choices[0].text[9:15]
+    asked = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 30, "stop": [stop]}
+    events = list(client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}))
+    assert "".join(e.choices[0].text for e in events) == text.choices[0].text[: text.choices[0].text.index(stop)]
+    assert events[-1].choices[0].finish_reason == "stop"
+
+
+def test_many_clients_at_once(server, demo):
+    prompts = [f"Read. # # Person {i} lives in Oslo. # # Where does person {i} live?" for i in range(16)]
+    expected = [o.outputs[0].text for o in demo.generate(prompts, SamplingParams(temperature=0, max_tokens=10))]
+
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as many:
+            calls = [many.completions.create(model=MODEL, prompt=p, temperature=0, max_tokens=10) for p in prompts]
+            return [done.choices[0].text for done in await asyncio.gather(*calls)]
+
+    assert asyncio.run(ask()) == expected
+
+
+# Chat
+
+
+def test_chat_over_documents(client, demo):
+    messages = [{"role": "system", "content": "Read."}, {"role": "user", "content": "Where does Ana live?"}]
+    documents = ["Ana lives in Oslo.", "Ben lives in Rome."]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+    offline = demo.chat(messages, params, documents=documents)[0]
+    asked = {"model": MODEL, "messages": messages, "temperature": 0, "max_completion_tokens": 6}
+    body = {"ignore_eos": True, "documents": [{"text": documents[0]}, documents[1]]}
+    done = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, extra_body=body)
+    assert done.choices[0].message.content == offline.outputs[0].text
+    assert done.usage.prompt_tokens == len(offline.prompt_token_ids)
+    expected = [entry[token].logprob for token, entry in zip(offline.outputs[0].token_ids, offline.outputs[0].logprobs)]
+    assert [t.logprob for t in done.choices[0].logprobs.content] == pytest.approx(expected, abs=1e-5)
+    assert all(len(t.top_logprobs) == 2 for t in done.choices[0].logprobs.content)
+    events = list(client.chat.completions.create(**asked, stream=True, extra_body=body))
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(e.choices[0].delta.content or "" for e in events) == offline.outputs[0].text
+    parts = [
+        {**messages[0]},
+        {"role": "user", "content": [{"type": "text", "text": "Where does "}, {"type": "text", "text": "Ana live?"}]},
+    ]
+    assert (
+        client.chat.completions.create(**{**asked, "messages": parts}, extra_body=body).choices[0].message
+        == done.choices[0].message
+    )
+
+
+# Scores
+
+
+def test_scores_in_every_dialect(http, demo):
+    query, items = "Find a person who lives in Oslo.", ["Ana lives in Oslo.", "", "Ben likes tea."]
+    labels = [demo.tokenizer.convert_tokens_to_ids(t) for t in ("▁yes", "▁no")]
+    offline = demo.score(query, items, label_token_ids=labels, apply_softmax=True)
+    shares = [row[0] for row in offline.scores]
+    asked = {"query": query, "items": items, "label_token_ids": labels, "apply_softmax": True}
+    for path in ("/score", "/v1/score"):
+        answer = http.post(path, json={**asked, "return_logprobs": True, "model": MODEL}).json()
+        assert flat(answer["scores"]) == pytest.approx(flat(offline.scores), abs=1e-6)
+        assert flat(answer["logprobs"]) == pytest.approx(flat(offline.logprobs), abs=1e-4)
+        assert answer["usage"]["prompt_tokens"] == offline.usage.prompt_tokens
+    listed = http.post("/generative_scoring", json=asked).json()
+    assert [d["score"] for d in listed["data"]] == pytest.approx(shares, abs=1e-6)
+    named = http.post("/v1/score", json={"query": query, "items": items, "labels": ["yes", "no"], "apply_softmax": True}).json()
+    assert flat(named["scores"]) == pytest.approx(flat(offline.scores), abs=1e-6)
+    several = http.post("/v1/score", json={**asked, "query": [query, "Who?"]}).json()
+    assert flat(several["scores"][0]) == pytest.approx(flat(offline.scores), abs=1e-6)
+
+
+def test_pairs_are_reranked(http, demo):
+    query, documents = "Find a person who lives in Oslo.", ["Ben likes tea.", "Ana lives in Oslo."]
+    ranked = {r.index: r.relevance_score for r in demo.rerank(query, documents).results}
+    for first, second in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items")):
+        answer = http.post("/score", json={first: query, second: documents}).json()
+        assert [d["score"] for d in answer["data"]] == pytest.approx([ranked[0], ranked[1]], abs=1e-6)
+    paired = http.post("/score", json={"text_1": [query, "tea"], "text_2": documents}).json()["data"]
+    assert paired[0]["score"] == pytest.approx(ranked[0], abs=1e-5)
+
+
+def test_cohere_s_clients_rerank(server, demo):
+    query, documents = "Find a person who lives in Oslo.", ["Ben likes tea.", "Ana lives in Oslo.", "Oslo is a town."]
+    expected = demo.rerank(query, documents, top_n=2)
+    for kind in (cohere.ClientV2, cohere.Client):
+        answer = kind(api_key="none", base_url=server.url).rerank(model=MODEL, query=query, documents=documents, top_n=2)
+        assert [r.index for r in answer.results] == [r.index for r in expected.results]
+        for found, wanted in zip(answer.results, expected.results):
+            assert found.relevance_score == pytest.approx(wanted.relevance_score, abs=1e-6)
+
+
+def test_rerank_returns_what_was_asked_for(http):
+    documents = ["Ben likes tea.", {"text": "Ana lives in Oslo. " * 5, "id": 7}]
+    asked = {"query": "Oslo", "documents": documents, "return_documents": True, "max_tokens_per_doc": 6}
+    results = {r["index"]: r for r in http.post("/v1/rerank", json=asked).json()["results"]}
+    assert results[0]["document"] == {"text": documents[0]}
+    assert results[1]["document"] == documents[1]
+    assert results[1]["truncated"]
+
+
+# What is served
+
+
+def test_what_is_served(http, client, demo):
+    assert [m.id for m in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    assert http.get("/health").json()["status"] == http.get("/readyz").json()["status"] == "ready"
+    assert http.get("/livez").status_code == 200
+    assert "version" in http.get("/version").json()
+    text = "Ana lives in Oslo."
+    ids = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert ids["tokens"] == demo.tokenizer(text).input_ids
+    assert "".join(ids["token_strs"]).strip() == text
+    assert http.post("/detokenize", json={"tokens": ids["tokens"]}).json() == {"prompt": text}
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/score", "/v1/rerank", "/generative_scoring"} <= set(paths)
+    metrics = http.get("/metrics").text
+    assert 'chunkattn_http_requests_total{route="/v1/models",status="200"}' in metrics
+    assert "chunkattn_steps_total" in metrics
+
+
+# Bad requests
+
+COMPLETION, CHAT, SCORE, RERANK = "/v1/completions", "/v1/chat/completions", "/v1/score", "/v1/rerank"
+BAD = [
+    (COMPLETION, {"prompt": "x", "tools": []}, "tools", "unsupported_parameter"),
+    (COMPLETION, {"prompt": "x", "best_of": 2}, "best_of", "unsupported_parameter"),
+    (COMPLETION, {"prompt": "x", "suffix": "y"}, "suffix", "invalid_value"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+        "response_format",
+        "invalid_value",
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "invalid_value"),
+    (CHAT, {"messages": []}, "messages", "invalid_value"),
+    (CHAT, {}, "messages", "missing_required_parameter"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, None, "invalid_value"),
+    (COMPLETION, {"prompt": "x", "temperature": "hot"}, "temperature", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "temperature": -1}, "temperature", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "n": True}, "n", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 0}, None, "invalid_value"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 10**6}, "max_tokens", "context_length_exceeded"),
+    (COMPLETION, {"prompt": "x " * 2000}, "prompt", "context_length_exceeded"),
+    (COMPLETION, {"prompt": "x", "chunks": CHUNKS}, None, "invalid_value"),
+    (COMPLETION, {"chunks": {"documents": ["a"], "question": ""}}, "prompt", "invalid_value"),
+    (COMPLETION, {"prompt": [10**6]}, "prompt", "invalid_value"),
+    (COMPLETION, {"prompt": [-1]}, "prompt", "invalid_value"),
+    (COMPLETION, {"prompt": []}, "prompt", "invalid_value"),
+    (COMPLETION, {"prompt": ["x", ""]}, "prompt", "invalid_value"),
+    (COMPLETION, {"prompt": ["x"] * 2000}, "prompt", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "stream_options": {"include_usage": True}}, None, "invalid_value"),
+    (COMPLETION, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "logprobs": 1000}, "logprobs", "invalid_value"),
+    (COMPLETION, {"prompt": "\ud800"}, "prompt", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "\ud800": 1}, None, "invalid_value"),
+    (SCORE, {"query": "x", "items": ["y"]}, "label_token_ids", "invalid_value"),
+    (SCORE, {"query": "", "items": ["y"], "labels": ["yes"]}, "query", "invalid_value"),
+    (SCORE, {"query": "x", "items": ["y"], "labels": ["two words"]}, "labels", "invalid_value"),
+    (SCORE, {"query": "x", "items": ["y"], "labels": ["yes"], "algorithm": "magic"}, "algorithm", "invalid_value"),
+    (SCORE, {"text_1": "x"}, None, "invalid_value"),
+    (SCORE, {"text_1": ["x", "y"], "text_2": ["a", "b", "c"]}, None, "invalid_value"),
+    (RERANK, {"query": "x", "documents": ["y"], "top_n": -1}, "top_n", "invalid_value"),
+    (RERANK, {"query": "x", "documents": [1]}, "documents", "invalid_value"),
+    ("/detokenize", {"tokens": [10**9]}, "tokens", "invalid_value"),
+    ("/tokenize", {}, "prompt", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "code"), BAD, ids=lambda v: ascii(v)[:60])
+def test_bad_requests_are_told_what_is_wrong(http, path, body, param, code):
+    content = json.dumps(body).encode()
+    answer = http.post(path, content=content, headers={"Content-Type": "application/json", "X-Request-Id": "mine"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert error["message"]
+    assert answer.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b'"x"', 400),
+        (b"\xff\xfe", 400),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+        (b'{"prompt": "' + b"x" * (33 << 20) + b'"}', 413),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400),
+        (b'{"prompt": "x", "temperature": NaN}', 400),
+    ],
+    ids=["empty", "cut", "list", "text", "utf8", "deep", "large", "digits", "nan"],
+)
+def test_bodies_that_are_no_requests(http, content, status):
+    answer = http.post(COMPLETION, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_large_body_without_a_length(http):
+    answer = http.post(COMPLETION, content=(b"x" * (1 << 20) for _ in range(40)), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+
+
+def test_other_paths_methods_and_models(http):
+    assert http.post("/v1/embeddings", json={}).json()["error"]["code"] == "not_found"
+    assert http.get(COMPLETION).status_code == 405
+    assert http.get("/../../etc/passwd").status_code == 404
+    answer = http.post(COMPLETION, json={"model": "gpt-4", "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert http.get("/v1/models/gpt-4").status_code == 404
+
+
+def test_a_client_that_leaves_frees_its_pages(server, http):
+    asked = {"prompt": "Tell me.", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    with http.stream("POST", COMPLETION, json={**asked, "stream": True}) as answer:
+        lines = answer.iter_lines()  # to be kept: with it goes the connection
+        next(lines)
+        with server.client() as other:
+            assert not is_idle(other)
+    assert wait_until(lambda: is_idle(http)) < 2
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(COMPLETION, json={**asked, "n": 8}, timeout=0.3)
+    assert wait_until(lambda: is_idle(http)) < 2
+
+
+# Documentation
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples" / "server").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(server, example):
+    done = subprocess.run([sys.executable, example, server.url], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Pegelu" in done.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/api.md"])
+def test_documented_calls(server, page):
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    calls = [call for block in blocks for call in re.findall(r"^curl .*?\}'$", block, flags=re.DOTALL | re.MULTILINE)]
+    assert calls
+    for call in calls:
+        command = call.replace("localhost:8000", server.url)
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+        assert "error" not in json.loads(done.stdout), done.stdout

@@ -1,0 +1,218 @@
+"""How a server starts, whom it lets in, how it lives through the death of its engine, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from typer.testing import CliRunner
+
+from chunkattn.async_llm import AsyncLLM
+from chunkattn.cli import app as commands
+from chunkattn.config import EngineConfig
+from chunkattn.errors import ConfigError
+from chunkattn.server.app import create_app
+from chunkattn.server.options import ServerConfig
+from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
+
+pytest_plugins = ["tests.async_faults"]
+
+ASKED = {"prompt": "Where does Ana live?", "temperature": 0, "max_tokens": 8}
+LONG = {"prompt": "Tell me.", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(fault_file):
+    made = ServerProcess(*SMALL, "--engine-hang-timeout-s=2")
+    yield made
+    assert made.close() == 0
+
+
+def test_every_route_but_health_asks_for_the_key():
+    """The engine need not run for that."""
+    app = create_app(AsyncLLM(), ServerConfig(api_key="secret"))
+    client = TestClient(app)
+    routes = [(method, path) for path, methods in app.openapi()["paths"].items() for method in methods]
+    assert len(routes) > 12
+    routes += [("get", p) for p in ("/", "/static/app.js", "/openapi.json", "/nothing")]
+    routes += [("post", p) for p in ("/score", "/rerank", "/v2/rerank")]
+    for method, path in routes:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Basic !"}):
+            answer = client.request(method, path, headers=headers, json={})
+            assert (answer.status_code == 401) == (path != "/health"), (method, path)
+            if path != "/health":
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+    for headers in ({"Authorization": "Bearer secret"}, ("me", "secret")):
+        options = {"headers": headers} if isinstance(headers, dict) else {"auth": headers}
+        assert client.get("/v1/models", **options).status_code == 200
+
+
+def test_before_the_engine_is_ready():
+    client = TestClient(create_app(AsyncLLM()))
+    assert client.get("/livez").status_code == 200
+    for path in ("/health", "/readyz"):
+        assert (client.get(path).status_code, client.get(path).json()["status"]) == (503, "starting")
+    answer = client.post("/v1/completions", json=ASKED)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_starting")
+    assert answer.headers["retry-after"]
+    assert "chunkattn_http_requests" in client.get("/metrics").text
+
+
+def test_a_defect_is_told_by_its_id_alone(monkeypatch):
+    """Nothing of the inside gets out."""
+    llm = AsyncLLM()
+    monkeypatch.setattr(type(llm), "state", property(lambda _: 1 / 0))
+    client = TestClient(create_app(llm), raise_server_exceptions=False)
+    answer = client.get("/health", headers={"X-Request-Id": "abc"})
+    assert answer.status_code == 500
+    assert "abc" in answer.json()["error"]["message"]
+    assert "division" not in answer.text
+
+
+def runs(http, count):
+    return f'chunkattn_requests_now{{state="running"}} {count:.1f}' in http.get("/metrics").text
+
+
+def ask_long(server, *, stream):
+    with server.client() as own:
+        return own.post("/v1/completions", json={**LONG, "stream": stream})
+
+
+def test_a_failed_step_is_told_by_an_id(server, fault):
+    with server.client() as http, ThreadPoolExecutor(4) as pool:
+        fault.write_text("slow")
+        answers = [pool.submit(ask_long, server, stream=bool(i % 2)) for i in range(4)]
+        wait_until(lambda: runs(http, 4))
+        fault.write_text("raise")
+        for future in answers:
+            answer = future.result(timeout=20)
+            assert "internal_error" in answer.text
+            assert answer.headers["x-request-id"] in answer.text
+            assert "injected" not in answer.text
+            assert answer.status_code in (200, 500)
+        assert http.post("/v1/completions", json=ASKED).status_code == 200
+        wait_until(lambda: is_idle(http))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_server_outlives_its_engine(server, fault, number):
+    """Every client gets an answer or an explicit error; then all is well again."""
+    with server.client() as http:
+        expected = http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"]
+        fault.write_text("slow")
+        with ThreadPoolExecutor(8) as pool:
+            answers = [pool.submit(ask_long, server, stream=bool(i % 2)) for i in range(8)]
+            wait_until(lambda: runs(http, 8))
+            os.kill(server.engine_pid, number)
+            wait_until(lambda: http.get("/health").json()["status"] == "degraded")
+            refused = http.post("/v1/completions", json=ASKED)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_degraded")
+            for future in answers:
+                answer = future.result(timeout=20)
+                assert "engine_not_ready" in answer.text
+                if answer.status_code == 200:
+                    assert answer.text.endswith("data: [DONE]\n\n")
+                else:
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_not_ready")
+        fault.unlink()
+        assert wait_until(lambda: http.get("/health").status_code == 200, 20) < 10
+        assert http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"] == expected
+
+
+def test_the_first_signal_drains(fault):
+    fault.write_text("slow")
+    server = ServerProcess(*SMALL)
+    found = []
+
+    def read():
+        with server.client() as own, own.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            found.extend(answer.iter_lines())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until(lambda: len(found) > 2)
+    with server.client() as http:
+        server.signal()
+        wait_until(lambda: http.get("/readyz").json()["status"] == "draining")
+        answer = http.post("/v1/completions", json=ASKED)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_draining")
+    fault.unlink()
+    reader.join(60)
+    assert found[-2] == "data: [DONE]"
+    assert '"finish_reason": "length"' in "".join(found)
+    assert server.process.wait(20) == 0
+
+
+def test_the_second_signal_stops(fault):
+    fault.write_text("slow")
+    server = ServerProcess(*SMALL, "--log-format=json", CHUNKATTN_SERVED_MODEL_NAME="mine")
+    with server.client() as http, ThreadPoolExecutor(1) as pool:
+        assert http.get("/v1/models").json()["data"][0]["id"] == "mine"
+        assert '"path": "/v1/models"' in server.wait_for(r"v1/models 200", 5).string
+        running = pool.submit(ask_long, server, stream=False)
+        wait_until(lambda: runs(http, 1))
+        server.signal()
+        server.wait_for("draining", 5)
+        server.signal()
+        assert server.process.wait(15) == 0
+        with pytest.raises(httpx.HTTPError):
+            running.result(timeout=10).raise_for_status()
+
+
+def test_options_come_from_everywhere(tmp_path, monkeypatch):
+    """The command line goes before the environment, that before the file."""
+    seen = {}
+    monkeypatch.setattr("chunkattn.server.run.serve", lambda options, config: seen.update(options=options, config=config))
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 9001\nmax-num-seqs: 7\nblock_size: 32\nenable_chunk_aware: true\nhost: 0.0.0.0\n")
+    environment = {"CHUNKATTN_BLOCK_SIZE": "64", "CHUNKATTN_PORT": "9002", "CHUNKATTN_API_KEY": "k"}
+    result = CliRunner().invoke(commands, ["serve", "folder", "--config", str(file), "--port", "9003"], env=environment)
+    assert result.exit_code == 0, result.output
+    config, options = seen["config"], EngineConfig(**seen["options"])
+    assert (config.port, config.host, config.api_key) == (9003, "0.0.0.0", "k")
+    assert (options.model, options.max_num_seqs, options.block_size, options.enable_chunk_aware) == ("folder", 7, 64, True)
+    assert ServerConfig().host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "port must be between 0 and 65535"),
+        (["--block-size", "17"], "block_size must be a power of two"),
+        (["--request-timeout-s", "0"], "request_timeout_s must be above 0"),
+        (["--log-format", "xml"], "log_format 'xml' is unknown"),
+        (["--host", "nowhere.invalid"], "cannot listen on nowhere.invalid"),
+        (["/nowhere"], "/nowhere"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_a_server_that_cannot_start_says_why(arguments, message):
+    command = [sys.executable, "-m", "chunkattn", "serve", *(["--port=0"] * ("--port" not in arguments)), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    )
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_config_file_is_checked(tmp_path):
+    file = tmp_path / "serve.yaml"
+    for text, message in (("prot: 1", "unknown option 'prot'"), ("- 1", "mapping"), ("{", "cannot be read")):
+        file.write_text(text)
+        result = CliRunner().invoke(commands, ["serve", "--config", str(file)])
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "options", [{"api_key": ""}, {"port": -1}, {"drain_timeout_s": float("inf")}, {"max_body_bytes": 0}], ids=str
+)
+def test_bad_server_options(options):
+    with pytest.raises(ConfigError):
+        ServerConfig(**options)
