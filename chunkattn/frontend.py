@@ -218,6 +218,8 @@ class Frontend:
         """
         if (classes := self.limits.num_labels) not in (None, 1):
             raise RequestError(f"only a classifier of one class can rerank, this has {classes}; score it", param="documents")
+        if isinstance(documents, Sequence):
+            self._check_count(documents, "documents")
         encode = self.parser.encode
         plan = plan_rerank(encode, pick_template(template, self.config.model, encode), query, documents, **options)
         plan.check_room(self.limits, self.config.max_chunk_len)
@@ -299,6 +301,7 @@ class Frontend:
         if query is None or items is None:
             raise RequestError("score needs a query and items", param="query" if query is None else "items")
         items = as_list(items, "items")
+        self._check_count(items, "items")
         kinds = {isinstance(part, str) for part in (query, *items)}
         if len(kinds) > 1:
             raise RequestError("query and items must be all text or all token ids", param="items")
@@ -313,12 +316,13 @@ class Frontend:
             raise RequestError("the query is empty", param="query")
         return query_ids, item_ids, encode.leading_ids if kinds == {True} else []
 
+    def _check_count(self, items: Sequence[Any], name: str) -> None:
+        """Before anything is tokenized."""
+        if len(items) > (most := self.config.max_items_per_request):
+            raise RequestError(f"{len(items)} {name} exceed max_items_per_request {most}", param=name)
+
     def _check_score(self, query: list[int], items: list[list[int]], leading: list[int], labels: tuple[int, ...]) -> None:
         """Every limit that does not depend on the algorithm, by the names the caller knows."""
-        if len(items) > self.config.max_items_per_request:
-            raise RequestError(
-                f"{len(items)} items exceed max_items_per_request {self.config.max_items_per_request}", param="items"
-            )
         limits, longest = self.limits, self.config.max_chunk_len
         named = [("query", query, "query"), *((f"item {i}", item, "items") for i, item in enumerate(items))]
         for name, ids, param in [*named, ("label_token_ids", labels, "label_token_ids")]:

@@ -74,8 +74,7 @@ def test_xla_equals_reference(options):
 @pytest.mark.parametrize("per_head", [0, 16])
 @pytest.mark.parametrize("window", [None, 9])
 def test_xla_equals_reference_with_many_small_tiles(window, per_head, monkeypatch):
-    monkeypatch.setattr(xla, "TILES", ((64, 16, 16), (1, 8, 32)))
-    monkeypatch.setattr(xla, "PER_HEAD", per_head)
+    monkeypatch.setattr(xla, "TILES", ((64, 16, 16, per_head), (1, 8, 32, 0)))
     monkeypatch.setattr(xla, "DECODE_ROWS", 2)
     check_backend("xla", cases=40, seed=1, window=window)
 

@@ -170,6 +170,14 @@ def test_chat_over_documents(client, demo):
     )
 
 
+def test_an_answer_goes_back_into_the_conversation(client):
+    """As clients hand it back, nulls and all."""
+    messages = [{"role": "user", "content": "Where does Ana live?"}]
+    for _ in range(2):
+        reply = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=3).choices[0].message
+        messages += [reply, reply.model_dump(), {"role": "user", "content": "And Ben?", "name": None}]
+
+
 # Scores
 
 
@@ -244,6 +252,7 @@ def test_what_is_served(http, client, demo):
 
 # Bad requests
 
+USER = {"role": "user", "content": "x"}
 COMPLETION, CHAT, SCORE, RERANK = "/v1/completions", "/v1/chat/completions", "/v1/score", "/v1/rerank"
 BAD = [
     (COMPLETION, {"prompt": "x", "tools": []}, "tools", "unsupported_parameter"),
@@ -257,6 +266,8 @@ BAD = [
         "invalid_value",
     ),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "invalid_value"),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_value"),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": {"documents": []}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": []}, "messages", "invalid_value"),
     (CHAT, {}, "messages", "missing_required_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, None, "invalid_value"),
@@ -264,6 +275,10 @@ BAD = [
     (COMPLETION, {"prompt": "x", "temperature": -1}, "temperature", "invalid_value"),
     (COMPLETION, {"prompt": "x", "n": True}, "n", "invalid_value"),
     (COMPLETION, {"prompt": "x", "max_tokens": 0}, None, "invalid_value"),
+    (COMPLETION, {"prompt": "x", "max_tokens": -1}, "max_tokens", "invalid_value"),
+    (COMPLETION, {"prompt": [{}] * 100_000}, "prompt", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "stream": True, "prompt_logprobs": 1}, None, "invalid_value"),
     (COMPLETION, {"prompt": "x", "max_tokens": 10**6}, "max_tokens", "context_length_exceeded"),
     (COMPLETION, {"prompt": "x " * 2000}, "prompt", "context_length_exceeded"),
     (COMPLETION, {"prompt": "x", "chunks": CHUNKS}, None, "invalid_value"),
@@ -277,11 +292,15 @@ BAD = [
     (COMPLETION, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
     (COMPLETION, {"prompt": "x", "logprobs": 1000}, "logprobs", "invalid_value"),
     (COMPLETION, {"prompt": "\ud800"}, "prompt", "invalid_value"),
-    (COMPLETION, {"prompt": "x", "\ud800": 1}, None, "invalid_value"),
+    (COMPLETION, {"prompt": "x", "\ud800": 1}, "?", "unsupported_parameter"),
     (SCORE, {"query": "x", "items": ["y"]}, "label_token_ids", "invalid_value"),
     (SCORE, {"query": "", "items": ["y"], "labels": ["yes"]}, "query", "invalid_value"),
     (SCORE, {"query": "x", "items": ["y"], "labels": ["two words"]}, "labels", "invalid_value"),
     (SCORE, {"query": "x", "items": ["y"], "labels": ["yes"], "algorithm": "magic"}, "algorithm", "invalid_value"),
+    (SCORE, {"query": ["x"] * 2000, "items": ["y"], "labels": ["yes"]}, "query", "invalid_value"),
+    (SCORE, {"query": "x", "items": ["y"] * 10_001, "labels": ["yes"]}, "items", "invalid_value"),
+    (RERANK, {"query": "x", "documents": ["y"] * 10_001}, "documents", "invalid_value"),
+    (RERANK, {"query": "x", "documents": [{"text": "y", "t": "\ud800"}]}, "documents", "invalid_value"),
     (SCORE, {"text_1": "x"}, None, "invalid_value"),
     (SCORE, {"text_1": ["x", "y"], "text_2": ["a", "b", "c"]}, None, "invalid_value"),
     (RERANK, {"query": "x", "documents": ["y"], "top_n": -1}, "top_n", "invalid_value"),

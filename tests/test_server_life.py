@@ -36,13 +36,19 @@ def server(fault_file):
 def test_every_route_but_health_asks_for_the_key():
     """The engine need not run for that."""
     app = create_app(AsyncLLM(), ServerConfig(api_key="secret"))
-    client = TestClient(app)
+    client = TestClient(app, base_url="http://localhost")
     routes = [(method, path) for path, methods in app.openapi()["paths"].items() for method in methods]
     assert len(routes) > 12
     routes += [("get", p) for p in ("/", "/static/app.js", "/openapi.json", "/nothing")]
     routes += [("post", p) for p in ("/score", "/rerank", "/v2/rerank")]
     for method, path in routes:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Basic !"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "secret"},
+            {"Authorization": "Basic !"},
+            {"Authorization": b"Basic \xff"},
+        ):
             answer = client.request(method, path, headers=headers, json={})
             assert (answer.status_code == 401) == (path != "/health"), (method, path)
             if path != "/health":
@@ -52,8 +58,17 @@ def test_every_route_but_health_asks_for_the_key():
         assert client.get("/v1/models", **options).status_code == 200
 
 
+def test_other_names_of_this_machine_are_refused():
+    """A page whose name was made to lead here could else do whatever its visitors can."""
+    for config, status in ((ServerConfig(), 403), (ServerConfig(api_key="k"), 401), (ServerConfig(host="0.0.0.0"), 200)):
+        client = TestClient(create_app(AsyncLLM(), config), base_url="http://evil.example:8000")
+        assert client.get("/v1/models").status_code == status
+    client = TestClient(create_app(AsyncLLM()), base_url="http://localhost:8000")
+    assert client.get("/v1/models").status_code == 200
+
+
 def test_before_the_engine_is_ready():
-    client = TestClient(create_app(AsyncLLM()))
+    client = TestClient(create_app(AsyncLLM()), base_url="http://127.0.0.1:8000")
     assert client.get("/livez").status_code == 200
     for path in ("/health", "/readyz"):
         assert (client.get(path).status_code, client.get(path).json()["status"]) == (503, "starting")
@@ -67,7 +82,7 @@ def test_a_defect_is_told_by_its_id_alone(monkeypatch):
     """Nothing of the inside gets out."""
     llm = AsyncLLM()
     monkeypatch.setattr(type(llm), "state", property(lambda _: 1 / 0))
-    client = TestClient(create_app(llm), raise_server_exceptions=False)
+    client = TestClient(create_app(llm), base_url="http://[::1]:1", raise_server_exceptions=False)
     answer = client.get("/health", headers={"X-Request-Id": "abc"})
     assert answer.status_code == 500
     assert "abc" in answer.json()["error"]["message"]
@@ -169,7 +184,7 @@ def test_options_come_from_everywhere(tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr("chunkattn.server.run.serve", lambda options, config: seen.update(options=options, config=config))
     file = tmp_path / "serve.yaml"
-    file.write_text("port: 9001\nmax-num-seqs: 7\nblock_size: 32\nenable_chunk_aware: true\nhost: 0.0.0.0\n")
+    file.write_text("model: other\nport: 9001\nmax-num-seqs: 7\nblock_size: 32\nenable_chunk_aware: true\nhost: 0.0.0.0\n")
     environment = {"CHUNKATTN_BLOCK_SIZE": "64", "CHUNKATTN_PORT": "9002", "CHUNKATTN_API_KEY": "k"}
     result = CliRunner().invoke(commands, ["serve", "folder", "--config", str(file), "--port", "9003"], env=environment)
     assert result.exit_code == 0, result.output
@@ -203,7 +218,13 @@ def test_a_server_that_cannot_start_says_why(arguments, message):
 
 def test_a_config_file_is_checked(tmp_path):
     file = tmp_path / "serve.yaml"
-    for text, message in (("prot: 1", "unknown option 'prot'"), ("- 1", "mapping"), ("{", "cannot be read")):
+    for text, message in (
+        ("prot: 1", "unknown option 'prot'"),
+        ("- 1", "mapping"),
+        ("{", "cannot be read"),
+        ("port: true", "port"),
+        ("model: [a]", "model"),
+    ):
         file.write_text(text)
         result = CliRunner().invoke(commands, ["serve", "--config", str(file)])
         assert result.exit_code == 2

@@ -19,11 +19,12 @@ from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionS
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import TileRanges, Tiles, cut, spans, tile_ranges
 
-TILES = ((1024, 256, 256), (1, 128, 512))
-"""Rows and slots of a tile, for steps of at least so many rows: large steps are mostly of long spans, which fill more rows.
-The scores of a tile stay as many. Where page tables are narrower, KV tiles are."""
 PER_HEAD = 16 if jax.default_backend() == "cpu" else 0
-"""With so many KV heads or fewer, each is a matrix product of its own: XLA's batched ones reach half of that on CPU."""
+"""With so many KV heads or fewer, large steps compute each by itself: XLA's batched products reach half the speed on CPU.
+It makes programs larger, so small steps, which wait for the weights, do without."""
+TILES = ((1024, 256, 256, PER_HEAD), (1, 128, 512, 0))
+"""Steps of at least so many rows, and the rows and slots of their tiles: large steps are mostly of long spans, which fill more
+rows. The scores of a tile stay as many. Where page tables are narrower, KV tiles are."""
 DECODE_SLOTS = 256
 """Slots of a KV tile of decodes: less is read past the end of a short sequence."""
 DECODE_ROWS = 1 if jax.default_backend() == "cpu" else 32
@@ -96,7 +97,7 @@ class XlaBackend(AttentionBackend):
     def build_metadata(self, batch: AttentionBatch) -> TileMetadata:
         """See `AttentionBackend.build_metadata`."""
         rows, (seqs, width) = len(batch.row_seq), batch.block_tables.shape
-        tile_rows, tile_slots = _tile_sizes(rows, width, batch.block_size)
+        tile_rows, tile_slots, _ = _tile_sizes(rows, width, batch.block_size)
         runs = spans(batch)
         decode = (runs.size == 1) & (batch.row_start[runs.row] == 0)
         tiles = cut(Tiles(runs.row[~decode], runs.size[~decode]), tile_rows)
@@ -147,10 +148,10 @@ class XlaBackend(AttentionBackend):
         return _attend_decodes(out, q, cache, metadata, how, window), cache
 
 
-def _tile_sizes(rows: int, width: int, block_size: int) -> tuple[int, int]:
-    """Rows and slots of the tiles of a step."""
-    _, tile_rows, tile_slots = next(sizes for sizes in TILES if rows >= sizes[0])
-    return min(tile_rows, rows), _tile_slots(tile_slots, width, block_size)
+def _tile_sizes(rows: int, width: int, block_size: int) -> tuple[int, int, int]:
+    """Rows and slots of the tiles of a step, and with how many KV heads each is computed by itself."""
+    _, tile_rows, tile_slots, per_head = next(sizes for sizes in TILES if rows >= sizes[0])
+    return min(tile_rows, rows), _tile_slots(tile_slots, width, block_size), per_head
 
 
 def _tile_slots(wanted: int, width: int, block_size: int) -> int:
@@ -254,7 +255,7 @@ def _kv_tile(
 def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Scores, window: int | None) -> jax.Array:
     """Query tiles one after the other, `[T, heads, d]`; rows of decodes are left undefined."""
     rows, kv_heads = len(q), cache[0].shape[2]
-    tile_rows, tile_slots = _tile_sizes(rows, metadata.block_tables.shape[1], cache[0].shape[1])
+    tile_rows, tile_slots, per_head = _tile_sizes(rows, metadata.block_tables.shape[1], cache[0].shape[1])
     # A tile reads and writes `tile_rows` rows wherever it begins: padding keeps the last one
     # in bounds, and what it writes past its own rows the next tile overwrites.
     q = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0)))
@@ -275,7 +276,7 @@ def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Sc
             mask = (slots <= own) & ((slots < metadata.prefix_end[seq]) | (slots >= start)) & valid
             if window is not None:
                 mask &= slots > own - window
-            update = _update_by_head if kv_heads <= PER_HEAD else _update
+            update = _update_by_head if kv_heads <= per_head else _update
             return update(state, folded, keys, values, mask[None], valid & (slots <= last), how)
 
         state = jax.lax.fori_loop(0, first_end + second_end - second_start, one_kv_tile, _start(folded))

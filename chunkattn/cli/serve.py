@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from dataclasses import Field, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from chunkattn.cli.common import app, command
 from chunkattn.config import EngineConfig
+from chunkattn.errors import ConfigError
 from chunkattn.server.options import ServerConfig
 
 _PANELS = {
@@ -64,9 +66,14 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
     if not isinstance(given, dict):
         raise typer.BadParameter("must hold a mapping of options")
     named = {str(name).replace("-", "_"): value for name, value in given.items()}
-    known = {p.name for p in ctx.command.params} - {"config", "help"}
+    options: list[Any] = [p for p in ctx.command.params if p.name not in ("config", "help")]
+    known = {p.name for p in options}
     if unknown := sorted(set(named) - known):
         raise typer.BadParameter(f"unknown option {unknown[0]!r} in {file}")
+    for name, value in named.items():
+        is_boolean = next(getattr(p, "is_flag", False) for p in options if p.name == name)
+        if isinstance(value, (list, dict)) or (value is not None and isinstance(value, bool) != is_boolean):
+            raise typer.BadParameter(f"{name} in {file} cannot be {value!r}")
     ctx.default_map = {**(ctx.default_map or {}), **named}
     return file
 
@@ -106,5 +113,7 @@ def serve(
     """
     from chunkattn.server.run import serve as run
 
+    if os.environ.get("CHUNKATTN_API_KEY") == "" and options["api_key"] is None:
+        raise ConfigError("CHUNKATTN_API_KEY is set but empty: anybody could come in; unset it if that is meant")
     server = {f.name: options.pop(f.name) for f in fields(ServerConfig)}
     run({"model": model, **options}, ServerConfig(**server))

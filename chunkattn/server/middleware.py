@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import logging
 import re
@@ -24,6 +23,7 @@ logger = logging.getLogger("chunkattn.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _OPEN_PATHS = ("/health",)
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
 
 
@@ -106,6 +106,9 @@ class Gate:
         if key is not None and scope["path"] not in _OPEN_PATHS and not _has_key(headers.get("authorization", ""), key):
             text = "a valid API key is needed: send 'Authorization: Bearer KEY'"
             return ApiError(401, text, code="invalid_api_key", **{"WWW-Authenticate": 'Basic realm="chunkattn"'})
+        if key is None and self.config.host in _LOOPBACK and not _names_this_machine(headers.get("host", "")):
+            text = "this server answers to localhost alone; start it with another host, or with an api_key"
+            return ApiError(403, text, code="host_not_allowed")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.config.max_body_bytes:
             return api_error(self._too_large(), "")
@@ -119,8 +122,15 @@ class Gate:
         route, status = getattr(scope.get("route"), "path", "other"), status or 499
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.seconds.labels(route).observe(seconds)
-        told = {"id": request_id, "method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds}
+        path = ascii(scope["path"])[1:-1]  # no line of the client's own in the log
+        told = {"id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
         logger.info("%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)", told, extra={"request": told})
+
+
+def _names_this_machine(host: str) -> bool:
+    """Whether a Host header does. A page elsewhere whose name was made to lead here (DNS rebinding) sends its own."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    return name.strip("[]") in _LOOPBACK
 
 
 def _has_key(authorization: str, key: str) -> bool:
@@ -128,7 +138,7 @@ def _has_key(authorization: str, key: str) -> bool:
     if scheme.lower() == "basic":  # what browsers ask people for: the key is the password
         try:
             given = base64.b64decode(given, validate=True).decode().partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:
             return False
     elif scheme.lower() != "bearer":
         return False

@@ -30,7 +30,7 @@ class ServerConfig:
     api_key: str | None = None
     served_model_name: str | None = None
     request_timeout_s: float = 600.0
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
     max_prompts_per_request: int = 1024
     drain_timeout_s: float = 30.0
     log_format: str = "text"

@@ -71,7 +71,8 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
 
 async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> None:
     app = create_app(llm, config)
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"), app.state.server)
+    http = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    server = Server(http, app.state.server)
     host, port = listening.getsockname()[:2]
     serving = asyncio.create_task(server.serve([listening]))
     starting = asyncio.create_task(llm.open())

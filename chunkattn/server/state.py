@@ -53,6 +53,11 @@ class ServerState:
         """The model's name in answers."""
         return self.config.served_model_name or self.llm.config.model or DEMO_NAME
 
+    @property
+    def most_prompts(self) -> int:
+        """In one request; each takes a place in the engine's queue."""
+        return min(self.config.max_prompts_per_request, self.llm.config.max_queued_requests)
+
     def check_model(self, name: str | None) -> None:
         """Check the model a request names, if it names one.
 

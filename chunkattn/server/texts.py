@@ -20,19 +20,14 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
-        self.piece = lru_cache(maxsize=65536)(self._piece)
-
-    def _context(self) -> tuple[list[int], str]:
-        assert self.tokenizer is not None
-        ids = self.tokenizer("a", add_special_tokens=False).input_ids[-1:]
-        return ids, self.tokenizer.decode(ids)
+        self.piece = lru_cache(maxsize=1 << 18)(self._piece)
+        self._before = [] if tokenizer is None else tokenizer("a", add_special_tokens=False).input_ids[-1:]
+        self._text_before = "" if tokenizer is None else str(tokenizer.decode(self._before))
 
     def _piece(self, token: int) -> str:
         if self.tokenizer is None:
             return f"token_id:{token}"
-        ids, before = self._context()
-        text: str = self.tokenizer.decode([*ids, token])
-        return text.removeprefix(before)
+        return str(self.tokenizer.decode([*self._before, token])).removeprefix(self._text_before)
 
     def alone(self, token: int) -> str:
         """Text of a token with which a text begins."""

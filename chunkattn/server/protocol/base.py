@@ -4,25 +4,61 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from chunkattn.config import SamplingParams
+from chunkattn.server.errors import ApiError
 
-TokenIds = list[int]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
+"""Lists stop at the first wrong entry: an error for each of a million would take more memory than the body."""
+
+_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length"}
+_RESERVED |= {"messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"}
+_RESERVED |= {"template_options", "tokenizer", "tokenizer_kwargs", "tools", "truncation"}
+"""What is no variable of a chat template but an argument on the way to it."""
 
 
-class Body(BaseModel):
-    """A request body. What it does not know is an error that names it; null stands for what is left out."""
+class Strict(BaseModel):
+    """A JSON object. What it does not know is an error that names it; null stands for what is left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    model: Annotated[str | None, Field(description="The served model's name; may be left out.")] = None
-    user: Annotated[str | None, Field(description="Accepted, and without effect.")] = None
-
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, body: Any) -> Any:
-        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
+    def _prepare(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None}
+        for name in given:
+            if name not in cls.model_fields:
+                text = f"{name} is not supported by this server"
+                raise ApiError(400, text, param=name, code="unsupported_parameter")
+        return given
+
+
+def check_template_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what is no variable of a chat template.
+
+    A template of the client's own, above all: it is a program, and need not end.
+
+    Raises:
+        ValueError: a name is reserved.
+    """
+    if reserved := sorted(_RESERVED & set(options)):
+        raise ValueError(f"{reserved[0]!r} cannot be set here")
+    return options
+
+
+TemplateOptions = Annotated[dict[str, Any], AfterValidator(check_template_options), Field(default_factory=dict)]
+
+
+class Body(Strict):
+    """A request."""
+
+    model: Annotated[str | None, Field(description="The served model's name; may be left out.")] = None
+    user: Annotated[str | None, Field(description="Accepted, and without effect.")] = None
 
 
 _SAMPLING = (
@@ -45,10 +81,12 @@ _SAMPLING = (
 """Passed on as they are."""
 
 
-class StreamOptions(BaseModel):
-    """What a stream tells beside the text."""
+_DIGITS = 12
+"""Of a token id: no more are read."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+
+class StreamOptions(Strict):
+    """What a stream tells beside the text."""
 
     include_usage: Annotated[bool, Field(description="A last event without choices, with the usage.")] = False
     continuous_usage_stats: Annotated[bool, Field(description="The usage so far in every event.")] = False
@@ -68,8 +106,8 @@ class Sampling(Body):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
     min_tokens: int = 0
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop: str | Texts = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -84,6 +122,8 @@ class Sampling(Body):
     def _check_stream_options(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options need stream: true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are not streamed; leave one of them out")
         return self
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
@@ -97,7 +137,7 @@ class Sampling(Body):
         Raises:
             RequestError: one is out of range.
         """
-        bias: dict[Any, float] = {int(k) if k.isdecimal() else k: v for k, v in self.logit_bias.items()}
+        bias: dict[Any, float] = {int(k) if k.isdecimal() and len(k) < _DIGITS else k: v for k, v in self.logit_bias.items()}
         return SamplingParams(
             **{name: getattr(self, name) for name in _SAMPLING},
             logit_bias=bias,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from chunkattn.parsers import ChunkedPrompt
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.server.protocol.base import Sampling, TokenIds
+from chunkattn.server.protocol.base import Sampling, Strict, TemplateOptions, Texts, TokenIds, TokenLists
 
 
-class Chunks(BaseModel):
+class Chunks(Strict):
     """A prompt in parts, all text or all token ids; never split again, so a document cannot forge a boundary."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     prefix: str | TokenIds = ""
-    documents: list[str] | list[TokenIds]
+    documents: Texts | TokenLists
     question: str | TokenIds
 
     def prompt(self) -> ChunkedPrompt:
@@ -30,7 +28,7 @@ class CompletionBody(Sampling):
     """`/v1/completions`."""
 
     prompt: Annotated[
-        str | TokenIds | list[str] | list[TokenIds],
+        str | TokenIds | Texts | TokenLists,
         Field(description="Text or token ids, or a list of either; split at the separator where chunk_aware."),
     ] = ""
     chunks: Annotated[Chunks | None, Field(description="The prompt in parts, instead of prompt.")] = None
@@ -63,23 +61,20 @@ class CompletionBody(Sampling):
         return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in self.prompt]
 
 
-class ContentPart(BaseModel):
+class ContentPart(Strict):
     """A part of a message's content; text alone is supported."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Strict):
     """One message of a conversation."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     role: str
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
     name: str | None = None
+    type: Literal["text"] | None = None
 
     def plain(self) -> dict[str, Any]:
         """For the chat template: the content as one text."""
@@ -87,10 +82,8 @@ class Message(BaseModel):
         return {"role": self.role, "content": text, **({"name": self.name} if self.name is not None else {})}
 
 
-class Document(BaseModel):
+class Document(Strict):
     """A document as an object: its title stands on a line above its text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     id: str | None = None
     title: str | None = None
@@ -101,10 +94,8 @@ class Document(BaseModel):
         return self.text if self.title is None else f"{self.title}\n{self.text}"
 
 
-class TextFormat(BaseModel):
+class TextFormat(Strict):
     """The only format there is: text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
 
@@ -112,19 +103,19 @@ class TextFormat(BaseModel):
 class ChatBody(Sampling):
     """`/v1/chat/completions`."""
 
-    messages: list[Message]
-    documents: Annotated[list[str | Document] | None, Field(description="They become the prompt's chunks.")] = None
+    messages: Annotated[list[Message], Field(fail_fast=True)]
+    documents: Annotated[list[str | Document] | None, Field(fail_fast=True, description="They become the chunks.")] = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     response_format: TextFormat | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateOptions
 
     @model_validator(mode="after")
     def _check(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: true")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")

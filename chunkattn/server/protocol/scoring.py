@@ -6,18 +6,20 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from chunkattn.server.protocol.base import Body, TokenIds
+from chunkattn.server.protocol.base import Body, Texts, TokenIds, TokenLists
 
 CacheSalt = Annotated[str | None, Field(description="Share the cache with requests of the same salt alone.")]
-Texts = str | list[str]
+OneOrMany = str | Texts
+ManyTexts = Annotated[list[Texts], Field(fail_fast=True)]
+ManyTokenLists = Annotated[list[TokenLists], Field(fail_fast=True)]
 
 
 class GenerativeScoringBody(Body):
     """`/generative_scoring`, as vLLM has it: one query, many items, the first label's score each."""
 
     query: str | TokenIds
-    items: list[str] | list[TokenIds]
-    label_token_ids: list[int]
+    items: Texts | TokenLists
+    label_token_ids: TokenIds
     apply_softmax: bool = True
     item_first: bool = False
     algorithm: str | None = None
@@ -29,23 +31,23 @@ class ScoreBody(Body):
     """`/v1/score`. Either `query` and `items` (scores of labels), or a pairwise call (relevance of texts to each other)."""
 
     query: Annotated[
-        str | TokenIds | list[str] | list[TokenIds] | None, Field(description="Text or token ids, or a list of either.")
+        str | TokenIds | Texts | TokenLists | None, Field(description="Text or token ids, or a list of either.")
     ] = None
     items: Annotated[
-        list[str] | list[TokenIds] | list[list[str]] | list[list[TokenIds]] | str | None,
+        Texts | TokenLists | ManyTexts | ManyTokenLists | str | None,
         Field(description="Texts or token ids; for a list of queries also a list of items each."),
     ] = None
-    labels: Annotated[list[str] | None, Field(description="Texts of one token each; or")] = None
-    label_token_ids: list[int] | None = None
+    labels: Annotated[Texts | None, Field(description="Texts of one token each; or")] = None
+    label_token_ids: TokenIds | None = None
     apply_softmax: bool = False
     item_first: bool = False
     return_logprobs: Annotated[bool, Field(description="The labels' log-probabilities beside the scores.")] = False
     packed_ids: Annotated[TokenIds | None, Field(description="Query and items around delimiters, instead of both.")] = None
     algorithm: str | None = None
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    queries: Texts | None = None
-    documents: Texts | None = None
+    text_1: OneOrMany | None = None
+    text_2: OneOrMany | None = None
+    queries: OneOrMany | None = None
+    documents: OneOrMany | None = None
     instruction: str | None = None
     template: str | None = None
     max_tokens_per_doc: int | None = None
@@ -97,12 +99,20 @@ class RerankDocument(BaseModel):
 
     text: str
 
+    @model_validator(mode="after")
+    def _check(self) -> RerankDocument:
+        try:
+            self.model_dump_json()
+        except ValueError:
+            raise ValueError("a document holds what cannot be sent back") from None
+        return self
+
 
 class RerankBody(Body):
     """`/v1/rerank`: Cohere's and Jina's."""
 
     query: str
-    documents: list[str | RerankDocument]
+    documents: Annotated[list[str | RerankDocument], Field(fail_fast=True)]
     top_n: int | None = None
     return_documents: bool = False
     max_tokens_per_doc: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
@@ -96,11 +97,11 @@ class Completion(Answer):
         super().__init__(body, state)
         self.body, self.texts = body, state.texts
         echoed = body.logprobs if body.echo else None
-        self.params = body.sampling(max_tokens=max(body.max_tokens, 1), logprobs=body.logprobs, prompt_logprobs=echoed)
+        self.params = body.sampling(max_tokens=body.max_tokens or 1, logprobs=body.logprobs, prompt_logprobs=echoed)
 
     def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """One a prompt; the conversation is one."""
-        body, prompts, limit = self.body, self.body.prompts(), self.state.config.max_prompts_per_request
+        body, prompts, limit = self.body, self.body.prompts(), self.state.most_prompts
         if not 0 < len(prompts) <= limit:
             raise ApiError(
                 400, f"there are {len(prompts)} prompts; give between 1 and {limit}", param="prompt", code="invalid_value"
@@ -124,17 +125,15 @@ class Completion(Answer):
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """A finished sample."""
-        text, kept = sample.text, len(sample.token_ids)
+        text, kept, reason, stop = sample.text, len(sample.token_ids), sample.finish_reason, sample.stop_reason
         if not self.body.max_tokens:
-            text, kept = "", 0
+            text, kept, reason, stop = "", 0, "length", None
         told = None
         if sample.logprobs is not None:
             told = self._logprobs(output, sample.token_ids[:kept], sample.logprobs[:kept], with_prompt=self.body.echo)
         if self.body.echo:
             text = self._prompt_text(output) + text
-        return self._choice(
-            index, text, told, sample.finish_reason, sample.stop_reason, logprobs.prompt(output.prompt_logprobs)
-        )
+        return self._choice(index, text, told, reason, stop, output)
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """The first choice of a sample, if there is one before its text."""
@@ -144,7 +143,7 @@ class Completion(Answer):
         if self.body.logprobs is not None:
             told = self._logprobs(output, [], [], with_prompt=True)
             tail.offset = self.texts.prompt_offsets(output)[1]
-        return self._choice(index, self._prompt_text(output), told, None, None, None)
+        return self._choice(index, self._prompt_text(output), told, None, None)
 
     def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
         """What is new of a sample."""
@@ -152,13 +151,21 @@ class Completion(Answer):
         if part.logprobs is not None and generates:
             told = self._logprobs(output, part.token_ids, part.logprobs, with_prompt=False, begin=tail.offset)
             tail.offset += sum(len(t) for t in told["tokens"])
-        return self._choice(index, part.text if generates else "", told, part.finish_reason, part.stop_reason, None)
+        return self._choice(index, part.text if generates else "", told, part.finish_reason, part.stop_reason)
 
     def _choice(
-        self, index: int, text: str, told: Any, finish_reason: str | None, stop_reason: int | str | None, prompt: Any
+        self,
+        index: int,
+        text: str,
+        told: Any,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        output: RequestOutput | None = None,
     ) -> dict[str, Any]:
         made = {"index": index, "text": text, "logprobs": told, "finish_reason": finish_reason, "stop_reason": stop_reason}
-        return made if self.body.prompt_logprobs is None else {**made, "prompt_logprobs": prompt}
+        if output is not None and self.body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = logprobs.prompt(output.prompt_logprobs)
+        return made
 
     def _prompt_text(self, output: RequestOutput) -> str:
         return self.texts.whole(output.prompt_token_ids) if output.prompt is None else output.prompt
@@ -246,8 +253,13 @@ async def _answer(kind: Callable[[B, ServerState], Answer], body: B, request: Re
 async def _whole(answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> dict[str, Any]:
     last = {number: output async for number, output in outputs}
     ordered = [last[number] for number in sorted(last)]
-    choices = [answer.choice(i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o)]
-    return {**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)}
+
+    def build() -> dict[str, Any]:
+        choices = [answer.choice(i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o)]
+        return {**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)}
+
+    # Log-probabilities of a long prompt are a lot to write down: others must not wait for it.
+    return await asyncio.to_thread(build) if answer.params.prompt_logprobs is not None else build()
 
 
 async def _events(

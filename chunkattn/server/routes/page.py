@@ -13,7 +13,7 @@ router = APIRouter(include_in_schema=False)
 _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self'",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
 }
 

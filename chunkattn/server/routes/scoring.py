@@ -45,6 +45,8 @@ async def score(body: ScoreBody, request: Request, state: State) -> dict[str, An
     _check(state, body.model)
     if body.pairwise:
         return await unless_gone(request, _pairwise(body, state))
+    if isinstance(body.query, list) and body.query and not isinstance(body.query[0], int):
+        _check_queries(state, len(body.query))
     output: ScoreOutput | list[ScoreOutput] = await unless_gone(
         request,
         state.llm.score(
@@ -123,6 +125,11 @@ async def rerank(body: RerankBody, request: Request, state: State) -> dict[str, 
     }
 
 
+def _check_queries(state: ServerState, count: int) -> None:
+    if count > (limit := state.most_prompts):
+        raise ApiError(400, f"{count} queries exceed the {limit} of one request", param="query", code="invalid_value")
+
+
 def _check(state: ServerState, model: str | None) -> None:
     state.check_model(model)
     state.check_ready()
@@ -134,8 +141,7 @@ async def _pairwise(body: ScoreBody, state: ServerState) -> dict[str, Any]:
         queries, documents = body.pairs()
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
-    if len(queries) > (limit := state.config.max_prompts_per_request):
-        raise ApiError(400, f"{len(queries)} queries exceed max_prompts_per_request {limit}", code="invalid_value")
+    _check_queries(state, len(queries))
 
     async def ranked(query: str, own: list[str]) -> RerankOutput:
         return await state.llm.rerank(

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.errors import ApiError
-from chunkattn.server.protocol.base import Body, TokenIds
+from chunkattn.server.protocol.base import Body, TemplateOptions, TokenIds
 from chunkattn.server.protocol.generation import Chunks, Message
-from chunkattn.server.state import State
+from chunkattn.server.state import ServerState, State
 
 router = APIRouter(tags=["tokens"])
+
+_MOST_INSPECTED = 1 << 16
 
 
 class TokenizeBody(Body):
     """Text, or a conversation."""
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message] | None, Field(fail_fast=True)] = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateOptions
     return_token_strs: bool = False
 
 
@@ -80,7 +83,7 @@ async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
 
 
 @router.post("/inspect")
-async def inspect(body: InspectBody, state: State) -> dict[str, Any]:
+async def inspect(body: InspectBody, state: State) -> Response:
     """The parts of a prompt, their tokens and position ids, and what each token sees.
 
     Token `i` sees token `k` where `k <= i` and `k` is less than `prefix_len`, or at least `row_start[i]`.
@@ -91,14 +94,21 @@ async def inspect(body: InspectBody, state: State) -> dict[str, Any]:
         raise ApiError(400, "prompt and chunks exclude each other; leave prompt out or empty", code="invalid_value")
     given: Prompt = body.prompt if isinstance(body.prompt, str) else {"prompt_token_ids": body.prompt}
     prompt = given if body.chunks is None else body.chunks.prompt()
-    (parsed,) = await asyncio.to_thread(state.llm.frontend.parse, [prompt], body.chunk_aware, None)
+    return await asyncio.to_thread(_inspected, state, prompt, body.chunk_aware)
+
+
+def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None) -> Response:
+    (parsed,) = state.llm.frontend.parse([prompt], chunk_aware, None)
     layout, parts = parsed.layout, []
+    if len(layout) > _MOST_INSPECTED:
+        text = f"the prompt has {len(layout)} tokens; up to {_MOST_INSPECTED} can be inspected"
+        raise ApiError(400, text, param="prompt", code="invalid_value")
     for segment in layout.segments:
         if segment.end > segment.start or segment.chunk_id >= 0:
             ids, positions = layout.part(segment).tolist(), layout.positions[segment.start : segment.end].tolist()
             tokens = [{"id": t, "text": state.texts.piece(t), "position": p} for t, p in zip(ids, positions, strict=True)]
             parts.append({"name": segment.name, "first": segment.start, "tokens": tokens})
-    return {
+    answer = {
         "chunked": not layout.is_plain,
         "num_tokens": len(layout),
         "max_position": layout.max_position,
@@ -106,3 +116,4 @@ async def inspect(body: InspectBody, state: State) -> dict[str, Any]:
         "row_start": layout.row_start.tolist(),
         "parts": parts,
     }
+    return JSONResponse(answer)
