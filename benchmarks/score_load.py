@@ -37,6 +37,8 @@ TOLERANCE = 1e-5
 ABORTED = 1 / 3
 GROWTH = 1.05
 """Of memory from the middle to the end: more is not noise."""
+SETTLED = 120
+"""Seconds of a run that says something about it: caches fill up in shorter ones."""
 LABELS = [5, 6]
 
 
@@ -149,7 +151,7 @@ async def run(llm: AsyncLLM, jobs: dict[int, list[Job]], callers: int, args: arg
     if llm.client.restarts > restarts:
         load.errors["the engine was started again"] += llm.client.restarts - restarts
     for who, held in zip(("engine", "callers"), zip(*load.memory, strict=True), strict=True):
-        if held[1] and held[2] and held[2] > GROWTH * held[1]:
+        if seconds >= SETTLED and held[1] and held[2] and held[2] > GROWTH * held[1]:
             load.errors[f"memory of the {who} has grown"] += 1
     if not await all_free(llm):
         load.errors["pages are held by nobody"] += 1
