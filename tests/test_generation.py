@@ -434,7 +434,7 @@ def test_others_start_over_after_a_failed_step(engine, monkeypatch):
         if step == 5:
             spans = core.scheduler.plan()
             monkeypatch.setattr(
-                core.scheduler, "plan", lambda spans=spans: [s for s in spans if s.sequence.request.request_id == "a"]
+                core.scheduler, "plan", lambda *_, spans=spans: [s for s in spans if s.sequence.request.request_id == "a"]
             )
             monkeypatch.setattr(core.runner, "forward", lambda batch: 1 / 0)
         for event in core.step():
