@@ -156,6 +156,7 @@ def test_cli_demo():
     assert result.stdout.count("documents reversed: same") == 3
 
 
+@pytest.mark.slow
 def test_examples_run():
     for example in sorted((ROOT / "examples").glob("*.py")):
         done = subprocess.run([sys.executable, example], capture_output=True, text=True, check=False, timeout=300)

@@ -30,6 +30,7 @@ def test_python(page, capsys):
         assert [s > 0.5 for s in map(float, scores.strip("[]").split(","))] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -218,6 +218,7 @@ def test_another_programs_folder_is_left_alone(start, tmp_path):
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_cache_commands(tmp_path):
     runner, store = CliRunner(), ["--kv-store", str(tmp_path / "kv")]
     (tmp_path / "docs").mkdir()
