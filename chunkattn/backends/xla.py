@@ -20,7 +20,7 @@ from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import TileRanges, Tiles, cut, spans, tile_ranges
 
 PER_HEAD = 16 if jax.default_backend() == "cpu" else 0
-"""With so many KV heads or fewer, large steps compute each by itself: XLA's batched products reach half the speed on CPU.
+"""With so many KV heads or fewer, large steps compute each by itself: XLA's batched products are slower on CPU.
 It makes programs larger, so small steps, which wait for the weights, do without."""
 TILES = ((1024, 256, 256, PER_HEAD), (1, 128, 512, 0))
 """Steps of at least so many rows, and the rows and slots of their tiles: large steps are mostly of long spans, which fill more

@@ -85,8 +85,6 @@ def _validation_error(found: Sequence[Any]) -> ApiError:
     # Of a union every branch complains; the first names are the fields, what follows the branches.
     name = where[0] if where else None
     match first["type"]:
-        case "extra_forbidden":
-            return ApiError(400, f"{'.'.join(where)} is not supported by this server", param=name, code="unsupported_parameter")
         case "json_invalid":
             reason = first.get("ctx", {}).get("error", "")
             return ApiError(400, f"the body is no valid JSON: {reason}", code="invalid_json")

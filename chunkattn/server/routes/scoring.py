@@ -29,10 +29,7 @@ async def generative_scoring(body: GenerativeScoringBody, request: Request, stat
             label_token_ids=body.label_token_ids,
             apply_softmax=body.apply_softmax,
             item_first=body.item_first,
-            algorithm=body.algorithm,
-            cache_salt=body.cache_salt,
-            priority=body.priority,
-            timeout=state.config.request_timeout_s,
+            **_how(body, state),
         ),
     )
     return _listed(state, [row[0] for row in output.scores], [output.usage], "generative-score")
@@ -56,11 +53,8 @@ async def score(body: ScoreBody, request: Request, state: State) -> dict[str, An
             label_token_ids=body.label_token_ids,
             apply_softmax=body.apply_softmax,
             item_first=body.item_first,
-            algorithm=body.algorithm,
             packed_ids=body.packed_ids,
-            cache_salt=body.cache_salt,
-            priority=body.priority,
-            timeout=state.config.request_timeout_s,
+            **_how(body, state),
         ),
     )
     outputs, several = (output, True) if isinstance(output, list) else ([output], False)
@@ -94,13 +88,8 @@ async def rerank(body: RerankBody, request: Request, state: State) -> dict[str, 
             body.query,
             body.texts(),
             body.top_n,
-            instruction=body.instruction,
-            template=body.template,
-            max_tokens_per_doc=body.max_tokens_per_doc,
-            algorithm=body.algorithm,
-            cache_salt=body.cache_salt,
-            priority=body.priority,
-            timeout=state.config.request_timeout_s,
+            **_relevance(body),
+            **_how(body, state),
         ),
     )
     results = []
@@ -130,6 +119,18 @@ def _check_queries(state: ServerState, count: int) -> None:
         raise ApiError(400, f"{count} queries exceed the {limit} of one request", param="query", code="invalid_value")
 
 
+def _how(body: GenerativeScoringBody | ScoreBody | RerankBody, state: ServerState) -> dict[str, Any]:
+    """What all calls are asked."""
+    told = {"algorithm": body.algorithm, "cache_salt": body.cache_salt, "priority": body.priority}
+    return {**told, "timeout": state.config.request_timeout_s}
+
+
+def _relevance(body: ScoreBody | RerankBody) -> dict[str, Any]:
+    """What calls that rank are asked besides."""
+    told = {"instruction": body.instruction, "template": body.template}
+    return {**told, "max_tokens_per_doc": body.max_tokens_per_doc}
+
+
 def _check(state: ServerState, model: str | None) -> None:
     state.check_model(model)
     state.check_ready()
@@ -147,13 +148,8 @@ async def _pairwise(body: ScoreBody, state: ServerState) -> dict[str, Any]:
         return await state.llm.rerank(
             query,
             own,
-            instruction=body.instruction,
-            template=body.template,
-            max_tokens_per_doc=body.max_tokens_per_doc,
-            algorithm=body.algorithm,
-            cache_salt=body.cache_salt,
-            priority=body.priority,
-            timeout=state.config.request_timeout_s,
+            **_relevance(body),
+            **_how(body, state),
         )
 
     if len(queries) == 1:
