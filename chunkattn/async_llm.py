@@ -160,7 +160,7 @@ class AsyncLLM:
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ParsedPrompt,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -175,7 +175,7 @@ class AsyncLLM:
         the last one.
 
         Args:
-            prompt: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}` or `ChunkedPrompt`.
+            prompt: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt`, or one parsed already.
             sampling_params: defaults when None.
             request_id: for `abort`; one is made up when None.
             chunk_aware: split text and ids at the separator; None is the engine's `enable_chunk_aware`.
@@ -193,7 +193,7 @@ class AsyncLLM:
         """
 
         def parse() -> list[ParsedPrompt]:
-            return self.frontend.parse([prompt], chunk_aware, cache_salt)
+            return [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware, cache_salt)
 
         return self._generate(parse, sampling_params, request_id, priority, timeout)
 
@@ -442,6 +442,47 @@ class AsyncLLM:
                 self.client.unpin(r.request_id for r in job.requests)
                 raise
             return job.report()
+
+    async def lookup(
+        self,
+        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        documents: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> CacheReport:
+        """As `precompute`, but nothing is computed: `done` and `was_cached` tell which documents are in memory now.
+
+        Raises:
+            RequestError: as `precompute`.
+            EngineDeadError: the engine is not ready, or dies.
+        """
+        return await self._ask_cache(prefix, documents, cache_salt, chat_template_kwargs, forget=False)
+
+    async def forget(
+        self,
+        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        documents: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> CacheReport:
+        """Forget documents, in memory as soon as no request or pin holds them, and on disk; see `precompute`.
+
+        Returns:
+            What was in memory, as `lookup`.
+
+        Raises:
+            RequestError: as `precompute`.
+            EngineDeadError: the engine is not ready, or dies.
+        """
+        return await self._ask_cache(prefix, documents, cache_salt, chat_template_kwargs, forget=True)
+
+    async def _ask_cache(
+        self, prefix: Any, documents: Any, salt: str | None, options: Mapping[str, Any] | None, *, forget: bool
+    ) -> CacheReport:
+        job = await asyncio.to_thread(self.frontend.precompute, prefix, documents, salt, False, options)
+        return job.found(await self.client.look_up(job.requests, forget=forget))
 
     async def unpin(self, report: CacheReport) -> None:
         """Let what a `precompute(pin=True)` pinned be evicted again."""

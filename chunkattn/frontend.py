@@ -373,6 +373,17 @@ class PrecomputeJob:
         """Take one request's result."""
         self._cached[event.request_id] = event.cached
 
+    def found(self, cached: Sequence[CachedTokens]) -> CacheReport:
+        """The report when nothing was computed.
+
+        Args:
+            cached: what is in memory of each request.
+        """
+        pairs = zip(self.requests, cached, strict=True)
+        self._cached = {r.request_id: c for r, c in pairs}
+        report = self.report()
+        return replace(report, documents=[replace(d, done=d.was_cached) for d in report.documents])
+
     def check_room(self) -> None:
         """Check that the pool holds all documents at once.
 

@@ -203,6 +203,43 @@ class LLM:
         if self.core.disk is not None:
             self.core.disk.catch_up()
 
+    def lookup(
+        self,
+        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        documents: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> CacheReport:
+        """As `precompute`, but nothing is computed: `done` and `was_cached` tell which documents are in memory now.
+
+        Raises:
+            RequestError: as `precompute`.
+        """
+        job = self.frontend.precompute(prefix, documents, cache_salt, False, chat_template_kwargs)
+        return job.found([self.core.look_up(request) for request in job.requests])
+
+    def forget(
+        self,
+        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        documents: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> CacheReport:
+        """Forget documents, in memory as soon as no pin holds them, and on disk; see `precompute`.
+
+        Without documents the prefix is meant, which stays as long as something stands behind it.
+
+        Returns:
+            What was in memory, as `lookup`.
+
+        Raises:
+            RequestError: as `precompute`.
+        """
+        job = self.frontend.precompute(prefix, documents, cache_salt, False, chat_template_kwargs)
+        return job.found([self.core.look_up(request, forget=True) for request in job.requests])
+
     def unpin(self, report: CacheReport) -> None:
         """Let what a `precompute(pin=True)` pinned be evicted again."""
         self.core.unpin(report.pin_ids)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -372,12 +373,15 @@ def test_a_client_that_leaves_frees_its_pages(server, http):
 # Documentation
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples" / "server").glob("*.py"))
+RUNNERS = {".py": sys.executable, ".sh": "bash"}
+EXAMPLES = sorted(path for path in (ROOT / "examples" / "server").iterdir() if path.suffix in RUNNERS)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run(server, example):
-    done = subprocess.run([sys.executable, example, server.url], capture_output=True, text=True, check=False, timeout=120)
+    assert example.suffix != ".sh" or shutil.which("curl"), "install curl"
+    command = [RUNNERS[example.suffix], example, server.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Pegelu" in done.stdout
 
@@ -385,7 +389,9 @@ def test_examples_run(server, example):
 @pytest.mark.parametrize("page", ["README.md", "docs/api.md"])
 def test_documented_calls(server, page):
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
-    calls = [call for block in blocks for call in re.findall(r"^curl .*?\}'$", block, flags=re.DOTALL | re.MULTILINE)]
+    calls = [
+        part for block in blocks for part in re.split(r"^(?=curl )", block, flags=re.MULTILINE) if part.startswith("curl ")
+    ]
     assert calls
     for call in calls:
         command = call.replace("localhost:8000", server.url)

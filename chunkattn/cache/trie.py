@@ -18,7 +18,7 @@ either. References pin; of the blocks without, the least recently used leaf goes
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
 from chunkattn.cache.pages import PagePool
@@ -126,8 +126,8 @@ class BlockTrie:
     def release(self, blocks: Iterable[Block]) -> None:
         """One holder less, children before their parents.
 
-        A complete block of the trie stays until its page is wanted; anything else is freed
-        with its last holder.
+        A complete block of the trie stays until its page is wanted, unless it is to be forgotten; anything else is
+        freed with its last holder.
         """
         now = next(self._clock)
         for block in blocks:
@@ -137,10 +137,28 @@ class BlockTrie:
                 continue
             if block.page < 0:
                 self._forget(block)
-            elif block.keep and block.complete and block.key is not None:
+            elif block.complete and block.key is not None and (block.keep or block.dependents):
                 self._unheld.add(block)
                 self._offer(block)
             else:
+                self._drop(block)
+
+    def forget(self, path: Sequence[Block]) -> None:
+        """Keep neither the blocks of a path nor what was computed with all of it; what somebody holds goes with its holder.
+
+        Where another path goes on below one of the blocks, that one stays as long as the other path does.
+
+        Args:
+            path: blocks one below the other, from the first.
+        """
+        doomed, later = [*path], [b for b in self.blocks() if path[-1] in b.parents[1:]]
+        while later:
+            doomed.append(block := later.pop())
+            later += block.children.values()
+        for block in reversed(doomed):
+            block.keep = False
+            if block in self._unheld and not block.dependents:
+                self._unheld.discard(block)
                 self._drop(block)
 
     # Blocks

@@ -46,6 +46,7 @@ class StoreWriter:
         self._waiting: deque[_Job] = deque()
         self._keys: set[bytes] = set()
         self._touched: set[bytes] = set()
+        self._doomed: set[bytes] = set()
         self._touch_at = 0.0  # on the monotonic clock
         self._busy = self._closed = False
         self._flushing = 0
@@ -91,6 +92,16 @@ class StoreWriter:
                 self._changed.notify_all()
             self._touched.add(key)
 
+    def delete(self, key: bytes) -> None:
+        """Have an entry deleted; what waits to be written of it is dropped."""
+        with self._changed:
+            for job in [job for job in self._waiting if job[0] == key]:
+                self._waiting.remove(job)
+                self._keys.discard(key)
+                self.pending_bytes -= job[-1]
+            self._doomed.add(key)
+            self._changed.notify_all()
+
     def flush(self, timeout: float) -> bool:
         """Wait for all that was asked for, at most that many seconds; whether it is done."""
         with self._changed:
@@ -117,7 +128,7 @@ class StoreWriter:
             self._thread.join()
 
     def _idle(self) -> bool:
-        return not (self._waiting or self._touched or self._busy)
+        return not (self._waiting or self._touched or self._doomed or self._busy)
 
     def _due(self) -> bool:
         return bool(self._touched) and (self._flushing > 0 or time.monotonic() >= self._touch_at)
@@ -127,17 +138,20 @@ class StoreWriter:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                while not (self._waiting or self._closed or self._due()):
+                while not (self._waiting or self._doomed or self._closed or self._due()):
                     self._changed.wait(self._touch_at - time.monotonic() if self._touched else None)
+                doomed, self._doomed = self._doomed, set()
                 job = self._waiting.popleft() if self._waiting else None
                 touched: set[bytes] = set()
                 if self._due() or job is None:
                     touched, self._touched = self._touched, touched
-                if job is None and not touched:
+                if not (job or touched or doomed):
                     return
                 self._busy = True
             kept = False
             try:
+                for key in doomed:  # before anything is written: whoever has it written again has asked later
+                    self.store.delete(key)
                 if touched:
                     self.store.touch(touched)
                 kept = job is None or self._write(*job[:-1])
@@ -147,6 +161,7 @@ class StoreWriter:
             finally:
                 if job is not None:
                     with self._changed:
+                        kept &= job[0] not in self._doomed
                         self._keys.discard(job[0])
                         self.pending_bytes -= job[-1]
                         self._lost += [] if kept else [job[0]]

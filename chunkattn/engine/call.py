@@ -86,6 +86,7 @@ class Call:
             raise error
         self._take = take
         self._changed.clear()
+        self._client.hold(self)
         self._client.send_requests(self, requests)
         self._outstanding = {r.request_id for r in requests}
         self.done = not requests
@@ -134,6 +135,8 @@ class Call:
             self._client.forget(event.request_id)
             self._outstanding.discard(event.request_id)
             self.done = not self._outstanding
+            if self.done:  # a caller that takes its time with the result keeps nobody out
+                self._client.release(self)
         self._changed.set()
 
     def fail(self, error: BaseException) -> None:

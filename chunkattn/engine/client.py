@@ -16,6 +16,8 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.call import Call
 from chunkattn.engine.control import (
     Abort,
+    CacheQuery,
+    CacheReply,
     Checkpoint,
     Failed,
     Heartbeat,
@@ -32,8 +34,10 @@ from chunkattn.engine.control import (
     WarmupProgress,
 )
 from chunkattn.engine.messages import (
+    CachedTokens,
     EngineLimits,
     Message,
+    PrecomputeRequest,
     PrecomputeResult,
     PromptLogprobsOutput,
     RequestFailed,
@@ -155,6 +159,10 @@ class EngineClient:
         self._calls.add(made)
         return made
 
+    def hold(self, call: Call) -> None:
+        """Have a call that goes on take its place again."""
+        self._calls.add(call)
+
     def release(self, call: Call) -> None:
         """Give a call's place back."""
         self._calls.discard(call)
@@ -205,6 +213,15 @@ class EngineClient:
         """
         return await self._query(MetricsQuery)
 
+    async def look_up(self, requests: Sequence[PrecomputeRequest], *, forget: bool) -> Sequence[CachedTokens]:
+        """What is in memory of each request, see `EngineCore.look_up`.
+
+        Raises:
+            EngineDeadError: it is not ready, or dies.
+            RequestError: a value cannot be sent.
+        """
+        return await self._query(lambda number: CacheQuery(number, tuple(requests), forget))
+
     async def reset_cache(self) -> bool:
         """Forget everything cached. Returns whether every page is free.
 
@@ -213,7 +230,7 @@ class EngineClient:
         """
         return await self._query(ResetCache)
 
-    async def _query(self, kind: type[MetricsQuery] | type[ResetCache]) -> Any:
+    async def _query(self, kind: Callable[[int], ToWorker]) -> Any:
         self._check_ready()
         number = next(self._query_ids)
         self._queries[number] = asyncio.get_running_loop().create_future()
@@ -372,7 +389,7 @@ class EngineClient:
                         self._started.set_result(None)
             case Failed():
                 self._failure = message
-            case ResetReply(query_id, answer) | MetricsReply(query_id, answer):
+            case ResetReply(query_id, answer) | CacheReply(query_id, answer) | MetricsReply(query_id, answer):
                 if (query := self._queries.get(query_id)) is not None and not query.done():
                     query.set_result(answer)
             case TokenOutput() | PromptLogprobsOutput() | ScoreResult() | PrecomputeResult() | RequestFailed():

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from chunkattn.config import EngineConfig
-from chunkattn.engine.messages import EngineLimits
+from chunkattn.engine.messages import CachedTokens, EngineLimits, PrecomputeRequest
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.spec import DecoderSpec
 
@@ -78,6 +78,20 @@ class ResetCache:
 
 
 @dataclass(frozen=True)
+class CacheQuery:
+    """Answered by `CacheReply`.
+
+    Attributes:
+        requests: see `EngineCore.look_up`.
+        forget: see there.
+    """
+
+    query_id: int
+    requests: tuple[PrecomputeRequest, ...]
+    forget: bool = False
+
+
+@dataclass(frozen=True)
 class MetricsQuery:
     """Answered by `MetricsReply`."""
 
@@ -89,7 +103,7 @@ class Shutdown:
     """Leave in order: write what the KV store still waits for, then exit."""
 
 
-ToWorker = Start | Abort | Stop | Unpin | ResetCache | MetricsQuery | Shutdown
+ToWorker = Start | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
 
 # From the worker
 
@@ -143,6 +157,14 @@ class ResetReply:
 
 
 @dataclass(frozen=True)
+class CacheReply:
+    """What was in memory of each request."""
+
+    query_id: int
+    cached: tuple[CachedTokens, ...]
+
+
+@dataclass(frozen=True)
 class MetricsReply:
     """Metrics in Prometheus' text format."""
 
@@ -150,4 +172,4 @@ class MetricsReply:
     text: str
 
 
-FromWorker = Heartbeat | WarmupProgress | Ready | Failed | ResetReply | MetricsReply
+FromWorker = Heartbeat | WarmupProgress | Ready | Failed | ResetReply | CacheReply | MetricsReply

@@ -15,9 +15,11 @@ from chunkattn.engine.batch import BatchBuilder, StepBatch
 from chunkattn.engine.dense import DensePacks
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import (
+    CachedTokens,
     EngineLimits,
     EngineOutput,
     Message,
+    PrecomputeRequest,
     PrecomputeResult,
     RequestFailed,
     TokenLogprobs,
@@ -157,6 +159,30 @@ class EngineCore:
         for request_id in request_ids:
             if request := self._pins.pop(request_id, None):
                 self.scheduler.remove(request)
+
+    def look_up(self, message: PrecomputeRequest, *, forget: bool = False) -> CachedTokens:
+        """How much of a prefix and its chunks is in memory now.
+
+        Args:
+            message: as for `add`; nothing is computed.
+            forget: give the chunks up, or the prefix if there is no chunk, in memory as soon as nobody uses them and
+                on disk; a prefix that other chunks stand behind stays for them.
+
+        Raises:
+            RequestError: as `Intake.check`.
+        """
+        request = self.intake.prepare(message, arrival=0)
+        request.computed[:] = True
+        parts = self.scheduler.placement.look_up(request)
+        for part in parts:
+            request.computed[part.start : part.start + sum(b.filled for b in part.blocks)] = False
+        if forget:
+            for part, (kind, _, _) in zip(parts, request.parts, strict=True):
+                if part.blocks and (kind >= 0 or not message.layout.num_chunks):
+                    self.scheduler.trie.forget(part.blocks)
+            if self.disk is not None:
+                self.disk.forget(request)
+        return cached_tokens(request)
 
     def reset_prefix_cache(self) -> bool:
         """Unpin and forget everything cached. Returns whether every page is free: False while requests run."""

@@ -51,6 +51,14 @@ class DiskTier:
             elif not any(b.filled for b in part.blocks[part.cursor :]):  # else another request is computing it
                 self._fetch(key, part)
 
+    def forget(self, request: Request) -> None:
+        """Delete the chunks of a prompt, or the prefix if there is no chunk."""
+        for kind, start, end in request.parts:
+            if kind >= 0 or not request.layout.num_chunks:
+                key = self._key(request, kind, start, end)
+                self._stored.pop(key, None)
+                self.writer.delete(key)
+
     def _fetch(self, key: bytes, part: Part) -> None:
         arrays = self.store.get(key, [((len(part.blocks), *shape), dtype) for shape, dtype in self.runner.page_shapes])
         self._counts["miss" if arrays is None else "hit"] += 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from chunkattn.cache.trie import Block, BlockTrie, Key
-from chunkattn.engine.request import Part, Request, Sequence
+from chunkattn.engine.request import Part, Request, Sequence, held_by
 from chunkattn.layout import PREFIX_ID, QUESTION_ID
 
 
@@ -51,20 +51,26 @@ class Placement:
             total += missing
         return total
 
-    def _find(self, sequence: Sequence) -> tuple[list[Block], int]:
-        """Hold what the trie has of a sequence, children first; and how many blocks it has not."""
+    def look_up(self, request: Request) -> list[Part]:
+        """The parts of a prompt with the blocks that are there; nobody holds them for it."""
+        (sequence,) = request.sequences
+        found, _ = self._find(sequence)
+        self._let_go(sequence, found)
+        return found
+
+    def _find(self, sequence: Sequence) -> tuple[list[Part], int]:
+        """Hold what the trie has of a sequence; and how many blocks it has not."""
         request = sequence.request
         if request.shares:
             root = self.trie.root(request.cache_salt)
         else:
             root = request.root = request.root or self.trie.private_root()
         sequence.root = self.trie.acquire(root)
-        parts, missing = self._walk(sequence, create=False)
-        return [block for part in reversed(parts) for block in reversed(part.blocks)], missing
+        return self._walk(sequence, create=False)
 
-    def _let_go(self, sequence: Sequence, found: list[Block]) -> None:
+    def _let_go(self, sequence: Sequence, found: list[Part]) -> None:
         assert sequence.root is not None
-        self.trie.release([*found, sequence.root])
+        self.trie.release([*held_by(found), sequence.root])
         sequence.root = None
 
     def _place(self, sequence: Sequence, headroom: int) -> bool:
@@ -75,7 +81,7 @@ class Placement:
             return False
         # Still held from the first walk, so that making blocks evicts none of those found.
         sequence.parts, _ = self._walk(sequence, create=True)
-        self.trie.release(found)
+        self.trie.release(held_by(found))
         pages = [block.page for part in sequence.parts for block in part.blocks]
         sequence.num_pages = len(pages)
         sequence.pages = np.zeros(request.pages_per_sample, np.int32)
@@ -119,6 +125,7 @@ class Placement:
                 block = known[0].children.get(key)
                 if block is not None:
                     self.trie.acquire(block)
+                    block.keep |= create and request.shares  # wanted again, should it have been about to be forgotten
                 elif create:
                     block = self._new(request, width)
                     self.trie.link(block, tuple(known), key)

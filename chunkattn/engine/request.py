@@ -178,6 +178,11 @@ class Part:
         return self.cursor == len(self.blocks)
 
 
+def held_by(parts: list[Part]) -> list[Block]:
+    """The blocks of parts, children before their parents."""
+    return [block for part in reversed(parts) for block in reversed(part.blocks)]
+
+
 @dataclass(eq=False)
 class Sequence:
     """One sample of a request: its output so far and, while it runs, its blocks.
@@ -210,7 +215,7 @@ class Sequence:
     @property
     def held(self) -> list[Block]:
         """Every block it holds, children before their parents."""
-        blocks = [block for part in reversed(self.parts) for block in reversed(part.blocks)]
+        blocks = held_by(self.parts)
         return [*blocks, self.root] if self.root else blocks
 
     @property

@@ -17,6 +17,8 @@ import zmq
 from chunkattn.engine.clock import StepClock
 from chunkattn.engine.control import (
     Abort,
+    CacheQuery,
+    CacheReply,
     Failed,
     MetricsQuery,
     MetricsReply,
@@ -39,6 +41,7 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.engine.wire import WireMessage, decode, encode
 from chunkattn.errors import RequestError
+from chunkattn.logs import make_handler
 
 if TYPE_CHECKING:
     from chunkattn.engine.core import EngineCore
@@ -124,6 +127,8 @@ class Worker:
                 self.core.unpin(request_ids)
             case ResetCache(query_id):
                 return ResetReply(query_id, self.core.reset_prefix_cache())
+            case CacheQuery(query_id, requests, forget):
+                return CacheReply(query_id, tuple(self.core.look_up(r, forget=forget) for r in requests))
             case MetricsQuery(query_id):
                 return MetricsReply(query_id, self.core.metrics_text())
             case Shutdown():
@@ -189,7 +194,7 @@ def main(address: str) -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, args=(address,), name="parent", daemon=True).start()
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(handlers=[make_handler()])
     context = zmq.Context()
     inbox, outbox, clock = context.socket(zmq.PULL), context.socket(zmq.PUSH), StepClock()
     inbox.rcvhwm = outbox.sndhwm = 0  # the client bounds what is on its way

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
@@ -10,11 +10,38 @@ import chunkattn
 from chunkattn.server import errors
 from chunkattn.server.middleware import Gate
 from chunkattn.server.options import ServerConfig
-from chunkattn.server.routes import generation, page, scoring, status, tokens
+from chunkattn.server.protocol.errors import answers
+from chunkattn.server.routes import documents, generation, page, scoring, status, tokens
 from chunkattn.server.state import ServerState
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
+
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `stream`, events whose data is JSON, and at last `[DONE]`.",
+        "content": {"text/event-stream": {"itemSchema": _EVENT}},
+    }
+}
+
+
+class _App(FastAPI):
+    """FastAPI that describes the server as it is: 400 where FastAPI has 422, and the key if one is asked for."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The routes in OpenAPI's terms."""
+        told = super().openapi()
+        for operations in told["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            told["components"]["schemas"].pop(name, None)
+        if self.state.server.config.api_key is not None:
+            schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
+            told["components"]["securitySchemes"] = schemes
+            told["security"] = [{name: []} for name in schemes]
+        return told
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
@@ -25,16 +52,22 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         config: how to answer; host and port are not looked at.
     """
     state = ServerState(llm, config or ServerConfig())
-    app = FastAPI(
+    app = _App(
         title="chunkattn",
         version=chunkattn.__version__,
         description="LLM inference for prompts made of many independent pieces.",
         docs_url=None,  # pages that load scripts from elsewhere
         redoc_url=None,
+        responses=answers(401, 403, 413, 500),
     )
     app.state.server = state
     errors.install(app)
     app.add_middleware(Gate, config=state.config, metrics=state.metrics)
-    for module in (generation, scoring, tokens, status, page):
+    work = answers(400, 404, 429, 503, 504)
+    app.include_router(generation.router, responses=_STREAM | work)
+    for module in (scoring, documents):
+        app.include_router(module.router, responses=work)
+    app.include_router(tokens.router, responses=answers(400, 404, 503))
+    for module in (status, page):
         app.include_router(module.router)
     return app

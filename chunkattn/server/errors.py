@@ -81,7 +81,7 @@ def _code(status: int) -> str | None:
 def _validation_error(found: Sequence[Any]) -> ApiError:
     """The first thing wrong with a body, by the field's name."""
     first = found[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
+    where = [str(part) for part in first["loc"][1:]]  # behind "body", "query" or "path"
     # Of a union every branch complains; the first names are the fields, what follows the branches.
     name = where[0] if where else None
     match first["type"]:

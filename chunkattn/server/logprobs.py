@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from chunkattn.outputs import Logprob
+from chunkattn.server.texts import TokenTexts
 
 Entry = dict[int, Logprob] | None
 
@@ -44,20 +45,18 @@ def _by_text(token: int, entry: dict[int, Logprob], num_top: int, decode: Callab
     return found
 
 
-def chat(
-    token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], num_top: int, decode: Callable[[int], str]
-) -> dict[str, Any]:
+def chat(token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], num_top: int, texts: TokenTexts) -> dict[str, Any]:
     """`content` of a chat choice's `logprobs`."""
+
+    def told(token: int, value: Logprob) -> dict[str, Any]:
+        return {"token": texts.piece(token), "logprob": value.logprob, "bytes": list(texts.raw(token))}
+
     content = []
     for token, entry in zip(token_ids, entries, strict=True):
         ranked = sorted(entry.items(), key=lambda pair: pair[1].rank)
-        top = [_token(decode(t), v) for t, v in ranked if v.rank <= num_top][:num_top]
-        content.append({**_token(decode(token), entry[token]), "top_logprobs": top})
+        top = [told(t, v) for t, v in ranked if v.rank <= num_top][:num_top]
+        content.append({**told(token, entry[token]), "top_logprobs": top})
     return {"content": content, "refusal": None}
-
-
-def _token(text: str, value: Logprob) -> dict[str, Any]:
-    return {"token": text, "logprob": value.logprob, "bytes": list(text.encode("utf-8", "replace"))}
 
 
 def prompt(entries: Sequence[Entry] | None) -> list[dict[str, Any] | None] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import re
 import secrets
@@ -143,19 +142,3 @@ def _has_key(authorization: str, key: str) -> bool:
     elif scheme.lower() != "bearer":
         return False
     return secrets.compare_digest(given.strip().encode(), key.encode())
-
-
-class JsonFormatter(logging.Formatter):
-    """A log record as one line of JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
-        fields = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-            **({"request": record.__dict__["request"]} if "request" in record.__dict__ else {}),
-            **({"exception": self.formatException(record.exc_info)} if record.exc_info else {}),
-        }
-        return json.dumps(fields, ensure_ascii=False)

@@ -21,8 +21,9 @@ class ServerConfig:
         request_timeout_s: seconds until a request is aborted and answered with 504.
         max_body_bytes: longest request body; longer ones are answered with 413.
         max_prompts_per_request: longest list of prompts, and of queries, in one request.
+        max_cached_documents: documents of `/v1/cache/documents` that are remembered at once.
         drain_timeout_s: seconds that requests get to end after SIGTERM.
-        log_format: "text" or "json", one line a request either way.
+        log_format: "text" or "json", for the engine's process too; one line a request either way.
     """
 
     host: str = "127.0.0.1"
@@ -32,6 +33,7 @@ class ServerConfig:
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 << 20
     max_prompts_per_request: int = 1024
+    max_cached_documents: int = 10_000
     drain_timeout_s: float = 30.0
     log_format: str = "text"
 

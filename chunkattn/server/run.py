@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Mapping
 from types import FrameType
@@ -11,10 +12,10 @@ from typing import Any
 
 import uvicorn
 
+from chunkattn import logs
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
-from chunkattn.server.middleware import JsonFormatter
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
 
@@ -101,8 +102,6 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 def _set_up_logs(log_format: str) -> None:
-    handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
-    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    os.environ[logs.VARIABLE] = log_format
+    logging.basicConfig(handlers=[logs.make_handler()], level=logging.WARNING, force=True)
     logging.getLogger("chunkattn").setLevel(logging.INFO)

@@ -8,13 +8,14 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from uuid import uuid4
 
 from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
+from chunkattn.server.documents import Documents
 from chunkattn.server.errors import ApiError
 from chunkattn.server.middleware import HttpMetrics
 from chunkattn.server.options import ServerConfig
@@ -44,9 +45,15 @@ class ServerState:
     started: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
+    def documents(self) -> Documents:
+        """Those that clients have asked to keep."""
+        return Documents(self.llm, self.config.max_cached_documents)
+
+    @cached_property
     def texts(self) -> TokenTexts:
         """Of the model's tokens; the engine has been started."""
-        return TokenTexts(self.llm.frontend.tokenizer)
+        frontend = self.llm.frontend
+        return TokenTexts(frontend.tokenizer, frontend.parser.encode.leading_ids)
 
     @property
     def model_name(self) -> str:
@@ -123,17 +130,22 @@ async def _disconnected(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. A client that leaves cancels what makes them at once, not at the next garbage collection."""
+    """Server-sent events. A client that leaves cancels what makes them at once, not at the next garbage collection.
+
+    Args:
+        events: made of `source`.
+        source: has begun already, so it has to be closed even if `events` never begins.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], source: AsyncGenerator[Any, None]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._events = events
+        self._events, self._source = events, source
 
     async def stream_response(self, send: Send) -> None:
         """Send all events."""
-        async with aclosing(self._events):
+        async with aclosing(self._source), aclosing(self._events):
             await super().stream_response(send)
 
 

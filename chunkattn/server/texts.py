@@ -2,36 +2,105 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from chunkattn.engine.detokenizer import Detokenizer
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.server.errors import ApiError
-from chunkattn.server.logprobs import Entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_UNKNOWN = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+class Offsets:
+    """Where each token of a growing text begins; the bytes of one character begin together.
+
+    Args:
+        tokenizer: None for an engine that has none.
+        begin: where the first token begins.
+        context: tokens before the text.
+        skip_special_tokens: whether those have no text.
+
+    Attributes:
+        end: where the next token begins.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        begin: int = 0,
+        context: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = False,
+    ) -> None:
+        self.end = self._begin = begin
+        self._text = None
+        if tokenizer is not None:
+            self._text = Detokenizer(tokenizer, list(context), skip_special_tokens=skip_special_tokens)
+
+    def take(self, token: int) -> int:
+        """Where this token begins."""
+        begin = self.end
+        if self._text is None:
+            self.end += len(_name(token))
+        else:
+            self._text.add(token)
+            self.end = self._begin + len(self._text.text)
+        return begin
+
+    def finish(self) -> int:
+        """Where the text ends, a piece of a character included."""
+        if self._text is not None:
+            self._text.flush()
+            self.end = self._begin + len(self._text.text)
+        return self.end
+
+
+def _name(token: int) -> str:
+    """What stands for the text of a token where there is no tokenizer."""
+    return f"token_id:{token}"
+
 
 class TokenTexts:
-    """Texts of tokens; some tokenizers drop the space before a token that stands alone, so it is decoded behind another."""
+    """Texts of tokens; some tokenizers drop the space before a token that stands alone, so it is decoded behind another.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.tokenizer = tokenizer
+    Args:
+        tokenizer: None for an engine that has none.
+        leading_ids: put before a text; they are no part of it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, leading_ids: Sequence[int]) -> None:
+        self.tokenizer, self._leading = tokenizer, list(leading_ids)
         self.piece = lru_cache(maxsize=1 << 18)(self._piece)
         self._before = [] if tokenizer is None else tokenizer("a", add_special_tokens=False).input_ids[-1:]
         self._text_before = "" if tokenizer is None else str(tokenizer.decode(self._before))
 
     def _piece(self, token: int) -> str:
         if self.tokenizer is None:
-            return f"token_id:{token}"
+            return _name(token)
         return str(self.tokenizer.decode([*self._before, token])).removeprefix(self._text_before)
 
-    def alone(self, token: int) -> str:
-        """Text of a token with which a text begins."""
-        return f"token_id:{token}" if self.tokenizer is None else str(self.tokenizer.decode([token]))
+    def raw(self, token: int) -> bytes:
+        """The bytes of a token, which may be a piece of a character only."""
+        text = self.piece(token)
+        if self.tokenizer is None or _UNKNOWN not in text:
+            return text.encode("utf-8", "replace")
+        symbol = str(self.tokenizer.convert_ids_to_tokens(token))
+        if byte := _BYTE.fullmatch(symbol):  # as SentencePiece names it
+            return bytes.fromhex(byte[1])
+        if all(letter in _BYTE_OF for letter in symbol):  # as byte-level BPE does
+            return bytes(_BYTE_OF[letter] for letter in symbol)
+        return text.encode("utf-8", "replace")
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """Text of many tokens.
@@ -44,13 +113,16 @@ class TokenTexts:
         return str(self.tokenizer.decode(list(token_ids)))
 
     def prompt_offsets(self, output: RequestOutput) -> tuple[list[int], int]:
-        """Where the text of each prompt token begins, and where the last one ends."""
-        entries: Sequence[Entry] = output.prompt_logprobs or []
-        offsets, end = [], 0
-        for token, entry in zip(output.prompt_token_ids, entries, strict=True):
-            offsets.append(end)
-            end += len(self.alone(token) if entry is None else self.piece(token))
-        return offsets, end
+        """Where the text of each prompt token begins, and where the last one ends. Of text, every part is one by itself."""
+        ids, entries = output.prompt_token_ids, output.prompt_logprobs or []
+        is_text = output.prompt is not None
+        leading = len(self._leading) if is_text and ids[: len(self._leading)] == self._leading else 0
+        offsets, growing = [0] * leading, Offsets(self.tokenizer)
+        for token, entry in zip(ids[leading:], entries[leading:], strict=True):
+            if entry is None and is_text:
+                growing = Offsets(self.tokenizer, growing.finish())
+            offsets.append(growing.take(token))
+        return offsets, growing.finish()
 
 
 @dataclass
@@ -71,13 +143,14 @@ class Tail:
         stop: stop strings of the request.
 
     Attributes:
-        offset: where the text of the next token begins, for whoever counts.
+        offsets: of its tokens, for whoever tells them.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._held = max(map(len, stop), default=1) - 1
-        self._chars = self._tokens = self.offset = 0
+        self._chars = self._tokens = 0
         self._ended = False
+        self.offsets: Offsets | None = None
 
     def take(self, sample: CompletionOutput) -> Part | None:
         """What is new, if anything."""

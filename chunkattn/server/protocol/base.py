@@ -14,6 +14,8 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 """Lists stop at the first wrong entry: an error for each of a million would take more memory than the body."""
 
+CacheSalt = Annotated[str | None, Field(description="Share the cache with requests of the same salt alone.")]
+
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length"}
 _RESERVED |= {"messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"}
 _RESERVED |= {"template_options", "tokenizer", "tokenizer_kwargs", "tools", "truncation"}
@@ -114,7 +116,7 @@ class Sampling(Body):
     prompt_logprobs: Annotated[int | None, Field(description="Log-probabilities of this many likeliest prompt tokens.")] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str | None, Field(description="Share the cache with requests of the same salt alone.")] = None
+    cache_salt: CacheSalt = None
     priority: Annotated[int, Field(description="The lower goes first.")] = 0
     return_chunk_usage: Annotated[bool, Field(description="Cached tokens of every chunk, in the usage.")] = False
 

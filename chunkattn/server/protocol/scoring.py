@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from chunkattn.server.protocol.base import Body, Texts, TokenIds, TokenLists
+from chunkattn.server.protocol.base import Body, CacheSalt, Texts, TokenIds, TokenLists
 
-CacheSalt = Annotated[str | None, Field(description="Share the cache with requests of the same salt alone.")]
 OneOrMany = str | Texts
 ManyTexts = Annotated[list[Texts], Field(fail_fast=True)]
 ManyTokenLists = Annotated[list[TokenLists], Field(fail_fast=True)]

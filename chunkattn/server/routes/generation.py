@@ -6,20 +6,24 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from chunkattn.config import SamplingParams
+from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
+from chunkattn.parsers import ParsedPrompt
+from chunkattn.parsers.prompt import Prompt
 from chunkattn.server import logprobs
 from chunkattn.server.errors import ApiError, api_error
+from chunkattn.server.logprobs import Entry
 from chunkattn.server.protocol.base import Sampling
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.state import EventStream, ServerState, State, merged, new_id, unless_gone
-from chunkattn.server.texts import Part, Tail, usage
+from chunkattn.server.texts import Offsets, Part, Tail, usage
 
 router = APIRouter(tags=["generation"])
 
@@ -55,8 +59,8 @@ class Answer(ABC):
         self.id, self.created = new_id(self.kind), int(time.time())
 
     @abstractmethod
-    def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
-        """One a prompt.
+    async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        """One a prompt; none has begun.
 
         Raises:
             RequestError: a parameter is out of range.
@@ -99,13 +103,16 @@ class Completion(Answer):
         echoed = body.logprobs if body.echo else None
         self.params = body.sampling(max_tokens=body.max_tokens or 1, logprobs=body.logprobs, prompt_logprobs=echoed)
 
-    def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
-        """One a prompt; the conversation is one."""
-        body, prompts, limit = self.body, self.body.prompts(), self.state.most_prompts
+    async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        """One a prompt."""
+        body, limit = self.body, self.state.most_prompts
+        prompts: Sequence[Prompt | ParsedPrompt] = body.prompts()
         if not 0 < len(prompts) <= limit:
             raise ApiError(
                 400, f"there are {len(prompts)} prompts; give between 1 and {limit}", param="prompt", code="invalid_value"
             )
+        if len(prompts) > 1:  # so that a bad one is told by its number, and before others begin
+            prompts = await asyncio.to_thread(self._parsed, body.prompts())
         return [
             self.state.llm.generate(
                 prompt,
@@ -117,6 +124,16 @@ class Completion(Answer):
             )
             for prompt in prompts
         ]
+
+    def _parsed(self, prompts: Sequence[Prompt]) -> list[ParsedPrompt]:
+        frontend, parsed = self.state.llm.frontend, []
+        for number, prompt in enumerate(prompts):
+            try:
+                parsed += frontend.parse([prompt], self.body.chunk_aware, self.body.cache_salt)
+                frontend.generation(parsed[-1:], self.params, self.body.priority)
+            except RequestError as error:
+                raise type(error)(f"prompt {number}: {error}", param=error.param) from None
+        return parsed
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Of the request."""
@@ -130,7 +147,15 @@ class Completion(Answer):
             text, kept, reason, stop = "", 0, "length", None
         told = None
         if sample.logprobs is not None:
-            told = self._logprobs(output, sample.token_ids[:kept], sample.logprobs[:kept], with_prompt=self.body.echo)
+            ids, offsets, end = sample.token_ids[:kept], list[int](), 0
+            entries: list[Entry] = [*sample.logprobs[:kept]]
+            if self.body.echo:
+                offsets, end = self.texts.prompt_offsets(output)
+            growing = self._offsets(output, end)
+            offsets += [growing.take(token) for token in ids]
+            if self.body.echo:
+                ids, entries = output.prompt_token_ids + ids, [*(output.prompt_logprobs or []), *entries]
+            told = self._logprobs(ids, entries, offsets)
         if self.body.echo:
             text = self._prompt_text(output) + text
         return self._choice(index, text, told, reason, stop, output)
@@ -141,16 +166,17 @@ class Completion(Answer):
             return None
         told = None
         if self.body.logprobs is not None:
-            told = self._logprobs(output, [], [], with_prompt=True)
-            tail.offset = self.texts.prompt_offsets(output)[1]
+            offsets, end = self.texts.prompt_offsets(output)
+            tail.offsets = self._offsets(output, end)
+            told = self._logprobs(output.prompt_token_ids, output.prompt_logprobs or [], offsets)
         return self._choice(index, self._prompt_text(output), told, None, None)
 
     def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
         """What is new of a sample."""
         told, generates = None, self.body.max_tokens > 0
         if part.logprobs is not None and generates:
-            told = self._logprobs(output, part.token_ids, part.logprobs, with_prompt=False, begin=tail.offset)
-            tail.offset += sum(len(t) for t in told["tokens"])
+            tail.offsets = tail.offsets or self._offsets(output, 0)
+            told = self._logprobs(part.token_ids, part.logprobs, [tail.offsets.take(t) for t in part.token_ids])
         return self._choice(index, part.text if generates else "", told, part.finish_reason, part.stop_reason)
 
     def _choice(
@@ -170,18 +196,13 @@ class Completion(Answer):
     def _prompt_text(self, output: RequestOutput) -> str:
         return self.texts.whole(output.prompt_token_ids) if output.prompt is None else output.prompt
 
-    def _logprobs(
-        self, output: RequestOutput, ids: list[int], entries: list[Any], *, with_prompt: bool, begin: int = 0
-    ) -> dict[str, Any]:
-        offsets: list[int] = []
-        end, tokens, values = begin, list(ids), list(entries)
-        if with_prompt:
-            offsets, end = self.texts.prompt_offsets(output)
-            tokens, values = output.prompt_token_ids + tokens, list(output.prompt_logprobs or []) + values
-        for token in ids:
-            offsets.append(end)
-            end += len(self.texts.piece(token))
-        return logprobs.legacy(tokens, values, self.body.logprobs or 0, offsets, self.texts.piece)
+    def _offsets(self, output: RequestOutput, begin: int) -> Offsets:
+        """Of the tokens generated."""
+        skip = self.body.skip_special_tokens
+        return Offsets(self.texts.tokenizer, begin, output.prompt_token_ids, skip_special_tokens=skip)
+
+    def _logprobs(self, ids: list[int], entries: Sequence[Entry], offsets: list[int]) -> dict[str, Any]:
+        return logprobs.legacy(ids, entries, self.body.logprobs or 0, offsets, self.texts.piece)
 
 
 class Chat(Answer):
@@ -195,8 +216,8 @@ class Chat(Answer):
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         self.params = body.sampling(max_tokens=body.limit, logprobs=wanted)
 
-    def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
-        """One a prompt; the conversation is one."""
+    async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        """The conversation's."""
         body = self.body
         conversation = self.state.llm.chat(
             [m.plain() for m in body.messages],
@@ -235,19 +256,19 @@ class Chat(Answer):
         return made if part.finish_reason is None else {**made, "stop_reason": part.stop_reason}
 
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
-        return logprobs.chat(token_ids, entries, self.body.top_logprobs or 0, self.texts.piece)
+        return logprobs.chat(token_ids, entries, self.body.top_logprobs or 0, self.texts)
 
 
 async def _answer(kind: Callable[[B, ServerState], Answer], body: B, request: Request, state: ServerState) -> Response:
     state.check_model(body.model)
     state.check_ready()
     answer = kind(body, state)
-    outputs = merged(answer.streams())
+    outputs = merged(await unless_gone(request, answer.streams()))
     if not answer.options.stream:
         return JSONResponse(await unless_gone(request, _whole(answer, outputs)))
     # Whatever is wrong with a request shows before its first token: a stream begins with a status, and cannot take it back.
     first = await unless_gone(request, anext(outputs))
-    return EventStream(_events(answer, first, outputs, request.state.request_id))
+    return EventStream(_events(answer, first, outputs, request.state.request_id), outputs)
 
 
 async def _whole(answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> dict[str, Any]:
@@ -300,6 +321,4 @@ async def _events(
             yield event([], with_usage=True)
     except Exception as error:
         yield f"data: {json.dumps(api_error(error, request_id).body)}\n\n"
-    finally:
-        await rest.aclose()
     yield "data: [DONE]\n\n"

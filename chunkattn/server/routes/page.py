@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from typing import Any
 
 from fastapi import APIRouter, Response
 
 from chunkattn.server.errors import ApiError
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(tags=["page"])
 
+_PAGE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/html": {"schema": {"type": "string"}}}}}
 _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {
     "Cache-Control": "no-cache",
@@ -32,13 +34,13 @@ def _load() -> dict[str, tuple[bytes, str]]:
 _FILES = _load()
 
 
-@router.get("/")
+@router.get("/", response_class=Response, responses=_PAGE)
 async def page() -> Response:
     """The page itself."""
     return _answer("index.html")
 
 
-@router.get("/static/{name}")
+@router.get("/static/{name}", include_in_schema=False)
 async def static(name: str) -> Response:
     """A file of the page."""
     return _answer(name)

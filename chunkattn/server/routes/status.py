@@ -10,9 +10,15 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 import chunkattn
 from chunkattn.errors import EngineDeadError
+from chunkattn.server.protocol.errors import answers
 from chunkattn.server.state import ServerState, State
 
 router = APIRouter(tags=["status"])
+
+_NOT_READY: dict[int | str, dict[str, Any]] = {
+    503: {"description": "No requests are taken, and why not.", "content": {"application/json": {"schema": {}}}}
+}
+_METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 @router.get("/v1/models")
@@ -21,7 +27,7 @@ async def models(state: State) -> dict[str, Any]:
     return {"object": "list", "data": [_model(state)]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=answers(404))
 async def model(name: str, state: State) -> dict[str, Any]:
     """The model of that name."""
     state.check_model(name)
@@ -46,8 +52,8 @@ async def livez() -> dict[str, str]:
     return {"status": "alive"}
 
 
-@router.get("/readyz")
-@router.get("/health")
+@router.get("/readyz", responses=_NOT_READY)
+@router.get("/health", responses=_NOT_READY, openapi_extra={"security": []})
 async def readyz(state: State) -> Response:
     """200 when requests are taken; else 503, and why not."""
     status, client = state.readiness, state.llm.client
@@ -57,7 +63,7 @@ async def readyz(state: State) -> Response:
     return JSONResponse(body, 200 if status == "ready" else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=Response, responses=_METRICS)
 async def metrics(state: State) -> Response:
     """The engine's metrics and the server's, as Prometheus reads them; the server's alone while there is no engine."""
     try:

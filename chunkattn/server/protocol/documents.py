@@ -1,0 +1,71 @@
+"""Bodies of `/v1/cache/documents`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from chunkattn.server.protocol.base import Body, CacheSalt, TemplateOptions, TokenIds
+from chunkattn.server.protocol.generation import Document, Message
+
+_ID = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
+_LONGEST_TTL_S = 10.0**9
+
+
+def _check_ttl(value: float) -> float:
+    if not 0 < value <= _LONGEST_TTL_S:
+        raise ValueError(f"ttl_s must be above 0 and at most {_LONGEST_TTL_S:.0f} seconds, got {value}")
+    return value
+
+
+Seconds = Annotated[float, AfterValidator(_check_ttl), Field(description="Seconds until it is deleted.")]
+
+
+class CacheBody(Body):
+    """Documents to compute ahead of use, behind a prefix."""
+
+    prefix: Annotated[str | TokenIds, Field(description="As it will stand in the prompts.")] = ""
+    messages: Annotated[
+        list[Message] | None,
+        Field(fail_fast=True, description="For chats, instead of prefix: the messages before the first of the user's."),
+    ] = None
+    documents: Annotated[list[str | TokenIds | Document], Field(fail_fast=True)]
+    pin: Annotated[bool, Field(description="Keep them in memory whatever else needs it.")] = False
+    ttl_s: Seconds | None = None
+    cache_salt: CacheSalt = None
+    chat_template_kwargs: TemplateOptions
+
+    @model_validator(mode="after")
+    def _check(self) -> CacheBody:
+        if self.messages is not None and self.prefix:
+            raise ValueError("prefix and messages exclude each other")
+        if not self.documents:
+            raise ValueError("there is no document")
+        for number, name in enumerate(self.ids()):
+            if name is not None and not _ID.fullmatch(name):
+                raise ValueError(f"documents.{number}: an id has 1 to 128 letters, digits or any of _.:@-")
+        return self
+
+    def ids(self) -> list[str | None]:
+        """The documents' ids, as far as they have one."""
+        return [d.id if isinstance(d, Document) else None for d in self.documents]
+
+    def texts(self) -> list[Any]:
+        """Text or token ids of each document."""
+        return [d.plain() if isinstance(d, Document) else d for d in self.documents]
+
+    def start(self) -> Any:
+        """What stands before the documents."""
+        if self.messages is not None:
+            return [m.plain() for m in self.messages]
+        return self.prefix or ([] if isinstance(self.documents[0], list) else "")
+
+
+class ChangeBody(Body):
+    """What to change of a document."""
+
+    pinned: bool | None = None
+    ttl_s: Annotated[Seconds | Literal["never"] | None, Field(description="Seconds from now on, or 'never'.")] = None
+    cache_salt: CacheSalt = None

@@ -1,0 +1,100 @@
+"""`/v1/cache/documents`: documents computed ahead of use, by id and salt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from chunkattn.server.documents import StoredDocument
+from chunkattn.server.protocol.documents import CacheBody, ChangeBody
+from chunkattn.server.state import ServerState, State, unless_gone
+
+router = APIRouter(tags=["cache"], prefix="/v1/cache/documents")
+
+Salt = Annotated[str | None, Query(description="The salt it was computed under.")]
+
+
+@router.post("")
+async def add(body: CacheBody, request: Request, state: State) -> dict[str, Any]:
+    """Compute the K/V of documents behind a prefix and remember them, in place of earlier ones with the same ids."""
+    state.check_model(body.model)
+    state.check_ready()
+    added = await unless_gone(
+        request,
+        state.documents.add(
+            body.start(),
+            body.texts(),
+            body.ids(),
+            cache_salt=body.cache_salt,
+            pin=body.pin,
+            ttl_s=body.ttl_s,
+            options=body.chat_template_kwargs,
+            timeout=state.config.request_timeout_s,
+        ),
+    )
+    told = await _told(state, [document for document, _ in added])
+    prompt = len(added[0][0].prefix_ids) + sum(len(d.token_ids) for d, _ in added)
+    return {
+        "object": "list",
+        "data": [{**entry, "was_cached": before} for entry, (_, before) in zip(told, added, strict=True)],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt},
+    }
+
+
+@router.get("")
+async def listed(
+    state: State,
+    cache_salt: Salt = None,
+    after: Annotated[str | None, Query(description="Those behind the one with this id.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> dict[str, Any]:
+    """The documents of a salt, the oldest first."""
+    documents, more = state.documents.page(cache_salt, after, limit)
+    return {"object": "list", "data": await _told(state, documents), "has_more": more}
+
+
+@router.get("/{document_id}")
+async def one(document_id: str, state: State, cache_salt: Salt = None) -> dict[str, Any]:
+    """One document."""
+    return (await _told(state, [state.documents.get(document_id, cache_salt)]))[0]
+
+
+@router.patch("/{document_id}")
+async def change(document_id: str, body: ChangeBody, request: Request, state: State) -> dict[str, Any]:
+    """Pin a document, computing what of it has been evicted, or unpin it; and have it expire."""
+    state.check_model(body.model)
+    state.check_ready()
+    document = state.documents.get(document_id, body.cache_salt)
+    if body.pinned is not None:
+        await unless_gone(request, state.documents.pin(document, body.pinned, state.config.request_timeout_s))
+    if body.ttl_s is not None:
+        state.documents.expire(document, None if body.ttl_s == "never" else body.ttl_s)
+    return (await _told(state, [document]))[0]
+
+
+@router.delete("/{document_id}")
+async def delete(document_id: str, state: State, cache_salt: Salt = None) -> dict[str, Any]:
+    """Forget a document: its K/V is gone from memory when no request uses it any more, and from disk."""
+    state.check_ready()
+    await state.documents.delete(state.documents.get(document_id, cache_salt))
+    return {"id": document_id, "object": "cache.document.deleted", "deleted": True}
+
+
+async def _told(state: ServerState, documents: Sequence[StoredDocument]) -> list[dict[str, Any]]:
+    cached = await state.documents.cached(documents)
+    return [
+        {
+            "id": document.id,
+            "object": "cache.document",
+            "created": int(document.created),
+            "expires": document.expires,
+            "tokens": len(document.token_ids),
+            "prefix_tokens": len(document.prefix_ids),
+            "bytes": document.num_bytes,
+            "cached": in_memory,
+            "pinned": state.documents.is_pinned(document),
+        }
+        for document, in_memory in zip(documents, cached, strict=True)
+    ]

@@ -1,0 +1,173 @@
+"""Documents kept by the real server, driven over HTTP."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
+
+URL = "/v1/cache/documents"
+PREFIX = "Read the notes."
+TEXTS = [
+    f"{name} lives in {town} and keeps {number} bees in the garden behind the old mill."
+    for name, town, number in (("Ana", "Oslo", 3), ("Ben", "Rome", 5), ("Cleo", "Bonn", 8))
+]
+QUESTION = "Where does Ana live? Answer:"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    made = ServerProcess(*SMALL, f"--kv-store={tmp_path_factory.mktemp('store')}", "--max-cached-documents=8")
+    yield made
+    with made.client() as http:
+        wait_until(lambda: is_idle(http))
+    assert made.close() == 0
+
+
+@pytest.fixture
+def http(server):
+    with server.client() as made:
+        yield made
+        for salt in ({}, {"cache_salt": "tenant"}):
+            for document in made.get(URL, params=salt).json()["data"]:
+                made.delete(f"{URL}/{document['id']}", params=salt)
+
+
+def put(http, documents, **options):
+    answer = http.post(URL, json={"prefix": PREFIX, "documents": documents, **options})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["data"]
+
+
+def cached_tokens(http, texts, salt=None):
+    """Cached tokens of each document in a completion that is never cached itself."""
+    chunks = {"prefix": PREFIX, "documents": texts, "question": QUESTION}
+    body = {"chunks": chunks, "max_tokens": 1, "return_chunk_usage": True, "cache_salt": salt}
+    details = http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]
+    return [(chunk["cached_tokens"], chunk["tokens"]) for chunk in details["chunks"]]
+
+
+def pages(http, state):
+    text = http.get("/metrics").text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f'chunkattn_pages{{state="{state}"}}'))
+
+
+def test_documents_are_there_before_they_are_asked_for(http):
+    named = [{"id": f"note-{n}", "text": text} for n, text in enumerate(TEXTS)]
+    made = put(http, named)
+    assert [d["id"] for d in made] == ["note-0", "note-1", "note-2"]
+    assert all(d["cached"] and not d["was_cached"] and not d["pinned"] and d["expires"] is None for d in made)
+    used = cached_tokens(http, TEXTS)
+    assert [d["tokens"] for d in made] == [tokens for _, tokens in used]
+    assert all(cached == tokens for cached, tokens in used)
+    assert http.get(URL).json()["data"] == [{k: v for k, v in d.items() if k != "was_cached"} for d in made]
+    assert all(d["was_cached"] for d in put(http, named))
+    assert len(http.get(URL).json()["data"]) == 3
+    first = http.get(URL, params={"limit": 2}).json()
+    assert first["has_more"]
+    rest = http.get(URL, params={"limit": 2, "after": first["data"][-1]["id"]}).json()
+    assert [d["id"] for d in first["data"] + rest["data"]] == ["note-0", "note-1", "note-2"]
+    assert not rest["has_more"]
+
+
+def test_salts_know_nothing_of_each_other(http):
+    put(http, [{"id": "a", "text": TEXTS[0]}], cache_salt="tenant")
+    assert http.get(URL).json()["data"] == []
+    assert [d["id"] for d in http.get(URL, params={"cache_salt": "tenant"}).json()["data"]] == ["a"]
+    for answer in (http.get(f"{URL}/a"), http.delete(f"{URL}/a"), http.patch(f"{URL}/a", json={"pinned": True})):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "document_not_found"
+    assert cached_tokens(http, TEXTS[:1]) == [(0, cached_tokens(http, TEXTS[:1], "tenant")[0][0])]
+
+
+def test_deleted_documents_are_gone_from_memory_and_disk(http):
+    """One that others still name stays; one whose id is given to another text does not."""
+    put(http, [{"id": "a", "text": TEXTS[0]}, {"id": "b", "text": TEXTS[1]}])
+    put(http, [{"id": "twin", "text": TEXTS[0]}])
+    cached_tokens(http, TEXTS[:2])  # with question paths below both
+    assert http.delete(f"{URL}/a").json() == {"id": "a", "object": "cache.document.deleted", "deleted": True}
+    assert http.get(f"{URL}/a").status_code == 404
+    assert http.get(f"{URL}/twin").json()["cached"]
+    before = pages(http, "cached")
+    assert http.delete(f"{URL}/twin").status_code == 200
+    assert pages(http, "cached") < before
+    (gone, _), (kept, tokens) = cached_tokens(http, TEXTS[:2])
+    assert (gone, kept) == (0, tokens)  # nor did the disk bring it back
+    put(http, [{"id": "b", "text": TEXTS[2]}])
+    assert cached_tokens(http, TEXTS[1:2])[0][0] == 0
+    assert http.delete(f"{URL}/a").status_code == 404
+
+
+def test_pins(http):
+    (made,) = put(http, [{"id": "a", "text": TEXTS[0]}], pin=True)
+    assert made["pinned"]
+    held = pages(http, "pinned")
+    assert held > 0
+    assert not http.patch(f"{URL}/a", json={"pinned": False}).json()["pinned"]
+    assert pages(http, "pinned") == 0
+    assert http.patch(f"{URL}/a", json={"pinned": True}).json()["pinned"]
+    assert pages(http, "pinned") == held
+    put(http, [{"id": "a", "text": TEXTS[0]}])  # the same again, unpinned
+    assert pages(http, "pinned") == 0
+    http.patch(f"{URL}/a", json={"pinned": True})
+    http.delete(f"{URL}/a")
+    assert pages(http, "pinned") == 0
+
+
+def test_documents_expire(http):
+    put(http, [{"id": "a", "text": TEXTS[0]}, {"id": "b", "text": TEXTS[1]}], ttl_s=0.5, pin=True)
+    assert http.get(f"{URL}/a").json()["expires"] <= time.time() + 0.5
+    assert http.patch(f"{URL}/b", json={"ttl_s": "never"}).json()["expires"] is None
+    wait_until(lambda: http.get(f"{URL}/a").status_code == 404)
+    assert http.get(f"{URL}/b").json()["pinned"]
+    wait_until(lambda: cached_tokens(http, TEXTS[:1])[0][0] == 0 or http.delete(f"{URL}/a").status_code == 200)
+
+
+def test_chats_find_them(http):
+    system = {"role": "system", "content": "Answer from the documents."}
+    answer = http.post(URL, json={"messages": [system], "documents": TEXTS})
+    made = answer.json()["data"]
+    body = {"messages": [system, {"role": "user", "content": QUESTION}], "documents": TEXTS, "max_tokens": 1}
+    usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= sum(d["tokens"] for d in made)
+    assert answer.json()["usage"]["prompt_tokens"] == made[0]["prefix_tokens"] + sum(d["tokens"] for d in made)
+
+
+def test_an_engine_that_died_holds_nothing(http, server):
+    put(http, [{"id": "a", "text": TEXTS[0]}], pin=True)
+
+    os.kill(server.engine_pid, signal.SIGKILL)
+    wait_until(lambda: http.get("/health").status_code == 503, 20)
+    wait_until(lambda: http.get("/health").status_code == 200, 60)
+    told = http.get(f"{URL}/a").json()
+    assert not told["pinned"]
+    assert not told["cached"]
+    assert http.patch(f"{URL}/a", json={"pinned": True}).json()["cached"]
+    assert http.delete(f"{URL}/a").status_code == 200
+    assert pages(http, "pinned") == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"documents": []}, None, "no document"),
+        ({"documents": ["a", ""]}, "documents", "documents.1 is empty"),
+        ({"documents": ["a", "b", "a"]}, "documents", "documents.2 has the id or the content of documents.0"),
+        ({"documents": [{"id": "a b", "text": "c"}]}, None, "an id has"),
+        ({"documents": ["a", [1, 2]]}, None, "all text or all token ids"),
+        ({"documents": ["a"], "ttl_s": 0}, "ttl_s", "above 0"),
+        ({"documents": ["a"], "prefix": "b", "messages": []}, None, "exclude each other"),
+        ({"documents": [f"text {n}" for n in range(9)]}, "documents", "max_cached_documents 8"),
+        ({"documents": ["word " * 9000]}, "documents", "max_"),
+        ({"documents": ["a"], "model": "other"}, "model", "not served"),
+    ],
+)
+def test_bad_documents(http, body, param, said):
+    answer = http.post(URL, json=body)
+    assert answer.status_code in (400, 404), answer.text
+    error = answer.json()["error"]
+    assert said in error["message"]
+    assert param is None or error["param"] == param
+    assert http.get(URL).json()["data"] == []
