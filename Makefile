@@ -2,22 +2,25 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-slow test-tpu lint eval clean
+.PHONY: run test test-slow test-tpu test-browser lint eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
 
 # In two processes: XLA maps memory for every kernel it compiles for a CPU, and a process can have 65,530 maps on Linux.
 test: .venv/.installed-test  ## the tests, under 15 minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not tpu" tests/test_[a-o]*.py chunkattn
-	$(BIN)/python -m pytest -m "not slow and not tpu" tests/test_[p-z]*.py
+	$(BIN)/python -m pytest -m "not slow and not tpu and not browser" tests/test_[a-o]*.py chunkattn
+	$(BIN)/python -m pytest -m "not slow and not tpu and not browser" tests/test_[p-z]*.py
 
 test-slow: .venv/.installed-test  ## the longer tests
-	$(BIN)/python -m pytest -m "slow and not tpu"
+	$(BIN)/python -m pytest -m "slow and not tpu and not browser"
 
 # The compiler lies apart from the rest: where it can be imported, JAX looks for a TPU.
 test-tpu: .venv/.installed-test .cache/libtpu/.installed  ## the TPU kernels, compiled for real chips; needs no TPU
 	PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m tpu
+
+test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
+	$(BIN)/python -m pytest -m browser tests/test_browser.py
 
 lint: .venv/.installed-test  ## style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -1,0 +1,245 @@
+"""What the process boundary and HTTP cost: throughput and the time to the first text of `LLM`, `AsyncLLM` and the server.
+
+    python -m benchmarks.serve_overhead [--clients 16] [--requests 192] [--repeats 5] [--json FILE|-]
+
+Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
+`AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
+other. As many sequences run at once in all three. Every turn has new prompts, so nothing is cached, and every answer 64 tokens.
+Then single requests go to the idle `AsyncLLM` and to the idle server, in turn. The time of the HTTP client, in this process,
+is part of the server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from chunkattn import LLM, AsyncLLM, SamplingParams
+
+NAMES = ("Nila", "Rumi", "Siku", "Zenuso", "Lezudo", "Tunise", "Kirora", "Pegelu")
+WORDS = (*NAMES, "lives", "works", "likes", "was", "born", "in", "as", "a", "baker", "poet", "honey", "figs")
+PROMPT_WORDS = 40
+TOKENS, FIRST_TOKENS = 64, 8
+FIRSTS = 40
+"""Single requests to each."""
+START_S, END_S = 900, 60
+LIMITS = httpx.Limits(keepalive_expiry=2)
+"""Any number of connections, each given up before the server does (after 5 s): no request meets a closing one."""
+PATH = "/v1/completions"
+
+
+class Server:
+    """`chunkattn serve` on a free port, in a process of its own.
+
+    Args:
+        arguments: of the command.
+
+    Attributes:
+        url: of the server.
+        faults: lines of its log that tell of errors, once it is ready.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "chunkattn", "serve", "--port=0", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.url, self.faults = "", list[str]()
+        self._log: deque[str] = deque(maxlen=30)
+        self._told = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._told.wait(START_S)
+        if not self.url:
+            self.process.kill()
+            raise RuntimeError("the server did not start:\n" + "".join(self._log))
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            self._log.append(line)
+            if self.url and re.search(r"\b(ERROR|CRITICAL)\b|Traceback", line):
+                self.faults.append(line.rstrip())
+            elif found := re.search(r"is ready at (http://\S+)", line):
+                self.url = found[1]
+                self._told.set()
+        self._told.set()
+
+    def end(self) -> int | None:
+        """Send SIGTERM. Returns the exit code, None if it had to be killed."""
+        self.process.terminate()
+        try:
+            return self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return None
+
+
+def greedy(tokens: int) -> dict[str, Any]:
+    """So many tokens, as both Python and HTTP have it."""
+    return {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+
+
+def draw(rng: random.Random, count: int) -> list[str]:
+    """Random prompts, which share no beginning worth a page."""
+    return [" ".join(rng.choices(WORDS, k=PROMPT_WORDS)) for _ in range(count)]
+
+
+# Throughput: each way answers prompts and returns the number of tokens made
+
+
+def offline(llm: LLM, prompts: list[str]) -> int:
+    """All at once."""
+    outputs = llm.generate(prompts, SamplingParams(**greedy(TOKENS)), use_tqdm=False)
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+async def by_engine(engine: AsyncLLM, prompt: str) -> int:
+    """One prompt."""
+    outputs = [output async for output in engine.generate(prompt, SamplingParams(**greedy(TOKENS)))]
+    return len(outputs[-1].outputs[0].token_ids)
+
+
+async def by_http(http: httpx.AsyncClient, prompt: str) -> int:
+    """One prompt."""
+    response = await http.post(PATH, json={"prompt": prompt, **greedy(TOKENS)})
+    response.raise_for_status()
+    return response.json()["usage"]["completion_tokens"]
+
+
+async def by_callers(ask: Callable[[str], Awaitable[int]], callers: int, prompts: list[str]) -> int:
+    """All prompts by so many callers, each with one after the other."""
+    waiting = iter(prompts)
+
+    async def call() -> int:
+        return sum([await ask(prompt) for prompt in waiting])
+
+    return sum(await asyncio.gather(*(call() for _ in range(callers))))
+
+
+async def throughput(
+    ways: dict[str, Callable[[list[str]], Awaitable[int]]], args: argparse.Namespace, rng: random.Random
+) -> dict[str, list[float]]:
+    """Tokens a second of every turn of every way."""
+    names, speeds = list(ways), {name: list[float]() for name in ways}
+    for turn in range(args.repeats + 1):
+        prompts, first = draw(rng, args.requests if turn else args.clients), turn % len(names)
+        for name in names[first:] + names[:first]:
+            began = time.perf_counter()
+            tokens = await ways[name](prompts)
+            if turn:  # the first one warms up
+                speeds[name].append(tokens / (time.perf_counter() - began))
+    return speeds
+
+
+# The first text: seconds until it is there; the rest is waited for, so that the engine is idle again
+
+
+async def first_by_engine(engine: AsyncLLM, prompt: str) -> float:
+    """Of one prompt."""
+    began, first = time.perf_counter(), math.nan
+    async for output in engine.generate(prompt, SamplingParams(**greedy(FIRST_TOKENS))):
+        if math.isnan(first) and output.outputs[0].text:
+            first = time.perf_counter() - began
+    return first
+
+
+async def first_by_http(http: httpx.AsyncClient, prompt: str) -> float:
+    """Of one prompt."""
+    began, first = time.perf_counter(), math.nan
+    async with http.stream("POST", PATH, json={"prompt": prompt, "stream": True, **greedy(FIRST_TOKENS)}) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if math.isnan(first) and line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
+                first = time.perf_counter() - began
+    return first
+
+
+async def first_texts(engine: AsyncLLM, http: httpx.AsyncClient, rng: random.Random) -> dict[str, list[float]]:
+    """Seconds, of both in turn."""
+    found: dict[str, list[float]] = {"AsyncLLM": [], "HTTP": []}
+    for number, prompt in enumerate(draw(rng, FIRSTS + 1)):
+        seconds = {"AsyncLLM": await first_by_engine(engine, prompt), "HTTP": await first_by_http(http, prompt)}
+        for name, value in seconds.items() if number else ():  # the first one warms up
+            found[name].append(value)
+    return found
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything; medians beside all values."""
+    options = {"max_num_seqs": args.clients, "kv_cache_memory_bytes": args.kv_mib << 20}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    rng = random.Random(0)
+    llm = await asyncio.to_thread(LLM, args.model, warmup=True, **options)
+    async with AsyncLLM(args.model, **options) as engine:
+        server = await asyncio.to_thread(Server, *([args.model] if args.model else []), *arguments)
+        try:
+            async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=LIMITS) as http:
+                ways = {
+                    "LLM": partial(asyncio.to_thread, offline, llm),
+                    "AsyncLLM": partial(by_callers, partial(by_engine, engine), args.clients),
+                    "HTTP": partial(by_callers, partial(by_http, http), args.clients),
+                }
+                speeds = await throughput(ways, args, rng)
+                firsts = await first_texts(engine, http, rng)
+        finally:
+            await asyncio.to_thread(server.end)
+    speed = {name: statistics.median(values) for name, values in speeds.items()}
+    first = {name: 1000 * statistics.median(values) for name, values in firsts.items()}
+    return {
+        "clients": args.clients,
+        "requests": args.requests,
+        "tokens_per_s": speed,
+        "share_of_llm": {name: value / speed["LLM"] for name, value in speed.items()},
+        "first_text_ms": first,
+        "first_text_http_adds_ms": first["HTTP"] - first["AsyncLLM"],
+        "turns_tokens_per_s": speeds,
+        "all_first_texts_ms": {name: [1000 * value for value in values] for name, values in firsts.items()},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['requests']} requests of {TOKENS} tokens, {result['clients']} at once, medians\n")
+    print("           tokens/s  requests/s  of LLM  first text ms")
+    for name, speed in result["tokens_per_s"].items():
+        first = f"{result['first_text_ms'][name]:13.1f}" if name in result["first_text_ms"] else f"{'-':>13}"
+        print(f"{name:9} {speed:9.0f}  {speed / TOKENS:10.1f}  {result['share_of_llm'][name]:6.1%}  {first}")
+    share, added = result["tokens_per_s"]["HTTP"] / result["tokens_per_s"]["AsyncLLM"], result["first_text_http_adds_ms"]
+    print(f"\nof AsyncLLM's throughput HTTP leaves {share:.1%}; to its first text it adds {added:.1f} ms")
+
+
+def main(args: argparse.Namespace) -> None:
+    result = asyncio.run(measure(args))
+    text = json.dumps(result, indent=2)
+    if args.json == "-":
+        print(text)
+        return
+    show(result)
+    if args.json:
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="local folder or hub id; the bundled demo model when left out")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=192, help="of a turn")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each")
+    parser.add_argument("--kv-mib", type=int, default=64, help="KV pool of each engine")
+    parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
+    main(parser.parse_args())

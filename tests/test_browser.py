@@ -1,0 +1,299 @@
+"""The page as people use it: in Chromium, wide and narrow, on a real server and with no other host in reach."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
+from chunkattn.parsers import PromptParser
+from tests.server_helpers import SMALL, ServerProcess
+
+pytestmark = pytest.mark.browser
+
+SEPARATOR = " # # "
+MARGIN = 30  # CSS pixels that the picture of the mask leaves to captions, at the left and at the top
+
+# Each width has its own people, so that neither finds documents of the other in the cache.
+STORIES = {
+    1400: (
+        ["Zenuso works as a baker. Zenuso lives in Kirora.", "Lezudo has a house in Pegelu. Lezudo likes honey."],
+        "Where does Lezudo live? Answer:",
+    ),
+    390: (["Nila lives in Tunise. Nila likes figs.", "Rumi is a poet. Rumi likes tea."], "Where does Nila live? Answer:"),
+}
+
+PARTS = """
+return [...document.querySelectorAll("[data-testid=part]")].map((part) => ({
+  name: part.dataset.name,
+  color: getComputedStyle(part).borderLeftColor,
+  chips: [...part.querySelectorAll("[data-testid=chip]")].map((chip) => ({
+    title: chip.title,
+    text: chip.querySelector(".text").textContent,
+    position: chip.querySelector(".position").textContent,
+  })),
+}));
+"""
+
+# Of a copy that is made to be read: Chromium complains about reading the page's own canvas.
+CELLS = """
+const mask = document.getElementById("mask"), copy = document.createElement("canvas");
+const side = (copy.width = copy.height = mask.width);
+const context = copy.getContext("2d", { willReadFrequently: true });
+context.drawImage(mask, 0, 0);
+const { data } = context.getImageData(0, 0, side, side);
+const [size, margin] = arguments, plot = side / devicePixelRatio - margin;
+const middle = (index) => Math.floor((margin + ((index + 0.5) / size) * plot) * devicePixelRatio);
+const pixel = (row, column) => [...data.slice(4 * (row * side + column), 4 * (row * side + column) + 4)];
+const all = [...Array(size).keys()];
+return all.map((i) => all.map((k) => pixel(middle(i), middle(k))));
+"""
+
+BARS = """
+return [...document.querySelectorAll(arguments[0])].map((row) => ({
+  data: { ...row.dataset },
+  caption: row.querySelector(".caption").textContent,
+  number: row.querySelector(".number").textContent,
+  share: row.querySelector(".filled").getBoundingClientRect().width / row.querySelector(".track").clientWidth,
+}));
+"""
+
+
+class Page:
+    """The page in a browser.
+
+    Attributes:
+        width: of the viewport, in CSS pixels.
+    """
+
+    def __init__(self, driver, url, width, folder):
+        self.driver, self.width, self.folder = driver, width, folder
+        self._events = []
+        driver.get(url)
+        # A window of Chromium's is never narrower than 500 pixels, a viewport may be.
+        size = {"width": width, "height": 1600 if width < 600 else 1100, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.wait(lambda: self.run("return innerWidth") == width)
+        self.wait(lambda: self.get("health").get_attribute("data-state") == "ready")
+
+    def get(self, name):
+        """The element of that id."""
+        return self.driver.find_element(By.ID, name)
+
+    def find(self, test_id):
+        """All elements of that data-testid."""
+        return self.driver.find_elements(By.CSS_SELECTOR, f"[data-testid={test_id}]")
+
+    def value(self, name):
+        """What stands in a field."""
+        return self.get(name).get_property("value")
+
+    def run(self, script, *arguments):
+        """Run JavaScript."""
+        return self.driver.execute_script(script, *arguments)
+
+    def wait(self, condition):
+        """Wait for a condition; an error that the page shows ends it."""
+
+        def holds(_):
+            assert [error.text for error in self.find("error")] == []
+            return condition()
+
+        WebDriverWait(self.driver, 120, 0.05).until(holds)
+
+    def keep(self, name):
+        """Keep a picture of what is shown; nothing of it lies beyond the right edge."""
+        assert self.driver.save_screenshot(str(self.folder / f"{name}-{self.width}.png"))
+        wide, room = self.run("const root = document.documentElement; return [root.scrollWidth, root.clientWidth]")
+        assert wide <= room, f"{name}: {wide} pixels wide, and there is room for {room}"
+
+    def generate(self):
+        """Press the button. Returns the answer and of every document the tokens cached, and all of them."""
+
+        def runs():
+            return len(self.driver.find_elements(By.CSS_SELECTOR, "#runs tbody tr"))
+
+        before = runs()
+        self.get("generate").click()
+        self.wait(lambda: runs() == before + 1 and self.get("generate-status").text.startswith("ended"))
+        hits = []
+        for bar in self.run(BARS, "#hits > li"):
+            cached, tokens = int(bar["data"]["cached"]), int(bar["data"]["tokens"])
+            assert bar["share"] == pytest.approx(cached / tokens, abs=0.02)
+            assert bar["number"].startswith(f"{cached} of {tokens} token")
+            if bar["data"]["name"].isdecimal():
+                hits.append((cached, tokens))
+        return self.get("output").get_property("textContent"), hits
+
+    def network(self, method):
+        """All events of one kind since the browser was started."""
+        self._events += [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        return [event["params"] for event in self._events if event["method"] == method]
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """Chromium and its driver."""
+    found = []
+    for name, variable in (("chromium", "CHROMIUM"), ("chromedriver", "CHROMEDRIVER")):
+        path = shutil.which(os.environ.get(variable) or name)
+        if path is None:
+            text = f"{name} is missing: install Debian's packages chromium and chromium-driver, or set {variable} to its path"
+            pytest.fail(text, pytrace=False)
+        found.append(path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(programs):
+    made = ServerProcess(*SMALL)
+    yield made
+    assert made.close() == 0
+
+
+@pytest.fixture(params=[1400, 390], ids="{}px".format)
+def page(request, programs, server, tmp_path):
+    chromium, chromedriver = programs
+    folder = Path(os.environ.get("CHUNKATTN_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (
+        "headless=new",
+        "no-sandbox",  # which refuses to run as root, as in containers
+        "disable-dev-shm-usage",  # small in containers
+        "disable-gpu",
+        "disable-quic",
+        "disable-sync",
+        "disable-background-networking",
+        "disable-component-update",
+        "no-first-run",
+        "hide-scrollbars",  # as on phones, where they take no room
+        "host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        f"user-data-dir={tmp_path / 'profile'}",
+    ):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, Service(chromedriver))
+    try:
+        made = Page(driver, server.url, request.param, folder)
+        yield made
+        assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+        urls = [event["request"]["url"] for event in made.network("Network.requestWillBeSent")]
+        assert f"{server.url}/static/app.js" in urls
+        # Others than these ask no host: data:, as the icon is.
+        assert [url for url in urls if re.match("(http|ws)s?:", url) and not url.startswith(f"{server.url}/")] == []
+    finally:
+        driver.quit()
+
+
+def test_inspect(page, server):
+    text = page.value("prompt-text")
+    page.get("inspect").send_keys(Keys.ENTER)  # a mouse might come to rest on the picture, and point at a cell
+    page.wait(lambda: page.find("part"))
+    page.keep("inspect")
+    shown = page.run(PARTS)
+    chips = [chip for part in shown for chip in part["chips"]]
+    titles = [re.fullmatch(r"token (\d+), id (\d+), position (\d+), text (.*)", chip["title"]).groups() for chip in chips]
+    tokens = [{"id": int(i), "text": json.loads(t), "position": int(p)} for _, i, p, t in titles]
+
+    with server.client() as http:
+        told = http.post("/inspect", json={"prompt": text, "chunk_aware": True}).json()
+    assert [part["name"] for part in shown] == [part["name"] for part in told["parts"]]
+    assert tokens == [token for part in told["parts"] for token in part["tokens"]]
+    assert [chip["text"].replace("·", " ") for chip in chips] == [token["text"] for token in tokens]
+    assert [chip["position"] for chip in chips] == [str(token["position"]) for token in tokens]
+
+    parser = PromptParser(load_tokenizer(str(DEMO_FOLDER)), separator=SEPARATOR, strategy="shared", chunk_aware=True)
+    layout = parser.parse(text).layout
+    assert layout.num_chunks > 1
+    assert [part["name"] for part in shown] == [segment.name for segment in layout.segments]
+    assert [int(index) for index, *_ in titles] == [*range(len(layout))]
+    assert [token["id"] for token in tokens] == layout.token_ids.tolist()
+    assert [token["position"] for token in tokens] == layout.positions.tolist()
+    for segment, words in zip(layout.segments, text.split(SEPARATOR), strict=True):
+        assert "".join(token["text"] for token in tokens[segment.start : segment.end]).strip() == words.strip()
+    summary = f"{len(layout)} tokens in {len(shown)} parts ({layout.num_chunks} documents)"
+    assert page.get("inspect-summary").text == f"{summary}; highest position id {layout.max_position}"
+
+    # The picture, at the middle of every cell: what is seen has the colour of its part, what is not is left out.
+    cells = np.array(page.run(CELLS, len(layout), MARGIN))
+    assert ((cells[..., 3] > 128) == layout.visible()).all()
+    colors = [[int(number) for number in re.findall(r"\d+", part["color"])] for part in shown]
+    assert len({*map(tuple, colors)}) == len(shown)
+    for segment, color in zip(layout.segments, colors, strict=True):
+        assert (cells[-1, segment.start : segment.end, :3] == color).all()
+
+    # The arrow keys start at the last token's row and the first one's column.
+    first, second = layout.segments[1].start, layout.segments[2].start
+    mask, readout = page.get("mask"), page.get("mask-readout")
+    mask.send_keys(Keys.ARROW_UP * (len(layout) - 1 - second) + Keys.ARROW_RIGHT * first)
+    assert re.fullmatch(rf"token {second} \(.*, chunk 1\) sees token {first} \(.*, chunk 0\): no", readout.text)
+    mask.send_keys(Keys.ARROW_LEFT)
+    assert re.fullmatch(rf"token {second} \(.*, chunk 1\) sees token {first - 1} \(.*, prefix\): yes", readout.text)
+
+
+def test_generate(page, server):
+    documents, question = STORIES[page.width]
+    text = SEPARATOR.join(["Read the documents and answer the question.", *documents, question])
+    asked = {"prompt": text, "chunk_aware": True, "max_tokens": int(page.value("max-tokens")), "temperature": 0}
+    with server.client() as http:  # under a salt of its own, so that the page finds nothing of it in the cache
+        done = http.post("/v1/completions", json={**asked, "return_chunk_usage": True, "cache_salt": "apart"}).json()
+    expected = done["choices"][0]["text"]
+    sizes = [chunk["tokens"] for chunk in done["usage"]["prompt_tokens_details"]["chunks"]]
+    assert expected.strip()
+    assert len(sizes) == len(documents)
+
+    page.get("tab-generate").click()
+    page.get("prompt-text").clear()
+    page.get("prompt-text").send_keys(text)
+    assert page.generate() == (expected, [(0, size) for size in sizes])
+    page.keep("generate-cold")
+    assert page.generate() == (expected, [(size, size) for size in sizes])
+    page.keep("generate-warm")
+
+    # In parts, and in another order.
+    page.get("mode-parts").click()
+    page.find("lower-document")[0].click()
+    assert [area.get_property("value") for area in page.find("document")] == documents[::-1]
+    assert page.generate() == (expected, [(size, size) for size in sizes[::-1]])
+    page.keep("generate-reordered")
+
+    answers = [event["response"] for event in page.network("Network.responseReceived")]
+    kinds = [answer["mimeType"] for answer in answers if answer["url"] == f"{server.url}/v1/completions"]
+    assert kinds == ["text/event-stream"] * 3
+
+
+def test_score(page, server):
+    page.get("tab-score").click()
+    query, items, labels = page.value("query"), page.value("items").splitlines(), page.value("labels").split(", ")
+    page.get("score").click()
+    page.wait(lambda: page.find("bar"))
+    page.keep("score")
+    with server.client() as http:
+        asked = {"query": query, "items": items, "labels": labels, "apply_softmax": True}
+        scores = [row[0] for row in http.post("/v1/score", json=asked).json()["scores"]]
+
+    bars = page.run(BARS, "#bars > li")
+    shown = [float(bar["data"]["score"]) for bar in bars]
+    order = [int(bar["data"]["index"]) for bar in bars]
+    assert shown == sorted(shown, reverse=True)
+    assert sorted(order) == [*range(len(items))]
+    assert order[0] == scores.index(max(scores))
+    assert shown == pytest.approx([scores[index] for index in order], abs=1e-6)
+    for bar, index, score in zip(bars, order, shown, strict=True):
+        assert bar["caption"] == f"{index} {items[index]}"
+        assert bar["number"] == f"{score:.4f}"
+        assert bar["share"] == pytest.approx(score, abs=0.02)
+
+    page.get("sort-scores").click()
+    assert [bar.get_attribute("data-index") for bar in page.find("bar")] == [str(index) for index in range(len(items))]
