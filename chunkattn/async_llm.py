@@ -168,6 +168,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        final_only: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt, yielding all there is so far whenever there is more.
 
@@ -182,6 +183,7 @@ class AsyncLLM:
             cache_salt: share the cache with requests of the same salt alone.
             priority: the lower goes first.
             timeout: seconds until it is aborted.
+            final_only: yield the last output alone.
 
         Raises:
             RequestError: prompt or parameters are invalid, or the checkpoint is a sequence classifier; nothing has been
@@ -195,7 +197,7 @@ class AsyncLLM:
         def parse() -> list[ParsedPrompt]:
             return [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware, cache_salt)
 
-        return self._generate(parse, sampling_params, request_id, priority, timeout)
+        return self._generate(parse, sampling_params, request_id, priority, timeout, final_only)
 
     def chat(
         self,
@@ -207,6 +209,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        final_only: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation, yielding as `generate` does.
@@ -219,6 +222,7 @@ class AsyncLLM:
             cache_salt: see `generate`.
             priority: see `generate`.
             timeout: see `generate`.
+            final_only: see `generate`.
             chat_template_kwargs: passed to the chat template.
 
         Raises:
@@ -229,7 +233,7 @@ class AsyncLLM:
         def parse() -> list[ParsedPrompt]:
             return self.frontend.parse_chat([as_list(messages, "messages")], documents, chat_template_kwargs, cache_salt)
 
-        return self._generate(parse, sampling_params, request_id, priority, timeout)
+        return self._generate(parse, sampling_params, request_id, priority, timeout, final_only)
 
     async def _generate(
         self,
@@ -238,6 +242,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         timeout: float | None,
+        final_only: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
         name = uuid4().hex if request_id is None else request_id
         if not isinstance(name, str) or name in self._generations:
@@ -250,12 +255,13 @@ class AsyncLLM:
                     return
                 builder.output.request_id = name
                 self._generations[name] = call, builder
-                call.send([request], lambda event: self._take(builder, event))
+                call.send([request], lambda event: self._take(builder, event), quiet=final_only)
                 ended = False
                 while not ended:
                     await call.wait()
                     ended = builder.finished  # before the caller gets its turn, in which more may come
-                    yield _snapshot(builder.output)
+                    if ended or not final_only:
+                        yield _snapshot(builder.output)
             finally:
                 del self._generations[name]
 

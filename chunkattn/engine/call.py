@@ -37,7 +37,7 @@ class Call:
         self._client = client
         self._take: Take = lambda _: False
         self._outstanding: set[str] = set()
-        self.done = False
+        self.done = self._quiet = False
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._expired: DeadlineExceededError | None = None
@@ -74,8 +74,13 @@ class Call:
             work.cancel()
         return work.result()
 
-    def send(self, requests: Sequence[Message], take: Take) -> None:
+    def send(self, requests: Sequence[Message], take: Take, *, quiet: bool = False) -> None:
         """Send the requests; their outputs go to `take`. May be called again when all before have ended.
+
+        Args:
+            requests: whatever is to run.
+            take: see `Take`.
+            quiet: wake the caller when all have ended, not at every output.
 
         Raises:
             DeadlineExceededError: time is up.
@@ -84,7 +89,7 @@ class Call:
         """
         if error := self._error or self._expired:
             raise error
-        self._take = take
+        self._take, self._quiet = take, quiet
         self._changed.clear()
         self._client.hold(self)
         self._client.send_requests(self, requests)
@@ -110,7 +115,7 @@ class Call:
         Raises:
             ChunkAttnError: as `send` and `wait`.
         """
-        self.send(requests, take)
+        self.send(requests, take, quiet=True)
         while not self.done:
             await self.wait()
 
@@ -137,7 +142,8 @@ class Call:
             self.done = not self._outstanding
             if self.done:  # a caller that takes its time with the result keeps nobody out
                 self._client.release(self)
-        self._changed.set()
+        if self.done or not self._quiet:
+            self._changed.set()
 
     def fail(self, error: BaseException) -> None:
         """End with an error, unless it is done."""

@@ -12,6 +12,10 @@ from typing import Any
 
 import uvicorn
 
+try:
+    import uvloop
+except ImportError:  # there is none for Windows
+    uvloop = None  # type: ignore[assignment]
 from chunkattn import logs
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
@@ -20,6 +24,9 @@ from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
 
 logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep an idle connection (httpx 5 s): who closes first must not be the one that is about to be asked."""
 
 
 class Server(uvicorn.Server):
@@ -65,14 +72,22 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
     _set_up_logs(config.log_format)
     listening = _listen(config)
     try:
-        asyncio.run(_serve(AsyncLLM(**options), config, listening))
+        run = asyncio.run if uvloop is None else uvloop.run
+        run(_serve(AsyncLLM(**options), config, listening))
     finally:
         listening.close()
 
 
 async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> None:
     app = create_app(llm, config)
-    http = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    http = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+    )
     server = Server(http, app.state.server)
     host, port = listening.getsockname()[:2]
     serving = asyncio.create_task(server.serve([listening]))
@@ -96,7 +111,10 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
 def _listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+        listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
+        # Connections inherit it. asyncio sets it where it made the socket itself; without, events wait for the client's ACK.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
     except OSError as error:
         raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from None
 

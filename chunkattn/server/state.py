@@ -92,7 +92,7 @@ class ServerState:
             raise ApiError(503, f"the server is {state}; try again", code=f"server_{state}", **{"Retry-After": "1"})
 
 
-def get_state(request: Request) -> ServerState:
+async def get_state(request: Request) -> ServerState:  # async, or it would run in a thread
     """The server's state."""
     return request.app.state.server
 
@@ -151,6 +151,11 @@ class EventStream(StreamingResponse):
 
 async def merged(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """What several generators yield, with their numbers, as it comes. The first error ends all of them."""
+    if len(streams) == 1:  # needs no task for each value
+        async with aclosing(streams[0]):
+            async for value in streams[0]:
+                yield 0, value
+        return
     pending: dict[asyncio.Task[T], int] = {}
     try:
         pending = {_next(stream): number for number, stream in enumerate(streams)}

@@ -121,6 +121,7 @@ class Completion(Answer):
                 cache_salt=body.cache_salt,
                 priority=body.priority,
                 timeout=self.state.config.request_timeout_s,
+                final_only=not body.stream,
             )
             for prompt in prompts
         ]
@@ -226,6 +227,7 @@ class Chat(Answer):
             cache_salt=body.cache_salt,
             priority=body.priority,
             timeout=self.state.config.request_timeout_s,
+            final_only=not body.stream,
             chat_template_kwargs=body.template_options(),
         )
         return [conversation]
