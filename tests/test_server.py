@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import openai
 import pytest
 
 from chunkattn import ChunkedPrompt, SamplingParams
-from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
+from tests.server_helpers import CACHE, SMALL, ServerProcess, is_idle, wait_until
 
 PROMPT = "Read the notes. # # Ana lives in Oslo. # # Ben lives in Rome. # # Where does Ana live? Answer:"
 PARTS = ChunkedPrompt("Read the notes.", ["Ana lives in Oslo # # .", "Ben lives in Rome."], "Where does Ana live? Answer:")
@@ -397,3 +398,16 @@ def test_documented_calls(server, page):
         command = call.replace("localhost:8000", server.url)
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
         assert "error" not in json.loads(done.stdout), done.stdout
+
+
+@pytest.mark.slow
+def test_clients_of_every_kind_for_a_while():
+    """Right answers, no errors, everything free in the end, whoever leaves midway."""
+    options = ["--seconds", "20", "--clients", "32", "--json", "-"]
+    variables = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
+    command = [sys.executable, "-m", "benchmarks.serve_load", *options]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    result = json.loads(done.stdout)
+    assert not result["errors"]
+    assert all(found["finished"] and found["disconnected"] for found in result["requests"].values())

@@ -1,5 +1,6 @@
 """How a server starts, whom it lets in, how it lives through the death of its engine, and how it ends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -237,3 +238,46 @@ def test_a_config_file_is_checked(tmp_path):
 def test_bad_server_options(options):
     with pytest.raises(ConfigError):
         ServerConfig(**options)
+
+
+def test_out_of_pages():
+    """Requests that do not fit together take turns; one that cannot fit says so, and why; nobody else is touched."""
+    server = ServerProcess(*SMALL, f"--kv-cache-memory-bytes={1 << 20}")
+    questions = [f"Where does number {n} live?" for n in range(8)]
+
+    def ask(question, stream=False):
+        body = {"prompt": question, "temperature": 0, "max_tokens": 120, "ignore_eos": True, "stream": stream}
+        with server.client() as own:
+            answer = own.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()["choices"][0]["text"]
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    try:
+        with server.client() as http, ThreadPoolExecutor(8) as pool:
+            alone = [ask(question) for question in questions]
+            asked = [pool.submit(ask, question, stream=bool(n % 2)) for n, question in enumerate(questions)]
+            refused = http.post("/v1/completions", json={"prompt": "word " * 480, "max_tokens": 8})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert [future.result(60) for future in asked] == alone
+            assert "chunkattn_preemptions_total 0.0" not in http.get("/metrics").text  # they did not fit together
+
+            documents = [{"id": str(n), "text": f"{n} " * 60} for n in range(5)]
+            pinned = http.post("/v1/cache/documents", json={"documents": documents[:4], "pin": True})
+            assert pinned.status_code == 200, pinned.text
+            asked = [pool.submit(ask, question) for question in questions[:2]]
+            refused = http.post("/v1/completions", json={"prompt": "word " * 150, "max_tokens": 8})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert "pinned" in refused.json()["error"]["message"]
+            refused = http.post("/v1/cache/documents", json={"documents": documents, "pin": True})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert [future.result(60) for future in asked] == alone[:2]
+            for document in documents[:4]:
+                assert http.delete(f"/v1/cache/documents/{document['id']}").status_code == 200
+            assert http.post("/v1/completions", json={"prompt": "word " * 150, "max_tokens": 8}).status_code == 200
+            wait_until(lambda: is_idle(http))
+            assert 'chunkattn_pages{state="pinned"} 0.0' in http.get("/metrics").text
+    finally:
+        assert server.close() == 0
