@@ -195,7 +195,9 @@ class AsyncLLM:
         """
 
         def parse() -> list[ParsedPrompt]:
-            return [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware, cache_salt)
+            if isinstance(prompt, ParsedPrompt):
+                return self.frontend.salted([prompt], cache_salt)
+            return self.frontend.parse([prompt], chunk_aware, cache_salt)
 
         return self._generate(parse, sampling_params, request_id, priority, timeout, final_only)
 
@@ -418,6 +420,7 @@ class AsyncLLM:
         *,
         pin: bool = False,
         cache_salt: str | None = None,
+        priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> CacheReport:
@@ -428,6 +431,7 @@ class AsyncLLM:
             documents: all text, or all token ids, as the prefix is.
             pin: keep them until `unpin`, whatever else needs pages.
             cache_salt: see `generate`.
+            priority: see `generate`.
             chat_template_kwargs: as they will be given to `chat`.
             timeout: see `generate`.
 
@@ -440,7 +444,9 @@ class AsyncLLM:
             ChunkAttnError: as `generate`.
         """
         with self.client.call(_check_timeout(timeout)) as call:
-            job = await call.prepare(self.frontend.precompute, prefix, documents, cache_salt, pin, chat_template_kwargs)
+            job = await call.prepare(
+                self.frontend.precompute, prefix, documents, cache_salt, pin, chat_template_kwargs, priority
+            )
             try:
                 await call.finish(job.requests, _each(job.add))
             except BaseException:
@@ -461,6 +467,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: as `precompute`.
+            QueueFullError: `max_queued_requests` are on their way already.
             EngineDeadError: the engine is not ready, or dies.
         """
         return await self._ask_cache(prefix, documents, cache_salt, chat_template_kwargs, forget=False)
@@ -480,6 +487,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: as `precompute`.
+            QueueFullError: `max_queued_requests` are on their way already.
             EngineDeadError: the engine is not ready, or dies.
         """
         return await self._ask_cache(prefix, documents, cache_salt, chat_template_kwargs, forget=True)
@@ -487,8 +495,9 @@ class AsyncLLM:
     async def _ask_cache(
         self, prefix: Any, documents: Any, salt: str | None, options: Mapping[str, Any] | None, *, forget: bool
     ) -> CacheReport:
-        job = await asyncio.to_thread(self.frontend.precompute, prefix, documents, salt, False, options)
-        return job.found(await self.client.look_up(job.requests, forget=forget))
+        with self.client.call() as call:
+            job = await call.prepare(self.frontend.precompute, prefix, documents, salt, False, options)
+            return job.found(await self.client.look_up(job.requests, forget=forget))
 
     async def unpin(self, report: CacheReport) -> None:
         """Let what a `precompute(pin=True)` pinned be evicted again."""

@@ -88,7 +88,7 @@ class Frontend:
         """
         self.intake.check_generates()
         listed = [prompts] if isinstance(prompts, (str, Mapping, ChunkedPrompt)) else as_list(prompts, "prompts")
-        return self._salted([self.parser.parse(p, chunk_aware) for p in listed], cache_salt)
+        return self.salted([self.parser.parse(p, chunk_aware) for p in listed], cache_salt)
 
     def parse_chat(
         self, messages: Any, documents: Sequence[str] | None, options: Mapping[str, Any] | None, cache_salt: str | None
@@ -101,9 +101,14 @@ class Frontend:
         self.intake.check_generates()
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
-        return self._salted([self.parser.parse_chat(m, documents, **(options or {})) for m in conversations], cache_salt)
+        return self.salted([self.parser.parse_chat(m, documents, **(options or {})) for m in conversations], cache_salt)
 
-    def _salted(self, prompts: list[ParsedPrompt], cache_salt: str | None) -> list[ParsedPrompt]:
+    def salted(self, prompts: list[ParsedPrompt], cache_salt: str | None) -> list[ParsedPrompt]:
+        """Prompts under a salt, where they have none of their own.
+
+        Raises:
+            RequestError: it is no text.
+        """
         salt = check_salt(cache_salt)
         return [replace(p, cache_salt=p.cache_salt or salt) for p in prompts]
 
@@ -131,7 +136,13 @@ class Frontend:
     # The cache
 
     def precompute(
-        self, prefix: Any, documents: Any, cache_salt: str | None, pin: bool, options: Mapping[str, Any] | None = None
+        self,
+        prefix: Any,
+        documents: Any,
+        cache_salt: str | None,
+        pin: bool,
+        options: Mapping[str, Any] | None = None,
+        priority: int = 0,
     ) -> PrecomputeJob:
         """Checked requests that fill the cache, and what tells about it.
 
@@ -143,6 +154,7 @@ class Frontend:
             raise RequestError("this engine keeps nothing: enable_prefix_caching is False", param="documents")
         if not isinstance(pin, bool):
             raise RequestError(f"pin must be True or False, got {pin!r}", param="pin")
+        (rank,) = _one_each(priority, Integral, [None], "priority")
         prefix_ids, chunks = self.parser.parse_cache(prefix, documents, options)
         if not prefix_ids and not chunks:
             raise RequestError("there is neither a prefix nor a document", param="documents")
@@ -155,7 +167,7 @@ class Frontend:
             layout = make_layout(prefix_ids, [chunks[number] for number in group], [], strategy)
             if not len(layout):
                 continue  # an empty document behind an empty prefix
-            request = PrecomputeRequest(self._new_id(), layout, check_salt(cache_salt), pin)
+            request = PrecomputeRequest(self._new_id(), layout, check_salt(cache_salt), pin, priority=int(rank))
             try:
                 self.intake.check(request)
             except RequestError as error:

@@ -107,8 +107,15 @@ class Thrash:
             core.scheduler.preempt(core.scheduler.running[int(rng.integers(len(core.scheduler.running)))])
         elif action < 0.32:
             core.scheduler.trie.evict_all()
-        elif action < 0.34:
+        elif action < 0.33:
             core.unpin(core.pins)
+        elif action < 0.34:
+            prefix, chunks, _ = self.random_parts()
+            context = make_layout(prefix, chunks, [], self.strategy)
+            if len(context):
+                asked = PrecomputeRequest("", context, rng.choice([None, "s"]))
+                before = core.look_up(asked, forget=bool(rng.random() < 0.7))
+                assert before.total <= len(context)
         elif action < 0.345:
             stage = str(rng.choice(["forward", "sample", "copy_pages"]))
             original = getattr(core.runner, stage)

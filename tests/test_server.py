@@ -5,16 +5,21 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import cohere
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from chunkattn import ChunkedPrompt, SamplingParams
+from chunkattn.server.texts import TokenTexts
 from tests.server_helpers import CACHE, SMALL, ServerProcess, is_idle, wait_until
 
 PROMPT = "Read the notes. # # Ana lives in Oslo. # # Ben lives in Rome. # # Where does Ana live? Answer:"
@@ -347,6 +352,67 @@ def test_bodies_that_are_no_requests(http, content, status):
 def test_a_large_body_without_a_length(http):
     answer = http.post(COMPLETION, content=(b"x" * (1 << 20) for _ in range(40)), headers={"Content-Type": "application/json"})
     assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000,
+        b"GET /" + b"a" * 100_000,
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20_000,
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: yz\r\n" * 30_000,
+    ],
+    ids=["header", "path", "headers", "trailers"],
+)
+def test_endless_heads(server, sent):
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), timeout=20) as connection:
+        with suppress(ConnectionError):  # it may hang up while we send
+            connection.sendall(sent)
+        with suppress(ConnectionError):
+            answer = connection.recv(1 << 16)
+            assert not answer or answer.startswith(b"HTTP/1.1 400")
+            while connection.recv(1 << 16):
+                pass
+
+
+def test_offsets_count_characters(client):
+    """Of the text that is sent back, whatever bytes its tokens are."""
+    asked = {
+        "model": MODEL,
+        "prompt": "Ana likes 油, Öl and 🍯. # # Ben",
+        "max_tokens": 4,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 0,
+    }
+    (whole,) = client.completions.create(**asked).choices
+    offsets, tokens = whole.logprobs.text_offset, whole.logprobs.tokens
+    assert offsets[0] == 0
+    for begin, end, token in zip(offsets, [*offsets[1:], len(whole.text)], tokens, strict=True):
+        if "\ufffd" not in token:
+            assert whole.text[begin:end] in (token, token.removeprefix(" "))
+        else:
+            assert whole.text[begin:end] in ("", "油", "Ö", "🍯")
+    streamed = [choice for event in client.completions.create(**asked, stream=True) for choice in event.choices]
+    assert "".join(choice.text for choice in streamed) == whole.text
+    assert [offset for choice in streamed if choice.logprobs for offset in choice.logprobs.text_offset] == offsets
+
+
+def byte_level_tokenizer():
+    """Of single bytes, as byte-level BPE spells them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.mark.parametrize("byte_level", [False, True])
+def test_bytes_of_tokens(demo, byte_level):
+    tokenizer = byte_level_tokenizer() if byte_level else demo.tokenizer
+    texts, text = TokenTexts(tokenizer, []), "Ana likes 油, Öl and 🍯."
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert b"".join(map(texts.raw, ids)).decode().strip() == text
 
 
 def test_other_paths_methods_and_models(http):

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import httpx
 import pytest
 
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
@@ -117,12 +118,53 @@ def test_pins(http):
 
 
 def test_documents_expire(http):
-    put(http, [{"id": "a", "text": TEXTS[0]}, {"id": "b", "text": TEXTS[1]}], ttl_s=0.5, pin=True)
-    assert http.get(f"{URL}/a").json()["expires"] <= time.time() + 0.5
-    assert http.patch(f"{URL}/b", json={"ttl_s": "never"}).json()["expires"] is None
-    wait_until(lambda: http.get(f"{URL}/a").status_code == 404)
-    assert http.get(f"{URL}/b").json()["pinned"]
-    wait_until(lambda: cached_tokens(http, TEXTS[:1])[0][0] == 0 or http.delete(f"{URL}/a").status_code == 200)
+    began = time.time()
+    put(http, [{"id": "a", "text": TEXTS[0]}, {"id": "b", "text": TEXTS[1]}], ttl_s=100, pin=True)
+    assert began + 100 <= http.get(f"{URL}/a").json()["expires"] <= time.time() + 100
+    assert http.patch(f"{URL}/b", json={"ttl_s": 0.1}).json()["expires"] < began + 90
+    wait_until(lambda: http.get(f"{URL}/b").status_code == 404)
+    assert http.patch(f"{URL}/a", json={"ttl_s": "never"}).json()["expires"] is None
+    before = http.get(f"{URL}/a").json()
+    assert before["pinned"]
+    assert before["cached"]
+    put(http, [{"id": "b", "text": TEXTS[1]}], ttl_s=0.1)
+    put(http, [{"id": "b", "text": TEXTS[1]}])  # the last word counts
+    time.sleep(0.3)
+    assert http.get(f"{URL}/b").json()["expires"] is None
+
+
+def test_a_client_that_leaves_leaves_nothing(http, server):
+    """Neither pins nor documents, however far its request got."""
+    used, left = pages(http, "pinned"), 0
+    for number, wait in enumerate((0.001, 0.01, 0.03, 0.06)):
+        texts = [f"{number} {n} " * 50 for n in range(2)]
+        try:
+            with server.client() as own:
+                own.post(URL, json={"prefix": PREFIX, "documents": texts, "pin": True}, timeout=wait)
+        except httpx.TimeoutException:
+            left += 1
+        wait_until(lambda: is_idle(http))
+    assert left
+    # One that came in time is there, and told.
+    for document in http.get(URL).json()["data"]:
+        assert document["pinned"]
+        assert http.delete(f"{URL}/{document['id']}").status_code == 200
+    wait_until(lambda: pages(http, "pinned") == used)
+
+
+def test_deleted_below_a_running_request(http, server):
+    """What it goes on to compute is not kept either."""
+    put(http, [{"id": "a", "text": TEXTS[0]}])
+    chunks = {"prefix": PREFIX, "documents": TEXTS[:1], "question": QUESTION}
+    body = {"chunks": chunks, "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        with server.client() as own:
+            assert own.delete(f"{URL}/a").status_code == 200
+        assert [*lines][-2] == "data: [DONE]"
+    wait_until(lambda: is_idle(http))
+    assert cached_tokens(http, TEXTS[:1])[0][0] == 0
 
 
 def test_chats_find_them(http):
@@ -160,6 +202,7 @@ def test_an_engine_that_died_holds_nothing(http, server):
         ({"documents": ["a"], "ttl_s": 0}, "ttl_s", "above 0"),
         ({"documents": ["a"], "prefix": "b", "messages": []}, None, "exclude each other"),
         ({"documents": [f"text {n}" for n in range(9)]}, "documents", "max_cached_documents 8"),
+        ({"documents": [f"a{n}" for n in range(20_000)]}, "documents", "max_items_per_request"),
         ({"documents": ["word " * 9000]}, "documents", "max_"),
         ({"documents": ["a"], "model": "other"}, "model", "not served"),
     ],

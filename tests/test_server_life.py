@@ -245,8 +245,8 @@ def test_out_of_pages():
     server = ServerProcess(*SMALL, f"--kv-cache-memory-bytes={1 << 20}")
     questions = [f"Where does number {n} live?" for n in range(8)]
 
-    def ask(question, stream=False):
-        body = {"prompt": question, "temperature": 0, "max_tokens": 120, "ignore_eos": True, "stream": stream}
+    def ask(question, stream=False, tokens=120):
+        body = {"prompt": question, "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
         with server.client() as own:
             answer = own.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -264,19 +264,20 @@ def test_out_of_pages():
             assert [future.result(60) for future in asked] == alone
             assert "chunkattn_preemptions_total 0.0" not in http.get("/metrics").text  # they did not fit together
 
-            documents = [{"id": str(n), "text": f"{n} " * 60} for n in range(5)]
+            alone = [ask(question, tokens=40) for question in questions[:2]]
+            documents = [{"id": str(n), "text": f"{n} " * 30} for n in range(7)]
             pinned = http.post("/v1/cache/documents", json={"documents": documents[:4], "pin": True})
             assert pinned.status_code == 200, pinned.text
-            asked = [pool.submit(ask, question) for question in questions[:2]]
-            refused = http.post("/v1/completions", json={"prompt": "word " * 150, "max_tokens": 8})
+            asked = [pool.submit(ask, question, tokens=40) for question in questions[:2]]
+            refused = http.post("/v1/completions", json={"prompt": "word " * 60, "max_tokens": 8})
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
             assert "pinned" in refused.json()["error"]["message"]
             refused = http.post("/v1/cache/documents", json={"documents": documents, "pin": True})
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-            assert [future.result(60) for future in asked] == alone[:2]
+            assert [future.result(60) for future in asked] == alone
             for document in documents[:4]:
                 assert http.delete(f"/v1/cache/documents/{document['id']}").status_code == 200
-            assert http.post("/v1/completions", json={"prompt": "word " * 150, "max_tokens": 8}).status_code == 200
+            assert http.post("/v1/completions", json={"prompt": "word " * 60, "max_tokens": 8}).status_code == 200
             wait_until(lambda: is_idle(http))
             assert 'chunkattn_pages{state="pinned"} 0.0' in http.get("/metrics").text
     finally:

@@ -67,3 +67,55 @@ def test_a_salt_leaves_no_trace():
     assert len(trie._roots) <= 3
     trie.evict_all()
     assert not trie._roots
+
+
+def question(trie, prefix, *chunks):
+    """Hold a block below a prefix and the ends of chunks, with one more below it; children first."""
+    above = [trie.acquire(block) for block in (prefix, *chunks)]
+    first, second = trie.new(1, keep=True), trie.new(1, keep=True)
+    trie.link(first, tuple(above), ("q", *(c.serial for c in chunks)))
+    trie.link(second, (first,), ("more",))
+    first.filled = second.filled = 1
+    return [second, first, *reversed(above)]
+
+
+def test_forgotten_paths_go_with_what_stands_on_them():
+    trie = BlockTrie(16)
+    for names in ("pab", "pac", "pd"):
+        trie.release(path(trie, *names))
+    p = trie.root(None).children["p",]
+    a, d = p.children["a",], p.children["d",]
+    b = a.children["b",]
+    for chunks in ((b, d), (d,), (b,)):
+        trie.release(question(trie, p, *chunks))
+    trie.check([])
+    trie.forget([a, b])
+    trie.check([])
+    assert cached(trie) == {"p", "a", "c", "d", "q", "more"}  # "a" stays for "c", and one question that saw "d" alone
+    assert trie.num_cached == 6
+    trie.evict_all()
+    assert trie.pool.num_free == 16
+
+
+def test_what_is_held_is_forgotten_with_its_holder():
+    trie = BlockTrie(8)
+    held = path(trie, "a", "b")
+    b, a = held[:2]
+    asked = question(trie, a, b)
+    trie.forget([b])
+    trie.check([held, asked])
+    assert cached(trie) == {"a", "b", "q", "more"}
+    trie.release(held)
+    trie.check([asked])
+    trie.release(asked)
+    trie.check([])
+    assert cached(trie) == {"a"}
+
+
+def test_looking_is_no_use():
+    trie = BlockTrie(2)
+    trie.release(path(trie, "a"))
+    trie.release(path(trie, "b"))
+    trie.release(path(trie, "a"), used=False)
+    trie.release(path(trie, "c"))
+    assert cached(trie) == {"b", "c"}

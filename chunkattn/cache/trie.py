@@ -36,6 +36,7 @@ class Block:
         planned: tokens computed once the step being built has run.
         refs: sequences and pins that hold it.
         parents: the blocks it depends on; it is listed under the first.
+        later: blocks it is a parent of, but not the first.
         key: under the first parent, of a root its salt; None while it is private to one sequence.
         keep: whether it stays when nobody holds it.
     """
@@ -47,6 +48,7 @@ class Block:
         "keep",
         "key",
         "last_used",
+        "later",
         "page",
         "parents",
         "planned",
@@ -61,6 +63,7 @@ class Block:
         self.parents: tuple[Block, ...] = ()
         self.key: Key | None = None
         self.children: dict[Key, Block] = {}
+        self.later: set[Block] = set()
 
     @property
     def complete(self) -> bool:
@@ -123,8 +126,12 @@ class BlockTrie:
         self._unheld.discard(block)
         return block
 
-    def release(self, blocks: Iterable[Block]) -> None:
+    def release(self, blocks: Iterable[Block], *, used: bool = True) -> None:
         """One holder less, children before their parents.
+
+        Args:
+            blocks: held once more than they shall be.
+            used: whether this counts as a use, before which others are evicted.
 
         A complete block of the trie stays until its page is wanted, unless it is to be forgotten; anything else is
         freed with its last holder.
@@ -132,7 +139,7 @@ class BlockTrie:
         now = next(self._clock)
         for block in blocks:
             block.refs -= 1
-            block.last_used = now
+            block.last_used = now if used else block.last_used
             if block.refs:
                 continue
             if block.page < 0:
@@ -151,10 +158,10 @@ class BlockTrie:
         Args:
             path: blocks one below the other, from the first.
         """
-        doomed, later = [*path], [b for b in self.blocks() if path[-1] in b.parents[1:]]
-        while later:
-            doomed.append(block := later.pop())
-            later += block.children.values()
+        doomed, below = [*path], [*path[-1].later]
+        while below:
+            doomed.append(block := below.pop())
+            below += block.children.values()
         for block in reversed(doomed):
             block.keep = False
             if block in self._unheld and not block.dependents:
@@ -181,6 +188,8 @@ class BlockTrie:
         parents[0].children[key] = block
         for parent in parents:
             parent.dependents += 1
+        for parent in parents[1:]:
+            parent.later.add(block)
 
     def reset(self) -> None:
         """Forget every block and hand out the pages anew: for a pool that was lost. Nobody may hold a block."""
@@ -220,6 +229,8 @@ class BlockTrie:
         self.pool.release(block.page)
         if block.key is not None:
             del block.parents[0].children[block.key]
+            for parent in block.parents[1:]:
+                parent.later.discard(block)
             for parent in block.parents:
                 parent.dependents -= 1
                 self._offer(parent)
@@ -256,4 +267,5 @@ class BlockTrie:
             assert all(p.page < 0 or (p in reachable and p.refs >= bool(block.refs)) for p in block.parents), "parent lost"
             expected = sum(child.parents.count(block) for child in reachable)
             assert len(block.children) <= block.dependents == expected, "dependents are miscounted"
+            assert block.later == {child for child in reachable if block in child.parents[1:]}, "later blocks are miscounted"
         self.pool.check(b.page for b in reachable | {b for b in refs if b.page >= 0})

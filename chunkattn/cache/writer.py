@@ -150,8 +150,7 @@ class StoreWriter:
                 self._busy = True
             kept = False
             try:
-                for key in doomed:  # before anything is written: whoever has it written again has asked later
-                    self.store.delete(key)
+                self._delete(doomed)  # before anything is written: whoever has it written again has asked later
                 if touched:
                     self.store.touch(touched)
                 kept = job is None or self._write(*job[:-1])
@@ -166,6 +165,14 @@ class StoreWriter:
                         self.pending_bytes -= job[-1]
                         self._lost += [] if kept else [job[0]]
                 job = None  # and with it what `fetch` holds on to
+
+    def _delete(self, keys: set[bytes]) -> None:
+        for key in keys:
+            try:
+                self.store.delete(key)
+            except Exception:
+                self.failed += 1
+                logger.warning("cannot delete KV entry %s", key.hex(), exc_info=True)
 
     def _write(self, key: bytes, fetch: Fetch, tokens: int, kind: str) -> bool:
         if self.store.contains(key):

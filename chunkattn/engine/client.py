@@ -175,10 +175,7 @@ class EngineClient:
             RequestError: a value cannot be sent.
         """
         self._check_ready()
-        try:
-            self._send(requests)
-        except (UnicodeEncodeError, OverflowError) as error:
-            raise RequestError(f"the request holds a value that cannot be sent to the engine: {error}") from None
+        self._send(requests)
         self._owners |= {r.request_id: call for r in requests}
 
     def forget(self, request_id: str) -> None:
@@ -242,7 +239,10 @@ class EngineClient:
 
     def _send(self, messages: Sequence[WireMessage]) -> None:
         assert self._worker is not None
-        self._worker.send(messages)
+        try:
+            self._worker.send(messages)
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise RequestError(f"the request holds a value that cannot be sent to the engine: {error}") from None
 
     def _check_ready(self) -> None:
         if not self.is_ready:

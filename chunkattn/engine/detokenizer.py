@@ -11,6 +11,10 @@ _CONTEXT = 6
 """Prompt tokens decoded along with the output: a tokenizer may treat the first token of a text differently."""
 
 
+_LONGEST = 16
+"""Tokens that are held back: a character has four bytes, so this many are none, and each is decoded with all before it."""
+
+
 class Detokenizer:
     """Incremental text of one sample, cut at stop strings.
 
@@ -42,12 +46,12 @@ class Detokenizer:
     def add(self, token_id: int, *, last: bool = False) -> bool:
         """Take one token; True when a stop string ended the text.
 
-        Bytes of an unfinished character are held back until it is whole, or until `last`.
+        Bytes of an unfinished character are held back until it is whole, or until `last`, or until they are too many for one.
         """
         self._ids.append(token_id)
         self._num_generated += 1
         before, now = self._decode(self._begin, self._done), self._decode(self._begin, len(self._ids))
-        if now.endswith("\ufffd") and not last:  # held back
+        if now.endswith("\ufffd") and not last and len(self._ids) - self._done < _LONGEST:  # held back
             return False
         searched = len(self.text)
         self.text += now[len(before) :]

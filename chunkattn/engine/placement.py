@@ -55,7 +55,7 @@ class Placement:
         """The parts of a prompt with the blocks that are there; nobody holds them for it."""
         (sequence,) = request.sequences
         found, _ = self._find(sequence)
-        self._let_go(sequence, found)
+        self._let_go(sequence, found, used=False)
         return found
 
     def _find(self, sequence: Sequence) -> tuple[list[Part], int]:
@@ -68,9 +68,9 @@ class Placement:
         sequence.root = self.trie.acquire(root)
         return self._walk(sequence, create=False)
 
-    def _let_go(self, sequence: Sequence, found: list[Part]) -> None:
+    def _let_go(self, sequence: Sequence, found: list[Part], *, used: bool = True) -> None:
         assert sequence.root is not None
-        self.trie.release([*held_by(found), sequence.root])
+        self.trie.release([*held_by(found), sequence.root], used=used)
         sequence.root = None
 
     def _place(self, sequence: Sequence, headroom: int) -> bool:
@@ -168,6 +168,7 @@ class Placement:
         key = self._key(sequence, len(request.parts) - 1, part.start + index * self.block_size, block.size, parents)
         twin = parents[0].children.get(key)
         if twin is None:
+            block.keep = all(parent.keep for parent in parents)  # not below what is to be forgotten
             self.trie.link(block, parents, key)
         elif twin.complete:
             part.blocks[index] = self.trie.acquire(twin)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from chunkattn.engine.control import (
     WarmupProgress,
 )
 from chunkattn.engine.messages import (
+    CachedTokens,
     EngineOutput,
     GenerateRequest,
     PrecomputeRequest,
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_HEARTBEATS_S = 0.5
 _LAST_WORDS_S = 2
+_INBOX_S = 0.05
 _DISK_WAIT_S = 600
 
 
@@ -104,13 +107,18 @@ class Worker:
             self._outbox.send(encode(batch))
 
     def _take_messages(self) -> None:
-        """Handle what has come in, without waiting: whatever it ends is gone before the next step."""
-        replies: list[WireMessage] = []
-        while self._inbox.poll(0):
+        """Handle what has come in, without waiting: whatever it ends is gone before the next step.
+
+        A flood does not keep others from their steps.
+        """
+        until = time.monotonic() + _INBOX_S
+        while self._inbox.poll(0) and not (self.core.has_work and time.monotonic() > until):
+            replies: list[WireMessage] = []
             for message in decode(self._inbox.recv()):
+                self._clock.begin()
                 reply = self._handle(message)
                 replies += [] if reply is None else [reply]
-        self._send(replies)
+            self._send(replies)
 
     def _handle(self, message: WireMessage) -> WireMessage | None:
         match message:
@@ -128,7 +136,7 @@ class Worker:
             case ResetCache(query_id):
                 return ResetReply(query_id, self.core.reset_prefix_cache())
             case CacheQuery(query_id, requests, forget):
-                return CacheReply(query_id, tuple(self.core.look_up(r, forget=forget) for r in requests))
+                return CacheReply(query_id, tuple(self._look_up(r, forget) for r in requests))
             case MetricsQuery(query_id):
                 return MetricsReply(query_id, self.core.metrics_text())
             case Shutdown():
@@ -136,6 +144,12 @@ class Worker:
             case _:
                 raise TypeError(f"{type(message).__name__} is no message for a worker")
         return None
+
+    def _look_up(self, request: PrecomputeRequest, forget: bool) -> CachedTokens:
+        try:
+            return self.core.look_up(request, forget=forget)
+        except RequestError:  # what this engine could not even compute it does not have
+            return CachedTokens(0, (0,) * request.layout.num_chunks, 0)
 
     def _let_disk_catch_up(self, outputs: Iterable[EngineOutput]) -> None:
         """Precomputing outruns the KV store, which then drops parts: wait for it while nothing else is to be done."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunkattn.errors import EngineDeadError
+from chunkattn.errors import ChunkAttnError, EngineDeadError
 from chunkattn.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
 
 _AGAIN_S = 1.0
 
+Content = tuple[str | None, bytes, bytes]
+"""Salt, and int32 token ids of prefix and document: what K/V is kept by."""
+
 
 @dataclass(eq=False)
 class StoredDocument:
     """A document behind its prefix.
 
     Attributes:
-        prefix_ids, token_ids: of the model.
+        content: what it is.
         num_bytes: of the document's K/V pages.
         created, expires: seconds since the epoch; `expires` is None for one that stays.
         pin: what holds its pages, and the engine's number of restarts when it did: with an engine its pins are gone.
@@ -33,18 +37,27 @@ class StoredDocument:
     """
 
     id: str
-    cache_salt: str | None
-    prefix_ids: list[int]
-    token_ids: list[int]
+    content: Content
     num_bytes: int
     created: float = field(default_factory=time.time)
     expires: float | None = None
     pin: tuple[str, int] | None = None
     timer: asyncio.TimerHandle | None = None
 
-    def is_of(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
-        """Whether it has these tokens."""
-        return self.prefix_ids == prefix_ids and self.token_ids == token_ids
+    @property
+    def cache_salt(self) -> str | None:
+        """Whom it is shared with."""
+        return self.content[0]
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """Token ids before it."""
+        return _ids(self.content[1])
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its own."""
+        return _ids(self.content[2])
 
 
 class Documents:
@@ -61,6 +74,8 @@ class Documents:
     def __init__(self, llm: AsyncLLM, limit: int) -> None:
         self.llm, self.limit = llm, limit
         self._stored: dict[tuple[str | None, str], StoredDocument] = {}
+        self._wanted: Counter[Content] = Counter()  # by how many documents, those on their way among them
+        self._coming = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def get(self, document_id: str, cache_salt: str | None) -> StoredDocument:
@@ -71,7 +86,7 @@ class Documents:
         """
         found = self._stored.get((cache_salt, document_id))
         if found is None:
-            raise ApiError(404, f"there is no document {document_id!r} under this salt", code="document_not_found")
+            raise _missing(document_id)
         return found
 
     def page(self, cache_salt: str | None, after: str | None, limit: int) -> tuple[list[StoredDocument], bool]:
@@ -93,6 +108,7 @@ class Documents:
         cache_salt: str | None,
         pin: bool,
         ttl_s: float | None,
+        priority: int,
         options: dict[str, Any],
         timeout: float,
     ) -> list[tuple[StoredDocument, bool]]:
@@ -105,66 +121,103 @@ class Documents:
             cache_salt: whom they are shared with.
             pin: keep them in memory whatever else needs pages.
             ttl_s: seconds until they are deleted.
+            priority: the lower goes first.
             options: for the chat template.
             timeout: seconds it may take.
 
         Raises:
-            ApiError: 400, two have one id, or there are too many.
+            ApiError: 400, one is empty, two have one id, or there are too many.
             ChunkAttnError: as `AsyncLLM.precompute`; nothing is remembered then.
         """
         if self.llm.config.position_strategy != "shared":
             text = "documents are kept one by one under position_strategy 'shared' alone: else their K/V is of one prompt"
             raise ApiError(400, text, code="unsupported_parameter")
-        parser = self.llm.frontend.parser
-        prefix_ids, chunks = await asyncio.to_thread(parser.parse_cache, prefix, texts, options)
-        names = [given or _content_id(prefix_ids, chunk) for given, chunk in zip(ids, chunks, strict=True)]
-        for number, (name, chunk) in enumerate(zip(names, chunks, strict=True)):
-            if not chunk:
-                raise ApiError(400, f"documents.{number} is empty", param="documents", code="invalid_value")
-            if (first := names.index(name)) < number:
-                text = f"documents.{number} has the id or the content of documents.{first}"
-                raise ApiError(400, text, param="documents", code="invalid_value")
-        new = sum((cache_salt, name) not in self._stored for name in names)
-        if len(self._stored) + new > self.limit:
-            text = f"{new} documents more than {len(self._stored)} exceed max_cached_documents {self.limit}; delete some first"
+        if (count := len(texts)) > (most := self.llm.config.max_items_per_request):
+            text = f"{count} documents exceed max_items_per_request {most}"
+            raise ApiError(400, text, param="documents", code="invalid_value")
+        if len(self._stored) + self._coming + count > self.limit:
+            text = f"{count} documents more would exceed max_cached_documents {self.limit}; delete some first"
             raise ApiError(400, text, param="documents", code="too_many_documents")
-        engine = self.llm.client.restarts
-        report = await self.llm.precompute(prefix_ids, chunks, pin=pin, cache_salt=cache_salt, timeout=timeout)
+        self._coming += count
+        contents: list[Content] = []
+        try:
+            names, contents = await asyncio.to_thread(self._prepare, prefix, texts, ids, cache_salt, options)
+            self._wanted.update(contents)
+            engine = self.llm.client.restarts
+            report = await self.llm.precompute(
+                _ids(contents[0][1]),
+                [_ids(content[2]) for content in contents],
+                pin=pin,
+                cache_salt=cache_salt,
+                priority=priority,
+                timeout=timeout,
+            )
+        except BaseException:
+            for content in contents:
+                self._let_go(content)
+            raise
+        finally:
+            self._coming -= count
+        # From here on nothing waits, so that all of it happens.
         added = []
-        for number, (name, chunk, told) in enumerate(zip(names, chunks, report.documents, strict=True)):
-            document = StoredDocument(name, cache_salt, prefix_ids, chunk, told.num_bytes)
-            if pin:
-                document.pin = report.pin_ids[number], engine
-            before = self._stored.pop((cache_salt, name), None)
+        for number, (name, content, told) in enumerate(zip(names, contents, report.documents, strict=True)):
+            document = StoredDocument(name, content, told.num_bytes)
+            document.pin = (report.pin_ids[number], engine) if pin else None
+            if (before := self._stored.pop((cache_salt, name), None)) is not None:
+                self._dismiss(before)
+                self._run(self._forget(before))
             self._stored[cache_salt, name] = document
-            if before is not None:
-                self._let_go(before)
-                if not before.is_of(prefix_ids, chunk):
-                    await self._forget(before)
             self.expire(document, ttl_s)
             added.append((document, told.was_cached))
         return added
 
+    def _prepare(
+        self,
+        prefix: Any,
+        texts: list[str] | list[list[int]],
+        ids: Sequence[str | None],
+        cache_salt: str | None,
+        options: dict[str, Any],
+    ) -> tuple[list[str], list[Content]]:
+        """Ids and contents, checked."""
+        prefix_ids, chunks = self.llm.frontend.parser.parse_cache(prefix, texts, options)
+        start, seen = _bytes(prefix_ids), dict[str, int]()
+        digest = hashlib.blake2b(start, digest_size=12, person=b"prefix")
+        contents: list[Content] = []
+        for number, (given, chunk) in enumerate(zip(ids, chunks, strict=True)):
+            if not chunk:
+                raise ApiError(400, f"documents.{number} is empty", param="documents", code="invalid_value")
+            contents.append((cache_salt, start, _bytes(chunk)))
+            own = hashlib.blake2b(contents[-1][2], digest_size=12, key=digest.digest())
+            name = given or f"doc-{own.hexdigest()}"
+            if (first := seen.setdefault(name, number)) < number:
+                text = f"documents.{number} has the id or the content of documents.{first}"
+                raise ApiError(400, text, param="documents", code="invalid_value")
+        return list(seen), contents
+
     def is_pinned(self, document: StoredDocument) -> bool:
-        """Whether its pages are held now."""
+        """Whether the engine was told to hold its pages, and has not been replaced since."""
         return document.pin is not None and document.pin[1] == self.llm.client.restarts and self.llm.client.is_ready
 
     async def pin(self, document: StoredDocument, wanted: bool, timeout: float) -> None:
         """Hold its pages, computing what is missing, or let them be evicted.
 
         Raises:
+            ApiError: 404, it was deleted meanwhile.
             ChunkAttnError: as `AsyncLLM.precompute`.
         """
-        if wanted and not self.is_pinned(document):
-            engine = self.llm.client.restarts
-            ids, chunks = document.prefix_ids, [document.token_ids]
-            report = await self.llm.precompute(ids, chunks, pin=True, cache_salt=document.cache_salt, timeout=timeout)
-            self._let_go(document)
-            document.pin = report.pin_ids[0], engine
-            if self._stored.get((document.cache_salt, document.id)) is not document:  # deleted meanwhile
-                self._let_go(document)
-        elif not wanted:
-            self._let_go(document)
+        if not wanted:
+            self._unpin(document)
+            return
+        engine, ids, chunks = self.llm.client.restarts, document.prefix_ids, [document.token_ids]
+        report = await self.llm.precompute(ids, chunks, pin=True, cache_salt=document.cache_salt, timeout=timeout)
+        self._unpin(document)
+        document.pin = report.pin_ids[0], engine
+        if self._stored.get((document.cache_salt, document.id)) is not document:
+            self._unpin(document)
+            self._wanted[document.content] += 1  # which `_forget` takes back
+            self._run(self._forget(document))
+            raise _missing(document.id)
 
     def expire(self, document: StoredDocument, ttl_s: float | None) -> None:
         """Have a document deleted in so many seconds, or never."""
@@ -176,55 +229,72 @@ class Documents:
             document.timer = asyncio.get_running_loop().call_later(ttl_s, self._expired, document)
 
     def _expired(self, document: StoredDocument) -> None:
-        task = asyncio.ensure_future(self._delete_expired(document))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _delete_expired(self, document: StoredDocument) -> None:
-        while True:
-            try:
-                return await self.delete(document)
-            except EngineDeadError:  # it may be on disk, so wait for the next one
-                await asyncio.sleep(_AGAIN_S)
+        del self._stored[document.cache_salt, document.id]
+        self._dismiss(document)
+        self._run(self._forget(document))
 
     async def delete(self, document: StoredDocument) -> None:
-        """Forget a document here and in the engine: in memory when no request uses it any more, and on disk."""
-        if self._stored.get((document.cache_salt, document.id)) is document:
-            del self._stored[document.cache_salt, document.id]
-        self.expire(document, None)
-        self._let_go(document)
-        await self._forget(document)
+        """Forget a document here and in the engine: in memory when no request uses it any more, and on disk.
+
+        Once begun, it goes on whatever becomes of the caller.
+        """
+        del self._stored[document.cache_salt, document.id]
+        self._dismiss(document)
+        await asyncio.shield(self._run(self._forget(document)))
 
     async def cached(self, documents: Sequence[StoredDocument]) -> list[bool]:
         """Whether all of each one's K/V is in memory now."""
         found: dict[StoredDocument, bool] = {}
         groups: dict[tuple[str | None, bytes], list[StoredDocument]] = {}
         for document in documents:
-            groups.setdefault((document.cache_salt, np.asarray(document.prefix_ids).tobytes()), []).append(document)
-        for (salt, _), group in groups.items():
+            groups.setdefault(document.content[:2], []).append(document)
+        for (salt, prefix), group in groups.items():
             try:
-                report = await self.llm.lookup(group[0].prefix_ids, [d.token_ids for d in group], cache_salt=salt)
+                report = await self.llm.lookup(_ids(prefix), [d.token_ids for d in group], cache_salt=salt)
                 found |= {d: told.was_cached for d, told in zip(group, report.documents, strict=True)}
             except EngineDeadError:  # nothing is in the memory of an engine that is no more
                 found |= dict.fromkeys(group, False)
         return [found[document] for document in documents]
 
-    def _let_go(self, document: StoredDocument) -> None:
+    def _dismiss(self, document: StoredDocument) -> None:
+        """One that is no longer stored waits for nothing and holds nothing."""
+        self.expire(document, None)
+        self._unpin(document)
+
+    def _unpin(self, document: StoredDocument) -> None:
         if document.pin is not None and self.is_pinned(document):
             self.llm.client.unpin([document.pin[0]])
         document.pin = None
 
     async def _forget(self, document: StoredDocument) -> None:
-        """Have the engine forget its K/V, unless another document has the same."""
-        salt, ids, chunk = document.cache_salt, document.prefix_ids, document.token_ids
-        if any(d.cache_salt == salt and d.is_of(ids, chunk) for d in self._stored.values()):
-            return
-        await self.llm.forget(ids, [chunk], cache_salt=salt)
+        """Have the engine forget its K/V, unless another document has the same; what is on disk waits for an engine."""
+        self._let_go(document.content)
+        while document.content not in self._wanted:
+            try:
+                await self.llm.forget(document.prefix_ids, [document.token_ids], cache_salt=document.cache_salt)
+                return
+            except ChunkAttnError:  # no engine, or no place in its queue
+                await asyncio.sleep(_AGAIN_S)
+
+    def _let_go(self, content: Content) -> None:
+        self._wanted[content] -= 1
+        if not self._wanted[content]:
+            del self._wanted[content]
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
-def _content_id(prefix_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-    """An id for who gives none: the same for the same tokens behind the same prefix."""
-    digest = hashlib.blake2b(digest_size=12)
-    for ids in (prefix_ids, token_ids):
-        digest.update(np.asarray([len(ids), *ids], np.int64).tobytes())
-    return f"doc-{digest.hexdigest()}"
+def _missing(document_id: str) -> ApiError:
+    return ApiError(404, f"there is no document {document_id!r} under this salt", code="document_not_found")
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, np.int32).tobytes()
+
+
+def _ids(content: bytes) -> list[int]:
+    return np.frombuffer(content, np.int32).tolist()

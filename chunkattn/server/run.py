@@ -20,6 +20,7 @@ from chunkattn import logs
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
+from chunkattn.server.http import BoundedHttp
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
 
@@ -87,6 +88,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         lifespan="off",
         timeout_graceful_shutdown=1,
         timeout_keep_alive=_KEEP_ALIVE_S,
+        http=BoundedHttp,
     )
     server = Server(http, app.state.server)
     host, port = listening.getsockname()[:2]

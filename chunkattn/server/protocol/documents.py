@@ -34,6 +34,7 @@ class CacheBody(Body):
     documents: Annotated[list[str | TokenIds | Document], Field(fail_fast=True)]
     pin: Annotated[bool, Field(description="Keep them in memory whatever else needs it.")] = False
     ttl_s: Seconds | None = None
+    priority: Annotated[int, Field(description="The lower goes first; by default behind those who wait for an answer.")] = 1
     cache_salt: CacheSalt = None
     chat_template_kwargs: TemplateOptions
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
 from chunkattn.server.documents import StoredDocument
+from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.documents import CacheBody, ChangeBody
 from chunkattn.server.state import ServerState, State, unless_gone
 
@@ -30,12 +32,13 @@ async def add(body: CacheBody, request: Request, state: State) -> dict[str, Any]
             cache_salt=body.cache_salt,
             pin=body.pin,
             ttl_s=body.ttl_s,
+            priority=body.priority,
             options=body.chat_template_kwargs,
             timeout=state.config.request_timeout_s,
         ),
     )
     told = await _told(state, [document for document, _ in added])
-    prompt = len(added[0][0].prefix_ids) + sum(len(d.token_ids) for d, _ in added)
+    prompt = told[0]["prefix_tokens"] + sum(entry["tokens"] for entry in told)
     return {
         "object": "list",
         "data": [{**entry, "was_cached": before} for entry, (_, before) in zip(told, added, strict=True)],
@@ -48,7 +51,7 @@ async def listed(
     state: State,
     cache_salt: Salt = None,
     after: Annotated[str | None, Query(description="Those behind the one with this id.")] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    limit: Annotated[int, Query(ge=1, le=100)] = 100,
 ) -> dict[str, Any]:
     """The documents of a salt, the oldest first."""
     documents, more = state.documents.page(cache_salt, after, limit)
@@ -78,7 +81,13 @@ async def change(document_id: str, body: ChangeBody, request: Request, state: St
 async def delete(document_id: str, state: State, cache_salt: Salt = None) -> dict[str, Any]:
     """Forget a document: its K/V is gone from memory when no request uses it any more, and from disk."""
     state.check_ready()
-    await state.documents.delete(state.documents.get(document_id, cache_salt))
+    document = state.documents.get(document_id, cache_salt)
+    try:
+        async with asyncio.timeout(state.config.request_timeout_s):
+            await state.documents.delete(document)
+    except TimeoutError:
+        text = "it is no longer listed; its K/V is forgotten as soon as there is an engine"
+        raise ApiError(504, text, code="timeout") from None
     return {"id": document_id, "object": "cache.document.deleted", "deleted": True}
 
 
@@ -94,7 +103,7 @@ async def _told(state: ServerState, documents: Sequence[StoredDocument]) -> list
             "prefix_tokens": len(document.prefix_ids),
             "bytes": document.num_bytes,
             "cached": in_memory,
-            "pinned": state.documents.is_pinned(document),
+            "pinned": in_memory and state.documents.is_pinned(document),  # a failed step may have cost it its pin
         }
         for document, in_memory in zip(documents, cached, strict=True)
     ]

@@ -66,6 +66,9 @@ class Answer(ABC):
             RequestError: a parameter is out of range.
         """
 
+    async def prepare(self, output: RequestOutput) -> None:  # noqa: B027
+        """Whatever takes its time, before a prompt's first choice is told in a stream."""
+
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """A finished sample."""
@@ -100,6 +103,7 @@ class Completion(Answer):
     def __init__(self, body: CompletionBody, state: ServerState) -> None:
         super().__init__(body, state)
         self.body, self.texts = body, state.texts
+        self._known_offsets: dict[str, tuple[list[int], int]] = {}
         echoed = body.logprobs if body.echo else None
         self.params = body.sampling(max_tokens=body.max_tokens or 1, logprobs=body.logprobs, prompt_logprobs=echoed)
 
@@ -151,7 +155,8 @@ class Completion(Answer):
             ids, offsets, end = sample.token_ids[:kept], list[int](), 0
             entries: list[Entry] = [*sample.logprobs[:kept]]
             if self.body.echo:
-                offsets, end = self.texts.prompt_offsets(output)
+                told_offsets, end = self._prompt_offsets(output)
+                offsets += told_offsets
             growing = self._offsets(output, end)
             offsets += [growing.take(token) for token in ids]
             if self.body.echo:
@@ -167,7 +172,7 @@ class Completion(Answer):
             return None
         told = None
         if self.body.logprobs is not None:
-            offsets, end = self.texts.prompt_offsets(output)
+            offsets, end = self._prompt_offsets(output)
             tail.offsets = self._offsets(output, end)
             told = self._logprobs(output.prompt_token_ids, output.prompt_logprobs or [], offsets)
         return self._choice(index, self._prompt_text(output), told, None, None)
@@ -196,6 +201,17 @@ class Completion(Answer):
 
     def _prompt_text(self, output: RequestOutput) -> str:
         return self.texts.whole(output.prompt_token_ids) if output.prompt is None else output.prompt
+
+    def _prompt_offsets(self, output: RequestOutput) -> tuple[list[int], int]:
+        """Of the prompt's tokens, the same for all samples."""
+        if output.request_id not in self._known_offsets:
+            self._known_offsets[output.request_id] = self.texts.prompt_offsets(output)
+        return self._known_offsets[output.request_id]
+
+    async def prepare(self, output: RequestOutput) -> None:
+        """Whatever takes its time, before a prompt's first choice is told in a stream."""
+        if self.body.echo and self.body.logprobs is not None:
+            await asyncio.to_thread(self._prompt_offsets, output)
 
     def _offsets(self, output: RequestOutput, begin: int) -> Offsets:
         """Of the tokens generated."""
@@ -314,9 +330,12 @@ async def _events(
 
     continuous = told is not None and told.continuous_usage_stats
     try:
+        await answer.prepare(first[1])
         for text in events(*first):
             yield text
         async for number, output in rest:
+            if number not in last:
+                await answer.prepare(output)
             for text in events(number, output):
                 yield text
         if told is not None and told.include_usage:
