@@ -361,8 +361,9 @@ def test_a_large_body_without_a_length(http):
         b"GET /" + b"a" * 100_000,
         b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20_000,
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: yz\r\n" * 30_000,
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"y" * 400_000,
     ],
-    ids=["header", "path", "headers", "trailers"],
+    ids=["header", "path", "headers", "trailers", "trailer"],
 )
 def test_endless_heads(server, sent):
     url = httpx.URL(server.url)

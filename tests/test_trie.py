@@ -119,3 +119,6 @@ def test_looking_is_no_use():
     trie.release(path(trie, "a"), used=False)
     trie.release(path(trie, "c"))
     assert cached(trie) == {"b", "c"}
+    for _ in range(1000):
+        trie.release(path(trie, "b"), used=False)
+    assert len(trie._leaves) < 100

@@ -205,7 +205,7 @@ class BlockTrie:
         if block in self._unheld and not block.dependents:
             heapq.heappush(self._leaves, (block.last_used, block.serial, block))
             if len(self._leaves) > 2 * self.num_pages + 64:
-                self._leaves = [entry for entry in self._leaves if self._valid(entry)]
+                self._leaves = [entry for entry in dict.fromkeys(self._leaves) if self._valid(entry)]
                 heapq.heapify(self._leaves)
 
     def _valid(self, entry: tuple[int, int, Block]) -> bool:

@@ -47,6 +47,7 @@ class StoreWriter:
         self._keys: set[bytes] = set()
         self._touched: set[bytes] = set()
         self._doomed: set[bytes] = set()
+        self._deleting: set[bytes] = set()
         self._touch_at = 0.0  # on the monotonic clock
         self._busy = self._closed = False
         self._flushing = 0
@@ -102,6 +103,11 @@ class StoreWriter:
             self._doomed.add(key)
             self._changed.notify_all()
 
+    def deletes(self, key: bytes) -> bool:
+        """Whether an entry is about to be deleted."""
+        with self._changed:
+            return key in self._doomed or key in self._deleting
+
     def flush(self, timeout: float) -> bool:
         """Wait for all that was asked for, at most that many seconds; whether it is done."""
         with self._changed:
@@ -137,10 +143,12 @@ class StoreWriter:
         while True:
             with self._changed:
                 self._busy = False
+                self._deleting = set()
                 self._changed.notify_all()
                 while not (self._waiting or self._doomed or self._closed or self._due()):
                     self._changed.wait(self._touch_at - time.monotonic() if self._touched else None)
-                doomed, self._doomed = self._doomed, set()
+                self._deleting = doomed = self._doomed
+                self._doomed = set()
                 job = self._waiting.popleft() if self._waiting else None
                 touched: set[bytes] = set()
                 if self._due() or job is None:

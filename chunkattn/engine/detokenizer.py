@@ -40,7 +40,7 @@ class Detokenizer:
         self._ids = prompt_ids[-_CONTEXT:]
         if self._decode(0, len(self._ids)).endswith("\ufffd"):  # it ends within a character: no context is better
             self._ids = []
-        self._num_generated = 0
+        self._num_generated = self._held = 0
         self._begin, self._done = 0, len(self._ids)
 
     def add(self, token_id: int, *, last: bool = False) -> bool:
@@ -51,8 +51,10 @@ class Detokenizer:
         self._ids.append(token_id)
         self._num_generated += 1
         before, now = self._decode(self._begin, self._done), self._decode(self._begin, len(self._ids))
-        if now.endswith("\ufffd") and not last and len(self._ids) - self._done < _LONGEST:  # held back
+        self._held = self._held + 1 if now.endswith("\ufffd") else 0
+        if 0 < self._held < _LONGEST and not last:  # held back
             return False
+        self._held = 0
         searched = len(self.text)
         self.text += now[len(before) :]
         if len(now) > len(before):

@@ -60,7 +60,8 @@ class DiskTier:
                 self.writer.delete(key)
 
     def _fetch(self, key: bytes, part: Part) -> None:
-        arrays = self.store.get(key, [((len(part.blocks), *shape), dtype) for shape, dtype in self.runner.page_shapes])
+        like = [((len(part.blocks), *shape), dtype) for shape, dtype in self.runner.page_shapes]
+        arrays = None if self.writer.deletes(key) else self.store.get(key, like)
         self._counts["miss" if arrays is None else "hit"] += 1
         if arrays is None:
             self._stored.pop(key, None)

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunkattn.errors import ChunkAttnError, EngineDeadError
+from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
 from chunkattn.server.errors import ApiError
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
 
+logger = logging.getLogger(__name__)
+
 _AGAIN_S = 1.0
+_AT_ONCE = 4
+"""Documents the engine is asked to forget side by side, however many expire together."""
+_MOST_TOKENS = 1 << 21
+"""Of one request, the prefix again for every document, as the engine is told them."""
+_LOOKED_UP = 100
+"""Documents of one question to the engine, which answers it between two steps."""
+
+_ID_BYTES = 4
 
 Content = tuple[str | None, bytes, bytes]
 """Salt, and int32 token ids of prefix and document: what K/V is kept by."""
@@ -50,14 +61,9 @@ class StoredDocument:
         return self.content[0]
 
     @property
-    def prefix_ids(self) -> list[int]:
-        """Token ids before it."""
-        return _ids(self.content[1])
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Its own."""
-        return _ids(self.content[2])
+    def lens(self) -> tuple[int, int]:
+        """Tokens of the prefix and its own."""
+        return len(self.content[1]) // _ID_BYTES, len(self.content[2]) // _ID_BYTES
 
 
 class Documents:
@@ -75,7 +81,9 @@ class Documents:
         self.llm, self.limit = llm, limit
         self._stored: dict[tuple[str | None, str], StoredDocument] = {}
         self._wanted: Counter[Content] = Counter()  # by how many documents, those on their way among them
+        self._owed: set[Content] = set()  # to be forgotten once nobody wants it
         self._coming = 0
+        self._turn = asyncio.Semaphore(_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def get(self, document_id: str, cache_salt: str | None) -> StoredDocument:
@@ -135,14 +143,14 @@ class Documents:
         if (count := len(texts)) > (most := self.llm.config.max_items_per_request):
             text = f"{count} documents exceed max_items_per_request {most}"
             raise ApiError(400, text, param="documents", code="invalid_value")
-        if len(self._stored) + self._coming + count > self.limit:
-            text = f"{count} documents more would exceed max_cached_documents {self.limit}; delete some first"
+        names, contents = await asyncio.to_thread(self._prepare, prefix, texts, ids, cache_salt, options)
+        new = sum((cache_salt, name) not in self._stored for name in names)
+        if len(self._stored) + self._coming + new > self.limit:
+            text = f"{new} documents more would exceed max_cached_documents {self.limit}; delete some first"
             raise ApiError(400, text, param="documents", code="too_many_documents")
-        self._coming += count
-        contents: list[Content] = []
+        self._coming += new
+        self._wanted.update(contents)
         try:
-            names, contents = await asyncio.to_thread(self._prepare, prefix, texts, ids, cache_salt, options)
-            self._wanted.update(contents)
             engine = self.llm.client.restarts
             report = await self.llm.precompute(
                 _ids(contents[0][1]),
@@ -157,18 +165,21 @@ class Documents:
                 self._let_go(content)
             raise
         finally:
-            self._coming -= count
-        # From here on nothing waits, so that all of it happens.
-        added = []
+            self._coming -= new
+        # From here on nothing waits before all of it has happened.
+        added, forgetting = [], list[asyncio.Task[None]]()
         for number, (name, content, told) in enumerate(zip(names, contents, report.documents, strict=True)):
             document = StoredDocument(name, content, told.num_bytes)
             document.pin = (report.pin_ids[number], engine) if pin else None
-            if (before := self._stored.pop((cache_salt, name), None)) is not None:
-                self._dismiss(before)
-                self._run(self._forget(before))
+            self._owed.discard(content)
+            before = self._stored.pop((cache_salt, name), None)
+            if before is not None and (task := self._dismiss(before)):
+                forgetting.append(task)
             self._stored[cache_salt, name] = document
             self.expire(document, ttl_s)
             added.append((document, told.was_cached))
+        if forgetting:
+            await asyncio.wait(forgetting, timeout=timeout)
         return added
 
     def _prepare(
@@ -184,10 +195,14 @@ class Documents:
         start, seen = _bytes(prefix_ids), dict[str, int]()
         digest = hashlib.blake2b(start, digest_size=12, person=b"prefix")
         contents: list[Content] = []
+        size = 0
         for number, (given, chunk) in enumerate(zip(ids, chunks, strict=True)):
             if not chunk:
                 raise ApiError(400, f"documents.{number} is empty", param="documents", code="invalid_value")
             contents.append((cache_salt, start, _bytes(chunk)))
+            if (size := size + len(prefix_ids) + len(chunk)) > _MOST_TOKENS:
+                text = f"documents, each with the prefix, have more than {_MOST_TOKENS} tokens; send fewer at once"
+                raise ApiError(400, text, param="documents", code="too_many_documents")
             own = hashlib.blake2b(contents[-1][2], digest_size=12, key=digest.digest())
             name = given or f"doc-{own.hexdigest()}"
             if (first := seen.setdefault(name, number)) < number:
@@ -209,18 +224,26 @@ class Documents:
         if not wanted:
             self._unpin(document)
             return
-        engine, ids, chunks = self.llm.client.restarts, document.prefix_ids, [document.token_ids]
-        report = await self.llm.precompute(ids, chunks, pin=True, cache_salt=document.cache_salt, timeout=timeout)
-        self._unpin(document)
-        document.pin = report.pin_ids[0], engine
-        if self._stored.get((document.cache_salt, document.id)) is not document:
+        engine, (salt, prefix, chunk) = self.llm.client.restarts, document.content
+        self._wanted[document.content] += 1
+        try:
+            report = await self.llm.precompute(_ids(prefix), [_ids(chunk)], pin=True, cache_salt=salt, timeout=timeout)
             self._unpin(document)
-            self._wanted[document.content] += 1  # which `_forget` takes back
-            self._run(self._forget(document))
-            raise _missing(document.id)
+            document.pin = report.pin_ids[0], engine
+            if not self._is_stored(document):
+                self._unpin(document)
+                raise _missing(document.id)
+        finally:
+            self._let_go(document.content)
 
     def expire(self, document: StoredDocument, ttl_s: float | None) -> None:
-        """Have a document deleted in so many seconds, or never."""
+        """Have a document deleted in so many seconds, or never.
+
+        Raises:
+            ApiError: 404, it was deleted meanwhile.
+        """
+        if ttl_s is not None and not self._is_stored(document):
+            raise _missing(document.id)
         if document.timer is not None:
             document.timer.cancel()
         document.expires = document.timer = None
@@ -231,7 +254,6 @@ class Documents:
     def _expired(self, document: StoredDocument) -> None:
         del self._stored[document.cache_salt, document.id]
         self._dismiss(document)
-        self._run(self._forget(document))
 
     async def delete(self, document: StoredDocument) -> None:
         """Forget a document here and in the engine: in memory when no request uses it any more, and on disk.
@@ -239,8 +261,8 @@ class Documents:
         Once begun, it goes on whatever becomes of the caller.
         """
         del self._stored[document.cache_salt, document.id]
-        self._dismiss(document)
-        await asyncio.shield(self._run(self._forget(document)))
+        if forgetting := self._dismiss(document):
+            await asyncio.shield(forgetting)
 
     async def cached(self, documents: Sequence[StoredDocument]) -> list[bool]:
         """Whether all of each one's K/V is in memory now."""
@@ -248,44 +270,56 @@ class Documents:
         groups: dict[tuple[str | None, bytes], list[StoredDocument]] = {}
         for document in documents:
             groups.setdefault(document.content[:2], []).append(document)
-        for (salt, prefix), group in groups.items():
+        parts = ((k, g[n : n + _LOOKED_UP]) for k, g in groups.items() for n in range(0, len(g), _LOOKED_UP))
+        for (salt, prefix), group in parts:
             try:
-                report = await self.llm.lookup(_ids(prefix), [d.token_ids for d in group], cache_salt=salt)
+                report = await self.llm.lookup(_ids(prefix), [_ids(d.content[2]) for d in group], cache_salt=salt)
                 found |= {d: told.was_cached for d, told in zip(group, report.documents, strict=True)}
-            except EngineDeadError:  # nothing is in the memory of an engine that is no more
+            except (EngineDeadError, RequestError):  # nothing is in an engine that is no more, or is another
                 found |= dict.fromkeys(group, False)
         return [found[document] for document in documents]
 
-    def _dismiss(self, document: StoredDocument) -> None:
-        """One that is no longer stored waits for nothing and holds nothing."""
+    def _is_stored(self, document: StoredDocument) -> bool:
+        return self._stored.get((document.cache_salt, document.id)) is document
+
+    def _dismiss(self, document: StoredDocument) -> asyncio.Task[None] | None:
+        """One that is no longer stored waits for nothing and holds nothing; its K/V is forgotten unless it is wanted."""
         self.expire(document, None)
         self._unpin(document)
+        self._owed.add(document.content)
+        return self._let_go(document.content)
 
     def _unpin(self, document: StoredDocument) -> None:
         if document.pin is not None and self.is_pinned(document):
             self.llm.client.unpin([document.pin[0]])
         document.pin = None
 
-    async def _forget(self, document: StoredDocument) -> None:
-        """Have the engine forget its K/V, unless another document has the same; what is on disk waits for an engine."""
-        self._let_go(document.content)
-        while document.content not in self._wanted:
-            try:
-                await self.llm.forget(document.prefix_ids, [document.token_ids], cache_salt=document.cache_salt)
-                return
-            except ChunkAttnError:  # no engine, or no place in its queue
-                await asyncio.sleep(_AGAIN_S)
-
-    def _let_go(self, content: Content) -> None:
+    def _let_go(self, content: Content) -> asyncio.Task[None] | None:
+        """One less wants it; the last one has it forgotten if that is owed."""
         self._wanted[content] -= 1
-        if not self._wanted[content]:
-            del self._wanted[content]
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
+        if self._wanted[content]:
+            return None
+        del self._wanted[content]
+        if content not in self._owed:
+            return None
+        task = asyncio.ensure_future(self._forget(content))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def _forget(self, content: Content) -> None:
+        """Have the engine forget K/V, unless somebody wants it again; what is on disk waits for an engine."""
+        salt, prefix, chunk = content
+        while content in self._owed and content not in self._wanted:
+            try:
+                async with self._turn:
+                    await self.llm.forget(_ids(prefix), [_ids(chunk)], cache_salt=salt)
+                self._owed.discard(content)
+            except RequestError as error:
+                logger.warning("a document cannot be forgotten: %s", error)
+                self._owed.discard(content)
+            except ChunkAttnError:  # no engine, or no place in its queue
+                await asyncio.sleep(_AGAIN_S)
 
 
 def _missing(document_id: str) -> ApiError:

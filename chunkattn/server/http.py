@@ -15,20 +15,21 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._in_head = True
+        self._moved = False
         self._fed = self._told = 0
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client's."""
+        self._moved = False
         super().data_received(data)
-        self._fed = self._fed + len(data) if self._in_head else 0
+        self._fed = 0 if self._moved else self._fed + len(data)
         if self._fed > LONGEST_HEAD and not self.transport.is_closing():
             self.send_400_response(f"The request line and headers exceed {LONGEST_HEAD} bytes.")
 
     def on_message_begin(self) -> None:
         """A request."""
         super().on_message_begin()
-        self._in_head, self._told = True, 0
+        self._told = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or behind a body a trailer.
@@ -43,5 +44,19 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The request begins."""
-        self._in_head = False
+        self._moved = True
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """More of the body."""
+        self._moved = True
+        super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        """More of the body is announced."""
+        self._moved = True
+
+    def on_message_complete(self) -> None:
+        """The request ends."""
+        self._moved = True
+        super().on_message_complete()

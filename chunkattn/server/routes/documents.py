@@ -37,11 +37,11 @@ async def add(body: CacheBody, request: Request, state: State) -> dict[str, Any]
             timeout=state.config.request_timeout_s,
         ),
     )
-    told = await _told(state, [document for document, _ in added])
+    told = [{**_entry(d, cached=True, pinned=body.pin), "was_cached": before} for d, before in added]
     prompt = told[0]["prefix_tokens"] + sum(entry["tokens"] for entry in told)
     return {
         "object": "list",
-        "data": [{**entry, "was_cached": before} for entry, (_, before) in zip(told, added, strict=True)],
+        "data": told,
         "usage": {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt},
     }
 
@@ -93,17 +93,21 @@ async def delete(document_id: str, state: State, cache_salt: Salt = None) -> dic
 
 async def _told(state: ServerState, documents: Sequence[StoredDocument]) -> list[dict[str, Any]]:
     cached = await state.documents.cached(documents)
-    return [
-        {
-            "id": document.id,
-            "object": "cache.document",
-            "created": int(document.created),
-            "expires": document.expires,
-            "tokens": len(document.token_ids),
-            "prefix_tokens": len(document.prefix_ids),
-            "bytes": document.num_bytes,
-            "cached": in_memory,
-            "pinned": in_memory and state.documents.is_pinned(document),  # a failed step may have cost it its pin
-        }
-        for document, in_memory in zip(documents, cached, strict=True)
-    ]
+    # A failed step may have cost a document its pin.
+    pinned = [is_cached and state.documents.is_pinned(d) for d, is_cached in zip(documents, cached, strict=True)]
+    return [_entry(*found) for found in zip(documents, cached, pinned, strict=True)]
+
+
+def _entry(document: StoredDocument, cached: bool, pinned: bool) -> dict[str, Any]:
+    prefix, tokens = document.lens
+    return {
+        "id": document.id,
+        "object": "cache.document",
+        "created": int(document.created),
+        "expires": document.expires,
+        "tokens": tokens,
+        "prefix_tokens": prefix,
+        "bytes": document.num_bytes,
+        "cached": cached,
+        "pinned": pinned,
+    }

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -65,9 +65,6 @@ class Answer(ABC):
         Raises:
             RequestError: a parameter is out of range.
         """
-
-    async def prepare(self, output: RequestOutput) -> None:  # noqa: B027
-        """Whatever takes its time, before a prompt's first choice is told in a stream."""
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
@@ -208,11 +205,6 @@ class Completion(Answer):
             self._known_offsets[output.request_id] = self.texts.prompt_offsets(output)
         return self._known_offsets[output.request_id]
 
-    async def prepare(self, output: RequestOutput) -> None:
-        """Whatever takes its time, before a prompt's first choice is told in a stream."""
-        if self.body.echo and self.body.logprobs is not None:
-            await asyncio.to_thread(self._prompt_offsets, output)
-
     def _offsets(self, output: RequestOutput, begin: int) -> Offsets:
         """Of the tokens generated."""
         skip = self.body.skip_special_tokens
@@ -283,19 +275,19 @@ async def _answer(kind: Callable[[B, ServerState], Answer], body: B, request: Re
     answer = kind(body, state)
     outputs = merged(await unless_gone(request, answer.streams()))
     if not answer.options.stream:
-        return JSONResponse(await unless_gone(request, _whole(answer, outputs)))
+        return await unless_gone(request, _whole(answer, outputs))
     # Whatever is wrong with a request shows before its first token: a stream begins with a status, and cannot take it back.
     first = await unless_gone(request, anext(outputs))
     return EventStream(_events(answer, first, outputs, request.state.request_id), outputs)
 
 
-async def _whole(answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> dict[str, Any]:
+async def _whole(answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> Response:
     last = {number: output async for number, output in outputs}
     ordered = [last[number] for number in sorted(last)]
 
-    def build() -> dict[str, Any]:
+    def build() -> Response:
         choices = [answer.choice(i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o)]
-        return {**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)}
+        return JSONResponse({**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)})
 
     # Log-probabilities of a long prompt are a lot to write down: others must not wait for it.
     return await asyncio.to_thread(build) if answer.params.prompt_logprobs is not None else build()
@@ -317,7 +309,12 @@ async def _events(
             body["usage"] = answer.usage([last[number] for number in sorted(last)])
         return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
-    def events(number: int, output: RequestOutput) -> Iterator[str]:
+    async def events(number: int, output: RequestOutput) -> Iterable[str]:
+        if number not in last and answer.params.prompt_logprobs is not None:
+            return await asyncio.to_thread(lambda: list(made(number, output)))  # as `_whole`
+        return made(number, output)
+
+    def made(number: int, output: RequestOutput) -> Iterator[str]:
         last[number] = output
         for index, sample in answer.indexed(number, output):
             tail = tails.get(index)
@@ -330,13 +327,10 @@ async def _events(
 
     continuous = told is not None and told.continuous_usage_stats
     try:
-        await answer.prepare(first[1])
-        for text in events(*first):
+        for text in await events(*first):
             yield text
         async for number, output in rest:
-            if number not in last:
-                await answer.prepare(output)
-            for text in events(number, output):
+            for text in await events(number, output):
                 yield text
         if told is not None and told.include_usage:
             yield event([], with_usage=True)
