@@ -79,8 +79,8 @@ class DiskTier:
             if start >= sequence.request.layout.question_start:
                 continue
             for part, kind, first, last in self._parts(sequence.request):
-                kept = all(block.keep for block in part.blocks)  # nobody has it forgotten meanwhile
-                if first < end and start < last and part.complete and kept:
+                wanted = first < end and start < last and part.complete
+                if wanted and all(block.keep for block in part.blocks):  # nobody has it forgotten meanwhile
                     self._keep(self._key(sequence.request, kind, first, last), part, kind, last - first)
 
     def _keep(self, key: bytes, part: Part, kind: int, tokens: int) -> None:
