@@ -263,7 +263,7 @@ class AsyncLLM:
                     await call.wait()
                     ended = builder.finished  # before the caller gets its turn, in which more may come
                     if ended or not final_only:
-                        yield _snapshot(builder.output)
+                        yield _snapshot(builder.read())
             finally:
                 del self._generations[name]
 

@@ -153,7 +153,7 @@ class LLM:
                     if builder.add_token(event):
                         self.core.stop(event.request_id, event.sample)
                     bar.update(builder.finished)
-        return [b.output for b in builders.values()]
+        return [b.read() for b in builders.values()]
 
     # The cache
 

@@ -1,5 +1,6 @@
 """Frequencies and rotation against transformers."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,3 +79,17 @@ def test_dynamic_refuses_positions_beyond_the_original():
 def test_unsupported(params, message):
     with pytest.raises(ModelError, match=message):
         make_rotary(params, 64, 512)
+
+
+def test_cosines_are_computed_once_a_step():
+    """XLA:CPU recomputes what it fuses: in every layer, and for every head."""
+    spec = make_rotary({"rope_theta": 1e4}, 64, 512)
+
+    def layers(x, positions):
+        tables = rotary_tables(spec, positions)
+        for _ in range(3):
+            x = apply_rotary(jnp.tanh(x), *tables)
+        return x
+
+    program = jax.jit(layers).lower(jnp.zeros((32, 4, 64)), jnp.zeros(32, jnp.int32)).compile().as_text()
+    assert program.count(" cosine(") == program.count(" sine(") == 1

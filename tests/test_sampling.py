@@ -1,5 +1,8 @@
 """Logit processing against transformers' processors, and detokenization against whole decodes."""
 
+import itertools
+import random
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -110,6 +113,34 @@ def test_detokenizer_never_splits_a_character(text):
         seen.append(detokenizer.text)
     whole = tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
     assert detokenizer.text == whole
+
+
+def test_text_may_be_asked_for_now_and_then():
+    tokenizer, rng = AutoTokenizer.from_pretrained(DEMO_FOLDER), random.Random(0)
+    for _ in range(50):
+        text = "".join(rng.choices(["東", "🦙", "é", "lives", " in ", "a", "\n", " "], k=rng.randint(1, 40)))
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        detokenizer, seen = Detokenizer(tokenizer, []), [""]
+        for i, token in enumerate(ids):
+            detokenizer.add(token, last=i == len(ids) - 1)
+            if rng.random() < 0.3:
+                seen.append(detokenizer.text)
+        assert detokenizer.text == tokenizer.decode(ids)
+        for before, now in itertools.pairwise([*seen, detokenizer.text]):
+            assert now.startswith(before)
+            assert "\ufffd" not in now
+
+
+def test_bytes_that_are_no_character_are_not_held_back_for_ever():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    byte = tokenizer("東", add_special_tokens=False).input_ids[1]
+    assert tokenizer.decode([byte]) == "\ufffd"
+    detokenizer = Detokenizer(tokenizer, [])
+    for count in range(1, 40):
+        detokenizer.add(byte)
+        assert len(detokenizer.text) > count - 16
+    detokenizer.flush()
+    assert detokenizer.text == tokenizer.decode([byte] * 39)
 
 
 def test_unfinished_bytes_appear_at_the_end_only():

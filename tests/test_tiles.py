@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.visited_tiles import Tile, measure, pallas_tile
-from chunkattn.backends.tiles import cut, spans, tile_ranges
+from chunkattn.backends.tiles import cut, full_tiles, spans, tile_ranges
 from chunkattn.testing import random_steps
 
 
@@ -44,20 +44,33 @@ def test_visited_tiles_are_those_with_a_visible_pair(block_size, pages):
     batches = [batch for _ in range(8) for batch in random_steps(rng, block_size=block_size)]
     assert len(batches) >= 20
     tile_slots = pages * block_size
-    mixed = 0
+    mixed = whole = 0
     for batch in batches:
         for tile_rows in (8, 32):
             tiles = cut(spans(batch), tile_rows)
             ranges = tile_ranges(batch, tiles, tile_slots)
+            full = full_tiles(batch, tiles, tile_slots)
             seen = np.zeros(len(batch.row_seq), int)
             for index, (row, size) in enumerate(zip(*tiles, strict=True)):
                 rows = np.arange(row, row + size)
                 seen[rows] += 1
                 assert size <= tile_rows
                 assert len(set(batch.row_seq[rows])) == 1
-                wanted = np.flatnonzero(visible_slots(batch, rows).any(0)) // tile_slots
+                visible = visible_slots(batch, rows)
+                wanted = np.flatnonzero(visible.any(0)) // tile_slots
                 first_end, second_start, second_end = (r[index] for r in ranges)
                 assert [*range(first_end), *range(second_start, second_end)] == sorted(set(wanted.tolist()))
+                first_end, second_start, second_end = (r[index] for r in full)
+                named = {*range(first_end), *range(second_start, second_end)}
+                lens = batch.page_len[batch.row_seq[row]]
+                hole = (np.arange(block_size) >= lens[:, None]).ravel() & np.repeat(lens > 0, block_size)
+                seen_by_all = visible.all(0) | hole
+                tile_of = np.arange(len(hole)) // tile_slots
+                without_mask = {t for t in set(wanted.tolist()) if seen_by_all[tile_of == t].all()}
+                assert named <= without_mask
+                assert all(hole[tile_of == t].any() for t in without_mask - named)
+                whole += len(named)
                 mixed += len(set(batch.row_start[rows])) > 1
             assert (seen == (np.arange(len(seen)) < batch.num_rows)).all()
     assert mixed > 20  # query tiles across several parts are the hard ones
+    assert whole > 0 or tile_slots == 128  # longer than any part of these

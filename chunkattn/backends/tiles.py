@@ -16,7 +16,7 @@ from chunkattn.backends.base import AttentionBatch, StepArray
 
 
 class TileRanges(NamedTuple):
-    """KV tiles of each query tile: `[0, first_end)` and `[second_start, second_end)`, int32 `[Q]` each.
+    """KV tiles of a query tile: `[0, first_end)` and `[second_start, second_end)`, int32 `[Q]` each.
 
     The ranges do not overlap.
     """
@@ -60,13 +60,7 @@ def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRan
     a span's are, and `tile_slots` is a multiple of `block_size`: every page holds a token, but a
     smaller tile may be all hole.
     """
-    if not len(tiles.row):
-        return TileRanges(*(np.zeros(0, np.int32) for _ in range(3)))
-    # Tiles cover the rows from the first to the last without gaps only within a run, so
-    # the minimum is taken over [row, row + size), pairwise with reduceat.
-    edges = np.stack([tiles.row, tiles.row + tiles.size], axis=1).ravel()
-    padded = np.append(batch.row_start, 0)
-    start = np.minimum.reduceat(padded, edges)[::2]
+    start = _over_rows(np.minimum, batch, tiles)
     last = batch.row_slot[tiles.row + tiles.size - 1]
     prefix_end = batch.prefix_end[batch.row_seq[tiles.row]]
     second_start = start // tile_slots
@@ -74,3 +68,28 @@ def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRan
     first_end = np.where(start <= prefix_end, 0, -(-prefix_end // tile_slots))
     second_start = np.where(start <= prefix_end, 0, np.maximum(second_start, first_end))
     return TileRanges(*(a.astype(np.int32) for a in (first_end, second_start, last // tile_slots + 1)))
+
+
+def full_tiles(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRanges:
+    """The KV tiles of which every row of a query tile sees every token: they need no mask.
+
+    Among those `tile_ranges` names for the same tiles, and exactly those but for tiles that hold an invisible slot which
+    is a hole.
+    """
+    start = _over_rows(np.maximum, batch, tiles)
+    seen = batch.row_slot[tiles.row] + 1  # by the first row, which sees least of its own part
+    prefix_end = batch.prefix_end[batch.row_seq[tiles.row]]
+    first_end = np.where(start <= prefix_end, seen, np.minimum(prefix_end, seen)) // tile_slots
+    second_start = np.maximum(-(-start // tile_slots), first_end)
+    second_end = np.maximum(seen // tile_slots, second_start)
+    return TileRanges(*(a.astype(np.int32) for a in (first_end, second_start, second_end)))
+
+
+def _over_rows(reduce: np.ufunc, batch: AttentionBatch, tiles: Tiles) -> np.ndarray:
+    """The least or largest `row_start` of each query tile, int32 `[Q]`."""
+    if not len(tiles.row):
+        return np.zeros(0, np.int32)
+    # Tiles cover the rows from the first to the last without gaps only within a run, so
+    # it is taken over [row, row + size), pairwise with reduceat.
+    edges = np.stack([tiles.row, tiles.row + tiles.size], axis=1).ravel()
+    return reduce.reduceat(np.append(batch.row_start, 0), edges)[::2]

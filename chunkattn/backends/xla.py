@@ -8,6 +8,7 @@ handled many sequences at a time; everything else one query tile at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, read_pages, write_pages
 from chunkattn.backends.registry import register_backend
-from chunkattn.backends.tiles import TileRanges, Tiles, cut, spans, tile_ranges
+from chunkattn.backends.tiles import TileRanges, Tiles, cut, full_tiles, spans, tile_ranges
 
 PER_HEAD = 16 if jax.default_backend() == "cpu" else 0
 """With so many KV heads or fewer, large steps compute each by itself: XLA's batched products are slower on CPU.
@@ -36,12 +37,17 @@ _MASKED = -1e30
 """Start of the running maximum: finite, so that a row that has seen nothing yet stays finite."""
 
 
+Tile = int | jax.Array
+"""The number of a tile."""
+
+
 class TileMetadata(NamedTuple):
     """A step as tiles. `Q` and `D` are static bounds on the tiles; the counts say how many are real.
 
     Attributes:
         tile_row, tile_last: int32 `[Q]`, first row and last row's slot of a query tile.
         ranges: int32 `[Q]` each, its KV tiles.
+        full: int32 `[Q]` each, those of them that need no mask.
         num_tiles: int32 scalar.
         decode_rows: int32 `[D, DECODE_ROWS]`, rows of a decode tile; `T` is padding.
         decode_end: int32 `[D]`, KV tiles (of `DECODE_SLOTS`) of its longest sequence.
@@ -53,6 +59,7 @@ class TileMetadata(NamedTuple):
     tile_row: StepArray
     tile_last: StepArray
     ranges: TileRanges
+    full: TileRanges
     num_tiles: StepArray
     decode_rows: StepArray
     decode_end: StepArray
@@ -117,6 +124,7 @@ class XlaBackend(AttentionBackend):
             tile_row=_pad(tiles.row, bound),
             tile_last=_pad(last, bound),
             ranges=TileRanges(*(_pad(r, bound) for r in ranges)),
+            full=TileRanges(*(_pad(r, bound) for r in full_tiles(batch, tiles, tile_slots))),
             num_tiles=np.int32(len(tiles.row)),
             decode_rows=decode_rows,
             decode_end=ends.astype(np.int32),
@@ -217,22 +225,58 @@ def _update(
 
 
 def _update_by_head(
-    state: _Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, present: jax.Array, how: _Scores
+    state: _Softmax,
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: jax.Array | None,
+    present: jax.Array,
+    how: _Scores,
 ) -> _Softmax:
-    """As `_update`, for one sequence and one KV head after the other."""
+    """As `_update`, for one sequence and one KV head after the other.
+
+    Without a mask every row sees every token; keys must then be finite even where none is present.
+    """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     multiply = partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    mask = jnp.repeat(mask[0], q.shape[2] // mask.shape[1], axis=0)
     values = jnp.where(present[..., None, None], values, 0)
+    if mask is not None:
+        mask = jnp.repeat(mask[0], q.shape[2] // mask.shape[1], axis=0)
     heads = []
     for g in range(q.shape[1]):
         before = _Softmax(*(x[0, g] for x in state))
-        scores = jnp.where(mask, how.of(multiply(q[0, g], keys[0, :, g], (((1,), (1,)), ((), ())))), -jnp.inf)
-        maximum = jnp.maximum(before.maximum, scores.max(-1))
-        weights, decay = jnp.exp(scores - maximum[:, None]), jnp.exp(before.maximum - maximum)
-        added = multiply(weights.astype(values.dtype), values[0, :, g], (((1,), (0,)), ((), ())))
-        heads.append(_Softmax(maximum, before.total * decay + weights.sum(-1), before.values * decay[:, None] + added))
+        products = multiply(q[0, g], keys[0, :, g], (((1,), (1,)), ((), ())))
+        if mask is None:  # scores grow with products, so they need not be written before their maximum is known
+            maximum = jnp.maximum(before.maximum, how.of(products.max(-1)))
+            weights = jnp.where(present, jnp.exp(how.of(products) - maximum[:, None]), 0)
+        else:
+            scores = jnp.where(mask, how.of(products), -jnp.inf)
+            maximum = jnp.maximum(before.maximum, scores.max(-1))
+            weights = jnp.exp(scores - maximum[:, None])
+        # Behind a barrier: made once, for the sum and the product.
+        weights = jax.lax.optimization_barrier(_rounded(weights, values.dtype))  # type: ignore[no-untyped-call]
+        added = multiply(weights, values[0, :, g], (((1,), (0,)), ((), ())))
+        decay = jnp.exp(before.maximum - maximum)
+        total = before.total * decay + weights.sum(-1, dtype=jnp.float32)
+        heads.append(_Softmax(maximum, total, before.values * decay[:, None] + added))
     return _Softmax(*(jnp.stack(x)[None] for x in zip(*heads)))
+
+
+def _rounded(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Float32 weights, none negative, to the nearest of `dtype`.
+
+    To bfloat16 by their bits: XLA:CPU's own conversion makes the loop over the exponential three times slower.
+    """
+    if dtype != jnp.bfloat16:
+        return weights.astype(dtype)
+    bits = jax.lax.bitcast_convert_type(weights, jnp.uint32)
+    return jax.lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.uint16), dtype)
+
+
+def _fill_holes(keys: jax.Array, present: jax.Array, block_size: int) -> jax.Array:
+    """Keys `[B, N, G, d]` with those that are not `present` `[B, N]` replaced by their page's first, which every page has."""
+    pages = keys.reshape(len(keys), -1, block_size, *keys.shape[2:])
+    return jnp.where(present.reshape(*pages.shape[:3], 1, 1), pages, pages[:, :, :1]).reshape(keys.shape)
 
 
 def _kv_tile(
@@ -252,10 +296,25 @@ def _kv_tile(
     return slots, keys, values, valid.reshape(len(seqs), tile_slots)
 
 
+def _count(parts: Sequence[tuple[Tile, Tile]]) -> Tile:
+    """Tiles of ranges `[start, end)`; one may be empty, or even end before it starts."""
+    return sum(jnp.maximum(end - start, 0) for start, end in parts)
+
+
+def _nth(step: jax.Array, parts: Sequence[tuple[Tile, Tile]]) -> jax.Array:
+    """The tile number `step` of them."""
+    tile = jnp.zeros_like(step)
+    for start, end in parts:
+        size = jnp.maximum(end - start, 0)
+        tile = jnp.where((step >= 0) & (step < size), start + step, tile)
+        step -= size
+    return tile
+
+
 def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Scores, window: int | None) -> jax.Array:
     """Query tiles one after the other, `[T, heads, d]`; rows of decodes are left undefined."""
-    rows, kv_heads = len(q), cache[0].shape[2]
-    tile_rows, tile_slots, per_head = _tile_sizes(rows, metadata.block_tables.shape[1], cache[0].shape[1])
+    rows, (_, block_size, kv_heads, _) = len(q), cache[0].shape
+    tile_rows, tile_slots, per_head = _tile_sizes(rows, metadata.block_tables.shape[1], block_size)
     # A tile reads and writes `tile_rows` rows wherever it begins: padding keeps the last one
     # in bounds, and what it writes past its own rows the next tile overwrites.
     q = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0)))
@@ -270,16 +329,30 @@ def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Sc
         if window is not None:  # a plain prompt: one range, and slots ascend with the rows
             second_start = jnp.maximum(second_start, (row_slot[row] - window + 1) // tile_slots)
 
+        by_head, state = kv_heads <= per_head, _start(folded)
+        parts = [(0, first_end), (second_start, second_end)]
+        if by_head and window is None:
+            full = TileRanges(*(r[index] for r in metadata.full))
+            whole = [(0, full.first_end), (full.second_start, full.second_end)]
+            second_start = jnp.maximum(second_start, full.first_end)
+            parts = [(full.first_end, first_end), (second_start, full.second_start), (full.second_end, second_end)]
+
+            def one_full_tile(step: jax.Array, state: _Softmax) -> _Softmax:
+                _, keys, values, valid = _kv_tile(cache, metadata, seq[None], _nth(step, whole), tile_slots, q.dtype)
+                return _update_by_head(state, folded, _fill_holes(keys, valid, block_size), values, None, valid, how)
+
+            state = jax.lax.fori_loop(0, _count(whole), one_full_tile, state)
+
         def one_kv_tile(step: jax.Array, state: _Softmax) -> _Softmax:
-            tile = jnp.where(step < first_end, step, second_start + step - first_end)
+            tile = _nth(step, parts)
             slots, keys, values, valid = _kv_tile(cache, metadata, seq[None], tile, tile_slots, q.dtype)
             mask = (slots <= own) & ((slots < metadata.prefix_end[seq]) | (slots >= start)) & valid
             if window is not None:
                 mask &= slots > own - window
-            update = _update_by_head if kv_heads <= per_head else _update
+            update = _update_by_head if by_head else _update
             return update(state, folded, keys, values, mask[None], valid & (slots <= last), how)
 
-        state = jax.lax.fori_loop(0, first_end + second_end - second_start, one_kv_tile, _start(folded))
+        state = jax.lax.fori_loop(0, _count(parts), one_kv_tile, state)
         block = _unfold(_finish(state), tile_rows)[0].astype(q.dtype)
         return jax.lax.dynamic_update_slice_in_dim(out, block, row, axis=0)
 

@@ -84,10 +84,16 @@ class OutputBuilder:
             stopped = detokenizer.flush()
         else:
             stopped = detokenizer.add(event.token_id, last=event.finish_reason is not None)
-        completion.text = detokenizer.text
         if stopped:
             completion.finish_reason, completion.stop_reason = "stop", detokenizer.stopped_by
         return stopped and event.finish_reason is None
+
+    def read(self) -> RequestOutput:
+        """`output` with the texts as far as they have come."""
+        for completion, detokenizer in zip(self.output.outputs, self._text, strict=True):
+            if detokenizer is not None:
+                completion.text = detokenizer.text
+        return self.output
 
     def add_prompt_logprobs(self, event: PromptLogprobsOutput) -> None:
         """Take the prompt's log-probabilities."""

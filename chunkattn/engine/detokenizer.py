@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 _CONTEXT = 6
 """Prompt tokens decoded along with the output: a tokenizer may treat the first token of a text differently."""
 
-
+_UNKNOWN = "\ufffd"
 _LONGEST = 16
 """Tokens that are held back: a character has four bytes, so this many are none, and each is decoded with all before it."""
 
@@ -18,8 +18,10 @@ _LONGEST = 16
 class Detokenizer:
     """Incremental text of one sample, cut at stop strings.
 
+    Tokens become text when it is asked for, any number at once: decoding one costs as much as decoding many. Where there
+    are stop strings, each is searched as it comes.
+
     Attributes:
-        text: everything decoded so far.
         stopped_by: the stop string that ended it, if one did.
     """
 
@@ -33,40 +35,59 @@ class Detokenizer:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        self.text = ""
         self.stopped_by: str | None = None
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._stop, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
         self._ids = prompt_ids[-_CONTEXT:]
-        if self._decode(0, len(self._ids)).endswith("\ufffd"):  # it ends within a character: no context is better
+        if self._decode(0, len(self._ids)).endswith(_UNKNOWN):  # it ends within a character: no context is better
             self._ids = []
-        self._num_generated = self._held = 0
+        self._text, self._num_generated, self._ended = "", 0, False
         self._begin, self._done = 0, len(self._ids)
+        self._settled = (self._done, False)
+
+    @property
+    def text(self) -> str:
+        """Everything so far but the bytes of an unfinished character, unless it is the end or they are too many for one."""
+        self._settle()
+        return self._text
 
     def add(self, token_id: int, *, last: bool = False) -> bool:
-        """Take one token; True when a stop string ended the text.
-
-        Bytes of an unfinished character are held back until it is whole, or until `last`, or until they are too many for one.
-        """
+        """Take one token, which may be the last; True when a stop string ended the text."""
         self._ids.append(token_id)
         self._num_generated += 1
-        before, now = self._decode(self._begin, self._done), self._decode(self._begin, len(self._ids))
-        self._held = self._held + 1 if now.endswith("\ufffd") else 0
-        if 0 < self._held < _LONGEST and not last:  # held back
-            return False
-        self._held = 0
-        searched = len(self.text)
-        self.text += now[len(before) :]
-        if len(now) > len(before):
-            self._begin, self._done = self._done, len(self._ids)
-        return self._num_generated >= self._min_tokens and self._cut(searched)
+        self._ended = last
+        return self._search()
 
     def flush(self) -> bool:
-        """Add what was held back, for the text ends here; True when a stop string turns up in it."""
-        searched = len(self.text)
-        self.text += self._decode(self._begin, len(self._ids))[len(self._decode(self._begin, self._done)) :]
-        self._done = len(self._ids)
+        """The text ends here; True when a stop string turns up in what was held back."""
+        self._ended = True
+        return self._search()
+
+    def _search(self) -> bool:
+        if not self._stop:
+            return False
+        searched = len(self._text)
+        self._settle()
         return self._num_generated >= self._min_tokens and self._cut(searched)
+
+    def _settle(self) -> None:
+        """Decode what is new, up to the last token that ends a character."""
+        end, state = len(self._ids), (len(self._ids), self._ended)
+        if state == self._settled or self.stopped_by is not None:
+            return
+        self._settled = state
+        for until in range(end, max(self._done, end - _LONGEST), -1):
+            now = self._decode(self._begin, until)
+            if self._ended or not now.endswith(_UNKNOWN):
+                break
+        else:
+            if end - self._done < _LONGEST:  # all held back
+                return
+            until, now = end, self._decode(self._begin, end)
+        before = self._decode(self._begin, self._done)
+        self._text += now[len(before) :]
+        if len(now) > len(before):
+            self._begin, self._done = self._done, until
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip)
@@ -75,11 +96,11 @@ class Detokenizer:
         """Cut at the earliest stop string; what lies before `searched` was looked through already."""
         found = []
         for stop in self._stop:
-            place = self.text.find(stop, max(searched - len(stop) + 1, 0))
+            place = self._text.find(stop, max(searched - len(stop) + 1, 0))
             if place >= 0:
                 found.append((place, stop))
         if not found:
             return False
         place, self.stopped_by = min(found)
-        self.text = self.text[: place + len(self.stopped_by) * self._include_stop]
+        self._text = self._text[: place + len(self.stopped_by) * self._include_stop]
         return True

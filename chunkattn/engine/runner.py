@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cached_property
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,10 @@ from chunkattn.backends.packed_dense import PackedDenseBackend
 from chunkattn.engine.batch import SampleRow, StepBatch
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.messages import TokenLogprobs
-from chunkattn.engine.sampling import Readout, SampleInput, choose, empty_input, read, sample_input
+from chunkattn.engine.sampling import Readout, SampleInput, choose, empty_input, read, read_labels, sample_input
 from chunkattn.models.decoder import Decoder
+
+T = TypeVar("T")
 
 READ_ROWS = 64
 """Most rows whose logits exist at once: bounds the `[rows, vocab]` float32 array."""
@@ -52,7 +55,8 @@ class Runner:
         self._copy = jax.jit(self._trace_copy, donate_argnums=0)
         self._gather = jax.jit(self._trace_gather)
         self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
-        self._read = jax.jit(self._trace_read, static_argnames="num_top")
+        self._read = jax.jit(self._trace_read)
+        self._read_labels = jax.jit(self._trace_read_labels)
         self._classify = jax.jit(self._trace_classify)
         self._fetch = jax.jit(self._trace_fetch)
         self._store = jax.jit(self._trace_store, donate_argnums=0)
@@ -167,7 +171,7 @@ class Runner:
                 for greedy in (True, False):
                     self._sample(self._params, picked, empty_input(size, greedy=greedy), with_logprobs=False)
                 for labels in self._label_buckets[:2]:
-                    self._read(self._params, picked, np.zeros((size, labels), np.int32), num_top=0)
+                    self._read_labels(self._params, picked, np.zeros((size, labels), np.int32))
 
     def fingerprint(self) -> bytes:
         """16 bytes that tell this model's K/V from any other's: its geometry, weights' bits, attention and pool's form."""
@@ -201,7 +205,7 @@ class Runner:
         targets = np.zeros((len(rows), size), np.int32)
         for target, ids in zip(targets, labels, strict=True):
             target[: len(ids)] = ids
-        return np.concatenate([r.target for r in self._read_blocks(hidden, rows, targets, 0)])
+        return np.concatenate(self._by_block(self._read_labels, hidden, rows, targets))
 
     def class_logits(self, hidden: jax.Array, rows: Seq[int]) -> np.ndarray:
         """float32 `[rows, num_labels]`: what a classifier's head makes of each row."""
@@ -213,17 +217,18 @@ class Runner:
 
     def token_logprobs(self, hidden: jax.Array, rows: Seq[int], targets: Seq[int]) -> TokenLogprobs:
         """Log-probability, rank and likeliest tokens for one target a row."""
-        blocks = self._read_blocks(hidden, rows, np.asarray(targets, np.int32)[:, None], self.max_logprobs)
+        blocks = self._by_block(self._read, hidden, rows, np.asarray(targets, np.int32))
         return _to_logprobs(Readout(*map(np.concatenate, zip(*blocks, strict=True))), slice(None), self.max_logprobs)
 
-    def _read_blocks(self, hidden: jax.Array, rows: Seq[int], targets: np.ndarray, num_top: int) -> list[Readout]:
+    def _by_block(self, program: Callable[..., T], hidden: jax.Array, rows: Seq[int], targets: np.ndarray) -> list[T]:
+        """What a program reads at rows, `READ_ROWS` at a time; `targets` are `[rows, ...]`."""
         found = []
         for first in range(0, len(rows), READ_ROWS):
             block = rows[first : first + READ_ROWS]
             picked = self._pick(hidden, block)
-            wanted = np.pad(targets[first : first + len(block)], ((0, len(picked) - len(block)), (0, 0)))
-            values = jax.device_get(self._read(self._params, picked, wanted, num_top=num_top))
-            found.append(Readout(*(v[: len(block)] for v in values)))
+            padding = (0, len(picked) - len(block)), *[(0, 0)] * (targets.ndim - 1)
+            values = jax.device_get(program(self._params, picked, np.pad(targets[first : first + len(block)], padding)))
+            found.append(jax.tree.map(itemgetter(slice(len(block))), values))
         return found
 
     def _pick(self, hidden: jax.Array, rows: Seq[int]) -> jax.Array:
@@ -280,11 +285,15 @@ class Runner:
         self.compiles["sample"] += 1
         logits = nnx.merge(self._graph, params).logits(hidden)
         tokens = choose(logits, given)
-        return tokens, read(logits, tokens[:, None], self.max_logprobs) if with_logprobs else None
+        return tokens, read(logits, tokens, self.max_logprobs) if with_logprobs else None
 
-    def _trace_read(self, params: Any, hidden: jax.Array, targets: jax.Array, *, num_top: int) -> Readout:
+    def _trace_read(self, params: Any, hidden: jax.Array, targets: jax.Array) -> Readout:
         self.compiles["read"] += 1
-        return read(nnx.merge(self._graph, params).logits(hidden), targets, num_top)
+        return read(nnx.merge(self._graph, params).logits(hidden), targets, self.max_logprobs)
+
+    def _trace_read_labels(self, params: Any, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+        self.compiles["read"] += 1
+        return read_labels(nnx.merge(self._graph, params).logits(hidden), labels)
 
     def _trace_classify(self, params: Any, hidden: jax.Array) -> jax.Array:
         self.compiles["classify"] += 1
@@ -293,7 +302,7 @@ class Runner:
 
 def _to_logprobs(values: Readout, rows: slice, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(
-        target=np.asarray(values.target[rows, 0]),
+        target=np.asarray(values.target[rows]),
         rank=np.asarray(values.rank[rows]),
         top_ids=np.asarray(values.top_ids[rows, :num_top]),
         top=np.asarray(values.top[rows, :num_top]),

@@ -56,7 +56,7 @@ class SampleInput(NamedTuple):
 
 
 class Readout(NamedTuple):
-    """Log-probabilities of the raw distribution: `target` `[R, L]`, `rank` `[R]`, `top_ids` and `top` `[R, K]`."""
+    """Log-probabilities of the raw distribution: `target` and `rank` `[R]`, `top_ids` and `top` `[R, K]`."""
 
     target: StepArray
     rank: StepArray
@@ -224,12 +224,20 @@ def choose(logits: jax.Array, given: SampleInput) -> jax.Array:
 
 
 def read(logits: jax.Array, targets: jax.Array, num_top: int) -> Readout:
-    """Log-probabilities of `targets` int32 `[R, L]` and of the `num_top` likeliest tokens.
+    """Log-probabilities of `targets` int32 `[R]` and of the `num_top` likeliest tokens, in float32."""
+    target = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    rank = 1 + (logits > target).sum(-1)
+    top, top_ids = jax.lax.top_k(logits, num_top)
+    logprobs = _normalised(jnp.concatenate([target, top], axis=1), logits)
+    return Readout(logprobs[:, 0], rank, top_ids, logprobs[:, 1:])
 
-    Full-vocabulary log-softmax in float32. The rank is of the first target.
-    """
-    logprobs = jax.nn.log_softmax(logits)
-    target = jnp.take_along_axis(logprobs, targets, axis=1)
-    rank = 1 + (logprobs > target[:, :1]).sum(-1)
-    top, top_ids = jax.lax.top_k(logprobs, num_top)
-    return Readout(target, rank, top_ids, top)
+
+def read_labels(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Log-probabilities float32 `[R, L]` of `labels` int32 `[R, L]`."""
+    return _normalised(jnp.take_along_axis(logits, labels, axis=1), logits)
+
+
+def _normalised(some: jax.Array, logits: jax.Array) -> jax.Array:
+    """The log-softmax over all logits of some of each row's: nothing of the vocabulary's size is written."""
+    maximum = logits.max(-1, keepdims=True)
+    return some - maximum - jnp.log(jnp.exp(logits - maximum).sum(-1, keepdims=True))

@@ -120,11 +120,16 @@ def rotary_tables(spec: RotarySpec, positions: jax.Array) -> tuple[jax.Array, ja
     """Cos and sin, float32 `[T, 1, head_dim / 2]`, for int32 `[T]` position ids. Once a step, not a layer."""
     angles = positions.astype(jnp.float32)[:, None] * spec.inv_freq
     factor = np.float32(spec.attention_factor)
-    return (jnp.cos(angles) * factor)[:, None], (jnp.sin(angles) * factor)[:, None]
+    # XLA:CPU would fuse cosines into each of their uses and compute them there again, head by head. It does not fuse
+    # concatenations.
+    tables = jax.lax.optimization_barrier(jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1) * factor)  # type: ignore[no-untyped-call]
+    cos, sin = jnp.split(tables[:, None], 2, axis=-1)
+    return cos, sin
 
 
 def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate `[T, heads, head_dim]` in the half-split layout of Hugging Face checkpoints."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    # Stacked, not concatenated: XLA:CPU fuses the one and not the other, and is 10 times faster.
+    rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-2).reshape(x.shape)
     return rotated.astype(x.dtype)
