@@ -72,11 +72,12 @@ def test_xla_equals_reference(options):
 
 
 @pytest.mark.parametrize("per_head", [0, 16])
-@pytest.mark.parametrize("window", [None, 9])
-def test_xla_equals_reference_with_many_small_tiles(window, per_head, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"dtype": "bfloat16"}, {"soft_cap": 2.0}], ids=str)
+def test_xla_equals_reference_with_many_small_tiles(options, per_head, monkeypatch):
     monkeypatch.setattr(xla, "TILES", ((64, 16, 16, per_head), (1, 8, 32, 0)))
+    monkeypatch.setattr(xla, "UNMASKED_ROWS", 64)
     monkeypatch.setattr(xla, "DECODE_ROWS", 2)
-    check_backend("xla", cases=40, seed=1, window=window)
+    check_backend("xla", cases=40, seed=1, **options)
 
 
 @pytest.mark.parametrize("tile", [8, 16, 32])
