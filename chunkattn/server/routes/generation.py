@@ -273,16 +273,20 @@ async def _answer(kind: Callable[[B, ServerState], Answer], body: B, request: Re
     state.check_model(body.model)
     state.check_ready()
     answer = kind(body, state)
-    outputs = merged(await unless_gone(request, answer.streams()))
     if not answer.options.stream:
-        return await unless_gone(request, _whole(answer, outputs))
+        return await unless_gone(request, _whole(answer))
     # Whatever is wrong with a request shows before its first token: a stream begins with a status, and cannot take it back.
-    first = await unless_gone(request, anext(outputs))
-    return EventStream(_events(answer, first, outputs, request.state.request_id), outputs)
+    first, rest = await unless_gone(request, _begun(answer))
+    return EventStream(_events(answer, first, rest, request.state.request_id), rest)
 
 
-async def _whole(answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> Response:
-    last = {number: output async for number, output in outputs}
+async def _begun(answer: Answer) -> tuple[tuple[int, RequestOutput], AsyncGenerator[tuple[int, RequestOutput], None]]:
+    outputs = merged(await answer.streams())
+    return await anext(outputs), outputs
+
+
+async def _whole(answer: Answer) -> Response:
+    last = {number: output async for number, output in merged(await answer.streams())}
     ordered = [last[number] for number in sorted(last)]
 
     def build() -> Response:
