@@ -183,7 +183,7 @@ class AsyncLLM:
             cache_salt: share the cache with requests of the same salt alone.
             priority: the lower goes first.
             timeout: seconds until it is aborted.
-            final_only: yield the last output alone.
+            final_only: yield the last output alone; of a request that `abort` has ended, without its tokens.
 
         Raises:
             RequestError: prompt or parameters are invalid, or the checkpoint is a sequence classifier; nothing has been
@@ -257,6 +257,7 @@ class AsyncLLM:
                     return
                 builder.output.request_id = name
                 self._generations[name] = call, builder
+                request = replace(request, final_only=final_only and not request.sampling.stop)
                 call.send([request], lambda event: self._take(builder, event), quiet=final_only)
                 ended = False
                 while not ended:

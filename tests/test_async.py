@@ -66,12 +66,16 @@ def test_eight_at_once_equal_the_batch_api(loop, llm, demo):
                 assert b.token_ids[: len(a.token_ids)] == a.token_ids
         return seen
 
-    async def everything():
-        return await asyncio.gather(*map(stream, prompts, params))
+    async def whole(prompt, param):
+        (output,) = [output async for output in llm.generate(prompt, param, final_only=True)]
+        return [output]
 
-    streams = loop.run(everything())
+    async def everything(way):
+        return await asyncio.gather(*map(way, prompts, params))
+
+    streams = loop.run(everything(stream))
     expected = demo.generate(prompts, params)
-    for seen, want in zip(streams, expected, strict=True):
+    for seen, want in zip(streams + loop.run(everything(whole)), expected * 2, strict=True):
         assert asdict(replace(seen[-1], request_id="", num_cached_tokens=0, num_cached_chunk_tokens=())) == comparable(want)
     assert len(streams[7]) > 20, "outputs come one by one"
     loop.run(until(lambda: idle(llm)))

@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.engine import control, messages
 from chunkattn.engine.build import open_files
 from chunkattn.engine.clock import StepClock
+from chunkattn.engine.final import FinalOnly
+from chunkattn.engine.messages import GenerateRequest, RequestFailed, TokenOutput
 from chunkattn.engine.wire import decode, encode
 
 
@@ -125,3 +129,42 @@ def test_the_clock_tells_compiling_from_running():
     assert clock.read().busy is None
     assert clock.read().step_running_s < 0.1, "the end of a compilation starts the clock anew"
     clock.idle()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_final_only_holds_tokens_until_the_last_sample_has_ended(data):
+    final, requests, left = FinalOnly(), {}, []
+    for number in range(data.draw(st.integers(1, 4))):
+        n, wanted = data.draw(st.integers(1, 3)), data.draw(st.booleans())
+        request = GenerateRequest(f"r{number}", make_layout([1], [], [2]), SamplingParams(n=n), final_only=wanted)
+        final.expect(request)
+        requests[request.request_id] = request
+        left += [(request.request_id, s) for s in range(n) for _ in range(data.draw(st.integers(1, 3)))]
+    left = data.draw(st.permutations(left))
+    made, told = {name: [] for name in requests}, {name: [] for name in requests}
+    ended = set()
+    for place, (name, sample) in enumerate(left):
+        if name in ended:
+            continue
+        if data.draw(st.sampled_from(["token"] * 9 + ["failed"])) == "failed":
+            output = RequestFailed(name, "a fault")
+            made[name] = [*told[name], output]  # what was held back is of no use to anybody
+            ended.add(name)
+        else:
+            last = (name, sample) not in left[place + 1 :]
+            output = TokenOutput(name, sample, place, finish_reason="length" if last else None)
+            made[name].append(output)
+        for sent in final.passed([output]):
+            told[sent.request_id].append(sent)
+        whole = name in ended or all(other != name for other, _ in left[place + 1 :])
+        assert told[name] == (made[name] if whole or not requests[name].final_only else [])
+    assert len(final) == 0
+
+
+def test_final_only_forgets_what_was_aborted():
+    final = FinalOnly()
+    final.expect(GenerateRequest("r", make_layout([1], [], [2]), SamplingParams(), final_only=True))
+    assert final.passed([TokenOutput("r", 0, 1)]) == []
+    final.forget("r")
+    assert len(final) == 0

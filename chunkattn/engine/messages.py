@@ -19,6 +19,8 @@ class GenerateRequest:
         eos_token_ids: tokens that end the text unless `ignore_eos`.
         cache_salt: shares the cache with requests of the same salt alone.
         priority: the lower, the earlier.
+        final_only: an engine in a process of its own tells of it when it has ended, not token by token; not for one with
+            stop strings, which are looked for by whoever receives the tokens.
     """
 
     request_id: str
@@ -27,6 +29,7 @@ class GenerateRequest:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     priority: int = 0
+    final_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from chunkattn.engine.control import (
     Unpin,
     WarmupProgress,
 )
+from chunkattn.engine.final import FinalOnly
 from chunkattn.engine.messages import (
     CachedTokens,
     EngineOutput,
@@ -62,6 +63,7 @@ class Worker:
     def __init__(self, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], clock: StepClock) -> None:
         self._inbox, self._outbox, self._clock = inbox, outbox, clock
         self._closing = False
+        self._final = FinalOnly()
         self.core: EngineCore
 
     def start(self) -> float:
@@ -96,7 +98,7 @@ class Worker:
             self._take_messages()
             if self.core.has_work and not self._closing:
                 outputs = self.core.step()
-                self._send(outputs)
+                self._send(self._final.passed(outputs))
                 self._let_disk_catch_up(outputs)
         self._clock.begin("closing")
         if self.core.disk is not None:
@@ -127,8 +129,11 @@ class Worker:
                     self.core.add(message)
                 except RequestError as error:
                     return RequestFailed(message.request_id, str(error), error.param)
+                if isinstance(message, GenerateRequest):
+                    self._final.expect(message)
             case Abort(request_id):
                 self.core.abort(request_id)
+                self._final.forget(request_id)
             case Stop(request_id, sample):
                 self.core.stop(request_id, sample)
             case Unpin(request_ids):
