@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -97,6 +98,9 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and not starting.exception():
+            # As in the engine's process: a full collection of all that has been imported would stop every stream.
+            gc.collect()
+            gc.freeze()
             shown = f"[{host}]" if ":" in host else host
             print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
             await serving
