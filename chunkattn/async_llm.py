@@ -183,7 +183,7 @@ class AsyncLLM:
             cache_salt: share the cache with requests of the same salt alone.
             priority: the lower goes first.
             timeout: seconds until it is aborted.
-            final_only: yield the last output alone; of a request that `abort` has ended, without its tokens.
+            final_only: yield the last output alone; of a request that `abort` has ended, it may lack tokens.
 
         Raises:
             RequestError: prompt or parameters are invalid, or the checkpoint is a sequence classifier; nothing has been

@@ -80,6 +80,14 @@ def test_xla_equals_reference_with_many_small_tiles(options, per_head, monkeypat
     check_backend("xla", cases=40, seed=1, **options)
 
 
+def test_weights_are_rounded_to_the_nearest_bfloat16():
+    weights = np.random.default_rng(0).random(100_000, np.float32)
+    weights = np.concatenate([weights, weights * 1e-38, [0, 1, 2**-126, 2**-149, np.inf]]).astype(np.float32)
+    weights = weights[weights.view(np.uint32) & 0xFFFF != 0x8000]  # halfway: up, where IEEE 754 has even
+    rounded = jax.jit(xla._rounded, static_argnums=1)(weights, jnp.dtype("bfloat16"))
+    np.testing.assert_array_equal(np.asarray(rounded), weights.astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("tile", [8, 16, 32])
 def test_visited_tiles_are_those_with_a_visible_pair(tile):
     """Tile ranges name exactly the KV tiles that hold a slot some row of the query tile sees."""
@@ -335,3 +343,5 @@ def test_chunk_attention_refuses_shapes_that_do_not_match():
     for bad in (x[:0], x.astype(int), x[0]):
         with pytest.raises(ValueError, match="one float dtype and not empty"):
             chunk_attention(bad, bad, bad, layout)
+    with pytest.raises(ValueError, match="scale must be 0 or more, got -1"):
+        chunk_attention(x[1:], x[1:], x[1:], layout, scale=-1)

@@ -96,12 +96,16 @@ def test_penalties_bias_and_bans(prompt, output, repetition, presence, frequency
     np.testing.assert_allclose(mine[0], expected[0], rtol=1e-5, atol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO_FOLDER)
+
+
 TEXTS = ["Bukepi likes onions.", "naïve café, 東京 🦙🦙 done", "", " leading", "x\n\ny  z"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_detokenizer_never_splits_a_character(text):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+def test_detokenizer_never_splits_a_character(text, tokenizer):
     ids = tokenizer(text, add_special_tokens=False).input_ids
     prompt = tokenizer("Where? Answer:", add_special_tokens=False).input_ids
     detokenizer = Detokenizer(tokenizer, prompt)
@@ -115,8 +119,8 @@ def test_detokenizer_never_splits_a_character(text):
     assert detokenizer.text == whole
 
 
-def test_text_may_be_asked_for_now_and_then():
-    tokenizer, rng = AutoTokenizer.from_pretrained(DEMO_FOLDER), random.Random(0)
+def test_text_may_be_asked_for_now_and_then(tokenizer):
+    rng = random.Random(0)
     for _ in range(50):
         text = "".join(rng.choices(["東", "🦙", "é", "lives", " in ", "a", "\n", " "], k=rng.randint(1, 40)))
         ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -131,8 +135,54 @@ def test_text_may_be_asked_for_now_and_then():
             assert "\ufffd" not in now
 
 
-def test_bytes_that_are_no_character_are_not_held_back_for_ever():
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+def head(tokenizer, ids):
+    """The text that byte fallback tokens make, up to the first byte that is no part of a character."""
+    raw = b""
+    for piece in tokenizer.convert_ids_to_tokens(ids):
+        raw += bytes([int(piece[3:-1], 16)]) if piece.startswith("<0x") else piece.replace("▁", " ").encode()
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        return raw[: error.start].decode()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_however_often_text_is_asked_for_it_is_the_same(tokenizer, data):
+    """And characters before bytes that are none are there, whether cut off or astray."""
+    pieces = data.draw(st.lists(st.sampled_from(["🦙", "東", "é", "🦙" * 30, " lives", "a", 0xF0, 0x9F, 0xFF]), max_size=12))
+    ids = tokenizer("a", add_special_tokens=False).input_ids
+    for piece in pieces:
+        if isinstance(piece, int):
+            ids.append(tokenizer.convert_tokens_to_ids(f"<0x{piece:02X}>"))
+        else:
+            ids += tokenizer(piece, add_special_tokens=False).input_ids
+    ids = ids[: data.draw(st.integers(1, len(ids)))]
+    texts, rng = [], random.Random(data.draw(st.integers(0, 9)))
+    for often in (0, 0.3, 1):
+        detokenizer, seen = Detokenizer(tokenizer, []), ""
+        for i, token in enumerate(ids):
+            detokenizer.add(token, last=i == len(ids) - 1)
+            if rng.random() < often:
+                assert detokenizer.text.startswith(seen)
+                seen = detokenizer.text
+        texts.append(detokenizer.text)
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0].startswith(head(tokenizer, ids).removeprefix(" "))
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_byte_astray_harms_nobody(tokenizer, read):
+    ids = tokenizer("🦙東", add_special_tokens=False).input_ids
+    ids += [tokenizer.convert_tokens_to_ids("<0xFF>"), *tokenizer(" lives", add_special_tokens=False).input_ids]
+    detokenizer = Detokenizer(tokenizer, [])
+    for token in ids:
+        detokenizer.add(token)
+        assert not read or "\ufffd" not in detokenizer.text[:2]
+    assert detokenizer.text == "🦙東\ufffd lives"
+
+
+def test_bytes_that_are_no_character_are_not_held_back_for_ever(tokenizer):
     byte = tokenizer("東", add_special_tokens=False).input_ids[1]
     assert tokenizer.decode([byte]) == "\ufffd"
     detokenizer = Detokenizer(tokenizer, [])
@@ -143,8 +193,7 @@ def test_bytes_that_are_no_character_are_not_held_back_for_ever():
     assert detokenizer.text == tokenizer.decode([byte] * 39)
 
 
-def test_unfinished_bytes_appear_at_the_end_only():
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+def test_unfinished_bytes_appear_at_the_end_only(tokenizer):
     ids = tokenizer("a東", add_special_tokens=False).input_ids[:-1]
     detokenizer = Detokenizer(tokenizer, [])
     for token in ids[:-1]:
@@ -154,8 +203,7 @@ def test_unfinished_bytes_appear_at_the_end_only():
     assert detokenizer.text.endswith("\ufffd")
 
 
-def test_held_back_bytes_are_flushed_when_the_text_ends():
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+def test_held_back_bytes_are_flushed_when_the_text_ends(tokenizer):
     *ids, _ = tokenizer("a東", add_special_tokens=False).input_ids
     detokenizer = Detokenizer(tokenizer, [])
     for token in ids:
@@ -166,8 +214,7 @@ def test_held_back_bytes_are_flushed_when_the_text_ends():
     assert detokenizer.text == tokenizer.decode(ids)
 
 
-def test_a_stop_string_may_turn_up_when_the_text_ends():
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+def test_a_stop_string_may_turn_up_when_the_text_ends(tokenizer):
     *ids, _ = tokenizer("STOP東", add_special_tokens=False).input_ids
     detokenizer = Detokenizer(tokenizer, [], stop=("\ufffd",))
     assert not any(detokenizer.add(token) for token in ids)
@@ -175,8 +222,7 @@ def test_a_stop_string_may_turn_up_when_the_text_ends():
     assert detokenizer.text == "STOP"
 
 
-def test_a_prompt_that_ends_within_a_character():
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+def test_a_prompt_that_ends_within_a_character(tokenizer):
     ids = tokenizer("a東b", add_special_tokens=False).input_ids
     cut = ids[:3]
     assert tokenizer.decode(cut).endswith("\ufffd")
@@ -187,8 +233,7 @@ def test_a_prompt_that_ends_within_a_character():
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_across_tokens(include):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+def test_stop_strings_across_tokens(include, tokenizer):
     ids = tokenizer("Meru lives in Melubo. Meru is a doctor.", add_special_tokens=False).input_ids
     detokenizer = Detokenizer(tokenizer, [], stop=("nowhere", "ubo. Me", "doctor"), include_stop=include)
     stopped = [detokenizer.add(t) for t in ids]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +17,10 @@ from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.engine import control, messages
 from chunkattn.engine.build import open_files
 from chunkattn.engine.clock import StepClock
-from chunkattn.engine.final import FinalOnly
+from chunkattn.engine.final import MOST_HELD, FinalOnly
 from chunkattn.engine.messages import GenerateRequest, RequestFailed, TokenOutput
 from chunkattn.engine.wire import decode, encode
+from chunkattn.engine.worker import Worker
 
 
 def plain(value):
@@ -162,9 +164,51 @@ def test_final_only_holds_tokens_until_the_last_sample_has_ended(data):
     assert len(final) == 0
 
 
-def test_final_only_forgets_what_was_aborted():
-    final = FinalOnly()
-    final.expect(GenerateRequest("r", make_layout([1], [], [2]), SamplingParams(), final_only=True))
-    assert final.passed([TokenOutput("r", 0, 1)]) == []
-    final.forget("r")
+def test_final_only_sends_what_is_too_much_to_be_read_at_once():
+    final, made, sizes = FinalOnly(), [], []
+    final.expect(GenerateRequest("r", make_layout([1], [], [2]), SamplingParams(n=2), final_only=True))
+    for place in range(2 * MOST_HELD):
+        made.append(TokenOutput("r", place % 2, place, finish_reason="length" if place >= 2 * MOST_HELD - 2 else None))
+        sizes.append(len(final.passed([made[-1]])))
+    assert [(i, size) for i, size in enumerate(sizes) if size] == [(MOST_HELD - 1, MOST_HELD), (2 * MOST_HELD - 1, MOST_HELD)]
     assert len(final) == 0
+
+
+def test_a_worker_holds_back_what_is_final_only_until_it_is_aborted():
+    class Core:
+        has_work, disk = True, None
+
+        def __init__(self):
+            self.added, self.outputs = [], []
+
+        def add(self, request):
+            self.added.append(request.request_id)
+
+        def abort(self, request_id):
+            self.added.remove(request_id)
+
+        def step(self):
+            worker._closing = not self.outputs
+            return self.outputs.pop(0) if self.outputs else []
+
+    with zmq.Context() as context, context.socket(zmq.PAIR) as inside, context.socket(zmq.PAIR) as outside:
+        inside.bind("inproc://worker")
+        outside.connect("inproc://worker")
+        worker = Worker(inside, inside, StepClock())
+        worker.core = core = Core()
+        layout = make_layout([1], [], [2])
+        wanted = {name: GenerateRequest(name, layout, SamplingParams(), final_only=name != "b") for name in "abc"}
+        ends = {"b": "length", "c": "length"}
+        first = [TokenOutput(name, 0, 1) for name in "abc"]
+        second = [TokenOutput(name, 0, 2, finish_reason=ends[name]) for name in "bc"]
+        core.outputs = [first]
+        outside.send(encode(list(wanted.values())))
+        worker.serve()
+        assert core.added == ["a", "b", "c"]
+        assert [plain(m) for m in decode(outside.recv())] == [plain(first[1])]
+        outside.send(encode([control.Abort("a")]))
+        core.outputs, worker._closing = [second], False
+        worker.serve()
+        assert core.added == ["b", "c"]
+        assert [plain(m) for m in decode(outside.recv())] == [plain(second[0]), plain(first[2]), plain(second[1])]
+        assert len(worker._final) == 0

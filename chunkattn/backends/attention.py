@@ -33,7 +33,7 @@ def chunk_attention(
         v: as `k`.
         layout: of `T` tokens.
         backend: a registered backend's name, or `"auto"`.
-        scale: of the scores; `1 / sqrt(head_dim)` by default.
+        scale: of the scores, not negative; `1 / sqrt(head_dim)` by default.
         soft_cap: scaled scores `s` become `soft_cap * tanh(s / soft_cap)`, as in Gemma 2.
 
     Returns:
@@ -41,7 +41,7 @@ def chunk_attention(
         loops a dynamic number of times, and 16-bit K/V pass through the pool as bits.
 
     Raises:
-        ValueError: shapes or dtypes disagree with each other or with the layout.
+        ValueError: shapes or dtypes disagree with each other or with the layout; `scale` is negative.
         BackendError: the backend is unknown or does not support the shapes; `soft_cap` is no positive number.
     """
     if not (q.ndim == k.ndim == 3 and len(q) and jnp.issubdtype(q.dtype, jnp.floating) and q.dtype == k.dtype == v.dtype):
@@ -51,6 +51,9 @@ def chunk_attention(
     tokens, heads, head_dim = q.shape
     if k.shape != v.shape or k.shape[::2] != (tokens, head_dim) or heads % k.shape[1] or len(layout) != tokens:
         raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} and a layout of {len(layout)} tokens do not go together")
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    if not scale >= 0:
+        raise ValueError(f"scale must be 0 or more, got {scale}")
     spec = AttentionSpec(heads, k.shape[1], head_dim, jnp.dtype(q.dtype), _BLOCK_SIZE, soft_cap=soft_cap)
     pages = -(-tokens // _BLOCK_SIZE)
     batch = AttentionBatch(
@@ -70,6 +73,6 @@ def chunk_attention(
         v,
         implementation.allocate(pages),
         jax.tree.map(jnp.asarray, implementation.build_metadata(batch)),
-        scale=1 / math.sqrt(head_dim) if scale is None else scale,
+        scale=scale,
     )
     return out

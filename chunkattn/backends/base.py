@@ -168,7 +168,7 @@ class AttentionBackend(ABC):
             v: as `k`.
             cache: one layer's cache.
             metadata: of this step.
-            scale: multiplies the scores.
+            scale: multiplies the scores; not negative.
             window: rows see only the last `window` slots up to their own. Plain prompts only,
                 whose slots are their positions.
 

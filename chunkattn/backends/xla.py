@@ -50,7 +50,7 @@ class TileMetadata(NamedTuple):
     Attributes:
         tile_row, tile_last: int32 `[Q]`, first row and last row's slot of a query tile.
         ranges: int32 `[Q]` each, its KV tiles.
-        full: int32 `[Q]` each, those of them that need no mask.
+        full: int32 `[Q]` each, those of them that need no mask; None where all have one.
         num_tiles: int32 scalar.
         decode_rows: int32 `[D, DECODE_ROWS]`, rows of a decode tile; `T` is padding.
         decode_end: int32 `[D]`, KV tiles (of `DECODE_SLOTS`) of its longest sequence.
@@ -62,7 +62,7 @@ class TileMetadata(NamedTuple):
     tile_row: StepArray
     tile_last: StepArray
     ranges: TileRanges
-    full: TileRanges
+    full: TileRanges | None
     num_tiles: StepArray
     decode_rows: StepArray
     decode_end: StepArray
@@ -107,11 +107,12 @@ class XlaBackend(AttentionBackend):
     def build_metadata(self, batch: AttentionBatch) -> TileMetadata:
         """See `AttentionBackend.build_metadata`."""
         rows, (seqs, width) = len(batch.row_seq), batch.block_tables.shape
-        tile_rows, tile_slots, _ = _tile_sizes(rows, width, batch.block_size)
+        tile_rows, tile_slots, per_head = _tile_sizes(rows, width, batch.block_size)
         runs = spans(batch)
         decode = (runs.size == 1) & (batch.row_start[runs.row] == 0)
         tiles = cut(Tiles(runs.row[~decode], runs.size[~decode]), tile_rows)
         ranges = tile_ranges(batch, tiles, tile_slots)
+        full = full_tiles(batch, tiles, tile_slots) if per_head and rows >= UNMASKED_ROWS else None
         bound = rows // tile_rows + min(seqs, rows)
         last = batch.row_slot[tiles.row + tiles.size - 1]
 
@@ -127,7 +128,7 @@ class XlaBackend(AttentionBackend):
             tile_row=_pad(tiles.row, bound),
             tile_last=_pad(last, bound),
             ranges=TileRanges(*(_pad(r, bound) for r in ranges)),
-            full=TileRanges(*(_pad(r, bound) for r in full_tiles(batch, tiles, tile_slots))),
+            full=None if full is None else TileRanges(*(_pad(r, bound) for r in full)),
             num_tiles=np.int32(len(tiles.row)),
             decode_rows=decode_rows,
             decode_end=ends.astype(np.int32),
@@ -334,7 +335,7 @@ def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Sc
 
         by_head, state = kv_heads <= per_head, _start(folded)
         parts = [(0, first_end), (second_start, second_end)]
-        if by_head and window is None and rows >= UNMASKED_ROWS:
+        if by_head and window is None and metadata.full is not None:
             full = TileRanges(*(r[index] for r in metadata.full))
             whole = [(0, full.first_end), (full.second_start, full.second_end)]
             second_start = jnp.maximum(second_start, full.first_end)

@@ -11,6 +11,8 @@ _CONTEXT = 6
 """Prompt tokens decoded along with the output: a tokenizer may treat the first token of a text differently."""
 
 _UNKNOWN = "\ufffd"
+_AT_ONCE = 64
+"""Tokens that are decoded together: where one of them is half a character, all are decoded singly."""
 _LONGEST = 16
 """Tokens that are held back: a character has four bytes, so this many are none, and each is decoded with all before it."""
 
@@ -18,8 +20,8 @@ _LONGEST = 16
 class Detokenizer:
     """Incremental text of one sample, cut at stop strings.
 
-    Tokens become text when it is asked for, any number at once: decoding one costs as much as decoding many. Where there
-    are stop strings, each is searched as it comes.
+    Tokens become text when it is asked for, any number at once: decoding one costs as much as decoding many. How often it
+    is asked for changes nothing in it. Where there are stop strings, each token is searched as it comes.
 
     Attributes:
         stopped_by: the stop string that ended it, if one did.
@@ -76,17 +78,31 @@ class Detokenizer:
         if state == self._settled or self.stopped_by is not None:
             return
         self._settled = state
-        for until in range(end, max(self._done, end - _LONGEST), -1):
-            now = self._decode(self._begin, until)
-            if self._ended or not now.endswith(_UNKNOWN):
-                break
-        else:
-            if end - self._done < _LONGEST:  # all held back
-                return
-            until, now = end, self._decode(self._begin, end)
-        before = self._decode(self._begin, self._done)
-        self._text += now[len(before) :]
-        if len(now) > len(before):
+        for until in (*range(self._done + _AT_ONCE, end, _AT_ONCE), end):
+            new = self._new(until)
+            if _UNKNOWN in new:
+                self._settle_singly(until)
+            else:
+                self._take(new, until)
+
+    def _settle_singly(self, end: int) -> None:
+        # Some decoders give up a whole run of bytes for one that is astray: token by token, it harms no character before it.
+        held = 0
+        for until in range(self._done + 1, end + 1):
+            new = self._new(until)
+            held = held + 1 if new.endswith(_UNKNOWN) else 0
+            if held in (0, _LONGEST) or (self._ended and until == len(self._ids)):
+                held = 0
+                self._take(new, until)
+
+    def _new(self, until: int) -> str:
+        """The text that the tokens from `_done` on add to those before them."""
+        before, now = self._decode(self._begin, self._done), self._decode(self._begin, until)
+        return now[len(before) :] if now.startswith(before) else self._decode(self._done, until)
+
+    def _take(self, new: str, until: int) -> None:
+        if new:
+            self._text += new
             self._begin, self._done = self._done, until
 
     def _decode(self, start: int, end: int) -> str:

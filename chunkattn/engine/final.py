@@ -1,18 +1,27 @@
-"""Outputs of requests whose caller wants the last one alone: kept until then, so that nobody wakes up for the others."""
+"""Outputs of requests whose caller wants the last one alone: kept back, so that nobody wakes up for the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from chunkattn.engine.messages import EngineOutput, GenerateRequest, RequestFailed, TokenOutput
 
+MOST_HELD = 256
+"""Outputs of a request: more are sent before it ends, so that reading them at once does not keep others waiting."""
+
+
+@dataclass
+class _Held:
+    going: int
+    outputs: list[EngineOutput] = field(default_factory=list)
+
 
 class FinalOnly:
-    """Holds back the tokens of `GenerateRequest`s that are `final_only` until all of their samples have ended."""
+    """Holds back the tokens of `GenerateRequest`s that are `final_only`, `MOST_HELD` at most, while samples of them go on."""
 
     def __init__(self) -> None:
-        self._held: dict[str, list[EngineOutput]] = {}
-        self._going: dict[str, int] = {}
+        self._held: dict[str, _Held] = {}
 
     def __len__(self) -> int:
         """Requests held back."""
@@ -21,12 +30,11 @@ class FinalOnly:
     def expect(self, request: GenerateRequest) -> None:
         """A request that has been taken."""
         if request.final_only:
-            self._held[request.request_id], self._going[request.request_id] = [], request.sampling.n
+            self._held[request.request_id] = _Held(request.sampling.n)
 
     def forget(self, request_id: str) -> None:
         """A request that has been aborted, or any other."""
         self._held.pop(request_id, None)
-        self._going.pop(request_id, None)
 
     def passed(self, outputs: Iterable[EngineOutput]) -> list[EngineOutput]:
         """What can be sent now, in order."""
@@ -38,10 +46,11 @@ class FinalOnly:
             if held is None:
                 sent.append(output)
                 continue
-            held.append(output)
-            if isinstance(output, TokenOutput) and output.finish_reason is not None:
-                self._going[output.request_id] -= 1
-                if not self._going[output.request_id]:
-                    sent += held
-                    self.forget(output.request_id)
+            held.outputs.append(output)
+            held.going -= isinstance(output, TokenOutput) and output.finish_reason is not None
+            if not held.going or len(held.outputs) == MOST_HELD:
+                sent += held.outputs
+                held.outputs = []
+            if not held.going:
+                self.forget(output.request_id)
         return sent
