@@ -1,12 +1,13 @@
 """What the process boundary and HTTP cost: throughput and the time to the first text of `LLM`, `AsyncLLM` and the server.
 
-    python -m benchmarks.serve_overhead [--clients 16] [--requests 192] [--repeats 5] [--json FILE|-]
+    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 192] [--repeats 5] [--json FILE|-]
 
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
 other. As many sequences run at once in all three. Every turn has new prompts, so nothing is cached, of 32 to 96 tokens each.
 Then single requests go to the idle `AsyncLLM` and to the idle server, in turn. The time of the HTTP client, in this process,
 is part of the server's; for the throughput it is a lean one, as httpx takes more of the machine than the server does.
+A geometry is served with random weights and the demo model's tokenizer.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import httpx
 
 from chunkattn import LLM, AsyncLLM, SamplingParams
+from chunkattn.bench.geometry import GEOMETRIES, save_model
 
 NAMES = ("Nila", "Rumi", "Siku", "Zenuso", "Lezudo", "Tunise", "Kirora", "Pegelu")
 WORDS = (*NAMES, "lives", "works", "likes", "was", "born", "in", "as", "a", "baker", "poet", "honey", "figs")
@@ -42,6 +45,8 @@ START_S, END_S = 900, 60
 LIMITS = httpx.Limits()
 """Any number of connections."""
 PATH = "/v1/completions"
+MOST = {"max_model_len": 512, "max_num_batched_tokens": 512}
+"""Tokens: enough for all requests here, and few programs to warm up."""
 
 
 class Server:
@@ -210,14 +215,14 @@ async def first_texts(engine: AsyncLLM, http: httpx.AsyncClient, rng: random.Ran
     return found
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
+async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]:
     """Everything; medians beside all values."""
-    options = {"max_num_seqs": args.clients, "kv_cache_memory_bytes": args.kv_mib << 20}
+    options: dict[str, Any] = {"max_num_seqs": args.clients, "kv_cache_memory_bytes": args.kv_mib << 20, **MOST}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     rng = random.Random(0)
-    llm = await asyncio.to_thread(LLM, args.model, warmup=True, **options)
-    async with AsyncLLM(args.model, **options) as engine:
-        server = await asyncio.to_thread(Server, *([args.model] if args.model else []), *arguments)
+    llm = await asyncio.to_thread(LLM, model, warmup=True, **options)
+    async with AsyncLLM(model, **options) as engine:
+        server = await asyncio.to_thread(Server, *([model] if model else []), *arguments)
         try:
             async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=LIMITS) as http:
                 ways = {
@@ -232,6 +237,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     speed = {name: statistics.median(values) for name, values in speeds.items()}
     first = {name: 1000 * statistics.median(values) for name, values in firsts.items()}
     return {
+        "geometry": args.geometry,
         "clients": args.clients,
         "requests": args.requests,
         "tokens_per_s": speed,
@@ -250,7 +256,8 @@ def share(values: list[float], others: list[float]) -> float:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"{result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens, {result['clients']} at once, medians\n")
+    told = f"{result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens, {result['clients']} at once, medians"
+    print(f"{result['geometry'] or 'the demo model'}: {told}\n")
     print("           tokens/s  of LLM  first text ms")
     for name, speed in result["tokens_per_s"].items():
         first = f"{result['first_text_ms'][name]:13.1f}" if name in result["first_text_ms"] else f"{'-':>13}"
@@ -260,7 +267,10 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    result = asyncio.run(measure(args))
+    with TemporaryDirectory() as folder:
+        if args.geometry:
+            save_model(args.geometry, Path(folder))
+        result = asyncio.run(measure(folder if args.geometry else None, args))
     text = json.dumps(result, indent=2)
     if args.json == "-":
         print(text)
@@ -272,7 +282,7 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="local folder or hub id; the bundled demo model when left out")
+    parser.add_argument("--geometry", choices=GEOMETRIES, help="of a model; the bundled demo model when left out")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--requests", type=int, default=192, help="of a turn")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each")

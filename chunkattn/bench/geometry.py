@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ from chunkattn.engine.compile_cache import enable_compile_cache
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.runner import Runner
 from chunkattn.models.decoder import Decoder
+from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
 from chunkattn.models.spec import DecoderSpec, spec_from_config
+from chunkattn.models.weights import save_weights
 
 _COMMON = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1e6}
 GEOMETRIES = {
@@ -57,3 +61,17 @@ def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend
     model = Decoder(spec, jnp.dtype(dtype), rngs=nnx.Rngs(0))
     attention = make_backend(backend, attention_spec(config, spec, jnp.dtype(dtype)))
     return EngineCore(Runner(model, attention, num_pages, config.max_logprobs), config, spec.max_model_len)
+
+
+def save_model(geometry: str, folder: Path) -> None:
+    """Write a checkpoint in bfloat16 with random weights and the demo model's tokenizer, whose ids alone it makes if greedy."""
+    tokenizer = load_tokenizer(str(DEMO_FOLDER))
+    tokenizer.save_pretrained(folder)
+    config = deepcopy(GEOMETRIES[geometry])
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    model = Decoder(spec_of(geometry), jnp.bfloat16, rngs=nnx.Rngs(0))
+    embedding = model.embed_tokens.embedding
+    # Ids without text would leave nothing to be streamed. Logits of zero are never the highest of so many.
+    embedding[...] = embedding[...].at[len(tokenizer) :].set(0)
+    save_weights(model, folder)
