@@ -284,7 +284,7 @@ class AsyncLLM:
         elif (
             isinstance(event, TokenOutput)
             and builder.output.outputs[event.sample].finish_reason is None
-            and builder.add_token(event)
+            and builder.add_tokens(event)
         ):
             self.client.stop(event.request_id, event.sample)
         return builder.finished

@@ -150,7 +150,7 @@ class LLM:
                 if isinstance(event, PromptLogprobsOutput):
                     builder.add_prompt_logprobs(event)
                 elif isinstance(event, TokenOutput):
-                    if builder.add_token(event):
+                    if builder.add_tokens(event):
                         self.core.stop(event.request_id, event.sample)
                     bar.update(builder.finished)
         return [b.read() for b in builders.values()]

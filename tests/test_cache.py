@@ -251,7 +251,7 @@ def test_two_requests_share_in_flight_and_either_may_go(engine):
             while core.has_work:
                 steps += 1
                 for event in core.step():
-                    tokens[event.request_id].append(event.token_id)
+                    tokens[event.request_id] += event.token_ids
                 core.scheduler.check()
                 if steps == after and aborted:
                     core.abort(aborted)
@@ -392,7 +392,7 @@ def test_whatever_raises_in_a_step_nobody_is_forgotten(engine, monkeypatch, owne
             events = []
         for event in events:
             if isinstance(event, TokenOutput):
-                tokens.setdefault(event.request_id, {}).setdefault(event.sample, []).append(event.token_id)
+                tokens.setdefault(event.request_id, {}).setdefault(event.sample, []).extend(event.token_ids)
             else:
                 assert event.request_id not in ended, "answered twice"
                 ended.add(event.request_id)

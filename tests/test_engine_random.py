@@ -76,7 +76,7 @@ class Thrash:
         for event in self.core.step():
             name = event.request_id
             if isinstance(event, TokenOutput):
-                self.tokens.setdefault(name, {}).setdefault(event.sample, []).append(event.token_id)
+                self.tokens.setdefault(name, {}).setdefault(event.sample, []).extend(event.token_ids)
                 self.logprobs.setdefault(name, {}).setdefault(event.sample, []).append(float(event.logprobs.target[0]))
                 if event.cached is not None:
                     self.cached[name] = event.cached

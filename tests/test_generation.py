@@ -59,7 +59,7 @@ def test_generation_and_scoring_share_steps(engine, prompts):
         events = llm.core.step()
         for event in events:
             if isinstance(event, TokenOutput):
-                found[event.request_id].append(event.token_id)
+                found[event.request_id] += event.token_ids
             elif isinstance(event, ScoreResult):
                 scored = event.logprobs
         both |= len({type(e) for e in events}) == 2
@@ -439,7 +439,7 @@ def test_others_start_over_after_a_failed_step(engine, monkeypatch):
             monkeypatch.setattr(core.runner, "forward", lambda batch: 1 / 0)
         for event in core.step():
             if isinstance(event, TokenOutput) and event.request_id == "b":
-                found.append(event.token_id)
+                found += event.token_ids
             if isinstance(event, RequestFailed):
                 assert event.request_id == "a"
                 monkeypatch.undo()

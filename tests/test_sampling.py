@@ -111,7 +111,7 @@ def test_detokenizer_never_splits_a_character(text, tokenizer):
     detokenizer = Detokenizer(tokenizer, prompt)
     seen = []
     for i, token in enumerate(ids):
-        detokenizer.add(token, last=i == len(ids) - 1)
+        detokenizer.add([token], last=i == len(ids) - 1)
         assert "\ufffd" not in detokenizer.text
         assert not seen or detokenizer.text.startswith(seen[-1])
         seen.append(detokenizer.text)
@@ -126,7 +126,7 @@ def test_text_may_be_asked_for_now_and_then(tokenizer):
         ids = tokenizer(text, add_special_tokens=False).input_ids
         detokenizer, seen = Detokenizer(tokenizer, []), [""]
         for i, token in enumerate(ids):
-            detokenizer.add(token, last=i == len(ids) - 1)
+            detokenizer.add([token], last=i == len(ids) - 1)
             if rng.random() < 0.3:
                 seen.append(detokenizer.text)
         assert detokenizer.text == tokenizer.decode(ids)
@@ -161,8 +161,10 @@ def test_however_often_text_is_asked_for_it_is_the_same(tokenizer, data):
     texts, rng = [], random.Random(data.draw(st.integers(0, 9)))
     for often in (0, 0.3, 1):
         detokenizer, seen = Detokenizer(tokenizer, []), ""
-        for i, token in enumerate(ids):
-            detokenizer.add(token, last=i == len(ids) - 1)
+        end = 0
+        while end < len(ids):
+            begin, end = end, min(end + rng.randint(1, 3), len(ids))
+            detokenizer.add(ids[begin:end], last=end == len(ids))
             if rng.random() < often:
                 assert detokenizer.text.startswith(seen)
                 seen = detokenizer.text
@@ -177,7 +179,7 @@ def test_a_byte_astray_harms_nobody(tokenizer, read):
     ids += [tokenizer.convert_tokens_to_ids("<0xFF>"), *tokenizer(" lives", add_special_tokens=False).input_ids]
     detokenizer = Detokenizer(tokenizer, [])
     for token in ids:
-        detokenizer.add(token)
+        detokenizer.add([token])
         assert not read or "\ufffd" not in detokenizer.text[:2]
     assert detokenizer.text == "🦙東\ufffd lives"
 
@@ -187,7 +189,7 @@ def test_bytes_that_are_no_character_are_not_held_back_for_ever(tokenizer):
     assert tokenizer.decode([byte]) == "\ufffd"
     detokenizer = Detokenizer(tokenizer, [])
     for count in range(1, 40):
-        detokenizer.add(byte)
+        detokenizer.add([byte])
         assert len(detokenizer.text) > count - 16
     detokenizer.flush()
     assert detokenizer.text == tokenizer.decode([byte] * 39)
@@ -197,9 +199,9 @@ def test_unfinished_bytes_appear_at_the_end_only(tokenizer):
     ids = tokenizer("a東", add_special_tokens=False).input_ids[:-1]
     detokenizer = Detokenizer(tokenizer, [])
     for token in ids[:-1]:
-        detokenizer.add(token)
+        detokenizer.add([token])
     assert "\ufffd" not in detokenizer.text
-    detokenizer.add(ids[-1], last=True)
+    detokenizer.add(ids[-1:], last=True)
     assert detokenizer.text.endswith("\ufffd")
 
 
@@ -207,7 +209,7 @@ def test_held_back_bytes_are_flushed_when_the_text_ends(tokenizer):
     *ids, _ = tokenizer("a東", add_special_tokens=False).input_ids
     detokenizer = Detokenizer(tokenizer, [])
     for token in ids:
-        detokenizer.add(token)
+        detokenizer.add([token])
     held = detokenizer.text
     detokenizer.flush()
     assert detokenizer.text.startswith(held)
@@ -217,7 +219,7 @@ def test_held_back_bytes_are_flushed_when_the_text_ends(tokenizer):
 def test_a_stop_string_may_turn_up_when_the_text_ends(tokenizer):
     *ids, _ = tokenizer("STOP東", add_special_tokens=False).input_ids
     detokenizer = Detokenizer(tokenizer, [], stop=("\ufffd",))
-    assert not any(detokenizer.add(token) for token in ids)
+    assert not any(detokenizer.add([token]) for token in ids)
     assert detokenizer.flush()
     assert detokenizer.text == "STOP"
 
@@ -228,7 +230,7 @@ def test_a_prompt_that_ends_within_a_character(tokenizer):
     assert tokenizer.decode(cut).endswith("\ufffd")
     detokenizer = Detokenizer(tokenizer, cut)
     for i, token in enumerate(ids[3:]):
-        detokenizer.add(token, last=i == len(ids) - 4)
+        detokenizer.add([token], last=i == len(ids) - 4)
     assert detokenizer.text == tokenizer.decode(ids[3:])
 
 
@@ -236,10 +238,10 @@ def test_a_prompt_that_ends_within_a_character(tokenizer):
 def test_stop_strings_across_tokens(include, tokenizer):
     ids = tokenizer("Meru lives in Melubo. Meru is a doctor.", add_special_tokens=False).input_ids
     detokenizer = Detokenizer(tokenizer, [], stop=("nowhere", "ubo. Me", "doctor"), include_stop=include)
-    stopped = [detokenizer.add(t) for t in ids]
+    stopped = [detokenizer.add([t]) for t in ids]
     first = stopped.index(True)
     again = Detokenizer(tokenizer, [], stop=("nowhere", "ubo. Me", "doctor"), include_stop=include)
     for token in ids[: first + 1]:
-        again.add(token)
+        again.add([token])
     assert again.text == "Meru lives in Mel" + "ubo. Me" * include
     assert again.stopped_by == "ubo. Me"

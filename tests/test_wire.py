@@ -73,7 +73,7 @@ def random_messages(rng):
         messages.GenerateRequest(text(), layout, sampling, tuple(ids(2)), maybe(text()), -3),
         messages.ScoreRequest(text(), layout, np.arange(n), tuple(ids(2)), True, "serial", maybe("salt"), 1),
         messages.PrecomputeRequest(text(), layout, maybe(text()), True),
-        messages.TokenOutput(text(), 1, 5, maybe(logprobs(1)), maybe("stop"), maybe(7), maybe(cached)),
+        messages.TokenOutput(text(), 1, tuple(ids(n)), maybe(logprobs(n)), maybe("stop"), maybe(7), maybe(cached)),
         messages.PromptLogprobsOutput(text(), logprobs(n), rng.random(n) < 0.5),
         messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32), rates),
         messages.PrecomputeResult(text(), cached),
@@ -136,6 +136,7 @@ def test_the_clock_tells_compiling_from_running():
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_final_only_holds_tokens_until_the_last_sample_has_ended(data):
+    """And sends those of a sample as one."""
     final, requests, left = FinalOnly(), {}, []
     for number in range(data.draw(st.integers(1, 4))):
         n, wanted = data.draw(st.integers(1, 3)), data.draw(st.booleans())
@@ -155,12 +156,26 @@ def test_final_only_holds_tokens_until_the_last_sample_has_ended(data):
             ended.add(name)
         else:
             last = (name, sample) not in left[place + 1 :]
-            output = TokenOutput(name, sample, place, finish_reason="length" if last else None)
+            cached = None if (name, sample) in left[:place] else messages.CachedTokens(place, (), 0)
+            values = np.array([place], np.float32)
+            read = data.draw(st.sampled_from([None, messages.TokenLogprobs(values, values, values[None], values[None])]))
+            output = TokenOutput(name, sample, (place,), read, "length" if last else None, place if last else None, cached)
             made[name].append(output)
         for sent in final.passed([output]):
             told[sent.request_id].append(sent)
         whole = name in ended or all(other != name for other, _ in left[place + 1 :])
-        assert told[name] == (made[name] if whole or not requests[name].final_only else [])
+        if whole and requests[name].final_only and name not in ended:
+            by_sample = {s: [o for o in made[name] if o.sample == s] for s in range(requests[name].sampling.n)}
+            assert sorted(o.sample for o in told[name]) == list(by_sample)
+            for output in told[name]:
+                parts = by_sample[output.sample]
+                assert output.token_ids == tuple(o.token_ids[0] for o in parts)
+                assert (output.finish_reason, output.stop_reason) == ("length", parts[-1].stop_reason)
+                assert output.cached is parts[0].cached
+                read = [o.token_ids[0] for o in parts if o.logprobs]
+                assert ([] if output.logprobs is None else output.logprobs.top[:, 0].tolist()) == read
+        else:
+            assert told[name] == (made[name] if whole or not requests[name].final_only else [])
     assert len(final) == 0
 
 
@@ -168,9 +183,13 @@ def test_final_only_sends_what_is_too_much_to_be_read_at_once():
     final, made, sizes = FinalOnly(), [], []
     final.expect(GenerateRequest("r", make_layout([1], [], [2]), SamplingParams(n=2), final_only=True))
     for place in range(2 * MOST_HELD):
-        made.append(TokenOutput("r", place % 2, place, finish_reason="length" if place >= 2 * MOST_HELD - 2 else None))
-        sizes.append(len(final.passed([made[-1]])))
-    assert [(i, size) for i, size in enumerate(sizes) if size] == [(MOST_HELD - 1, MOST_HELD), (2 * MOST_HELD - 1, MOST_HELD)]
+        made.append(TokenOutput("r", place % 2, (place,), finish_reason="length" if place >= 2 * MOST_HELD - 2 else None))
+        sizes.append([(o.sample, len(o.token_ids), o.finish_reason) for o in final.passed(made[-1:])])
+    half = MOST_HELD // 2
+    assert [(i, told) for i, told in enumerate(sizes) if told] == [
+        (MOST_HELD - 1, [(0, half, None), (1, half, None)]),
+        (2 * MOST_HELD - 1, [(0, half, "length"), (1, half, "length")]),
+    ]
     assert len(final) == 0
 
 
@@ -199,8 +218,8 @@ def test_a_worker_holds_back_what_is_final_only_until_it_is_aborted():
         layout = make_layout([1], [], [2])
         wanted = {name: GenerateRequest(name, layout, SamplingParams(), final_only=name != "b") for name in "abc"}
         ends = {"b": "length", "c": "length"}
-        first = [TokenOutput(name, 0, 1) for name in "abc"]
-        second = [TokenOutput(name, 0, 2, finish_reason=ends[name]) for name in "bc"]
+        first = [TokenOutput(name, 0, (1,)) for name in "abc"]
+        second = [TokenOutput(name, 0, (2,), finish_reason=ends[name]) for name in "bc"]
         core.outputs = [first]
         outside.send(encode(list(wanted.values())))
         worker.serve()
@@ -210,5 +229,5 @@ def test_a_worker_holds_back_what_is_final_only_until_it_is_aborted():
         core.outputs, worker._closing = [second], False
         worker.serve()
         assert core.added == ["b", "c"]
-        assert [plain(m) for m in decode(outside.recv())] == [plain(second[0]), plain(first[2]), plain(second[1])]
+        assert decode(outside.recv()) == [second[0], TokenOutput("c", 0, (1, 2), finish_reason="length")]
         assert len(worker._final) == 0

@@ -67,23 +67,27 @@ class OutputBuilder:
         """Whether every sample has ended."""
         return all(o.finish_reason for o in self.output.outputs)
 
-    def add_token(self, event: TokenOutput) -> bool:
-        """Take one token; True when a stop string has just ended its sample, which the engine must be told."""
+    def add_tokens(self, event: TokenOutput) -> bool:
+        """Take tokens; True when a stop string has just ended their sample, which the engine must be told.
+
+        Where there are stop strings, they come one by one.
+        """
         completion, detokenizer = self.output.outputs[event.sample], self._text[event.sample]
-        completion.token_ids.append(event.token_id)
+        completion.token_ids += event.token_ids
         if event.cached is not None:
             self.output.num_cached_tokens = event.cached.total
             self.output.num_cached_chunk_tokens = event.cached.chunks
         if event.logprobs is not None and completion.logprobs is not None:
-            completion.logprobs.append(self._entry(event.logprobs, 0, event.token_id))
-            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + float(event.logprobs.target[0])
+            completion.logprobs += [self._entry(event.logprobs, i, token) for i, token in enumerate(event.token_ids)]
+            completion.cumulative_logprob = sum(event.logprobs.target.tolist(), completion.cumulative_logprob or 0.0)
         completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
         if detokenizer is None:
             return False
         if event.finish_reason == "stop":  # the token that ends a text is no part of it
+            detokenizer.add(event.token_ids[:-1])
             stopped = detokenizer.flush()
         else:
-            stopped = detokenizer.add(event.token_id, last=event.finish_reason is not None)
+            stopped = detokenizer.add(event.token_ids, last=event.finish_reason is not None)
         if stopped:
             completion.finish_reason, completion.stop_reason = "stop", detokenizer.stopped_by
         return stopped and event.finish_reason is None

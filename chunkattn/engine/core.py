@@ -318,7 +318,7 @@ class EngineCore:
             finish_reason = "length"
         # Side by side, so that hardly an interrupt comes between.
         sequence.output_ids.append(token)
-        outputs.append(TokenOutput(request.request_id, sample, token, logprobs, finish_reason, stop_reason, cached))
+        outputs.append(TokenOutput(request.request_id, sample, (token,), logprobs, finish_reason, stop_reason, cached))
         if finish_reason:
             self._finish(sequence)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ class Detokenizer:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._stop, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
         self._ids = prompt_ids[-_CONTEXT:]
-        if self._decode(0, len(self._ids)).endswith(_UNKNOWN):  # it ends within a character: no context is better
-            self._ids = []
+        self._before: str | None = self._decode(0, len(self._ids))
+        if self._before.endswith(_UNKNOWN):  # it ends within a character: no context is better
+            self._ids, self._before = [], ""
         self._text, self._num_generated, self._ended = "", 0, False
         self._begin, self._done = 0, len(self._ids)
         self._settled = (self._done, False)
@@ -53,10 +55,10 @@ class Detokenizer:
         self._settle()
         return self._text
 
-    def add(self, token_id: int, *, last: bool = False) -> bool:
-        """Take one token, which may be the last; True when a stop string ended the text."""
-        self._ids.append(token_id)
-        self._num_generated += 1
+    def add(self, token_ids: Sequence[int], *, last: bool = False) -> bool:
+        """Take tokens, which may be the last; True when a stop string ended the text. Where there are any, one by one."""
+        self._ids += token_ids
+        self._num_generated += len(token_ids)
         self._ended = last
         return self._search()
 
@@ -97,13 +99,16 @@ class Detokenizer:
 
     def _new(self, until: int) -> str:
         """The text that the tokens from `_done` on add to those before them."""
-        before, now = self._decode(self._begin, self._done), self._decode(self._begin, until)
-        return now[len(before) :] if now.startswith(before) else self._decode(self._done, until)
+        if self._before is None:
+            self._before = self._decode(self._begin, self._done)
+        now = self._decode(self._begin, until)
+        return now[len(self._before) :] if now.startswith(self._before) else self._decode(self._done, until)
 
     def _take(self, new: str, until: int) -> None:
         if new:
             self._text += new
             self._begin, self._done = self._done, until
+            self._before = None
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip)

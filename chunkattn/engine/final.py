@@ -1,20 +1,26 @@
-"""Outputs of requests whose caller wants the last one alone: kept back, so that nobody wakes up for the others."""
+"""Outputs of requests whose caller wants the last one alone: kept back, so that nobody wakes up for the others.
+
+Those of a sample are sent as one, for a message of one token takes as long to read as a message of many.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
-from chunkattn.engine.messages import EngineOutput, GenerateRequest, RequestFailed, TokenOutput
+import numpy as np
+
+from chunkattn.engine.messages import EngineOutput, GenerateRequest, RequestFailed, TokenLogprobs, TokenOutput
 
 MOST_HELD = 256
-"""Outputs of a request: more are sent before it ends, so that reading them at once does not keep others waiting."""
+"""Tokens of a request: more are sent before it ends, so that reading them at once does not keep others waiting."""
 
 
 @dataclass
 class _Held:
     going: int
-    outputs: list[EngineOutput] = field(default_factory=list)
+    tokens: list[TokenOutput] = field(default_factory=list)
 
 
 class FinalOnly:
@@ -43,14 +49,27 @@ class FinalOnly:
             if isinstance(output, RequestFailed):
                 self.forget(output.request_id)
             held = self._held.get(output.request_id)
-            if held is None:
+            if held is None or not isinstance(output, TokenOutput):
                 sent.append(output)
                 continue
-            held.outputs.append(output)
-            held.going -= isinstance(output, TokenOutput) and output.finish_reason is not None
-            if not held.going or len(held.outputs) == MOST_HELD:
-                sent += held.outputs
-                held.outputs = []
+            held.tokens.append(output)
+            held.going -= output.finish_reason is not None
+            if not held.going or len(held.tokens) == MOST_HELD:
+                samples = dict.fromkeys(o.sample for o in held.tokens)
+                sent += [_joined([o for o in held.tokens if o.sample == sample]) for sample in samples]
+                held.tokens = []
             if not held.going:
                 self.forget(output.request_id)
         return sent
+
+
+def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
+    """The outputs of a sample as one."""
+    read = [o.logprobs for o in outputs if o.logprobs is not None]
+    fields = {name: np.concatenate([getattr(r, name) for r in read]) for name in TokenLogprobs.__annotations__ if read}
+    return replace(
+        outputs[-1],
+        token_ids=tuple(chain.from_iterable(o.token_ids for o in outputs)),
+        logprobs=TokenLogprobs(**fields) if read else None,
+        cached=outputs[0].cached,
+    )

@@ -170,18 +170,18 @@ class CachedTokens:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One sample's next token.
+    """One sample's next tokens: one, but for requests that are `final_only`.
 
     Attributes:
-        logprobs: of this token, `N = 1`; None when not asked for.
+        logprobs: of these tokens, `N` of them; None when not asked for.
         finish_reason: `"stop"`, `"length"` or None while it goes on.
         stop_reason: the stop token id that ended it, None for end of sequence.
-        cached: of the first token of every sample.
+        cached: with the first token of every sample.
     """
 
     request_id: str
     sample: int
-    token_id: int
+    token_ids: tuple[int, ...]
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | None = None

@@ -54,7 +54,7 @@ class Offsets:
         if self._text is None:
             self.end += len(_name(token))
         else:
-            self._text.add(token)
+            self._text.add((token,))
             self.end = self._begin + len(self._text.text)
         return begin
 
