@@ -33,7 +33,7 @@ import jax
 from openai import AsyncOpenAI
 
 from benchmarks.score_load import GROWTH, SETTLED, mib, percentile
-from benchmarks.serve_overhead import LIMITS, Server
+from benchmarks.serve_overhead import Server
 from chunkattn import LLM, ChunkedPrompt, RequestOutput, SamplingParams
 from chunkattn.bench.memory import resident_bytes
 from chunkattn.server.state import DEMO_NAME
@@ -49,6 +49,8 @@ VARIANTS = 3
 LENGTHS = (8, 16, 24)
 """Tokens to generate."""
 LEAVING = 1 / 3
+LIMITS = httpx.Limits()
+"""Any number of connections."""
 TOLERANCE = 1e-5
 MARGIN = 1e-3
 """By how much the likeliest token's log-probability must lead: what is closer, rounding could turn round."""

@@ -6,7 +6,7 @@ Three engines with the same options live side by side and take turns. `LLM`, in 
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
 other. As many sequences run at once in all three. Every turn has new prompts, so nothing is cached, of 32 to 96 tokens each.
 Then single requests go to the idle `AsyncLLM` and to the idle server, in turn. The time of the HTTP client, in this process,
-is part of the server's; for the throughput it is a lean one, as httpx takes more of the machine than the server does.
+is part of the server's; it is a lean one, as httpx takes more of the machine than the server does.
 A geometry is served with random weights and the demo model's tokenizer.
 """
 
@@ -24,7 +24,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,8 +43,6 @@ TOKENS, FIRST_TOKENS = range(32, 97), 8
 FIRSTS = 40
 """Single requests to each."""
 START_S, END_S = 900, 60
-LIMITS = httpx.Limits()
-"""Any number of connections."""
 PATH = "/v1/completions"
 MOST = {"max_model_len": 512, "max_num_batched_tokens": 512}
 """Tokens: enough for all requests here, and few programs to warm up."""
@@ -135,26 +134,48 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
-    async def ask(self, job: Job) -> int:
-        """One request."""
-        body = json.dumps({"prompt": job.prompt, **greedy(job.tokens)}).encode()
+    async def _send(self, job: Job, **options: object) -> str:
+        """Send a request; returns the head of its answer."""
+        body = json.dumps({"prompt": job.prompt, **greedy(job.tokens), **options}).encode()
         head = (
             f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         self.writer.write(head.encode() + body)
-        told = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+        return (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+
+    async def ask(self, job: Job) -> int:
+        """One request; returns its tokens."""
+        told = await self._send(job)
         answer = json.loads(await self.reader.readexactly(int(re.findall(r"content-length: (\d+)", told)[0])))
         return answer["usage"]["completion_tokens"]
+
+    async def first_text(self, job: Job) -> float:
+        """One request, streamed; returns the seconds until its first text."""
+        began, first, line = time.perf_counter(), math.nan, b""
+        await self._send(job, stream=True)
+        while line != b"0\r\n":  # the end of a body in chunks
+            line = await self.reader.readline()
+            if math.isnan(first) and line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]:
+                first = time.perf_counter() - began
+        await self.reader.readline()
+        return first
+
+
+@asynccontextmanager
+async def connected(url: httpx.URL, count: int) -> AsyncIterator[list[Connection]]:
+    """So many connections."""
+    connections = [Connection(*await asyncio.open_connection(url.host, url.port)) for _ in range(count)]
+    try:
+        yield connections
+    finally:
+        for connection in connections:
+            connection.writer.close()
 
 
 async def by_connections(url: httpx.URL, callers: int, jobs: list[Job]) -> int:
     """All requests, each caller over a connection of its own."""
-    connections = [Connection(*await asyncio.open_connection(url.host, url.port)) for _ in range(callers)]
-    try:
+    async with connected(url, callers) as connections:
         return await by_callers([connection.ask for connection in connections], jobs)
-    finally:
-        for connection in connections:
-            connection.writer.close()
 
 
 async def by_callers(asks: Sequence[Callable[[Job], Awaitable[int]]], jobs: list[Job]) -> int:
@@ -194,24 +215,17 @@ async def first_by_engine(engine: AsyncLLM, prompt: str) -> float:
     return first
 
 
-async def first_by_http(http: httpx.AsyncClient, prompt: str) -> float:
-    """Of one prompt."""
-    began, first = time.perf_counter(), math.nan
-    async with http.stream("POST", PATH, json={"prompt": prompt, "stream": True, **greedy(FIRST_TOKENS)}) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if math.isnan(first) and line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
-                first = time.perf_counter() - began
-    return first
-
-
-async def first_texts(engine: AsyncLLM, http: httpx.AsyncClient, rng: random.Random) -> dict[str, list[float]]:
+async def first_texts(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> dict[str, list[float]]:
     """Seconds, of both in turn."""
     found: dict[str, list[float]] = {"AsyncLLM": [], "HTTP": []}
-    for number, (prompt, _) in enumerate(draw(rng, FIRSTS + 1)):
-        seconds = {"AsyncLLM": await first_by_engine(engine, prompt), "HTTP": await first_by_http(http, prompt)}
-        for name, value in seconds.items() if number else ():  # the first one warms up
-            found[name].append(value)
+    async with connected(url, 1) as (connection,):
+        for number, job in enumerate(draw(rng, FIRSTS + 1)):
+            seconds = {
+                "AsyncLLM": await first_by_engine(engine, job.prompt),
+                "HTTP": await connection.first_text(job._replace(tokens=FIRST_TOKENS)),
+            }
+            for name, value in seconds.items() if number else ():  # the first one warms up
+                found[name].append(value)
     return found
 
 
@@ -224,14 +238,14 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
     async with AsyncLLM(model, **options) as engine:
         server = await asyncio.to_thread(Server, *([model] if model else []), *arguments)
         try:
-            async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=LIMITS) as http:
-                ways = {
-                    "LLM": partial(asyncio.to_thread, offline, llm),
-                    "AsyncLLM": partial(by_callers, [partial(by_engine, engine)] * args.clients),
-                    "HTTP": partial(by_connections, httpx.URL(server.url), args.clients),
-                }
-                speeds = await throughput(ways, args, rng)
-                firsts = await first_texts(engine, http, rng)
+            url = httpx.URL(server.url)
+            ways = {
+                "LLM": partial(asyncio.to_thread, offline, llm),
+                "AsyncLLM": partial(by_callers, [partial(by_engine, engine)] * args.clients),
+                "HTTP": partial(by_connections, url, args.clients),
+            }
+            speeds = await throughput(ways, args, rng)
+            firsts = await first_texts(engine, url, rng)
         finally:
             await asyncio.to_thread(server.end)
     speed = {name: statistics.median(values) for name, values in speeds.items()}
