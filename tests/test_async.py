@@ -45,7 +45,7 @@ def test_eight_at_once_equal_the_batch_api(loop, llm, demo):
         GREEDY,
         SamplingParams(seed=5, max_tokens=20),
         SamplingParams(temperature=0, max_tokens=9, n=3, logprobs=2, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=2**63 - 1, top_k=20, max_tokens=20, presence_penalty=0.5),
+        SamplingParams(seed=2**63 - 1, top_k=20, presence_penalty=0.5, stop_token_ids=[*range(0, 704, 3)], min_tokens=4),
         SamplingParams(temperature=0, prompt_logprobs=3, max_tokens=4),
         SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, stop=["e"], min_tokens=3),
         SamplingParams(seed=1, n=2, max_tokens=60, ignore_eos=True, stop=["a", "o"], include_stop_str_in_output=True),

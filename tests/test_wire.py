@@ -32,6 +32,12 @@ def plain(value):
     return [plain(v) for v in value] if isinstance(value, (list, tuple)) else (type(value), value)
 
 
+def random_logprobs(rng, n, k):
+    values = rng.normal(size=(n, k)).astype(np.float32) - np.float32(np.inf if rng.random() < 0.2 else 0)
+    ranks, ids = rng.integers(0, 2**31, n).astype(np.int32), rng.integers(0, 99, (n, k)).astype(np.int32)
+    return messages.TokenLogprobs(rng.normal(size=n).astype(np.float32), ranks, ids, values)
+
+
 def random_messages(rng):
     def ids(n, high=2**31):
         return [int(i) for i in rng.integers(0, high, n)]
@@ -43,11 +49,7 @@ def random_messages(rng):
         return value if rng.random() < 0.7 else None
 
     def logprobs(n):
-        k = int(rng.integers(0, 5))
-        values = rng.normal(size=(n, k)).astype(np.float32) - np.float32(np.inf if rng.random() < 0.2 else 0)
-        return messages.TokenLogprobs(
-            rng.normal(size=n).astype(np.float32), np.int32(ids(n)), rng.integers(0, 99, (n, k)).astype(np.int32), values
-        )
+        return random_logprobs(rng, n, int(rng.integers(0, 5)))
 
     chunks = [ids(rng.integers(0, 9)) for _ in range(rng.integers(0, 4))]
     layout = make_layout(ids(rng.integers(0, 9)), chunks, ids(rng.integers(0, 9)))
@@ -137,10 +139,11 @@ def test_the_clock_tells_compiling_from_running():
 @given(data=st.data())
 def test_final_only_holds_tokens_until_the_last_sample_has_ended(data):
     """And sends those of a sample as one."""
-    final, requests, left = FinalOnly(), {}, []
+    final, requests, left, rng = FinalOnly(), {}, [], np.random.default_rng(5)
     for number in range(data.draw(st.integers(1, 4))):
-        n, wanted = data.draw(st.integers(1, 3)), data.draw(st.booleans())
-        request = GenerateRequest(f"r{number}", make_layout([1], [], [2]), SamplingParams(n=n), final_only=wanted)
+        n, wanted, read = data.draw(st.integers(1, 3)), data.draw(st.booleans()), data.draw(st.sampled_from([None, 2]))
+        params = SamplingParams(n=n, logprobs=read)
+        request = GenerateRequest(f"r{number}", make_layout([1], [], [2]), params, final_only=wanted)
         final.expect(request)
         requests[request.request_id] = request
         left += [(request.request_id, s) for s in range(n) for _ in range(data.draw(st.integers(1, 3)))]
@@ -157,8 +160,7 @@ def test_final_only_holds_tokens_until_the_last_sample_has_ended(data):
         else:
             last = (name, sample) not in left[place + 1 :]
             cached = None if (name, sample) in left[:place] else messages.CachedTokens(place, (), 0)
-            values = np.array([place], np.float32)
-            read = data.draw(st.sampled_from([None, messages.TokenLogprobs(values, values, values[None], values[None])]))
+            read = random_logprobs(rng, 1, 2) if requests[name].sampling.logprobs else None
             output = TokenOutput(name, sample, (place,), read, "length" if last else None, place if last else None, cached)
             made[name].append(output)
         for sent in final.passed([output]):
@@ -172,23 +174,26 @@ def test_final_only_holds_tokens_until_the_last_sample_has_ended(data):
                 assert output.token_ids == tuple(o.token_ids[0] for o in parts)
                 assert (output.finish_reason, output.stop_reason) == ("length", parts[-1].stop_reason)
                 assert output.cached is parts[0].cached
-                read = [o.token_ids[0] for o in parts if o.logprobs]
-                assert ([] if output.logprobs is None else output.logprobs.top[:, 0].tolist()) == read
+                for field in ("target", "rank", "top_ids", "top") if requests[name].sampling.logprobs else ():
+                    rows = [getattr(o.logprobs, field)[0].tolist() for o in parts]
+                    assert getattr(output.logprobs, field).tolist() == rows
         else:
             assert told[name] == (made[name] if whole or not requests[name].final_only else [])
     assert len(final) == 0
 
 
 def test_final_only_sends_what_is_too_much_to_be_read_at_once():
-    final, made, sizes = FinalOnly(), [], []
+    final, told = FinalOnly(), []
     final.expect(GenerateRequest("r", make_layout([1], [], [2]), SamplingParams(n=2), final_only=True))
-    for place in range(2 * MOST_HELD):
-        made.append(TokenOutput("r", place % 2, (place,), finish_reason="length" if place >= 2 * MOST_HELD - 2 else None))
-        sizes.append([(o.sample, len(o.token_ids), o.finish_reason) for o in final.passed(made[-1:])])
-    half = MOST_HELD // 2
-    assert [(i, told) for i, told in enumerate(sizes) if told] == [
-        (MOST_HELD - 1, [(0, half, None), (1, half, None)]),
-        (2 * MOST_HELD - 1, [(0, half, "length"), (1, half, "length")]),
+    end, cached = 2 * MOST_HELD, messages.CachedTokens(1, (), 0)
+    for place in range(end):
+        finish_reason = "length" if place >= end - 2 else None
+        made = TokenOutput("r", place % 2, (place,), None, finish_reason, None, cached if place < 2 else None)
+        if sent := final.passed([made]):
+            told.append((place, sent))
+    assert told == [
+        (MOST_HELD - 1, [TokenOutput("r", s, tuple(range(s, MOST_HELD, 2)), cached=cached) for s in range(2)]),
+        (end - 1, [TokenOutput("r", s, tuple(range(MOST_HELD + s, end, 2)), finish_reason="length") for s in range(2)]),
     ]
     assert len(final) == 0
 

@@ -78,14 +78,14 @@ class OutputBuilder:
             self.output.num_cached_tokens = event.cached.total
             self.output.num_cached_chunk_tokens = event.cached.chunks
         if event.logprobs is not None and completion.logprobs is not None:
-            completion.logprobs += [self._entry(event.logprobs, i, token) for i, token in enumerate(event.token_ids)]
-            completion.cumulative_logprob = sum(event.logprobs.target.tolist(), completion.cumulative_logprob or 0.0)
+            for row, token in enumerate(event.token_ids):
+                completion.logprobs.append(self._entry(event.logprobs, row, token))
+                completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + float(event.logprobs.target[row])
         completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
         if detokenizer is None:
             return False
         if event.finish_reason == "stop":  # the token that ends a text is no part of it
-            detokenizer.add(event.token_ids[:-1])
-            stopped = detokenizer.flush()
+            stopped = detokenizer.add(event.token_ids[:-1]) or detokenizer.flush()
         else:
             stopped = detokenizer.add(event.token_ids, last=event.finish_reason is not None)
         if stopped:

@@ -1,4 +1,4 @@
-"""Outputs of requests whose caller wants the last one alone: kept back, so that nobody wakes up for the others.
+"""Tokens of requests whose caller wants the last output alone: kept back, so that nobody wakes up for the others.
 
 Those of a sample are sent as one, for a message of one token takes as long to read as a message of many.
 """
@@ -6,7 +6,7 @@ Those of a sample are sent as one, for a message of one token takes as long to r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 
 import numpy as np
@@ -43,7 +43,7 @@ class FinalOnly:
         self._held.pop(request_id, None)
 
     def passed(self, outputs: Iterable[EngineOutput]) -> list[EngineOutput]:
-        """What can be sent now, in order."""
+        """What can be sent now, each sample's in order."""
         sent: list[EngineOutput] = []
         for output in outputs:
             if isinstance(output, RequestFailed):
@@ -55,8 +55,10 @@ class FinalOnly:
             held.tokens.append(output)
             held.going -= output.finish_reason is not None
             if not held.going or len(held.tokens) == MOST_HELD:
-                samples = dict.fromkeys(o.sample for o in held.tokens)
-                sent += [_joined([o for o in held.tokens if o.sample == sample]) for sample in samples]
+                samples: dict[int, list[TokenOutput]] = {}
+                for token in held.tokens:
+                    samples.setdefault(token.sample, []).append(token)
+                sent += map(_joined, samples.values())
                 held.tokens = []
             if not held.going:
                 self.forget(output.request_id)
@@ -65,11 +67,9 @@ class FinalOnly:
 
 def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
     """The outputs of a sample as one."""
-    read = [o.logprobs for o in outputs if o.logprobs is not None]
-    fields = {name: np.concatenate([getattr(r, name) for r in read]) for name in TokenLogprobs.__annotations__ if read}
-    return replace(
-        outputs[-1],
-        token_ids=tuple(chain.from_iterable(o.token_ids for o in outputs)),
-        logprobs=TokenLogprobs(**fields) if read else None,
-        cached=outputs[0].cached,
-    )
+    first, logprobs = outputs[0], None
+    if first.logprobs is not None:  # then all have them
+        rows = ([getattr(o.logprobs, part.name) for o in outputs] for part in fields(TokenLogprobs))
+        logprobs = TokenLogprobs(*map(np.concatenate, rows))
+    token_ids = tuple(chain.from_iterable(o.token_ids for o in outputs))
+    return replace(outputs[-1], token_ids=token_ids, logprobs=logprobs, cached=first.cached)
