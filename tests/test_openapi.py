@@ -54,7 +54,6 @@ def server():
     assert made.close() == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_answers_are_as_described(server, operation):
     @EXAMPLES
