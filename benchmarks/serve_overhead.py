@@ -135,13 +135,16 @@ class Connection:
         self.reader, self.writer = reader, writer
 
     async def _send(self, job: Job, **options: object) -> str:
-        """Send a request; returns the head of its answer."""
+        """Send a request; returns the head of its answer, which must be a 200."""
         body = json.dumps({"prompt": job.prompt, **greedy(job.tokens), **options}).encode()
         head = (
             f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         self.writer.write(head.encode() + body)
-        return (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+        told = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if not told.startswith("http/1.1 200 "):
+            raise RuntimeError(f"the server answered {told.splitlines()[0]!r}")
+        return told
 
     async def ask(self, job: Job) -> int:
         """One request; returns its tokens."""
