@@ -7,10 +7,12 @@ BIN := .venv/bin
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
 
-# In two processes: XLA maps memory for every kernel it compiles for a CPU, and a process can have 65,530 maps on Linux.
+# In two parts: XLA maps memory for every kernel it compiles for a CPU, and a process can have 65,530 maps on Linux.
+# A worker for each core, for compiling takes longest, and mostly one core.
+QUICK := -n 2 --dist loadfile -m "not slow and not tpu and not browser"
 test: .venv/.installed-test  ## the tests, under 15 minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not tpu and not browser" tests/test_[a-o]*.py chunkattn
-	$(BIN)/python -m pytest -m "not slow and not tpu and not browser" tests/test_[p-z]*.py
+	$(BIN)/python -m pytest $(QUICK) tests/test_[a-o]*.py chunkattn
+	$(BIN)/python -m pytest $(QUICK) tests/test_[p-z]*.py
 
 test-slow: .venv/.installed-test  ## the longer tests
 	$(BIN)/python -m pytest -m "slow and not tpu and not browser"

@@ -1,6 +1,6 @@
 """What the process boundary and HTTP cost: throughput and the time to the first text of `LLM`, `AsyncLLM` and the server.
 
-    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 192] [--repeats 5] [--json FILE|-]
+    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 96] [--repeats 40] [--json FILE|-]
 
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
@@ -233,7 +233,7 @@ async def first_texts(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> d
 
 
 async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything; medians beside all values."""
+    """Everything: medians, mean shares with their standard errors, and all values."""
     options: dict[str, Any] = {"max_num_seqs": args.clients, "kv_cache_memory_bytes": args.kv_mib << 20, **MOST}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     rng = random.Random(0)
@@ -257,9 +257,10 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
         "geometry": args.geometry,
         "clients": args.clients,
         "requests": args.requests,
+        "turns": args.repeats,
         "tokens_per_s": speed,
-        "share_of_llm": {name: share(values, speeds["LLM"]) for name, values in speeds.items()},
-        "share_of_async": share(speeds["HTTP"], speeds["AsyncLLM"]),
+        "share_of_llm": {name: share(values, speeds["LLM"])._asdict() for name, values in speeds.items()},
+        "share_of_async": share(speeds["HTTP"], speeds["AsyncLLM"])._asdict(),
         "first_text_ms": first,
         "first_text_http_adds_ms": first["HTTP"] - first["AsyncLLM"],
         "turns_tokens_per_s": speeds,
@@ -267,20 +268,32 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def share(values: list[float], others: list[float]) -> float:
-    """Median of the ratios within a turn: between turns the machine itself changes."""
-    return statistics.median(a / b for a, b in zip(values, others, strict=True))
+class Share(NamedTuple):
+    """The mean of ratios, and its standard error; NaN of one ratio."""
+
+    mean: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1%} ± {100 * self.error:.1f}"
+
+
+def share(values: list[float], others: list[float]) -> Share:
+    """Of the ratios within a turn, for between turns the machine itself changes. Geometric: neither way is favoured."""
+    logs = [math.log(a / b) for a, b in zip(values, others, strict=True)]
+    mean = math.exp(statistics.fmean(logs))
+    return Share(mean, mean * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan)
 
 
 def show(result: dict[str, Any]) -> None:
-    told = f"{result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens, {result['clients']} at once, medians"
-    print(f"{result['geometry'] or 'the demo model'}: {told}\n")
-    print("           tokens/s  of LLM  first text ms")
+    told = f"{result['turns']} turns of {result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens"
+    print(f"{result['geometry'] or 'the demo model'}: {told}, {result['clients']} at once\n")
+    print("           tokens/s         of LLM  first text ms")
     for name, speed in result["tokens_per_s"].items():
         first = f"{result['first_text_ms'][name]:13.1f}" if name in result["first_text_ms"] else f"{'-':>13}"
-        print(f"{name:9} {speed:9.0f}  {result['share_of_llm'][name]:6.1%}  {first}")
-    left, added = result["share_of_async"], result["first_text_http_adds_ms"]
-    print(f"\nof AsyncLLM's throughput HTTP leaves {left:.1%}; to its first text it adds {added:.1f} ms")
+        print(f"{name:9} {speed:9.0f}  {Share(**result['share_of_llm'][name])!s:>13}  {first}")
+    left, added = Share(**result["share_of_async"]), result["first_text_http_adds_ms"]
+    print(f"\nof AsyncLLM's throughput HTTP leaves {left}; to its first text it adds {added:.1f} ms")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -301,8 +314,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=GEOMETRIES, help="of a model; the bundled demo model when left out")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=192, help="of a turn")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each")
+    parser.add_argument("--requests", type=int, default=96, help="of a turn")
+    parser.add_argument("--repeats", type=int, default=40, help="turns of each: single ones differ by a tenth")
     parser.add_argument("--kv-mib", type=int, default=64, help="KV pool of each engine")
     parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
     main(parser.parse_args())
