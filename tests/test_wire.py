@@ -1,5 +1,6 @@
 """Messages on their way to the engine's process and back, and its sign of life."""
 
+import asyncio
 import threading
 import time
 from dataclasses import fields, is_dataclass
@@ -19,6 +20,7 @@ from chunkattn.engine.build import open_files
 from chunkattn.engine.clock import StepClock
 from chunkattn.engine.final import MOST_HELD, FinalOnly
 from chunkattn.engine.messages import GenerateRequest, RequestFailed, TokenOutput
+from chunkattn.engine.process import WorkerProcess
 from chunkattn.engine.wire import decode, encode
 from chunkattn.engine.worker import Worker
 
@@ -196,6 +198,35 @@ def test_final_only_sends_what_is_too_much_to_be_read_at_once():
         (end - 1, [TokenOutput("r", s, tuple(range(MOST_HELD + s, end, 2)), finish_reason="length") for s in range(2)]),
     ]
     assert len(final) == 0
+
+
+def test_frames_are_heard_in_order_to_the_last_of_a_burst():
+    async def listen(context):
+        worker, heard = WorkerProcess.__new__(WorkerProcess), []
+        worker._loop, worker._outputs = asyncio.get_running_loop(), context.socket(zmq.PULL)
+        sender = context.socket(zmq.PUSH)
+        sender.bind("inproc://outputs")
+        worker._outputs.connect("inproc://outputs")
+        sent = [b"%d" % n for n in range(100)]
+        for frame in sent[:50]:  # before anybody listens
+            sender.send(frame)
+        worker.listen(heard.append)
+        assert len(heard) < 50, "others have their turn"
+        async with asyncio.timeout(10):
+            while heard != sent[:50]:
+                await asyncio.sleep(0)
+        for frame in sent[50:]:
+            sender.send(frame)
+        async with asyncio.timeout(10):
+            while heard != sent:
+                await asyncio.sleep(0.01)
+        worker._loop.remove_reader(worker._outputs.fileno())
+
+    context = zmq.Context()
+    try:
+        asyncio.run(listen(context))
+    finally:
+        context.destroy(linger=0)
 
 
 def test_a_worker_holds_back_what_is_final_only_until_it_is_aborted():

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import zmq.asyncio
+import zmq
 
 from chunkattn import errors
 from chunkattn.config import EngineConfig
@@ -267,7 +267,7 @@ class EngineClient:
     # Supervision
 
     async def _supervise(self, checkpoint: Checkpoint) -> None:
-        context = zmq.asyncio.Context()
+        context = zmq.Context()
         failed = 0
         try:
             while not self._closing.done():
@@ -297,7 +297,7 @@ class EngineClient:
         if not self._started.done():
             self._started.set_exception(error)
 
-    async def _run_worker(self, context: zmq.asyncio.Context, checkpoint: Checkpoint) -> bool:
+    async def _run_worker(self, context: zmq.Context[zmq.Socket[bytes]], checkpoint: Checkpoint) -> bool:
         """Run one process to its end, and see that nothing of it remains. Returns whether it was ever ready."""
         self.warmup, self._beat, self._served = None, Heartbeat(0.0, None), False
         self._failure = None
@@ -331,32 +331,48 @@ class EngineClient:
     async def _watch(self, worker: WorkerProcess) -> str:
         """Take messages until the process has ended or must be ended. Returns what happened to it."""
         now = asyncio.get_running_loop().time
-        receiving = worker.receive()
+        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         before, silence, until = now(), 0.0, float("inf")
+        frames = 0
+
+        def take(frame: bytes) -> None:
+            nonlocal frames
+            frames += 1
+            try:
+                for message in decode(frame):
+                    self._take(message)
+            except Exception as error:
+                if not broken.done():
+                    broken.set_exception(error)
+
+        worker.listen(take)
         while now() < until:
-            awaited: set[asyncio.Future[Any]] = {receiving, worker.exited}
+            awaited: set[asyncio.Future[Any]] = {broken, worker.exited}
             if not self._closing.done():
                 awaited.add(self._closing)
             elif until == float("inf"):
                 until = now() + self._closing.result()
                 worker.send([Shutdown()])
+            seen = frames
             await asyncio.wait(awaited, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
-            if worker.exited.done() and not receiving.done():
+            if worker.exited.done():
                 if self.is_ready:
                     self.state, self.reason = "restarting", "the engine's process has ended"
-                await asyncio.wait({receiving}, timeout=_LAST_WORDS_S)
+                heard = None
+                while heard != frames and not broken.done():
+                    heard = frames
+                    await asyncio.wait({broken}, timeout=_LAST_WORDS_S)
+            if broken.done():
+                broken.result()
             # Counted in ticks: time in which this very process stood still says nothing about the other one.
             silence, before = silence + min(now() - before, 2 * _TICK_S), now()
-            if receiving.done():
+            if frames != seen:
                 silence = 0.0
-                for message in decode(receiving.result()):
-                    self._take(message)
-                receiving = worker.receive()
-            elif worker.exited.done():
+            if worker.exited.done():
                 failure = self._failure
                 said = f": {failure.error_type}: {failure.text}" if failure else ""
                 return describe_exit(worker.exited.result()) + said
-            elif reason := self._hang(silence):
+            if reason := self._hang(silence):
                 return f"{reason} and was killed"
         return "was closed"
 

@@ -11,15 +11,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
 
 from chunkattn.engine.wire import WireMessage, encode
 
+_AT_ONCE = 16
+"""Frames, before others of the event loop have their turn."""
+_RECONNECT_MS = 20
 _LONGEST_FOLDER = 90
 """Bytes: a Unix socket's path holds little more than a hundred."""
 
@@ -31,15 +33,17 @@ class WorkerProcess:
         exited: the exit status as `subprocess` gives it, as soon as the process is gone and reaped.
     """
 
-    def __init__(self, context: zmq.asyncio.Context) -> None:
-        loop = asyncio.get_running_loop()
-        self.exited: asyncio.Future[int] = loop.create_future()
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[int] = self._loop.create_future()
         self._folder = _private_folder()
         self._requests, self._outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         try:
             # Nothing waits for the process: how much can be on its way is bounded by the requests there can be.
             self._requests.sndhwm = self._outputs.rcvhwm = 0
-            self._requests.bind(f"ipc://{self._folder}/requests")
+            # The process binds this one: who connects can send at once, before there is anybody at the other end.
+            self._requests.reconnect_ivl = _RECONNECT_MS
+            self._requests.connect(f"ipc://{self._folder}/requests")
             self._outputs.bind(f"ipc://{self._folder}/outputs")
             # Its stdin closes when this process dies. A session of its own: Ctrl-C in the terminal does not reach it.
             # No PR_SET_PDEATHSIG: that fires when the *thread* that started the process ends.
@@ -53,7 +57,7 @@ class WorkerProcess:
         except BaseException:
             self._release()
             raise
-        threading.Thread(target=self._reap, args=(loop,), name="engine-reaper", daemon=True).start()
+        threading.Thread(target=self._reap, args=(self._loop,), name="engine-reaper", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -66,12 +70,23 @@ class WorkerProcess:
         Raises:
             UnicodeEncodeError, OverflowError: see `chunkattn.engine.wire.encode`.
         """
-        sending = asyncio.ensure_future(self._requests.send(encode(messages)))
-        sending.add_done_callback(lambda f: f.cancelled() or f.exception())  # it fails only with the process
+        self._requests.send(encode(messages), zmq.NOBLOCK)
 
-    def receive(self) -> asyncio.Future[bytes]:
-        """The next frame."""
-        return asyncio.ensure_future(self._outputs.recv())
+    def listen(self, take: Callable[[bytes], None]) -> None:
+        """Call `take`, which must not raise, with every frame as it comes in."""
+
+        # Not `zmq.asyncio`, whose futures cost more than what is in a frame.
+        def drain() -> None:
+            for _ in range(_AT_ONCE):
+                try:
+                    take(self._outputs.recv(zmq.NOBLOCK))
+                except zmq.ZMQError:  # there is none, or the socket is closed
+                    return
+            # The descriptor tells of a frame that comes when none is left, and of no other.
+            self._loop.call_soon(drain)
+
+        self._loop.add_reader(self._outputs.fileno(), drain)
+        drain()
 
     def kill(self) -> None:
         """End the process and any of its own, stopped ones too."""
@@ -89,6 +104,8 @@ class WorkerProcess:
         self._release()
 
     def _release(self) -> None:
+        if not self._outputs.closed:
+            self._loop.remove_reader(self._outputs.fileno())
         for socket in (self._requests, self._outputs):
             socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)

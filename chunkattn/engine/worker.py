@@ -114,9 +114,13 @@ class Worker:
         A flood does not keep others from their steps.
         """
         until = time.monotonic() + _INBOX_S
-        while self._inbox.poll(0) and not (self.core.has_work and time.monotonic() > until):
+        while not (self.core.has_work and time.monotonic() > until):
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK)  # a poll would take longer
+            except zmq.Again:
+                break
             replies: list[WireMessage] = []
-            for message in decode(self._inbox.recv()):
+            for message in decode(frame):
                 self._clock.begin()
                 reply = self._handle(message)
                 replies += [] if reply is None else [reply]
@@ -217,7 +221,7 @@ def main(address: str) -> int:
     context = zmq.Context()
     inbox, outbox, clock = context.socket(zmq.PULL), context.socket(zmq.PUSH), StepClock()
     inbox.rcvhwm = outbox.sndhwm = 0  # the client bounds what is on its way
-    inbox.connect(f"{address}/requests")
+    inbox.bind(f"{address}/requests")
     outbox.connect(f"{address}/outputs")
     heart = _Heart(context, address, clock)
     try:
