@@ -1,6 +1,6 @@
 """What the process boundary and HTTP cost: throughput and the time to the first text of `LLM`, `AsyncLLM` and the server.
 
-    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 96] [--repeats 40] [--json FILE|-]
+    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 384] [--repeats 10] [--json FILE|-]
 
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
@@ -314,8 +314,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=GEOMETRIES, help="of a model; the bundled demo model when left out")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=96, help="of a turn")
-    parser.add_argument("--repeats", type=int, default=40, help="turns of each: single ones differ by a tenth")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=384,
+        help="of a turn: in the first moments of one, callers come one by one and offline all at once",
+    )
+    parser.add_argument("--repeats", type=int, default=10, help="turns of each; they differ by some percent")
     parser.add_argument("--kv-mib", type=int, default=64, help="KV pool of each engine")
     parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
     main(parser.parse_args())

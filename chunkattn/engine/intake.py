@@ -121,12 +121,14 @@ class Intake:
         self.check_generates()
         params = message.sampling
         self._check_sampling(params, message.layout)
-        seeded = np.random.SeedSequence([self.config.seed, arrival]).generate_state(1, np.uint64)[0]
+        seed = params.seed
+        if seed is None:
+            seed = int(np.random.SeedSequence([self.config.seed, arrival]).generate_state(1, np.uint64)[0])
         request = self._request(
             message,
             arrival,
             max_tokens=params.max_tokens or 1,
-            seed=int(seeded) if params.seed is None else params.seed,
+            seed=seed,
             # Every prompt token has to be computed for its log-probability.
             shares=self.config.enable_prefix_caching
             and not params.skip_reading_prefix_cache
@@ -172,8 +174,8 @@ class Intake:
 
     def _check_ids(self, name: str, ids: np.ndarray, param: str | None = None) -> None:
         vocab = self.limits.vocab_size
-        bad = np.flatnonzero((ids < 0) | (ids >= vocab))
-        if len(bad):
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
+            bad = np.flatnonzero((ids < 0) | (ids >= vocab))
             raise RequestError(
                 f"{name}: token id {ids[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab}", param=param or name
             )
