@@ -8,7 +8,7 @@ run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
 
 # In two parts: XLA maps memory for every kernel it compiles for a CPU, and a process can have 65,530 maps on Linux.
-# A worker for each core, for compiling takes longest, and mostly one core.
+# Two workers, for compiling takes longest, and mostly one core.
 QUICK := -n 2 --dist loadfile -m "not slow and not tpu and not browser"
 test: .venv/.installed-test  ## the tests, under 15 minutes on two cores
 	$(BIN)/python -m pytest $(QUICK) tests/test_[a-o]*.py chunkattn

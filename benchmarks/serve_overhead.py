@@ -1,6 +1,6 @@
 """What the process boundary and HTTP cost: throughput and the time to the first text of `LLM`, `AsyncLLM` and the server.
 
-    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 384] [--repeats 10] [--json FILE|-]
+    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 384] [--repeats 12] [--json FILE|-]
 
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
@@ -269,26 +269,26 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
 
 
 class Share(NamedTuple):
-    """The mean of ratios, and its standard error; NaN of one ratio."""
+    """The mean of ratios, and its standard error; of one ratio there is none."""
 
     mean: float
-    error: float
+    error: float | None
 
     def __str__(self) -> str:
-        return f"{self.mean:.1%} ± {100 * self.error:.1f}"
+        return f"{self.mean:.1%}" + (f" ± {100 * self.error:.1f}" if self.error is not None else "")
 
 
 def share(values: list[float], others: list[float]) -> Share:
     """Of the ratios within a turn, for between turns the machine itself changes. Geometric: neither way is favoured."""
     logs = [math.log(a / b) for a, b in zip(values, others, strict=True)]
     mean = math.exp(statistics.fmean(logs))
-    return Share(mean, mean * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan)
+    return Share(mean, mean * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None)
 
 
 def show(result: dict[str, Any]) -> None:
     told = f"{result['turns']} turns of {result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens"
     print(f"{result['geometry'] or 'the demo model'}: {told}, {result['clients']} at once\n")
-    print("           tokens/s         of LLM  first text ms")
+    print("medians:   tokens/s  of LLM (mean)  first text ms")
     for name, speed in result["tokens_per_s"].items():
         first = f"{result['first_text_ms'][name]:13.1f}" if name in result["first_text_ms"] else f"{'-':>13}"
         print(f"{name:9} {speed:9.0f}  {Share(**result['share_of_llm'][name])!s:>13}  {first}")
@@ -320,7 +320,7 @@ if __name__ == "__main__":
         default=384,
         help="of a turn: in the first moments of one, callers come one by one and offline all at once",
     )
-    parser.add_argument("--repeats", type=int, default=10, help="turns of each; they differ by some percent")
+    parser.add_argument("--repeats", type=int, default=12, help="turns of each; they differ by some percent")
     parser.add_argument("--kv-mib", type=int, default=64, help="KV pool of each engine")
     parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
     main(parser.parse_args())

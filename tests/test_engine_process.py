@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from chunkattn.async_llm import AsyncLLM
+from chunkattn.engine.wire import decode
 from chunkattn.errors import BackendError, ConfigError, DeadlineExceededError, EngineDeadError, ModelError
 from tests.async_helpers import GREEDY, LONG, OPTIONS, PROMPT, idle, last, until
 
@@ -21,16 +22,17 @@ pytest_plugins = ["tests.async_faults"]
 @pytest.fixture(scope="module")
 def doomed(loop, fault_file):
     """One engine to be killed again and again."""
-    made = loop.run(AsyncLLM.start(**OPTIONS, engine_hang_timeout_s=2))
+    made = loop.run(AsyncLLM.start(**OPTIONS, engine_hang_timeout_s=4))
     yield made
     loop.run(made.close())
 
 
-@pytest.mark.parametrize("way", ["kill", "stop", "hang", "error"])
-def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, fault, way):
+@pytest.mark.parametrize("way", ["kill", "stop", "hang", "error", "noise"])
+def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, fault, way, monkeypatch):
     expected = loop.run(last(doomed.generate(PROMPT, GREEDY))).outputs[0].token_ids
     restarts = doomed.client.restarts
     reasons = {"kill": "SIGKILL", "stop": "sign of life", "hang": "in one step", "error": "ZeroDivisionError: outside"}
+    reasons["noise"] = "cannot be understood"
 
     async def die():
         fault.write_text("slow")
@@ -43,6 +45,8 @@ def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, faul
             await until(lambda: fault.read_text() == "hanging")
         elif way == "error":
             fault.write_text("error")
+        elif way == "noise":
+            monkeypatch.setattr("chunkattn.engine.client.decode", lambda frame: decode(frame[:-1]))
         else:
             os.kill(doomed.client.pid, signal.SIGKILL if way == "kill" else signal.SIGSTOP)
         tasks.append(asyncio.ensure_future(doomed.metrics()))  # and one that comes too late
@@ -50,7 +54,8 @@ def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, faul
         if way in ("stop", "hang"):
             with pytest.raises(DeadlineExceededError):  # holds whatever the engine does
                 await last(doomed.generate(PROMPT, GREEDY, timeout=0.5))
-        await asyncio.wait(tasks, timeout=8)
+        await asyncio.wait(tasks, timeout=12)
+        monkeypatch.undo()
         for task in tasks:
             assert isinstance(task.exception(), EngineDeadError)
             assert "started again" in str(task.exception())

@@ -79,9 +79,10 @@ class WorkerProcess:
         def drain() -> None:
             for _ in range(_AT_ONCE):
                 try:
-                    take(self._outputs.recv(zmq.NOBLOCK))
+                    frame = self._outputs.recv(zmq.NOBLOCK)
                 except zmq.ZMQError:  # there is none, or the socket is closed
                     return
+                take(frame)
             # The descriptor tells of a frame that comes when none is left, and of no other.
             self._loop.call_soon(drain)
 
