@@ -406,7 +406,7 @@ class EngineCore:
         """
         began = time.perf_counter()
         sizes = self.batches.variants
-        logger.info("warm-up: %d step variants, up to a minute or more the first time", len(sizes))
+        logger.info("warm-up: %d step variants; the first time they are compiled, later loaded", len(sizes))
         for done, (rows, width) in enumerate(sizes):
             if progress:
                 progress(done, len(sizes))
