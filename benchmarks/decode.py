@@ -1,6 +1,6 @@
-"""Decode step time against how many sequences share a decode tile.
+"""Decode step time against how many sequences share a decode tile, and which side of its product the keys are on.
 
-    python -m benchmarks.decode --geometry qwen3-0.6b --context 2000 --batch 1 --decode-rows 1 8
+    python -m benchmarks.decode --geometry qwen3-0.6b --context 2000 --batch 1 --decode-rows 1 8 --keys left right
 
 The settings take turns step by step, in one process.
 """
@@ -11,14 +11,17 @@ import argparse
 import json
 import statistics
 import time
+from itertools import product
 
 import numpy as np
+from transformers import Qwen3Config
 
 import chunkattn.backends.xla as xla
-from chunkattn.bench.geometry import make_core
+from chunkattn.bench.geometry import GEOMETRIES, make_core
 from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest
+from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.rope.positions import make_layout
 
 
@@ -27,7 +30,7 @@ def start(core: EngineCore, batch: int, context: int, steps: int) -> None:
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=steps + 10, ignore_eos=True)
     for i in range(batch):
-        core.add(GenerateRequest(str(i), make_layout([], [], rng.integers(0, 1000, context)), params))
+        core.add(GenerateRequest(str(i), make_layout([], [], rng.integers(0, 700, context)), params))
     while (
         any(s.num_tokens - s.num_computed != 1 for r in core.requests.values() for s in r.sequences) or core.scheduler.waiting
     ):
@@ -35,40 +38,49 @@ def start(core: EngineCore, batch: int, context: int, steps: int) -> None:
     core.step()
 
 
+def choose(rows: int, keys: str) -> None:
+    """What is read when a step is built and traced."""
+    xla.DECODE_ROWS, xla.DECODE_VALUES = rows, 1 << 62
+    xla.KEYS_FIRST = (32, 0 if keys == "left" else 1 << 62)
+
+
 def main() -> None:
+    GEOMETRIES["demo"] = Qwen3Config.from_pretrained(DEMO_FOLDER)
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--geometry", default="small")
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="small")
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--decode-rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--keys", choices=["left", "right"], nargs="+", default=["left", "right"])
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     pages = args.batch * (args.context + args.steps + 32) // 16 + args.batch
-    cores = []
-    for rows in args.decode_rows:
-        xla.DECODE_ROWS = rows  # read when a step is built and traced
+    settings, cores = list(product(args.decode_rows, args.keys)), []
+    for setting in settings:
+        choose(*setting)
         options = {"max_num_batched_tokens": 2048, "max_num_seqs": max(8, args.batch), "kv_cache_dtype": args.kv_cache_dtype}
-        cores.append(make_core(args.geometry, pages, **options))
+        cores.append(make_core(args.geometry, pages, dtype=args.dtype, **options))
         start(cores[-1], args.batch, args.context, args.steps)
     times: list[list[float]] = [[] for _ in cores]
     for _ in range(args.steps):
-        for rows, core, taken in zip(args.decode_rows, cores, times, strict=True):
-            xla.DECODE_ROWS = rows
+        for setting, core, taken in zip(settings, cores, times, strict=True):
+            choose(*setting)
             began = time.perf_counter()
             core.step()
             taken.append(time.perf_counter() - began)
     rows_ms = [
-        {"decode_rows": rows, "median_step_ms": round(1000 * statistics.median(taken), 1)}
-        for rows, taken in zip(args.decode_rows, times, strict=True)
+        {"decode_rows": rows, "keys": keys, "median_step_ms": round(1000 * statistics.median(taken), 2)}
+        for (rows, keys), taken in zip(settings, times, strict=True)
     ]
     if args.json:
         print(json.dumps(rows_ms, indent=2))
         return
-    print(f"{args.geometry}, {args.batch} sequences of {args.context} tokens\ndecode rows  median step ms")
+    print(f"{args.geometry}, {args.batch} sequences of {args.context} tokens\ndecode rows   keys  median step ms")
     for r in rows_ms:
-        print(f"{r['decode_rows']:11}  {r['median_step_ms']:14.1f}")
+        print(f"{r['decode_rows']:11}  {r['keys']:>5}  {r['median_step_ms']:14.2f}")
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ def test_chunk_attention_is_the_definition(backend, seed):
         {"kv_dtype": "float8_e4m3fn", "soft_cap": 2.0, "window": 7},
         {"soft_cap": 0.5},
         {"soft_cap": 30.0, "dtype": "bfloat16"},
+        {"num_heads": 8, "num_kv_heads": 4, "head_dim": 128},
+        {"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "dtype": "bfloat16"},
     ],
     ids=str,
 )
@@ -71,12 +73,13 @@ def test_xla_equals_reference(options):
     check_backend("xla", **{"cases": 10, **options})
 
 
-@pytest.mark.parametrize("per_head", [0, 16])
+@pytest.mark.parametrize(("per_head", "large_keys"), [(0, 0), (0, 1 << 30), (16, 0)])
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"dtype": "bfloat16"}, {"soft_cap": 2.0}], ids=str)
-def test_xla_equals_reference_with_many_small_tiles(options, per_head, monkeypatch):
+def test_xla_equals_reference_with_many_small_tiles(options, per_head, large_keys, monkeypatch):
     monkeypatch.setattr(xla, "TILES", ((64, 16, 16, per_head), (1, 8, 32, 0)))
     monkeypatch.setattr(xla, "UNMASKED_ROWS", 64)
     monkeypatch.setattr(xla, "DECODE_ROWS", 2)
+    monkeypatch.setattr(xla, "KEYS_FIRST", (32, large_keys))
     check_backend("xla", cases=40, seed=1, **options)
 
 

@@ -41,8 +41,8 @@ class Tiles(NamedTuple):
 def spans(batch: AttentionBatch) -> Tiles:
     """The runs of rows that belong to one sequence."""
     seq = batch.row_seq[: batch.num_rows]
-    starts = np.flatnonzero(np.diff(seq, prepend=-1))
-    return Tiles(starts.astype(np.int32), np.diff(starts, append=len(seq)).astype(np.int32))
+    edges = np.concatenate([[0] * bool(len(seq)), np.flatnonzero(seq[1:] != seq[:-1]) + 1, [len(seq)]]).astype(np.int32)
+    return Tiles(edges[:-1], edges[1:] - edges[:-1])
 
 
 def cut(runs: Tiles, rows: int) -> Tiles:

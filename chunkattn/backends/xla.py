@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,14 @@ rows. The scores of a tile stay as many. Where page tables are narrower, KV tile
 UNMASKED_ROWS = 2048
 """Steps of at least so many rows have a second loop, without a mask, for tiles that need none. It makes them a tenth faster and
 their programs twice as large, which matters more to smaller ones: of 28 layers, one takes 10 seconds to be loaded."""
-DECODE_SLOTS = 256
+DECODE_SLOTS = 128 if jax.default_backend() == "cpu" else 256
 """Slots of a KV tile of decodes: less is read past the end of a short sequence."""
-DECODE_ROWS = 1 if jax.default_backend() == "cpu" else 32
-"""Sequences of a decode tile, sorted by length. On CPU batching them gains nothing and waits for the longest."""
+DECODE_ROWS, DECODE_VALUES = (4, 1 << 15) if jax.default_backend() == "cpu" else (32, 1 << 30)
+"""Sequences of a decode tile, sorted by length, while their keys in it are no more values than this. On CPU, tiles of a small
+model take longer to hand from thread to thread than to compute; in larger ones, sequences only wait for the longest."""
+KEYS_FIRST = (32, 512)
+"""Tiles of at most so many folded rows, and of keys of at least so many values a token, have keys on the left of their
+product: XLA:CPU reads the left side as it lies and transposes the right one, which for one row takes ten times as long."""
 
 _FAR = np.iinfo(np.int32).max
 _TINY = np.finfo(np.float32).tiny
@@ -52,7 +56,7 @@ class TileMetadata(NamedTuple):
         ranges: int32 `[Q]` each, its KV tiles.
         full: int32 `[Q]` each, those of them that need no mask; None where all have one.
         num_tiles: int32 scalar.
-        decode_rows: int32 `[D, DECODE_ROWS]`, rows of a decode tile; `T` is padding.
+        decode_rows: int32 `[D, sequences]`, rows of a decode tile; `T` is padding.
         decode_end: int32 `[D]`, KV tiles (of `DECODE_SLOTS`) of its longest sequence.
         num_decode_tiles: int32 scalar.
         row_seq, row_slot, row_start, flat_slots: int32 `[T]`, as in `AttentionBatch`.
@@ -118,11 +122,12 @@ class XlaBackend(AttentionBackend):
 
         decode_row = runs.row[decode]
         decode_row = decode_row[np.argsort(batch.row_slot[decode_row], kind="stable")]
-        decode_bound = -(-min(seqs, rows) // DECODE_ROWS)
-        decode_rows = np.full(decode_bound * DECODE_ROWS, rows, np.int32)
-        decode_rows[: len(decode_row)] = decode_row
-        decode_rows = decode_rows.reshape(decode_bound, DECODE_ROWS)
         decode_slots = _tile_slots(DECODE_SLOTS, width, batch.block_size)
+        group = self._decode_rows(rows, decode_slots)
+        decode_bound = -(-min(seqs, rows) // group)
+        decode_rows = np.full(decode_bound * group, rows, np.int32)
+        decode_rows[: len(decode_row)] = decode_row
+        decode_rows = decode_rows.reshape(decode_bound, group)
         ends = np.append(batch.row_slot // decode_slots + 1, 0)[decode_rows].max(axis=1)
         return TileMetadata(
             tile_row=_pad(tiles.row, bound),
@@ -132,7 +137,7 @@ class XlaBackend(AttentionBackend):
             num_tiles=np.int32(len(tiles.row)),
             decode_rows=decode_rows,
             decode_end=ends.astype(np.int32),
-            num_decode_tiles=np.int32(-(-len(decode_row) // DECODE_ROWS)),
+            num_decode_tiles=np.int32(-(-len(decode_row) // group)),
             row_seq=batch.row_seq,
             row_slot=batch.row_slot,
             row_start=batch.row_start,
@@ -141,6 +146,11 @@ class XlaBackend(AttentionBackend):
             block_tables=batch.block_tables,
             page_len=batch.page_len,
         )
+
+    def _decode_rows(self, rows: int, slots: int) -> int:
+        """Sequences of a decode tile of so many slots, in a step of `rows`."""
+        fitting = DECODE_VALUES // (slots * self.spec.num_kv_heads * self.spec.head_dim)
+        return max(1, min(DECODE_ROWS, fitting, rows))
 
     def forward(
         self,
@@ -175,7 +185,9 @@ def _tile_slots(wanted: int, width: int, block_size: int) -> int:
 
 
 def _pad(values: np.ndarray, size: int) -> np.ndarray:
-    return np.pad(values.astype(np.int32), (0, size - len(values)))
+    padded = np.zeros(size, np.int32)  # `np.pad` takes ten times as long
+    padded[: len(values)] = values
+    return padded
 
 
 def _fold(q: jax.Array, kv_heads: int) -> jax.Array:
@@ -216,15 +228,18 @@ def _update(
         how: what makes scores of products.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    scores = jnp.einsum("bgrd,bngd->bgrn", q, keys, precision=precision, preferred_element_type=jnp.float32)
+    multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    few_rows, large_keys = KEYS_FIRST
+    if q.shape[2] <= few_rows and keys.shape[2] * keys.shape[3] >= large_keys:  # apart, or XLA swaps the sides
+        scores = _apart(multiply("bngd,bgrd->bgnr", keys, q)).swapaxes(2, 3)
+    else:
+        scores = multiply("bgrd,bngd->bgrn", q, keys)
     by_row = scores.reshape(*scores.shape[:2], mask.shape[1], -1, scores.shape[3])
     scores = jnp.where(mask[:, None, :, None], how.of(by_row), -jnp.inf).reshape(scores.shape)
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights, decay = jnp.exp(scores - maximum[..., None]), jnp.exp(state.maximum - maximum)
     values = jnp.where(present[..., None, None], values, 0)
-    added = jnp.einsum(
-        "bgrn,bngd->bgrd", weights.astype(values.dtype), values, precision=precision, preferred_element_type=jnp.float32
-    )
+    added = multiply("bgrn,bngd->bgrd", weights.astype(values.dtype), values)
     return _Softmax(maximum, state.total * decay + weights.sum(-1), state.values * decay[..., None] + added)
 
 
@@ -258,12 +273,17 @@ def _update_by_head(
         weights = [jnp.where(present, jnp.exp(how.of(x) - m[:, None]), 0) for x, m in zip(scores, maximum)]
     else:
         weights = [jnp.exp(x - m[:, None]) for x, m in zip(scores, maximum)]
-    # Behind a barrier: made once, for the sum and the product.
-    weights = [jax.lax.optimization_barrier(_rounded(w, values.dtype)) for w in weights]  # type: ignore[no-untyped-call]
+    # Apart: made once, for the sum and the product.
+    weights = [_apart(_rounded(w, values.dtype)) for w in weights]
     added = jnp.stack([multiply(w, values[0, :, g], (((1,), (0,)), ((), ()))) for g, w in zip(heads, weights)])
     decay = jnp.exp(state.maximum[0] - maximum)
     total = state.total[0] * decay + jnp.stack([w.sum(-1, dtype=jnp.float32) for w in weights])
     return _Softmax(maximum[None], total[None], state.values * decay[None, ..., None] + added[None])
+
+
+def _apart(x: Any) -> Any:
+    """Behind a barrier: XLA computes it by itself, and fuses nothing across."""
+    return jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
 
 
 def _rounded(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -366,7 +386,7 @@ def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Sc
 def _attend_decodes(
     out: jax.Array, q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Scores, window: int | None
 ) -> jax.Array:
-    """One-row runs that see their whole sequence, `DECODE_ROWS` sequences at a time, written into `out`."""
+    """One-row runs that see their whole sequence, a tile of sequences at a time, written into `out`."""
     kv_heads = cache[0].shape[2]
     tile_slots = _tile_slots(DECODE_SLOTS, metadata.block_tables.shape[1], cache[0].shape[1])
 
@@ -381,6 +401,7 @@ def _attend_decodes(
 
         def one_kv_tile(tile: jax.Array, state: _Softmax) -> _Softmax:
             slots, keys, values, valid = _kv_tile(cache, metadata, seqs, tile, tile_slots, q.dtype)
+            keys, values = _apart((keys, values))  # pages are copied whole, then transposed: fused, value by value
             mask = (slots <= own) & valid
             if window is not None:
                 mask &= slots > own - window

@@ -28,6 +28,8 @@ def tile_area(batch: AttentionBatch) -> int:
     """Rows times slots of the tiles a step visits; decodes, which no tile is computed for, count for nothing."""
     runs = spans(batch)
     several = runs.size > 1
+    if not several.any():
+        return 0
     tiles = cut(Tiles(runs.row[several], runs.size[several]), TILE_ROWS)
     return int(tile_ranges(batch, tiles, TILE_SLOTS).counts.sum()) * TILE_ROWS * TILE_SLOTS
 

@@ -25,6 +25,8 @@ from chunkattn.engine.sampling import Readout, SampleInput, choose, empty_input,
 from chunkattn.models.decoder import Decoder
 
 T = TypeVar("T")
+Params = list[jax.Array]
+"""The model's arrays, in the order of its tree."""
 
 READ_ROWS = 64
 """Most rows whose logits exist at once: bounds the `[rows, vocab]` float32 array."""
@@ -44,7 +46,9 @@ class Runner:
         self.spec, self.backend, self.num_pages = model.spec, backend, num_pages
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
         self.compiles: Counter[str] = Counter()
-        self._graph, self._params = nnx.split(model)
+        self._graph, state = nnx.split(model)
+        # Plain leaves: a call flattens its arguments, and nnx's variables, one by one, in Python.
+        self._params, self._state = jax.tree.flatten(state)
         self.dtype = model.dtype
         self._row_buckets = buckets(8, READ_ROWS, 8)
         self._page_buckets = buckets(8, READ_ROWS, 2)
@@ -108,7 +112,7 @@ class Runner:
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 `[N, vocab or num_labels]` of hidden states `[N, hidden]`, uncompiled: for inspection and tests."""
-        return nnx.merge(self._graph, self._params).logits(hidden)
+        return self._model(self._params).logits(hidden)
 
     def copy_pages(self, pairs: Seq[tuple[int, int]]) -> None:
         """Copy whole pages `(from, to)` in every layer."""
@@ -177,7 +181,7 @@ class Runner:
         """16 bytes that tell this model's K/V from any other's: its geometry, weights' bits, attention and pool's form."""
         form = (self.spec, self.backend.name, self.backend.spec, self.page_shapes)
         digest = xxhash.xxh3_128(repr(form).encode())
-        for path, leaf in jax.tree_util.tree_flatten_with_path(self._params)[0]:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self._state, self._params))[0]:
             value = np.ascontiguousarray(jax.device_get(leaf))
             digest.update(f"{path}{value.shape}{value.dtype}".encode())
             digest.update(value.view(np.uint8).data if value.ndim else value.tobytes())
@@ -233,16 +237,20 @@ class Runner:
 
     def _pick(self, hidden: jax.Array, rows: Seq[int]) -> jax.Array:
         """The hidden states of up to `READ_ROWS` rows, padded to a bucket: what follows is compiled for that alone."""
-        padding = bucket_for(len(rows), self._row_buckets) - len(rows)
-        return self._gather(hidden, np.pad(np.asarray(rows, np.int32), (0, padding)))
+        padded = np.zeros(bucket_for(len(rows), self._row_buckets), np.int32)
+        padded[: len(rows)] = rows
+        return self._gather(hidden, padded)
+
+    def _model(self, params: Params) -> Decoder:
+        model: Decoder = nnx.merge(self._graph, jax.tree.unflatten(self._state, params))
+        return model
 
     # Traced functions. Counting here counts compilations: tracing is what runs this code.
 
     def _trace_step(
-        self, params: Any, caches: list[KVCache], token_ids: jax.Array, positions: jax.Array, metadata: Metadata
+        self, params: Params, caches: list[KVCache], token_ids: jax.Array, positions: jax.Array, metadata: Metadata
     ) -> tuple[jax.Array, list[KVCache]]:
         self.compiles["step"] += 1
-        model: Decoder = nnx.merge(self._graph, params)
         caches, scale = list(caches), 1 / math.sqrt(self.spec.head_dim)
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -251,17 +259,16 @@ class Runner:
             )
             return out
 
-        return model(token_ids, positions, attend), caches
+        return self._model(params)(token_ids, positions, attend), caches
 
-    def _trace_dense(self, params: Any, token_ids: jax.Array, positions: jax.Array, metadata: Metadata) -> jax.Array:
+    def _trace_dense(self, params: Params, token_ids: jax.Array, positions: jax.Array, metadata: Metadata) -> jax.Array:
         self.compiles["dense"] += 1
         scale = 1 / math.sqrt(self.spec.head_dim)
 
         def attend(_: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return self.dense_backend.forward(q, k, v, None, metadata, scale=scale)[0]
 
-        model: Decoder = nnx.merge(self._graph, params)
-        return model(token_ids, positions, attend)
+        return self._model(params)(token_ids, positions, attend)
 
     def _trace_copy(self, caches: list[KVCache], source: jax.Array, target: jax.Array) -> list[KVCache]:
         self.compiles["copy"] += 1
@@ -280,24 +287,24 @@ class Runner:
         return hidden[rows]
 
     def _trace_sample(
-        self, params: Any, hidden: jax.Array, given: SampleInput, *, with_logprobs: bool
+        self, params: Params, hidden: jax.Array, given: SampleInput, *, with_logprobs: bool
     ) -> tuple[jax.Array, Readout | None]:
         self.compiles["sample"] += 1
-        logits = nnx.merge(self._graph, params).logits(hidden)
+        logits = self._model(params).logits(hidden)
         tokens = choose(logits, given)
         return tokens, read(logits, tokens, self.max_logprobs) if with_logprobs else None
 
-    def _trace_read(self, params: Any, hidden: jax.Array, targets: jax.Array) -> Readout:
+    def _trace_read(self, params: Params, hidden: jax.Array, targets: jax.Array) -> Readout:
         self.compiles["read"] += 1
-        return read(nnx.merge(self._graph, params).logits(hidden), targets, self.max_logprobs)
+        return read(self._model(params).logits(hidden), targets, self.max_logprobs)
 
-    def _trace_read_labels(self, params: Any, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+    def _trace_read_labels(self, params: Params, hidden: jax.Array, labels: jax.Array) -> jax.Array:
         self.compiles["read"] += 1
-        return read_labels(nnx.merge(self._graph, params).logits(hidden), labels)
+        return read_labels(self._model(params).logits(hidden), labels)
 
-    def _trace_classify(self, params: Any, hidden: jax.Array) -> jax.Array:
+    def _trace_classify(self, params: Params, hidden: jax.Array) -> jax.Array:
         self.compiles["classify"] += 1
-        return nnx.merge(self._graph, params).logits(hidden)
+        return self._model(params).logits(hidden)
 
 
 def _to_logprobs(values: Readout, rows: slice, num_top: int) -> TokenLogprobs:

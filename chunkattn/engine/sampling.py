@@ -14,6 +14,7 @@ from chunkattn.engine.buckets import bucket_for, buckets
 
 LOWEST_TEMPERATURE = 0.01
 """Temperatures between 0 and this are taken as this, as in vLLM: dividing by less loses the logits' digits."""
+_NO_IDS = np.zeros(0, np.int64)
 _EDIT_BUCKETS = buckets(64, 1 << 22, 4)
 
 
@@ -151,6 +152,8 @@ def _edited_ids(row: SampleRow) -> np.ndarray:
         parts.append(row.sequence.request.prompt_ids)
     if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
         parts.append(row.sequence.output_ids)
+    elif not parts[0]:  # most rows, at every step
+        return _NO_IDS
     return np.unique(np.concatenate([np.asarray(p, np.int64) for p in parts]))
 
 
