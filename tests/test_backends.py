@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -79,8 +80,38 @@ def test_xla_equals_reference_with_many_small_tiles(options, per_head, large_key
     monkeypatch.setattr(xla, "TILES", ((64, 16, 16, per_head), (1, 8, 32, 0)))
     monkeypatch.setattr(xla, "UNMASKED_ROWS", 64)
     monkeypatch.setattr(xla, "DECODE_ROWS", 2)
+    monkeypatch.setattr(xla, "DECODE_SLOTS", 32)
     monkeypatch.setattr(xla, "KEYS_FIRST", (32, large_keys))
     check_backend("xla", cases=40, seed=1, **options)
+
+
+@pytest.mark.parametrize("head_dim", [32, 256])  # of two KV heads: keys on the right, and on the left
+def test_decodes_that_share_a_tile_do_not_see_each_other(head_dim, monkeypatch):
+    """One's output has the same bits whatever its neighbours are: other values, NaN, or sequences of other lengths."""
+    monkeypatch.setattr(xla, "DECODE_VALUES", 1 << 30)
+    rng, block_size, pages = np.random.default_rng(0), 16, 20
+    backend = get_backend("xla")(AttentionSpec(4, 2, head_dim, jnp.dtype("float32"), block_size))
+    q, k, v = (rng.standard_normal((16, h, head_dim)).astype(np.float32) for h in (4, 2, 2))
+    pool = [rng.standard_normal(x.shape).astype(np.float32) for x in backend.allocate(4 * pages)]
+    forward = jax.jit(partial(backend.forward, scale=0.2))
+
+    def out(lengths, edit):
+        lengths, cache = np.asarray(lengths), [x.copy() for x in pool]
+        for x in cache:
+            x[pages:] = edit(x[pages:])  # of all but the first
+        tables = np.arange(4 * pages, dtype=np.int32).reshape(4, pages)
+        filled = np.clip(lengths[:, None] - block_size * np.arange(pages), 0, block_size).astype(np.int32)
+        seq, slot, start = np.zeros((3, 16), np.int32)
+        seq[:4], slot[:4] = range(4), lengths - 1
+        batch = AttentionBatch(4, seq, slot, start, np.zeros(4, np.int32), tables, filled, block_size)
+        metadata = backend.build_metadata(batch)
+        assert metadata.decode_rows.shape == (1, 4)
+        return np.asarray(forward(q, k, v, tuple(cache), metadata)[0][0])
+
+    alone = out([100, 90, 110, 95], lambda x: x)
+    np.testing.assert_array_equal(out([100, 90, 110, 95], lambda x: x * 3), alone)
+    np.testing.assert_array_equal(out([100, 90, 110, 95], lambda x: x * np.nan), alone)
+    np.testing.assert_array_equal(out([100, 300, 20, 1], lambda x: -x), alone)
 
 
 def test_weights_are_rounded_to_the_nearest_bfloat16():

@@ -41,7 +41,8 @@ class Tiles(NamedTuple):
 def spans(batch: AttentionBatch) -> Tiles:
     """The runs of rows that belong to one sequence."""
     seq = batch.row_seq[: batch.num_rows]
-    edges = np.concatenate([[0] * bool(len(seq)), np.flatnonzero(seq[1:] != seq[:-1]) + 1, [len(seq)]]).astype(np.int32)
+    starts = [0] if len(seq) else []
+    edges = np.concatenate([starts, np.flatnonzero(seq[1:] != seq[:-1]) + 1, [len(seq)]]).astype(np.int32)
     return Tiles(edges[:-1], edges[1:] - edges[:-1])
 
 

@@ -20,7 +20,8 @@ from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionS
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import TileRanges, Tiles, cut, full_tiles, spans, tile_ranges
 
-PER_HEAD = 16 if jax.default_backend() == "cpu" else 0
+_ON_CPU = jax.default_backend() == "cpu"
+PER_HEAD = 16 if _ON_CPU else 0
 """With so many KV heads or fewer, large steps compute each by itself: XLA's batched products are slower on CPU.
 It makes programs larger, so small steps, which wait for the weights, do without."""
 TILES = ((1024, 256, 256, PER_HEAD), (1, 128, 512, 0))
@@ -29,14 +30,14 @@ rows. The scores of a tile stay as many. Where page tables are narrower, KV tile
 UNMASKED_ROWS = 2048
 """Steps of at least so many rows have a second loop, without a mask, for tiles that need none. It makes them a tenth faster and
 their programs twice as large, which matters more to smaller ones: of 28 layers, one takes 10 seconds to be loaded."""
-DECODE_SLOTS = 128 if jax.default_backend() == "cpu" else 256
+DECODE_SLOTS = 128 if _ON_CPU else 256
 """Slots of a KV tile of decodes: less is read past the end of a short sequence."""
-DECODE_ROWS, DECODE_VALUES = (4, 1 << 15) if jax.default_backend() == "cpu" else (32, 1 << 30)
-"""Sequences of a decode tile, sorted by length, while their keys in it are no more values than this. On CPU, tiles of a small
+DECODE_ROWS, DECODE_VALUES = (4, 1 << 15) if _ON_CPU else (32, 1 << 30)
+"""Sequences of a decode tile, sorted by length, while their keys in it are no more values than this. On CPU, tiles of a tiny
 model take longer to hand from thread to thread than to compute; in larger ones, sequences only wait for the longest."""
-KEYS_FIRST = (32, 512)
+KEYS_FIRST = (32 if _ON_CPU else 0, 512)
 """Tiles of at most so many folded rows, and of keys of at least so many values a token, have keys on the left of their
-product: XLA:CPU reads the left side as it lies and transposes the right one, which for one row takes ten times as long."""
+product: XLA:CPU transposes the right side, which for so few rows takes far longer than the product."""
 
 _FAR = np.iinfo(np.int32).max
 _TINY = np.finfo(np.float32).tiny
@@ -149,6 +150,8 @@ class XlaBackend(AttentionBackend):
 
     def _decode_rows(self, rows: int, slots: int) -> int:
         """Sequences of a decode tile of so many slots, in a step of `rows`."""
+        if _ON_CPU and rows <= 8:
+            return 1  # the smallest step is mostly that of one sequence: the others of its tile would be padding
         fitting = DECODE_VALUES // (slots * self.spec.num_kv_heads * self.spec.head_dim)
         return max(1, min(DECODE_ROWS, fitting, rows))
 
@@ -401,7 +404,8 @@ def _attend_decodes(
 
         def one_kv_tile(tile: jax.Array, state: _Softmax) -> _Softmax:
             slots, keys, values, valid = _kv_tile(cache, metadata, seqs, tile, tile_slots, q.dtype)
-            keys, values = _apart((keys, values))  # pages are copied whole, then transposed: fused, value by value
+            if _ON_CPU:  # pages are copied whole, then transposed: fused, value by value
+                keys, values = _apart((keys, values))
             mask = (slots <= own) & valid
             if window is not None:
                 mask &= slots > own - window
