@@ -5,8 +5,8 @@
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
 other. As many sequences run at once in all three. Every turn has new prompts, so nothing is cached, of 32 to 96 tokens each.
-Then single requests go to the idle `AsyncLLM` and to the idle server, in turn. The time of the HTTP client, in this process,
-is part of the server's; it is a lean one, as httpx takes more of the machine than the server does.
+Then the same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. The time of the HTTP client, in
+this process, is part of the server's; it is a lean one, as httpx takes more of the machine than the server does.
 A geometry is served with random weights and the demo model's tokenizer.
 """
 
@@ -222,13 +222,15 @@ async def first_texts(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> d
     """Seconds, of both in turn."""
     found: dict[str, list[float]] = {"AsyncLLM": [], "HTTP": []}
     async with connected(url, 1) as (connection,):
+        ways: list[tuple[str, Callable[[Job], Awaitable[float]]]] = [
+            ("AsyncLLM", lambda job: first_by_engine(engine, job.prompt)),
+            ("HTTP", lambda job: connection.first_text(job._replace(tokens=FIRST_TOKENS))),
+        ]
         for number, job in enumerate(draw(rng, FIRSTS + 1)):
-            seconds = {
-                "AsyncLLM": await first_by_engine(engine, job.prompt),
-                "HTTP": await connection.first_text(job._replace(tokens=FIRST_TOKENS)),
-            }
-            for name, value in seconds.items() if number else ():  # the first one warms up
-                found[name].append(value)
+            for name, way in ways[:: 1 if number % 2 else -1]:
+                seconds = await way(job)
+                if number:  # the first one warms up
+                    found[name].append(seconds)
     return found
 
 
@@ -253,6 +255,7 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
             await asyncio.to_thread(server.end)
     speed = {name: statistics.median(values) for name, values in speeds.items()}
     first = {name: 1000 * statistics.median(values) for name, values in firsts.items()}
+    added, error = median_and_error([b - a for a, b in zip(firsts["AsyncLLM"], firsts["HTTP"], strict=True)])
     return {
         "geometry": args.geometry,
         "clients": args.clients,
@@ -262,7 +265,8 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
         "share_of_llm": {name: share(values, speeds["LLM"])._asdict() for name, values in speeds.items()},
         "share_of_async": share(speeds["HTTP"], speeds["AsyncLLM"])._asdict(),
         "first_text_ms": first,
-        "first_text_http_adds_ms": first["HTTP"] - first["AsyncLLM"],
+        "first_text_http_adds_ms": 1000 * added,
+        "first_text_http_adds_error_ms": 1000 * error,
         "turns_tokens_per_s": speeds,
         "all_first_texts_ms": {name: [1000 * value for value in values] for name, values in firsts.items()},
     }
@@ -285,6 +289,13 @@ def share(values: list[float], others: list[float]) -> Share:
     return Share(mean, mean * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None)
 
 
+def median_and_error(values: list[float]) -> tuple[float, float]:
+    """The median, and its standard error as that of normal values so far apart; a few stalls of the machine change neither."""
+    low, median, high = statistics.quantiles(values, n=4)
+    spread = (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75))
+    return median, spread * math.sqrt(math.pi / 2 / len(values))
+
+
 def show(result: dict[str, Any]) -> None:
     told = f"{result['turns']} turns of {result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens"
     print(f"{result['geometry'] or 'the demo model'}: {told}, {result['clients']} at once\n")
@@ -292,8 +303,9 @@ def show(result: dict[str, Any]) -> None:
     for name, speed in result["tokens_per_s"].items():
         first = f"{result['first_text_ms'][name]:13.1f}" if name in result["first_text_ms"] else f"{'-':>13}"
         print(f"{name:9} {speed:9.0f}  {Share(**result['share_of_llm'][name])!s:>13}  {first}")
-    left, added = Share(**result["share_of_async"]), result["first_text_http_adds_ms"]
-    print(f"\nof AsyncLLM's throughput HTTP leaves {left}; to its first text it adds {added:.1f} ms")
+    left = Share(**result["share_of_async"])
+    added = f"{result['first_text_http_adds_ms']:.1f} ± {result['first_text_http_adds_error_ms']:.1f} ms"
+    print(f"\nof AsyncLLM's throughput HTTP leaves {left}; to its first text it adds {added} (median within pairs)")
 
 
 def main(args: argparse.Namespace) -> None:
