@@ -5,8 +5,10 @@
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
 other. As many sequences run at once in all three. Every turn has new prompts, so nothing is cached, of 32 to 96 tokens each.
-Then the same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. The time of the HTTP client, in
-this process, is part of the server's; it is a lean one, as httpx takes more of the machine than the server does.
+Then the same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. Of the time to the first text,
+what the engine itself measured (from a request's arrival to its first token) is told apart from the rest, as computing
+differs by more than HTTP takes. The time of the HTTP client, in this process, is part of the server's; it is a lean one,
+as httpx takes more of the machine than the server does.
 A geometry is served with random weights and the demo model's tokenizer.
 """
 
@@ -218,19 +220,30 @@ async def first_by_engine(engine: AsyncLLM, prompt: str) -> float:
     return first
 
 
-async def first_texts(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> dict[str, list[float]]:
-    """Seconds, of both in turn."""
-    found: dict[str, list[float]] = {"AsyncLLM": [], "HTTP": []}
-    async with connected(url, 1) as (connection,):
-        ways: list[tuple[str, Callable[[Job], Awaitable[float]]]] = [
-            ("AsyncLLM", lambda job: first_by_engine(engine, job.prompt)),
-            ("HTTP", lambda job: connection.first_text(job._replace(tokens=FIRST_TOKENS))),
+def engine_first_tokens(metrics: str) -> float:
+    """Seconds, summed over an engine's requests, from their arrival in the engine to their first token."""
+    (found,) = re.findall(r"^chunkattn_time_to_first_token_seconds_sum (\S+)", metrics, re.MULTILINE)
+    return float(found)
+
+
+async def first_texts(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> dict[str, list[tuple[float, float]]]:
+    """Seconds until the first text, and how much of that was not the engine's own: pairs, of both ways in turn."""
+    found: dict[str, list[tuple[float, float]]] = {"AsyncLLM": [], "HTTP": []}
+    async with connected(url, 1) as (connection,), httpx.AsyncClient(base_url=url) as client:
+
+        async def scraped() -> str:
+            return (await client.get("/metrics")).text
+
+        ways: list[tuple[str, Callable[[Job], Awaitable[float]], Callable[[], Awaitable[str]]]] = [
+            ("AsyncLLM", lambda job: first_by_engine(engine, job.prompt), engine.metrics),
+            ("HTTP", lambda job: connection.first_text(job._replace(tokens=FIRST_TOKENS)), scraped),
         ]
         for number, job in enumerate(draw(rng, FIRSTS + 1)):
-            for name, way in ways[:: 1 if number % 2 else -1]:
+            for name, way, metrics in ways[:: 1 if number % 2 else -1]:
+                before = engine_first_tokens(await metrics())
                 seconds = await way(job)
                 if number:  # the first one warms up
-                    found[name].append(seconds)
+                    found[name].append((seconds, seconds - (engine_first_tokens(await metrics()) - before)))
     return found
 
 
@@ -254,8 +267,8 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
         finally:
             await asyncio.to_thread(server.end)
     speed = {name: statistics.median(values) for name, values in speeds.items()}
-    first = {name: 1000 * statistics.median(values) for name, values in firsts.items()}
-    added, error = median_and_error([b - a for a, b in zip(firsts["AsyncLLM"], firsts["HTTP"], strict=True)])
+    first = {name: 1000 * statistics.median(total for total, _ in pairs) for name, pairs in firsts.items()}
+    outside = {name: median_and_error([1000 * rest for _, rest in pairs]) for name, pairs in firsts.items()}
     return {
         "geometry": args.geometry,
         "clients": args.clients,
@@ -265,10 +278,9 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
         "share_of_llm": {name: share(values, speeds["LLM"])._asdict() for name, values in speeds.items()},
         "share_of_async": share(speeds["HTTP"], speeds["AsyncLLM"])._asdict(),
         "first_text_ms": first,
-        "first_text_http_adds_ms": 1000 * added,
-        "first_text_http_adds_error_ms": 1000 * error,
+        "first_text_outside_engine_ms": {name: value._asdict() for name, value in outside.items()},
         "turns_tokens_per_s": speeds,
-        "all_first_texts_ms": {name: [1000 * value for value in values] for name, values in firsts.items()},
+        "all_first_texts_ms": {name: [[1000 * s for s in pair] for pair in pairs] for name, pairs in firsts.items()},
     }
 
 
@@ -289,23 +301,33 @@ def share(values: list[float], others: list[float]) -> Share:
     return Share(mean, mean * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None)
 
 
-def median_and_error(values: list[float]) -> tuple[float, float]:
-    """The median, and its standard error as that of normal values so far apart; a few stalls of the machine change neither."""
+class Median(NamedTuple):
+    """A median, and its standard error."""
+
+    median: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.1f} ± {self.error:.1f}"
+
+
+def median_and_error(values: list[float]) -> Median:
+    """The error is that of normal values with these quartiles: a few stalls of the machine change neither."""
     low, median, high = statistics.quantiles(values, n=4)
     spread = (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75))
-    return median, spread * math.sqrt(math.pi / 2 / len(values))
+    return Median(median, spread * math.sqrt(math.pi / 2 / len(values)))
 
 
 def show(result: dict[str, Any]) -> None:
     told = f"{result['turns']} turns of {result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens"
     print(f"{result['geometry'] or 'the demo model'}: {told}, {result['clients']} at once\n")
-    print("medians:   tokens/s  of LLM (mean)  first text ms")
+    print("medians:   tokens/s  of LLM (mean)  first text ms  not in the engine")
     for name, speed in result["tokens_per_s"].items():
-        first = f"{result['first_text_ms'][name]:13.1f}" if name in result["first_text_ms"] else f"{'-':>13}"
-        print(f"{name:9} {speed:9.0f}  {Share(**result['share_of_llm'][name])!s:>13}  {first}")
-    left = Share(**result["share_of_async"])
-    added = f"{result['first_text_http_adds_ms']:.1f} ± {result['first_text_http_adds_error_ms']:.1f} ms"
-    print(f"\nof AsyncLLM's throughput HTTP leaves {left}; to its first text it adds {added} (median within pairs)")
+        line = f"{name:9} {speed:9.0f}  {Share(**result['share_of_llm'][name])!s:>13}"
+        if name in result["first_text_ms"]:
+            line += f"  {result['first_text_ms'][name]:13.1f}  {Median(**result['first_text_outside_engine_ms'][name])!s:>17}"
+        print(line)
+    print(f"\nof AsyncLLM's throughput HTTP leaves {Share(**result['share_of_async'])}")
 
 
 def main(args: argparse.Namespace) -> None:
