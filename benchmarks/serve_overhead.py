@@ -1,11 +1,11 @@
-"""What the process boundary and HTTP cost: throughput and the time to the first text of `LLM`, `AsyncLLM` and the server.
+"""What the process boundary and HTTP cost: throughput and the time to the first token of `LLM`, `AsyncLLM` and the server.
 
     python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 384] [--repeats 12] [--json FILE|-]
 
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
 other. As many sequences run at once in all three. Every turn has new prompts, so nothing is cached, of 32 to 96 tokens each.
-Then the same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. Of the time to the first text,
+Then the same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. Of the time to the first token,
 what the engine itself measured (from a request's arrival to its first token) is told apart from the rest, as computing
 differs by more than HTTP takes. The time of the HTTP client, in this process, is part of the server's; it is a lean one,
 as httpx takes more of the machine than the server does.
@@ -154,13 +154,13 @@ class Connection:
         answer = json.loads(await self.reader.readexactly(int(re.findall(r"content-length: (\d+)", told)[0])))
         return answer["usage"]["completion_tokens"]
 
-    async def first_text(self, job: Job) -> float:
-        """One request, streamed; returns the seconds until its first text."""
+    async def first_token(self, job: Job) -> float:
+        """One request, streamed; returns the seconds until the event of its first token."""
         began, first, line = time.perf_counter(), math.nan, b""
         await self._send(job, stream=True)
         while line != b"0\r\n":  # the end of a body in chunks
             line = await self.reader.readline()
-            if math.isnan(first) and line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]:
+            if math.isnan(first) and line.startswith(b"data: {"):
                 first = time.perf_counter() - began
         await self.reader.readline()
         return first
@@ -208,14 +208,14 @@ async def throughput(
     return speeds
 
 
-# The first text: seconds until it is there; the rest is waited for, so that the engine is idle again
+# The first token, which may be a piece of a character: seconds until it is there. The rest is waited for: the engine is idle then
 
 
 async def first_by_engine(engine: AsyncLLM, prompt: str) -> float:
     """Of one prompt."""
     began, first = time.perf_counter(), math.nan
     async for output in engine.generate(prompt, SamplingParams(**greedy(FIRST_TOKENS))):
-        if math.isnan(first) and output.outputs[0].text:
+        if math.isnan(first) and output.outputs[0].token_ids:
             first = time.perf_counter() - began
     return first
 
@@ -226,8 +226,8 @@ def engine_first_tokens(metrics: str) -> float:
     return float(found)
 
 
-async def first_texts(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> dict[str, list[tuple[float, float]]]:
-    """Seconds until the first text, and how much of that was not the engine's own: pairs, of both ways in turn."""
+async def first_tokens(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> dict[str, list[tuple[float, float]]]:
+    """Seconds until the first token, and how much of that was not the engine's own: pairs, of both ways in turn."""
     found: dict[str, list[tuple[float, float]]] = {"AsyncLLM": [], "HTTP": []}
     async with connected(url, 1) as (connection,), httpx.AsyncClient(base_url=url) as client:
 
@@ -236,7 +236,7 @@ async def first_texts(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> d
 
         ways: list[tuple[str, Callable[[Job], Awaitable[float]], Callable[[], Awaitable[str]]]] = [
             ("AsyncLLM", lambda job: first_by_engine(engine, job.prompt), engine.metrics),
-            ("HTTP", lambda job: connection.first_text(job._replace(tokens=FIRST_TOKENS)), scraped),
+            ("HTTP", lambda job: connection.first_token(job._replace(tokens=FIRST_TOKENS)), scraped),
         ]
         for number, job in enumerate(draw(rng, FIRSTS + 1)):
             for name, way, metrics in ways[:: 1 if number % 2 else -1]:
@@ -263,7 +263,7 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
                 "HTTP": partial(by_connections, url, args.clients),
             }
             speeds = await throughput(ways, args, rng)
-            firsts = await first_texts(engine, url, rng)
+            firsts = await first_tokens(engine, url, rng)
         finally:
             await asyncio.to_thread(server.end)
     speed = {name: statistics.median(values) for name, values in speeds.items()}
@@ -277,10 +277,10 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
         "tokens_per_s": speed,
         "share_of_llm": {name: share(values, speeds["LLM"])._asdict() for name, values in speeds.items()},
         "share_of_async": share(speeds["HTTP"], speeds["AsyncLLM"])._asdict(),
-        "first_text_ms": first,
-        "first_text_outside_engine_ms": {name: value._asdict() for name, value in outside.items()},
+        "first_token_ms": first,
+        "first_token_outside_engine_ms": {name: value._asdict() for name, value in outside.items()},
         "turns_tokens_per_s": speeds,
-        "all_first_texts_ms": {name: [[1000 * s for s in pair] for pair in pairs] for name, pairs in firsts.items()},
+        "all_first_tokens_ms": {name: [[1000 * s for s in pair] for pair in pairs] for name, pairs in firsts.items()},
     }
 
 
@@ -321,11 +321,11 @@ def median_and_error(values: list[float]) -> Median:
 def show(result: dict[str, Any]) -> None:
     told = f"{result['turns']} turns of {result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens"
     print(f"{result['geometry'] or 'the demo model'}: {told}, {result['clients']} at once\n")
-    print("medians:   tokens/s  of LLM (mean)  first text ms  not in the engine")
+    print("medians:   tokens/s  of LLM (mean)  first token ms  not in the engine")
     for name, speed in result["tokens_per_s"].items():
         line = f"{name:9} {speed:9.0f}  {Share(**result['share_of_llm'][name])!s:>13}"
-        if name in result["first_text_ms"]:
-            line += f"  {result['first_text_ms'][name]:13.1f}  {Median(**result['first_text_outside_engine_ms'][name])!s:>17}"
+        if name in result["first_token_ms"]:
+            line += f"  {result['first_token_ms'][name]:13.1f}  {Median(**result['first_token_outside_engine_ms'][name])!s:>17}"
         print(line)
     print(f"\nof AsyncLLM's throughput HTTP leaves {Share(**result['share_of_async'])}")
 
