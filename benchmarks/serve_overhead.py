@@ -208,7 +208,7 @@ async def throughput(
     return speeds
 
 
-# The first token, which may be a piece of a character: seconds until it is there. The rest is waited for: the engine is idle then
+# The first token, which may be a piece of a character: seconds until it is there. The rest is waited for, for an idle engine
 
 
 async def first_by_engine(engine: AsyncLLM, prompt: str) -> float:
