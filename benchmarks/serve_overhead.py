@@ -6,9 +6,10 @@ Three engines with the same options live side by side and take turns. `LLM`, in 
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
 other. As many sequences run at once in all three. Every turn has new prompts, so nothing is cached, of 32 to 96 tokens each.
 Then the same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. Of the time to the first token,
-what the engine itself measured (from a request's arrival to its first token) is told apart from the rest, as computing
-differs by more than HTTP takes. The time of the HTTP client, in this process, is part of the server's; it is a lean one,
-as httpx takes more of the machine than the server does.
+what the engine itself counted (from a request's arrival in it to its first token) is told apart from what is beyond:
+tokenization, the messages of both processes, HTTP and its client. Computing differs by more than that.
+The time of the HTTP client, in this process, is part of the server's; it is a lean one, as httpx takes more of the machine
+than the server does.
 A geometry is served with random weights and the demo model's tokenizer.
 """
 
@@ -160,6 +161,8 @@ class Connection:
         await self._send(job, stream=True)
         while line != b"0\r\n":  # the end of a body in chunks
             line = await self.reader.readline()
+            if not line or line.startswith(b'data: {"error"'):
+                raise RuntimeError(f"the stream broke off: {line.decode() or 'the connection was closed'}")
             if math.isnan(first) and line.startswith(b"data: {"):
                 first = time.perf_counter() - began
         await self.reader.readline()
@@ -208,11 +211,11 @@ async def throughput(
     return speeds
 
 
-# The first token, which may be a piece of a character: seconds until it is there. The rest is waited for, for an idle engine
+# The first token, which may be a piece of a character. Then the rest is waited for, so that the engine is idle again
 
 
 async def first_by_engine(engine: AsyncLLM, prompt: str) -> float:
-    """Of one prompt."""
+    """One request; returns the seconds until its first token."""
     began, first = time.perf_counter(), math.nan
     async for output in engine.generate(prompt, SamplingParams(**greedy(FIRST_TOKENS))):
         if math.isnan(first) and output.outputs[0].token_ids:
@@ -226,10 +229,18 @@ def engine_first_tokens(metrics: str) -> float:
     return float(found)
 
 
-async def first_tokens(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> dict[str, list[tuple[float, float]]]:
-    """Seconds until the first token, and how much of that was not the engine's own: pairs, of both ways in turn."""
-    found: dict[str, list[tuple[float, float]]] = {"AsyncLLM": [], "HTTP": []}
-    async with connected(url, 1) as (connection,), httpx.AsyncClient(base_url=url) as client:
+class First(NamedTuple):
+    """Milliseconds until a request's first token, and those of them beyond what the engine itself counted."""
+
+    ms: float
+    beyond_ms: float
+
+
+async def first_tokens(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> dict[str, list[First]]:
+    """Of the same prompts, both ways in turn; nobody else speaks with either engine."""
+    found: dict[str, list[First]] = {"AsyncLLM": [], "HTTP": []}
+    counted = dict.fromkeys(found, math.nan)
+    async with connected(url, 1) as (connection,), httpx.AsyncClient(base_url=url, trust_env=False) as client:
 
         async def scraped() -> str:
             return (await client.get("/metrics")).text
@@ -240,10 +251,10 @@ async def first_tokens(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> 
         ]
         for number, job in enumerate(draw(rng, FIRSTS + 1)):
             for name, way, metrics in ways[:: 1 if number % 2 else -1]:
-                before = engine_first_tokens(await metrics())
-                seconds = await way(job)
+                seconds, before = await way(job), counted[name]
+                counted[name] = engine_first_tokens(await metrics())
                 if number:  # the first one warms up
-                    found[name].append((seconds, seconds - (engine_first_tokens(await metrics()) - before)))
+                    found[name].append(First(1000 * seconds, 1000 * (seconds - (counted[name] - before))))
     return found
 
 
@@ -267,8 +278,8 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
         finally:
             await asyncio.to_thread(server.end)
     speed = {name: statistics.median(values) for name, values in speeds.items()}
-    first = {name: 1000 * statistics.median(total for total, _ in pairs) for name, pairs in firsts.items()}
-    outside = {name: median_and_error([1000 * rest for _, rest in pairs]) for name, pairs in firsts.items()}
+    beyond = {name: [first.beyond_ms for first in values] for name, values in firsts.items()}
+    added = [b - a for a, b in zip(beyond["AsyncLLM"], beyond["HTTP"], strict=True)]
     return {
         "geometry": args.geometry,
         "clients": args.clients,
@@ -277,10 +288,11 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
         "tokens_per_s": speed,
         "share_of_llm": {name: share(values, speeds["LLM"])._asdict() for name, values in speeds.items()},
         "share_of_async": share(speeds["HTTP"], speeds["AsyncLLM"])._asdict(),
-        "first_token_ms": first,
-        "first_token_outside_engine_ms": {name: value._asdict() for name, value in outside.items()},
+        "first_token_ms": {name: statistics.median(first.ms for first in values) for name, values in firsts.items()},
+        "first_token_beyond_engine_ms": {name: median_and_error(values)._asdict() for name, values in beyond.items()},
+        "first_token_http_adds_ms": median_and_error(added)._asdict(),
         "turns_tokens_per_s": speeds,
-        "all_first_tokens_ms": {name: [[1000 * s for s in pair] for pair in pairs] for name, pairs in firsts.items()},
+        "all_first_tokens_ms": {name: [first._asdict() for first in values] for name, values in firsts.items()},
     }
 
 
@@ -321,13 +333,14 @@ def median_and_error(values: list[float]) -> Median:
 def show(result: dict[str, Any]) -> None:
     told = f"{result['turns']} turns of {result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens"
     print(f"{result['geometry'] or 'the demo model'}: {told}, {result['clients']} at once\n")
-    print("medians:   tokens/s  of LLM (mean)  first token ms  not in the engine")
+    print("medians:   tokens/s  of LLM (mean)  first token ms  beyond the engine's own ms")
     for name, speed in result["tokens_per_s"].items():
         line = f"{name:9} {speed:9.0f}  {Share(**result['share_of_llm'][name])!s:>13}"
         if name in result["first_token_ms"]:
-            line += f"  {result['first_token_ms'][name]:13.1f}  {Median(**result['first_token_outside_engine_ms'][name])!s:>17}"
+            line += f"  {result['first_token_ms'][name]:14.1f}  {Median(**result['first_token_beyond_engine_ms'][name])!s:>26}"
         print(line)
-    print(f"\nof AsyncLLM's throughput HTTP leaves {Share(**result['share_of_async'])}")
+    left, added = Share(**result["share_of_async"]), Median(**result["first_token_http_adds_ms"])
+    print(f"\nof AsyncLLM's throughput HTTP leaves {left}; to the first token it adds {added} ms")
 
 
 def main(args: argparse.Namespace) -> None:
