@@ -109,7 +109,8 @@ class Frontend:
         Raises:
             RequestError: it is no text.
         """
-        salt = check_salt(cache_salt)
+        if (salt := check_salt(cache_salt)) is None:
+            return prompts
         return [replace(p, cache_salt=p.cache_salt or salt) for p in prompts]
 
     def generation(

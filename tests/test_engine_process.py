@@ -176,6 +176,20 @@ def test_closing_at_any_time(loop, fault):
     loop.run(close())
 
 
+def test_the_engine_shares_the_session_and_no_signals_of_the_terminal(loop, doomed):
+    """Of a session of its own Linux would make its threads share half of the processors."""
+
+    async def look():
+        pid = doomed.client.pid
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) == pid  # Ctrl-C reaches the foreground's group alone
+        (mask,) = re.findall(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
+            assert int(mask, 16) >> (ignored - 1) & 1
+
+    loop.run(look())
+
+
 @pytest.mark.parametrize("way", ["killed", "forgetful"])
 def test_no_worker_outlives_its_parent(fault, way):
     """Killed, or leaving without `close`: the worker goes too, though nobody tells it."""

@@ -51,6 +51,10 @@ def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_ch
             else pack the parts without holes.
         packed_chunks: of an aligned plan: the chunks, which nobody will share, lie without holes behind the prefix.
     """
+    if layout.is_plain and not aligned:
+        page_len = np.full(-(-len(layout) // block_size), block_size, np.int32)
+        slots = np.arange(len(layout), dtype=np.int32)
+        return SlotPlan(slots, np.zeros_like(slots), 0, page_len, block_size, aligned)
     lens = np.asarray([s.end - s.start for s in layout.segments], np.int64)
     if aligned and packed_chunks:
         pages = -(-np.asarray([lens[0], lens[1:].sum()]) // block_size)

@@ -12,7 +12,7 @@ _CONTEXT = 6
 """Prompt tokens decoded along with the output: a tokenizer may treat the first token of a text differently."""
 
 _UNKNOWN = "\ufffd"
-_AT_ONCE = 64
+_AT_ONCE = 128
 """Tokens that are decoded together: where one of them is half a character, all are decoded singly."""
 _LONGEST = 16
 """Tokens that are held back: a character has four bytes, so this many are none, and each is decoded with all before it."""

@@ -151,6 +151,8 @@ class Intake:
 
     def _check_layout(self, layout: ChunkLayout) -> None:
         for segment in layout.segments:
+            if segment.start == segment.end:
+                continue
             name = "prompt" if layout.is_plain else segment.name
             self._check_ids(name, layout.part(segment), param="prompt")
             if segment.chunk_id >= 0 and segment.end - segment.start > self.config.max_chunk_len:
@@ -158,7 +160,7 @@ class Intake:
                     f"{name} has {segment.end - segment.start} tokens, max_chunk_len is {self.config.max_chunk_len}",
                     param="prompt",
                 )
-            last = int(layout.positions[segment.start : segment.end].max(initial=-1))
+            last = int(layout.positions[segment.start : segment.end].max())
             if last >= self.limits.max_model_len:
                 raise CapacityError(
                     f"{name} of {segment.end - segment.start} tokens reaches position {last}, max_model_len "

@@ -45,14 +45,15 @@ class WorkerProcess:
             self._requests.reconnect_ivl = _RECONNECT_MS
             self._requests.connect(f"ipc://{self._folder}/requests")
             self._outputs.bind(f"ipc://{self._folder}/outputs")
-            # Its stdin closes when this process dies. A session of its own: Ctrl-C in the terminal does not reach it.
-            # No PR_SET_PDEATHSIG: that fires when the *thread* that started the process ends.
+            # Its stdin closes when this process dies. No PR_SET_PDEATHSIG: that fires when the *thread* that started it ends.
+            # A group of its own: Ctrl-C in the terminal does not reach it. Not a session: Linux gives each an equal share of
+            # the processors (sched(7), autogroup), and one thread here would count as much as all of the engine's together.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "chunkattn.engine.worker", f"ipc://{self._folder}"],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 env=_environment(),
-                start_new_session=True,
+                process_group=0,
             )
         except BaseException:
             self._release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import shutil
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from chunkattn import garbage
 from chunkattn.engine.clock import StepClock
 from chunkattn.engine.control import (
     Abort,
@@ -78,9 +78,7 @@ class Worker:
         self.core = build_core(start.config, start.checkpoint.files())
         if start.config.warmup:
             self.core.warm_up(self._warmed)
-        # What is here stays: a full collection that walks through it takes as long as many steps.
-        gc.collect()
-        gc.freeze()
+        garbage.settle()
         self._send([Ready(self.core.limits)])
         return start.heartbeat_s
 
@@ -214,7 +212,8 @@ def _leave(address: str) -> None:
 def main(address: str) -> int:
     """Serve one engine over the sockets in `address`. Returns the exit status."""
     # Ctrl-C and a service manager's SIGTERM reach the parent too, and the parent decides.
-    for ignored in (signal.SIGINT, signal.SIGTERM):
+    # SIGTTOU would stop it for a line of its log, where the terminal lets only the foreground write (stty tostop).
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
         signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, args=(address,), name="parent", daemon=True).start()
     logging.basicConfig(handlers=[make_handler()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -17,7 +16,7 @@ try:
     import uvloop
 except ImportError:  # there is none for Windows
     uvloop = None  # type: ignore[assignment]
-from chunkattn import logs
+from chunkattn import garbage, logs
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
@@ -98,9 +97,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and not starting.exception():
-            # As in the engine's process: a full collection of all that has been imported would stop every stream.
-            gc.collect()
-            gc.freeze()
+            garbage.settle()
             shown = f"[{host}]" if ":" in host else host
             print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
             await serving
