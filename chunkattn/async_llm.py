@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
+from secrets import token_hex
 from types import TracebackType
 from typing import Any, overload
-from uuid import uuid4
 
 from tqdm import tqdm
 
@@ -251,7 +251,7 @@ class AsyncLLM:
         final_only: bool,
         short: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        name = uuid4().hex if request_id is None else request_id
+        name = token_hex(16) if request_id is None else request_id
         if not isinstance(name, str) or name in self._generations:
             raise RequestError(f"request_id must be a text no other running request has, got {name!r}", param="request_id")
         with self.client.call(_check_timeout(timeout)) as call:
@@ -273,7 +273,8 @@ class AsyncLLM:
                     await call.wait()
                     ended = builder.finished  # before the caller gets its turn, in which more may come
                     if ended or not final_only:
-                        yield _snapshot(builder.read())
+                        output = builder.read()
+                        yield output if ended else _snapshot(output)
             finally:
                 del self._generations[name]
 
@@ -546,6 +547,6 @@ def _snapshot(output: RequestOutput) -> RequestOutput:
 
 
 def _check_timeout(timeout: float | None) -> float | None:
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout > 0):
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (float, int, Real)) or not timeout > 0):
         raise RequestError(f"timeout must be a number of seconds above 0, got {timeout!r}", param="timeout")
     return timeout

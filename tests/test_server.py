@@ -427,15 +427,23 @@ def test_other_paths_methods_and_models(http):
 
 def test_a_client_that_leaves_frees_its_pages(server, http):
     asked = {"prompt": "Tell me.", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+    def aborted():
+        found = re.search(r'^chunkattn_requests_total{outcome="aborted"} (\S+)$', http.get("/metrics").text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    before = aborted()
     with http.stream("POST", COMPLETION, json={**asked, "stream": True}) as answer:
         lines = answer.iter_lines()  # to be kept: with it goes the connection
         next(lines)
         with server.client() as other:
             assert not is_idle(other)
     assert wait_until(lambda: is_idle(http)) < 2
+    assert aborted() == before + 1
     with pytest.raises(httpx.ReadTimeout):
         http.post(COMPLETION, json={**asked, "n": 8}, timeout=0.3)
     assert wait_until(lambda: is_idle(http)) < 2
+    assert aborted() == before + 2
 
 
 # Documentation

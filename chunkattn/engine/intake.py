@@ -43,7 +43,7 @@ class Intake:
 
         Args:
             message: its chunks in the user's order.
-            arrival: its place among all requests, which seeds its random numbers if it has no seed.
+            arrival: its place among all requests, which seeds its random numbers if it has no seed; 0 if it is not to run.
 
         Raises:
             RequestError: as `check`.
@@ -122,13 +122,13 @@ class Intake:
         params = message.sampling
         self._check_sampling(params, message.layout)
         seed = params.seed
-        if seed is None:
+        if seed is None and arrival:
             seed = int(np.random.SeedSequence([self.config.seed, arrival]).generate_state(1, np.uint64)[0])
         request = self._request(
             message,
             arrival,
             max_tokens=params.max_tokens or 1,
-            seed=seed,
+            seed=seed or 0,
             # Every prompt token has to be computed for its log-probability.
             shares=self.config.enable_prefix_caching
             and not params.skip_reading_prefix_cache
@@ -191,8 +191,9 @@ class Intake:
                 f"{self.limits.max_model_len}; shorten the prompt or lower max_tokens",
                 param="max_tokens",
             )
-        self._check_ids("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))
-        self._check_ids("logit_bias", np.asarray([*params.logit_bias], np.int64))
+        for name in ("stop_token_ids", "logit_bias"):
+            if given := [*getattr(params, name)]:
+                self._check_ids(name, np.asarray(given, np.int64))
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.limits.max_logprobs:
                 raise RequestError(

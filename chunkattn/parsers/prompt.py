@@ -75,12 +75,12 @@ class PromptParser:
             RequestError: of no known form, or with an empty question.
         """
         split = self.chunk_aware if chunk_aware is None else chunk_aware
+        if isinstance(prompt, str):
+            return self._text(prompt, split)
         if isinstance(prompt, ChunkedPrompt):
             return self._chunked(prompt)
         if isinstance(prompt, Mapping):
             return self._dict(prompt, split)
-        if isinstance(prompt, str):
-            return self._text(prompt, split)
         raise RequestError(
             f"a prompt is a string, a dict or a ChunkedPrompt, got {type(prompt).__name__}; "
             'token ids go into {"prompt_token_ids": [...]}',

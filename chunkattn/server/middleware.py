@@ -7,7 +7,6 @@ import logging
 import re
 import secrets
 import time
-from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
@@ -66,7 +65,7 @@ class Gate:
             return
         headers, began, status = Headers(scope=scope), time.perf_counter(), 0
         given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         received = 0
 

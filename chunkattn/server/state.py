@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
+from secrets import token_hex
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
-from uuid import uuid4
 
 from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
@@ -102,7 +102,7 @@ State = Annotated[ServerState, Depends(get_state)]
 
 def new_id(kind: str) -> str:
     """An id as OpenAI's: the kind of answer, and 32 digits."""
-    return f"{kind}-{uuid4().hex}"
+    return f"{kind}-{token_hex(16)}"
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -111,22 +111,25 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     Raises:
         ApiError: 499, the client has left; the work has been cancelled. Nobody will read it.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    here, gone = asyncio.current_task(), False
+    assert here is not None
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        here.cancel()
+
+    watcher = asyncio.create_task(watch())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ApiError(499, "the client has left")
+        return await work
+    except asyncio.CancelledError:
+        if gone and not here.uncancel():  # cancelled by nobody else
+            raise ApiError(499, "the client has left") from None
+        raise
     finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        watcher.cancel()
 
 
 class EventStream(StreamingResponse):
