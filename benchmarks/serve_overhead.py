@@ -1,6 +1,7 @@
 """What the process boundary and HTTP cost: throughput and the time to the first token of `LLM`, `AsyncLLM` and the server.
 
-    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 384] [--repeats 12] [--json FILE|-]
+    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 384] [--repeats 12] [--launches 3]
+                                        [--json FILE|-]
 
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
@@ -11,6 +12,9 @@ tokenization, the messages of both processes, HTTP and its client. Computing dif
 The time of the HTTP client, in this process, is part of the server's; it is a lean one, as httpx takes more of the machine
 than the server does.
 A geometry is served with random weights and the demo model's tokenizer.
+
+An engine's process may be some percent faster or slower than another of the same code for all its life, so turns of the same
+processes tell too small an error: `--launches` does all of this so often anew, and tells the error between launches.
 """
 
 from __future__ import annotations
@@ -330,7 +334,36 @@ def median_and_error(values: list[float]) -> Median:
     return Median(median, spread * math.sqrt(math.pi / 2 / len(values)))
 
 
+def launched(args: argparse.Namespace) -> dict[str, Any]:
+    """What this command measures once, in a process of its own."""
+    options = {**vars(args), "launches": 1, "json": "-"}
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    command = [sys.executable, "-m", "benchmarks.serve_overhead", *given]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+
+
+def over_launches(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mean shares of several launches, and all they have measured."""
+
+    def of(shares: list[dict[str, float]]) -> dict[str, Any]:
+        return share([s["mean"] for s in shares], [1.0] * len(shares))._asdict()
+
+    return {
+        "share_of_llm": {name: of([r["share_of_llm"][name] for r in results]) for name in results[0]["share_of_llm"]},
+        "share_of_async": of([r["share_of_async"] for r in results]),
+        "launches": results,
+    }
+
+
 def show(result: dict[str, Any]) -> None:
+    if "launches" in result:
+        for launch in result["launches"]:
+            show(launch)
+            print()
+        of_llm = {name: Share(**found) for name, found in result["share_of_llm"].items()}
+        print(f"over {len(result['launches'])} launches: AsyncLLM has {of_llm['AsyncLLM']} of LLM's throughput, HTTP", end=" ")
+        print(f"{of_llm['HTTP']}, and {Share(**result['share_of_async'])} of AsyncLLM's")
+        return
     told = f"{result['turns']} turns of {result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens"
     print(f"{result['geometry'] or 'the demo model'}: {told}, {result['clients']} at once\n")
     print("medians:   tokens/s  of LLM (mean)  first token ms  beyond the engine's own ms")
@@ -344,10 +377,13 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    with TemporaryDirectory() as folder:
-        if args.geometry:
-            save_model(args.geometry, Path(folder))
-        result = asyncio.run(measure(folder if args.geometry else None, args))
+    if args.launches > 1:
+        result = over_launches([launched(args) for _ in range(args.launches)])
+    else:
+        with TemporaryDirectory() as folder:
+            if args.geometry:
+                save_model(args.geometry, Path(folder))
+            result = asyncio.run(measure(folder if args.geometry else None, args))
     text = json.dumps(result, indent=2)
     if args.json == "-":
         print(text)
@@ -368,6 +404,7 @@ if __name__ == "__main__":
         help="of a turn: in the first moments of one, callers come one by one and offline all at once",
     )
     parser.add_argument("--repeats", type=int, default=12, help="turns of each; they differ by some percent")
+    parser.add_argument("--launches", type=int, default=1, help="of all processes; they differ, too")
     parser.add_argument("--kv-mib", type=int, default=64, help="KV pool of each engine")
     parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
     main(parser.parse_args())

@@ -547,6 +547,6 @@ def _snapshot(output: RequestOutput) -> RequestOutput:
 
 
 def _check_timeout(timeout: float | None) -> float | None:
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (float, int, Real)) or not timeout > 0):
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout > 0):
         raise RequestError(f"timeout must be a number of seconds above 0, got {timeout!r}", param="timeout")
     return timeout

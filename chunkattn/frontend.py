@@ -453,10 +453,9 @@ def _one_each(value: Any, kind: type, prompts: Sequence[Any], name: str) -> list
         RequestError: of another type, or not as many as prompts.
     """
     what = "an integer" if kind is Integral else kind.__name__
-    kinds = (int, Integral) if kind is Integral else kind  # the abstract class last, for it takes its time
     listed = value if isinstance(value, (list, tuple)) else [value] * len(prompts)
     for entry in listed:
-        if not isinstance(entry, kinds) or isinstance(entry, bool):
+        if not isinstance(entry, kind) or isinstance(entry, bool):
             raise RequestError(f"{name} must be {what}, or a list of such, got {type(entry).__name__}", param=name)
     if len(listed) != len(prompts):
         raise RequestError(f"{len(listed)} {name} for {len(prompts)} prompts", param=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 _YOUNG, _OLDER = 20_000, 20
-"""Objects before a collection, and collections of a generation before one of the next; Python itself has 700 and 10."""
+"""Objects before a collection, and collections of a generation before one of the next; Python 3.11 itself has 700 and 10."""
 
 
 def settle() -> None:

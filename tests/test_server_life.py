@@ -1,5 +1,6 @@
 """How a server starts, whom it lets in, how it lives through the death of its engine, and how it ends."""
 
+import asyncio
 import json
 import os
 import signal
@@ -18,7 +19,9 @@ from chunkattn.cli import app as commands
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
+from chunkattn.server.errors import ApiError
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.state import unless_gone
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
 pytest_plugins = ["tests.async_faults"]
@@ -32,6 +35,60 @@ def server(fault_file):
     made = ServerProcess(*SMALL, "--engine-hang-timeout-s=2")
     yield made
     assert made.close() == 0
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["waiting", "cleaning up"])
+@pytest.mark.parametrize(
+    "ends", [("gone",), ("stopped",), ("gone", "stopped"), ("stopped", "gone"), ()], ids=lambda e: "+".join(e) or "neither"
+)
+def test_work_ends_with_its_client(ends, late):
+    """A client that leaves is told 499; whoever cancels the request itself is obeyed, whatever the client does."""
+
+    class Request:
+        left = None
+
+        async def receive(self):
+            await self.left.wait()
+            return {"type": "http.disconnect"}
+
+    async def work(state):
+        try:
+            state.append("began")
+            await asyncio.sleep(0.02 if not ends else 9)
+            return "answer"
+        finally:
+            state.append("cleaned up")
+            if late:
+                await asyncio.sleep(0.05)
+
+    async def main():
+        request, state, counts = Request(), [], []
+        request.left = asyncio.Event()
+
+        async def answer():
+            try:
+                return await unless_gone(request, work(state))
+            finally:
+                counts.append(asyncio.current_task().cancelling())
+
+        task = asyncio.create_task(answer())
+        await asyncio.sleep(0.01)
+        for end in ends:
+            request.left.set() if end == "gone" else task.cancel()
+            await asyncio.sleep(0.01 if late else 0)
+        done = (await asyncio.gather(task, return_exceptions=True))[0]
+        assert state == ["began", "cleaned up"]
+        assert counts == ["stopped" in ends]
+        return done
+
+    done = asyncio.run(main())
+    if "stopped" in ends:
+        assert isinstance(done, asyncio.CancelledError)
+    elif ends:
+        assert isinstance(done, ApiError)
+        assert done.status == 499
+    else:
+        assert done == "answer"
 
 
 def test_every_route_but_health_asks_for_the_key():

@@ -211,7 +211,7 @@ def _leave(address: str) -> None:
 
 def main(address: str) -> int:
     """Serve one engine over the sockets in `address`. Returns the exit status."""
-    # Ctrl-C and a service manager's SIGTERM reach the parent too, and the parent decides.
+    # A signal sent to everybody, as a service manager's SIGTERM, reaches the parent too, and the parent decides.
     # SIGTTOU would stop it for a line of its log, where the terminal lets only the foreground write (stty tostop).
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
         signal.signal(ignored, signal.SIG_IGN)

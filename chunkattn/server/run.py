@@ -85,7 +85,6 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         app,
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # nothing here looks at who the client is
         lifespan="off",
         timeout_graceful_shutdown=1,
         timeout_keep_alive=_KEEP_ALIVE_S,

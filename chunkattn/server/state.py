@@ -125,11 +125,13 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     try:
         return await work
     except asyncio.CancelledError:
-        if gone and not here.uncancel():  # cancelled by nobody else
+        if gone and here.cancelling() == 1:  # by nobody else
             raise ApiError(499, "the client has left") from None
         raise
     finally:
         watcher.cancel()
+        if gone:
+            here.uncancel()
 
 
 class EventStream(StreamingResponse):
