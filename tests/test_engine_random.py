@@ -170,7 +170,7 @@ def compare(run, whole):
 @pytest.mark.parametrize(
     ("seed", "operations", "strategy", "disk"),
     [
-        (0, 1200, "shared", False),
+        (0, 500, "shared", False),
         (1, 500, "offset", False),
         (2, 500, "shared", True),
         pytest.param(3, 4000, "shared", False, marks=pytest.mark.slow),

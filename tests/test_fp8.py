@@ -19,7 +19,7 @@ def test_pages_are_a_half_or_a_quarter(engine, dtype, times):
     assert llm.core.runner.fingerprint() != fp8.core.runner.fingerprint()
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_answers_are_close(engine, backend, dtype):
     """Log-probabilities of a prompt over documents move a little, and do move."""

@@ -124,6 +124,7 @@ def test_a_failing_read_from_disk_fails_a_request_and_nothing_else(start, monkey
     check_same(llm.generate(PROMPT, GREEDY), expected)
 
 
+@pytest.mark.slow
 def test_nothing_is_mistaken_for_another(start):
     """Other salts, prefixes, models, dtypes, page sizes and positions find nothing."""
     start().generate(PROMPT, GREEDY)

@@ -37,7 +37,7 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"cases": 2},
+        pytest.param({"cases": 2}, marks=pytest.mark.slow),
         {"scale": 4},
         {"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
         {"window": 19, "soft_cap": 2.0},

@@ -256,11 +256,11 @@ def test_options_come_from_everywhere(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--port", "70000"], "port must be between 0 and 65535"),
-        (["--block-size", "17"], "block_size must be a power of two"),
-        (["--request-timeout-s", "0"], "request_timeout_s must be above 0"),
-        (["--log-format", "xml"], "log_format 'xml' is unknown"),
-        (["--host", "nowhere.invalid"], "cannot listen on nowhere.invalid"),
         (["/nowhere"], "/nowhere"),
+        pytest.param(["--block-size", "17"], "block_size must be a power of two", marks=pytest.mark.slow),
+        pytest.param(["--request-timeout-s", "0"], "request_timeout_s must be above 0", marks=pytest.mark.slow),
+        pytest.param(["--log-format", "xml"], "log_format 'xml' is unknown", marks=pytest.mark.slow),
+        pytest.param(["--host", "nowhere.invalid"], "cannot listen on nowhere.invalid", marks=pytest.mark.slow),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -297,6 +297,7 @@ def test_bad_server_options(options):
         ServerConfig(**options)
 
 
+@pytest.mark.slow
 def test_out_of_pages():
     """Requests that do not fit together take turns; one that cannot fit says so, and why; nobody else is touched."""
     server = ServerProcess(*SMALL, f"--kv-cache-memory-bytes={1 << 20}")
