@@ -1,7 +1,7 @@
 """What the process boundary and HTTP cost: throughput and the time to the first token of `LLM`, `AsyncLLM` and the server.
 
-    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--requests 384] [--repeats 12] [--launches 3]
-                                        [--json FILE|-]
+    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--tokens 64] [--requests 384] [--repeats 12]
+                                        [--launches 3] [--json FILE|-]
 
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
@@ -42,17 +42,20 @@ import httpx
 
 from chunkattn import LLM, AsyncLLM, SamplingParams
 from chunkattn.bench.geometry import GEOMETRIES, save_model
+from chunkattn.engine.messages import EngineLimits
 
 NAMES = ("Nila", "Rumi", "Siku", "Zenuso", "Lezudo", "Tunise", "Kirora", "Pegelu")
 WORDS = (*NAMES, "lives", "works", "likes", "was", "born", "in", "as", "a", "baker", "poet", "honey", "figs")
 PROMPT_WORDS = 40
-TOKENS, FIRST_TOKENS = range(32, 97), 8
+FIRST_TOKENS = 8
 FIRSTS = 40
 """Single requests to each."""
 START_S, END_S = 900, 60
 PATH = "/v1/completions"
 MOST = {"max_model_len": 512, "max_num_batched_tokens": 512}
-"""Tokens: enough for all requests here, and few programs to warm up."""
+"""Tokens: few programs to warm up."""
+LONGEST_PROMPT = 128
+"""Tokens; those of so many of these words are about half."""
 
 
 class Server:
@@ -113,9 +116,14 @@ class Job(NamedTuple):
     tokens: int
 
 
-def draw(rng: random.Random, count: int) -> list[Job]:
+def lengths(tokens: int) -> range:
+    """How many tokens a request may make, for so many on average."""
+    return range(tokens // 2, tokens + tokens // 2 + 1)
+
+
+def draw(rng: random.Random, count: int, tokens: int) -> list[Job]:
     """Random requests, which share no beginning worth a page."""
-    return [Job(" ".join(rng.choices(WORDS, k=PROMPT_WORDS)), rng.choice(TOKENS)) for _ in range(count)]
+    return [Job(" ".join(rng.choices(WORDS, k=PROMPT_WORDS)), rng.choice(lengths(tokens))) for _ in range(count)]
 
 
 # Throughput: each way answers prompts and returns the number of tokens made
@@ -206,7 +214,7 @@ async def throughput(
     """Tokens a second of every turn of every way."""
     names, speeds = list(ways), {name: list[float]() for name in ways}
     for turn in range(args.repeats + 1):
-        jobs, first = draw(rng, args.requests if turn else args.clients), turn % len(names)
+        jobs, first = draw(rng, args.requests if turn else args.clients, args.tokens), turn % len(names)
         for name in names[first:] + names[:first]:
             began = time.perf_counter()
             tokens = await ways[name](jobs)
@@ -218,10 +226,10 @@ async def throughput(
 # The first token, which may be a piece of a character. Then the rest is waited for, so that the engine is idle again
 
 
-async def first_by_engine(engine: AsyncLLM, prompt: str) -> float:
+async def first_by_engine(engine: AsyncLLM, job: Job) -> float:
     """One request; returns the seconds until its first token."""
     began, first = time.perf_counter(), math.nan
-    async for output in engine.generate(prompt, SamplingParams(**greedy(FIRST_TOKENS))):
+    async for output in engine.generate(job.prompt, SamplingParams(**greedy(job.tokens))):
         if math.isnan(first) and output.outputs[0].token_ids:
             first = time.perf_counter() - began
     return first
@@ -250,10 +258,10 @@ async def first_tokens(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> 
             return (await client.get("/metrics")).text
 
         ways: list[tuple[str, Callable[[Job], Awaitable[float]], Callable[[], Awaitable[str]]]] = [
-            ("AsyncLLM", lambda job: first_by_engine(engine, job.prompt), engine.metrics),
-            ("HTTP", lambda job: connection.first_token(job._replace(tokens=FIRST_TOKENS)), scraped),
+            ("AsyncLLM", partial(first_by_engine, engine), engine.metrics),
+            ("HTTP", connection.first_token, scraped),
         ]
-        for number, job in enumerate(draw(rng, FIRSTS + 1)):
+        for number, job in enumerate(draw(rng, FIRSTS + 1, FIRST_TOKENS)):
             for name, way, metrics in ways[:: 1 if number % 2 else -1]:
                 seconds, before = await way(job), counted[name]
                 counted[name] = engine_first_tokens(await metrics())
@@ -262,13 +270,28 @@ async def first_tokens(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> 
     return found
 
 
+def check_room(limits: EngineLimits, args: argparse.Namespace) -> None:
+    """With less room for K/V fewer requests than callers would run at once, and hardly any cost of theirs would show.
+
+    Raises:
+        SystemExit: requests may be too long for an engine, or too many for its pool.
+    """
+    longest, room = LONGEST_PROMPT + lengths(args.tokens)[-1], limits.num_pages * limits.block_size
+    if longest > limits.max_model_len:
+        raise SystemExit(f"requests of up to {longest} tokens exceed max_model_len {limits.max_model_len}: make --tokens less")
+    if args.clients * longest > room:
+        text = f"{args.clients} requests of up to {longest} tokens at once exceed the {room} tokens of the KV pool"
+        raise SystemExit(text + ": make --clients or --tokens less")
+
+
 async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]:
     """Everything: medians, mean shares with their standard errors, and all values."""
-    options: dict[str, Any] = {"max_num_seqs": args.clients, "kv_cache_memory_bytes": args.kv_mib << 20, **MOST}
+    options: dict[str, Any] = {"max_num_seqs": args.clients, **MOST}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     rng = random.Random(0)
     llm = await asyncio.to_thread(LLM, model, warmup=True, **options)
     async with AsyncLLM(model, **options) as engine:
+        check_room(engine.limits, args)
         server = await asyncio.to_thread(Server, *([model] if model else []), *arguments)
         try:
             url = httpx.URL(server.url)
@@ -288,6 +311,7 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
         "geometry": args.geometry,
         "clients": args.clients,
         "requests": args.requests,
+        "tokens": args.tokens,
         "turns": args.repeats,
         "tokens_per_s": speed,
         "share_of_llm": {name: share(values, speeds["LLM"])._asdict() for name, values in speeds.items()},
@@ -364,7 +388,8 @@ def show(result: dict[str, Any]) -> None:
         print(f"over {len(result['launches'])} launches: AsyncLLM has {of_llm['AsyncLLM']} of LLM's throughput, HTTP", end=" ")
         print(f"{of_llm['HTTP']}, and {Share(**result['share_of_async'])} of AsyncLLM's")
         return
-    told = f"{result['turns']} turns of {result['requests']} requests of {TOKENS[0]} to {TOKENS[-1]} tokens"
+    made = lengths(result["tokens"])
+    told = f"{result['turns']} turns of {result['requests']} requests of {made[0]} to {made[-1]} tokens"
     print(f"{result['geometry'] or 'the demo model'}: {told}, {result['clients']} at once\n")
     print("medians:   tokens/s  of LLM (mean)  first token ms  beyond the engine's own ms")
     for name, speed in result["tokens_per_s"].items():
@@ -397,6 +422,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=GEOMETRIES, help="of a model; the bundled demo model when left out")
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64, help="that a request makes on average")
     parser.add_argument(
         "--requests",
         type=int,
@@ -405,6 +431,5 @@ if __name__ == "__main__":
     )
     parser.add_argument("--repeats", type=int, default=12, help="turns of each; they differ by some percent")
     parser.add_argument("--launches", type=int, default=1, help="of all processes; they differ, too")
-    parser.add_argument("--kv-mib", type=int, default=64, help="KV pool of each engine")
     parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
     main(parser.parse_args())
