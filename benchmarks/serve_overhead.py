@@ -1,11 +1,13 @@
 """What the process boundary and HTTP cost: throughput and the time to the first token of `LLM`, `AsyncLLM` and the server.
 
-    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--tokens 64] [--requests 384] [--repeats 12]
-                                        [--launches 3] [--json FILE|-]
+    python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--prompt-tokens 66] [--tokens 64]
+                                        [--requests 384] [--repeats 12] [--launches 3] [--json FILE|-]
 
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
-other. As many sequences run at once in all three. Every turn has new prompts, so nothing is cached, of 32 to 96 tokens each.
+other. As many sequences run at once in all three. Every turn has new prompts of about `--prompt-tokens` tokens, so nothing
+is cached, and each request makes half to one and a half times `--tokens` tokens. HTTP costs nearly as much for a short request
+as for a long one, so of short ones its share is the largest.
 Then the same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. Of the time to the first token,
 what the engine itself counted (from a request's arrival in it to its first token) is told apart from what is beyond:
 tokenization, the messages of both processes, HTTP and its client. Computing differs by more than that.
@@ -46,16 +48,14 @@ from chunkattn.engine.messages import EngineLimits
 
 NAMES = ("Nila", "Rumi", "Siku", "Zenuso", "Lezudo", "Tunise", "Kirora", "Pegelu")
 WORDS = (*NAMES, "lives", "works", "likes", "was", "born", "in", "as", "a", "baker", "poet", "honey", "figs")
-PROMPT_WORDS = 40
+WORD_TOKENS = 1.65
 FIRST_TOKENS = 8
 FIRSTS = 40
 """Single requests to each."""
 START_S, END_S = 900, 60
 PATH = "/v1/completions"
-MOST = {"max_model_len": 512, "max_num_batched_tokens": 512}
-"""Tokens: few programs to warm up."""
-LONGEST_PROMPT = 128
-"""Tokens; those of so many of these words are about half."""
+MODEL_LEN, BATCHED_TOKENS = 512, 512
+"""Few programs to warm up; the first is more where requests are longer."""
 
 
 class Server:
@@ -121,9 +121,15 @@ def lengths(tokens: int) -> range:
     return range(tokens // 2, tokens + tokens // 2 + 1)
 
 
-def draw(rng: random.Random, count: int, tokens: int) -> list[Job]:
+def longest(args: argparse.Namespace) -> int:
+    """Tokens that no request exceeds, its prompt included."""
+    return round(1.3 * args.prompt_tokens) + lengths(args.tokens)[-1]
+
+
+def draw(rng: random.Random, count: int, prompt_tokens: int, tokens: int) -> list[Job]:
     """Random requests, which share no beginning worth a page."""
-    return [Job(" ".join(rng.choices(WORDS, k=PROMPT_WORDS)), rng.choice(lengths(tokens))) for _ in range(count)]
+    words = round(prompt_tokens / WORD_TOKENS)
+    return [Job(" ".join(rng.choices(WORDS, k=words)), rng.choice(lengths(tokens))) for _ in range(count)]
 
 
 # Throughput: each way answers prompts and returns the number of tokens made
@@ -214,7 +220,8 @@ async def throughput(
     """Tokens a second of every turn of every way."""
     names, speeds = list(ways), {name: list[float]() for name in ways}
     for turn in range(args.repeats + 1):
-        jobs, first = draw(rng, args.requests if turn else args.clients, args.tokens), turn % len(names)
+        jobs = draw(rng, args.requests if turn else args.clients, args.prompt_tokens, args.tokens)
+        first = turn % len(names)
         for name in names[first:] + names[:first]:
             began = time.perf_counter()
             tokens = await ways[name](jobs)
@@ -248,7 +255,7 @@ class First(NamedTuple):
     beyond_ms: float
 
 
-async def first_tokens(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> dict[str, list[First]]:
+async def first_tokens(engine: AsyncLLM, url: httpx.URL, jobs: list[Job]) -> dict[str, list[First]]:
     """Of the same prompts, both ways in turn; nobody else speaks with either engine."""
     found: dict[str, list[First]] = {"AsyncLLM": [], "HTTP": []}
     counted = dict.fromkeys(found, math.nan)
@@ -261,7 +268,7 @@ async def first_tokens(engine: AsyncLLM, url: httpx.URL, rng: random.Random) -> 
             ("AsyncLLM", partial(first_by_engine, engine), engine.metrics),
             ("HTTP", connection.first_token, scraped),
         ]
-        for number, job in enumerate(draw(rng, FIRSTS + 1, FIRST_TOKENS)):
+        for number, job in enumerate(jobs):
             for name, way, metrics in ways[:: 1 if number % 2 else -1]:
                 seconds, before = await way(job), counted[name]
                 counted[name] = engine_first_tokens(await metrics())
@@ -274,19 +281,21 @@ def check_room(limits: EngineLimits, args: argparse.Namespace) -> None:
     """With less room for K/V fewer requests than callers would run at once, and hardly any cost of theirs would show.
 
     Raises:
-        SystemExit: requests may be too long for an engine, or too many for its pool.
+        SystemExit: the pool is too small.
     """
-    longest, room = LONGEST_PROMPT + lengths(args.tokens)[-1], limits.num_pages * limits.block_size
-    if longest > limits.max_model_len:
-        raise SystemExit(f"requests of up to {longest} tokens exceed max_model_len {limits.max_model_len}: make --tokens less")
-    if args.clients * longest > room:
-        text = f"{args.clients} requests of up to {longest} tokens at once exceed the {room} tokens of the KV pool"
-        raise SystemExit(text + ": make --clients or --tokens less")
+    room = limits.num_pages * limits.block_size
+    if args.clients * longest(args) > room:
+        text = f"{args.clients} requests of up to {longest(args)} tokens at once exceed the {room} tokens of the KV pool"
+        raise SystemExit(text + ": make --clients, --prompt-tokens or --tokens less")
 
 
 async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]:
     """Everything: medians, mean shares with their standard errors, and all values."""
-    options: dict[str, Any] = {"max_num_seqs": args.clients, **MOST}
+    options: dict[str, Any] = {
+        "max_num_seqs": args.clients,
+        "max_model_len": max(MODEL_LEN, longest(args)),
+        "max_num_batched_tokens": BATCHED_TOKENS,
+    }
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     rng = random.Random(0)
     llm = await asyncio.to_thread(LLM, model, warmup=True, **options)
@@ -301,7 +310,7 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
                 "HTTP": partial(by_connections, url, args.clients),
             }
             speeds = await throughput(ways, args, rng)
-            firsts = await first_tokens(engine, url, rng)
+            firsts = await first_tokens(engine, url, draw(rng, FIRSTS + 1, args.prompt_tokens, FIRST_TOKENS))
         finally:
             await asyncio.to_thread(server.end)
     speed = {name: statistics.median(values) for name, values in speeds.items()}
@@ -311,6 +320,7 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
         "geometry": args.geometry,
         "clients": args.clients,
         "requests": args.requests,
+        "prompt_tokens": args.prompt_tokens,
         "tokens": args.tokens,
         "turns": args.repeats,
         "tokens_per_s": speed,
@@ -389,8 +399,8 @@ def show(result: dict[str, Any]) -> None:
         print(f"{of_llm['HTTP']}, and {Share(**result['share_of_async'])} of AsyncLLM's")
         return
     made = lengths(result["tokens"])
-    told = f"{result['turns']} turns of {result['requests']} requests of {made[0]} to {made[-1]} tokens"
-    print(f"{result['geometry'] or 'the demo model'}: {told}, {result['clients']} at once\n")
+    print(f"{result['geometry'] or 'the demo model'}: {result['turns']} turns of {result['requests']} requests", end=", ")
+    print(f"{made[0]} to {made[-1]} tokens after prompts of {result['prompt_tokens']}, {result['clients']} at once\n")
     print("medians:   tokens/s  of LLM (mean)  first token ms  beyond the engine's own ms")
     for name, speed in result["tokens_per_s"].items():
         line = f"{name:9} {speed:9.0f}  {Share(**result['share_of_llm'][name])!s:>13}"
@@ -422,6 +432,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=GEOMETRIES, help="of a model; the bundled demo model when left out")
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=66, help="of a prompt, about")
     parser.add_argument("--tokens", type=int, default=64, help="that a request makes on average")
     parser.add_argument(
         "--requests",
