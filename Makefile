@@ -9,13 +9,14 @@ run: .venv/.installed  ## install and run the demo
 
 # In two parts: XLA maps memory for every kernel it compiles for a CPU, and a process can have 65,530 maps on Linux.
 # Two workers, for compiling takes longest, and mostly one core.
-QUICK := -n 2 --dist loadfile -m "not slow and not tpu and not browser"
+PARALLEL := -n 2 --dist loadfile
+QUICK := $(PARALLEL) -m "not slow and not tpu and not browser"
 test: .venv/.installed-test  ## the tests, under 15 minutes on two cores
 	$(BIN)/python -m pytest $(QUICK) tests/test_[a-o]*.py chunkattn
 	$(BIN)/python -m pytest $(QUICK) tests/test_[p-z]*.py
 
 test-slow: .venv/.installed-test  ## the longer tests
-	$(BIN)/python -m pytest -m "slow and not tpu and not browser"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not tpu and not browser"
 
 # The compiler lies apart from the rest: where it can be imported, JAX looks for a TPU.
 test-tpu: .venv/.installed-test .cache/libtpu/.installed  ## the TPU kernels, compiled for real chips; needs no TPU

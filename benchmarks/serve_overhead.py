@@ -1,7 +1,7 @@
 """What the process boundary and HTTP cost: throughput and the time to the first token of `LLM`, `AsyncLLM` and the server.
 
     python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--prompt-tokens 66] [--tokens 64]
-                                        [--requests 384] [--repeats 12] [--launches 3] [--json FILE|-]
+                                        [--requests 96] [--repeats 48] [--launches 3] [--json FILE|-]
 
 Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
 `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
@@ -15,6 +15,7 @@ The time of the HTTP client, in this process, is part of the server's; it is a l
 than the server does.
 A geometry is served with random weights and the demo model's tokenizer.
 
+Many short turns tell more than few long ones: a machine shared with others changes its speed within seconds and within minutes.
 An engine's process may be some percent faster or slower than another of the same code for all its life, so turns of the same
 processes tell too small an error: `--launches` does all of this so often anew, and tells the error between launches.
 """
@@ -437,10 +438,10 @@ if __name__ == "__main__":
     parser.add_argument(
         "--requests",
         type=int,
-        default=384,
+        default=96,
         help="of a turn: in the first moments of one, callers come one by one and offline all at once",
     )
-    parser.add_argument("--repeats", type=int, default=12, help="turns of each; they differ by some percent")
+    parser.add_argument("--repeats", type=int, default=48, help="turns of each; they differ by some percent")
     parser.add_argument("--launches", type=int, default=1, help="of all processes; they differ, too")
     parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
     main(parser.parse_args())

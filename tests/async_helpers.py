@@ -19,8 +19,8 @@ async def last(outputs):
     return found
 
 
-async def until(condition, seconds=10.0):
-    """Wait for a condition, plain or awaitable."""
+async def until(condition, seconds=60.0):
+    """Wait for a condition, plain or awaitable. The time is that of a machine that does much else."""
     async with asyncio.timeout(seconds):
         while not (await found if asyncio.iscoroutine(found := condition()) else found):
             await asyncio.sleep(0.01)

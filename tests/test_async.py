@@ -168,7 +168,7 @@ def test_who_leaves_frees_the_pages(loop, llm, fault, way):
                 error = caught
             if way == "abort":
                 assert final.outputs[0].finish_reason == "abort"
-        await until(lambda: idle(llm), 5)
+        await until(lambda: idle(llm))
         assert (error is not None) == (way == "timeout")
 
     loop.run(leave())
@@ -190,7 +190,7 @@ def test_a_scoring_call_ends_as_a_whole(loop, llm, fault, options, way):
         else:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call, 0.4)
-        await until(lambda: idle(llm), 5)
+        await until(lambda: idle(llm))
         fault.unlink()
         again, expected = [
             await llm.score(query, items[:3], label_token_ids=[5], **kind)
@@ -211,7 +211,7 @@ def test_a_query_evicted_between_two_stages_is_computed_again(loop, llm, fault):
             await llm.reset_prefix_cache()
             await asyncio.sleep(0.03)
         np.testing.assert_allclose(call.result().logprobs, expected.logprobs, atol=1e-4)
-        await until(lambda: idle(llm), 5)
+        await until(lambda: idle(llm))
 
     loop.run(score())
 
@@ -259,7 +259,7 @@ def test_one_id_one_request_and_no_more_than_the_queue_holds(loop, llm, fault):
             await last(llm.generate("Ana", GREEDY, request_id="r0"))
         for number in range(15):
             await llm.abort(f"r{number}")
-        await asyncio.wait(tasks, timeout=5)
+        await asyncio.wait(tasks, timeout=60)
         assert all(t.done() for t in tasks)
         await until(lambda: idle(llm))
 

@@ -54,7 +54,7 @@ def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, faul
         if way in ("stop", "hang"):
             with pytest.raises(DeadlineExceededError):  # holds whatever the engine does
                 await last(doomed.generate(PROMPT, GREEDY, timeout=0.5))
-        await asyncio.wait(tasks, timeout=12)
+        await asyncio.wait(tasks, timeout=60)
         monkeypatch.undo()
         for task in tasks:
             assert isinstance(task.exception(), EngineDeadError)
@@ -64,9 +64,8 @@ def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, faul
         assert doomed.state == "restarting"
         with pytest.raises(EngineDeadError, match="started again"):
             await last(doomed.generate(PROMPT, GREEDY))
-        async with asyncio.timeout(10):
-            await until(lambda: doomed.is_ready)
-            answer = await last(doomed.generate(PROMPT, GREEDY))
+        await until(lambda: doomed.is_ready)
+        answer = await last(doomed.generate(PROMPT, GREEDY))
         assert doomed.client.restarts == restarts + 1
         assert not Path(f"/proc/{pid}").exists(), "a zombie"
         assert await idle(doomed)
@@ -80,11 +79,11 @@ def test_an_engine_that_cannot_start_again_is_tried_again(loop, doomed, fault):
     async def fail():
         fault.write_text("exit")
         os.kill(doomed.client.pid, signal.SIGKILL)
-        await until(lambda: doomed.state == "failed", 20)
+        await until(lambda: doomed.state == "failed")
         with pytest.raises(EngineDeadError, match=r"status 3.*failed to start 3 times"):
             await doomed.score("a", ["b"], label_token_ids=[5])
         fault.unlink()
-        await until(lambda: doomed.is_ready, 20)
+        await until(lambda: doomed.is_ready)
         return await last(doomed.generate(PROMPT, GREEDY))
 
     assert loop.run(fail()).outputs[0].finish_reason
@@ -163,7 +162,7 @@ def test_closing_at_any_time(loop, fault):
             fault.write_text("slow")
             tasks = [asyncio.ensure_future(last(llm.generate(PROMPT, LONG))) for _ in range(4)]
             await asyncio.sleep(0.3)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await asyncio.gather(llm.close(), llm.close())
             for task in tasks:
                 with pytest.raises(EngineDeadError, match="closed"):
@@ -202,7 +201,7 @@ def test_no_worker_outlives_its_parent(fault, way):
     pid = int(re.match(r"\d+", parent.stdout.readline())[0])
     if way == "killed":
         parent.kill()
-    assert parent.wait(timeout=20) == (-9 if way == "killed" else 0)
+    assert parent.wait(timeout=60) == (-9 if way == "killed" else 0)
     parent.stdout.close()
     for _ in range(500):
         if not _alive(pid):

@@ -181,8 +181,8 @@ def test_an_engine_that_died_holds_nothing(http, server):
     put(http, [{"id": "a", "text": TEXTS[0]}], pin=True)
 
     os.kill(server.engine_pid, signal.SIGKILL)
-    wait_until(lambda: http.get("/health").status_code == 503, 20)
-    wait_until(lambda: http.get("/health").status_code == 200, 60)
+    wait_until(lambda: http.get("/health").status_code == 503)
+    wait_until(lambda: http.get("/health").status_code == 200)
     told = http.get(f"{URL}/a").json()
     assert not told["pinned"]
     assert not told["cached"]
