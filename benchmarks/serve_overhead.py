@@ -1,23 +1,26 @@
 """What the process boundary and HTTP cost: throughput and the time to the first token of `LLM`, `AsyncLLM` and the server.
 
     python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--prompt-tokens 66] [--tokens 64]
-                                        [--requests 96] [--repeats 48] [--launches 3] [--json FILE|-]
+                                        [--requests 192] [--repeats 24] [--launches 3] [--json FILE|-]
 
-Three engines with the same options live side by side and take turns. `LLM`, in this process, gets all requests at once;
-`AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after the
-other. As many sequences run at once in all three. Every turn has new prompts of about `--prompt-tokens` tokens, so nothing
+Three engines with the same options live side by side on a CPU and take turns. `LLM`, in this process, gets all requests at
+once; `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after
+the other. As many sequences run at once in all three. Every turn has new prompts of about `--prompt-tokens` tokens, so nothing
 is cached, and each request makes half to one and a half times `--tokens` tokens. HTTP costs nearly as much for a short request
 as for a long one, so of short ones its share is the largest.
 Then the same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. Of the time to the first token,
 what the engine itself counted (from a request's arrival in it to its first token) is told apart from what is beyond:
 tokenization, the messages of both processes, HTTP and its client. Computing differs by more than that.
 The time of the HTTP client, in this process, is part of the server's; it is a lean one, as httpx takes more of the machine
-than the server does.
+than the server does. All run on uvloop.
 A geometry is served with random weights and the demo model's tokenizer.
 
 Many short turns tell more than few long ones: a machine shared with others changes its speed within seconds and within minutes.
+The defaults are made for the demo model, with turns of 6 seconds; of Qwen3-0.6B's geometry `--requests 64 --repeats 3` takes
+half an hour.
 An engine's process may be some percent faster or slower than another of the same code for all its life, so turns of the same
-processes tell too small an error: `--launches` does all of this so often anew, and tells the error between launches.
+processes tell too small an error: `--launches` does all of this so often anew, and tells the error between launches. From three
+of them that is a rough one itself: one time in twenty the mean is off by four of it.
 """
 
 from __future__ import annotations
@@ -31,100 +34,41 @@ import re
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import httpx
+import uvloop
 
-from chunkattn import LLM, AsyncLLM, SamplingParams
+from benchmarks.serving import Job, Server, connected, greedy
+from chunkattn import LLM, AsyncLLM, SamplingParams, garbage
 from chunkattn.bench.geometry import GEOMETRIES, save_model
 from chunkattn.engine.messages import EngineLimits
 
 NAMES = ("Nila", "Rumi", "Siku", "Zenuso", "Lezudo", "Tunise", "Kirora", "Pegelu")
 WORDS = (*NAMES, "lives", "works", "likes", "was", "born", "in", "as", "a", "baker", "poet", "honey", "figs")
-WORD_TOKENS = 1.65
+WORD_TOKENS, WORD_SPREAD = 1.65, 0.85
+"""Mean and standard deviation over `WORDS`, by the demo model's tokenizer."""
 FIRST_TOKENS = 8
 FIRSTS = 40
 """Single requests to each."""
-START_S, END_S = 900, 60
-PATH = "/v1/completions"
-MODEL_LEN, BATCHED_TOKENS = 512, 512
-"""Few programs to warm up; the first is more where requests are longer."""
-
-
-class Server:
-    """`chunkattn serve` on a free port, in a process of its own.
-
-    Args:
-        arguments: of the command.
-
-    Attributes:
-        url: of the server.
-        faults: lines of its log that tell of errors, once it is ready.
-
-    Raises:
-        RuntimeError: it did not start.
-    """
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "chunkattn", "serve", "--port=0", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.url, self.faults = "", list[str]()
-        self._log: deque[str] = deque(maxlen=30)
-        self._told = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-        self._told.wait(START_S)
-        if not self.url:
-            self.process.kill()
-            raise RuntimeError("the server did not start:\n" + "".join(self._log))
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            self._log.append(line)
-            if self.url and re.search(r"\b(ERROR|CRITICAL)\b|Traceback", line):
-                self.faults.append(line.rstrip())
-            elif found := re.search(r"is ready at (http://\S+)", line):
-                self.url = found[1]
-                self._told.set()
-        self._told.set()
-
-    def end(self) -> int | None:
-        """Send SIGTERM. Returns the exit code, None if it had to be killed."""
-        self.process.terminate()
-        try:
-            return self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return None
-
-
-def greedy(tokens: int) -> dict[str, Any]:
-    """So many tokens, as both Python and HTTP have it."""
-    return {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
-
-
-class Job(NamedTuple):
-    """A request: text, and how many tokens to make."""
-
-    prompt: str
-    tokens: int
+BATCHED_TOKENS = 512
+"""Few programs to warm up."""
 
 
 def lengths(tokens: int) -> range:
     """How many tokens a request may make, for so many on average."""
-    return range(tokens // 2, tokens + tokens // 2 + 1)
+    return range(max(tokens // 2, 1), tokens + tokens // 2 + 1)
 
 
 def longest(args: argparse.Namespace) -> int:
-    """Tokens that no request exceeds, its prompt included."""
-    return round(1.3 * args.prompt_tokens) + lengths(args.tokens)[-1]
+    """Tokens that not one in a hundred million requests exceeds, its prompt included."""
+    words = args.prompt_tokens / WORD_TOKENS
+    return math.ceil(args.prompt_tokens + 6 * WORD_SPREAD * math.sqrt(words)) + lengths(args.tokens)[-1]
 
 
 def draw(rng: random.Random, count: int, prompt_tokens: int, tokens: int) -> list[Job]:
@@ -133,14 +77,38 @@ def draw(rng: random.Random, count: int, prompt_tokens: int, tokens: int) -> lis
     return [Job(" ".join(rng.choices(WORDS, k=words)), rng.choice(lengths(tokens))) for _ in range(count)]
 
 
-# Throughput: each way answers prompts and returns the number of tokens made
+# Throughput: each way answers all requests and returns tokens a second
 
 
-def offline(llm: LLM, jobs: list[Job]) -> int:
-    """All at once."""
+async def timed(jobs: list[Job], work: Awaitable[int]) -> float:
+    """Of work that returns the number of tokens made, tokens a second.
+
+    Raises:
+        RuntimeError: they are not as many as were asked for.
+    """
+    began = time.perf_counter()
+    tokens = await work
+    seconds = time.perf_counter() - began
+    if tokens != (asked := sum(job.tokens for job in jobs)):
+        raise RuntimeError(f"{tokens} tokens were made, {asked} were asked for")
+    return tokens / seconds
+
+
+def generate(llm: LLM, jobs: list[Job]) -> int:
+    """All at once; returns their tokens."""
     params = [SamplingParams(**greedy(job.tokens)) for job in jobs]
     outputs = llm.generate([job.prompt for job in jobs], params, use_tqdm=False)
     return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+async def offline(llm: LLM, jobs: list[Job]) -> float:
+    """All at once."""
+    return await timed(jobs, asyncio.to_thread(generate, llm, jobs))
+
+
+async def by_coroutines(engine: AsyncLLM, callers: int, jobs: list[Job]) -> float:
+    """By so many callers."""
+    return await timed(jobs, by_callers([partial(by_engine, engine)] * callers, jobs))
 
 
 async def by_engine(engine: AsyncLLM, job: Job) -> int:
@@ -150,59 +118,10 @@ async def by_engine(engine: AsyncLLM, job: Job) -> int:
     return len(outputs[-1].outputs[0].token_ids)
 
 
-class Connection:
-    """One HTTP/1.1 connection that is kept."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    async def _send(self, job: Job, **options: object) -> str:
-        """Send a request; returns the head of its answer, which must be a 200."""
-        body = json.dumps({"prompt": job.prompt, **greedy(job.tokens), **options}).encode()
-        head = (
-            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        self.writer.write(head.encode() + body)
-        told = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
-        if not told.startswith("http/1.1 200 "):
-            raise RuntimeError(f"the server answered {told.splitlines()[0]!r}")
-        return told
-
-    async def ask(self, job: Job) -> int:
-        """One request; returns its tokens."""
-        told = await self._send(job)
-        answer = json.loads(await self.reader.readexactly(int(re.findall(r"content-length: (\d+)", told)[0])))
-        return answer["usage"]["completion_tokens"]
-
-    async def first_token(self, job: Job) -> float:
-        """One request, streamed; returns the seconds until the event of its first token."""
-        began, first, line = time.perf_counter(), math.nan, b""
-        await self._send(job, stream=True)
-        while line != b"0\r\n":  # the end of a body in chunks
-            line = await self.reader.readline()
-            if not line or line.startswith(b'data: {"error"'):
-                raise RuntimeError(f"the stream broke off: {line.decode() or 'the connection was closed'}")
-            if math.isnan(first) and line.startswith(b"data: {"):
-                first = time.perf_counter() - began
-        await self.reader.readline()
-        return first
-
-
-@asynccontextmanager
-async def connected(url: httpx.URL, count: int) -> AsyncIterator[list[Connection]]:
-    """So many connections."""
-    connections = [Connection(*await asyncio.open_connection(url.host, url.port)) for _ in range(count)]
-    try:
-        yield connections
-    finally:
-        for connection in connections:
-            connection.writer.close()
-
-
-async def by_connections(url: httpx.URL, callers: int, jobs: list[Job]) -> int:
-    """All requests, each caller over a connection of its own."""
+async def by_connections(url: httpx.URL, callers: int, jobs: list[Job]) -> float:
+    """By so many callers, each over a connection of its own."""
     async with connected(url, callers) as connections:
-        return await by_callers([connection.ask for connection in connections], jobs)
+        return await timed(jobs, by_callers([connection.ask for connection in connections], jobs))
 
 
 async def by_callers(asks: Sequence[Callable[[Job], Awaitable[int]]], jobs: list[Job]) -> int:
@@ -216,18 +135,16 @@ async def by_callers(asks: Sequence[Callable[[Job], Awaitable[int]]], jobs: list
 
 
 async def throughput(
-    ways: dict[str, Callable[[list[Job]], Awaitable[int]]], args: argparse.Namespace, rng: random.Random
+    ways: Mapping[str, Callable[[list[Job]], Awaitable[float]]], args: argparse.Namespace, rng: random.Random
 ) -> dict[str, list[float]]:
     """Tokens a second of every turn of every way."""
-    names, speeds = list(ways), {name: list[float]() for name in ways}
+    speeds = {name: list[float]() for name in ways}
     for turn in range(args.repeats + 1):
         jobs = draw(rng, args.requests if turn else args.clients, args.prompt_tokens, args.tokens)
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            began = time.perf_counter()
-            tokens = await ways[name](jobs)
+        for name in rng.sample(list(ways), len(ways)):
+            speed = await ways[name](jobs)
             if turn:  # the first one warms up
-                speeds[name].append(tokens / (time.perf_counter() - began))
+                speeds[name].append(speed)
     return speeds
 
 
@@ -282,32 +199,32 @@ def check_room(limits: EngineLimits, args: argparse.Namespace) -> None:
     """With less room for K/V fewer requests than callers would run at once, and hardly any cost of theirs would show.
 
     Raises:
-        SystemExit: the pool is too small.
+        SystemExit: the model or the pool is too small.
     """
-    room = limits.num_pages * limits.block_size
-    if args.clients * longest(args) > room:
-        text = f"{args.clients} requests of up to {longest(args)} tokens at once exceed the {room} tokens of the KV pool"
+    most, pages = longest(args), -(-longest(args) // limits.block_size) + 1  # one is kept free for each to grow
+    if most > limits.max_model_len:
+        text = f"requests of up to {most} tokens exceed the model's {limits.max_model_len}"
+        raise SystemExit(text + ": make --prompt-tokens or --tokens less")
+    if args.clients * pages > limits.num_pages:
+        text = f"{args.clients} requests of up to {pages} pages at once exceed the KV pool of {limits.num_pages} pages"
         raise SystemExit(text + ": make --clients, --prompt-tokens or --tokens less")
 
 
 async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]:
     """Everything: medians, mean shares with their standard errors, and all values."""
-    options: dict[str, Any] = {
-        "max_num_seqs": args.clients,
-        "max_model_len": max(MODEL_LEN, longest(args)),
-        "max_num_batched_tokens": BATCHED_TOKENS,
-    }
+    options: dict[str, Any] = {"max_num_seqs": args.clients, "max_num_batched_tokens": BATCHED_TOKENS}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     rng = random.Random(0)
     llm = await asyncio.to_thread(LLM, model, warmup=True, **options)
+    check_room(llm.core.limits, args)
     async with AsyncLLM(model, **options) as engine:
-        check_room(engine.limits, args)
         server = await asyncio.to_thread(Server, *([model] if model else []), *arguments)
+        garbage.settle()  # as the other two have done
         try:
             url = httpx.URL(server.url)
             ways = {
-                "LLM": partial(asyncio.to_thread, offline, llm),
-                "AsyncLLM": partial(by_callers, [partial(by_engine, engine)] * args.clients),
+                "LLM": partial(offline, llm),
+                "AsyncLLM": partial(by_coroutines, engine, args.clients),
                 "HTTP": partial(by_connections, url, args.clients),
             }
             speeds = await throughput(ways, args, rng)
@@ -378,27 +295,24 @@ def launched(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def over_launches(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The mean shares of several launches, and all they have measured."""
+    """The means of several launches with their standard errors, and all they have measured."""
 
     def of(shares: list[dict[str, float]]) -> dict[str, Any]:
         return share([s["mean"] for s in shares], [1.0] * len(shares))._asdict()
 
+    beyond = {name: [r["first_token_beyond_engine_ms"][name]["median"] for r in results] for name in ("AsyncLLM", "HTTP")}
     return {
         "share_of_llm": {name: of([r["share_of_llm"][name] for r in results]) for name in results[0]["share_of_llm"]},
         "share_of_async": of([r["share_of_async"] for r in results]),
+        "first_token_beyond_engine_ms": {
+            name: {"mean": statistics.fmean(ms), "error": statistics.stdev(ms) / math.sqrt(len(ms))}
+            for name, ms in beyond.items()
+        },
         "launches": results,
     }
 
 
 def show(result: dict[str, Any]) -> None:
-    if "launches" in result:
-        for launch in result["launches"]:
-            show(launch)
-            print()
-        of_llm = {name: Share(**found) for name, found in result["share_of_llm"].items()}
-        print(f"over {len(result['launches'])} launches: AsyncLLM has {of_llm['AsyncLLM']} of LLM's throughput, HTTP", end=" ")
-        print(f"{of_llm['HTTP']}, and {Share(**result['share_of_async'])} of AsyncLLM's")
-        return
     made = lengths(result["tokens"])
     print(f"{result['geometry'] or 'the demo model'}: {result['turns']} turns of {result['requests']} requests", end=", ")
     print(f"{made[0]} to {made[-1]} tokens after prompts of {result['prompt_tokens']}, {result['clients']} at once\n")
@@ -409,22 +323,44 @@ def show(result: dict[str, Any]) -> None:
             line += f"  {result['first_token_ms'][name]:14.1f}  {Median(**result['first_token_beyond_engine_ms'][name])!s:>26}"
         print(line)
     left, added = Share(**result["share_of_async"]), Median(**result["first_token_http_adds_ms"])
-    print(f"\nof AsyncLLM's throughput HTTP leaves {left}; to the first token it adds {added} ms")
+    print(f"\nof AsyncLLM's throughput HTTP leaves {left}; to the first token it adds {added} ms\n", flush=True)
+
+
+def show_means(result: dict[str, Any]) -> None:
+    of_llm = {name: Share(**found) for name, found in result["share_of_llm"].items()}
+    beyond = result["first_token_beyond_engine_ms"]
+    print(f"over {len(result['launches'])} launches: AsyncLLM has {of_llm['AsyncLLM']} of LLM's throughput, HTTP", end=" ")
+    print(f"{of_llm['HTTP']}, and {Share(**result['share_of_async'])} of AsyncLLM's; the first token comes", end=" ")
+    print(
+        " and ".join(f"{found['mean']:.1f} ± {found['error']:.1f} ms" for found in beyond.values()), "beyond the engine's own"
+    )
+
+
+def measure_all(args: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """What the command measures; `tell` is given each launch's as it comes."""
+    if args.launches > 1:
+        results = []
+        for _ in range(args.launches):
+            results.append(launched(args))
+            tell(results[-1])
+        return over_launches(results)
+    with TemporaryDirectory() as folder:
+        if args.geometry:
+            save_model(args.geometry, Path(folder))
+        result = uvloop.run(measure(folder if args.geometry else None, args))
+    tell(result)
+    return result
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.launches > 1:
-        result = over_launches([launched(args) for _ in range(args.launches)])
-    else:
-        with TemporaryDirectory() as folder:
-            if args.geometry:
-                save_model(args.geometry, Path(folder))
-            result = asyncio.run(measure(folder if args.geometry else None, args))
+    as_json = args.json == "-"
+    result = measure_all(args, (lambda _: None) if as_json else show)
     text = json.dumps(result, indent=2)
-    if args.json == "-":
+    if as_json:
         print(text)
         return
-    show(result)
+    if args.launches > 1:
+        show_means(result)
     if args.json:
         Path(args.json).write_text(text + "\n", encoding="utf-8")
 
@@ -438,10 +374,10 @@ if __name__ == "__main__":
     parser.add_argument(
         "--requests",
         type=int,
-        default=96,
+        default=192,
         help="of a turn: in the first moments of one, callers come one by one and offline all at once",
     )
-    parser.add_argument("--repeats", type=int, default=48, help="turns of each; they differ by some percent")
+    parser.add_argument("--repeats", type=int, default=24, help="turns of each; they differ by some percent")
     parser.add_argument("--launches", type=int, default=1, help="of all processes; they differ, too")
     parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
     main(parser.parse_args())

@@ -1,6 +1,7 @@
 """What the tests of `AsyncLLM` share."""
 
 import asyncio
+import re
 from contextlib import aclosing
 
 from chunkattn import SamplingParams
@@ -31,3 +32,9 @@ async def idle(llm):
     text = await llm.metrics()
     used = [r'chunkattn_pages{state="used"}', *(f'chunkattn_requests_now{{state="{s}"}}' for s in ("waiting", "running"))]
     return all(f"{name} 0.0" in text for name in used)
+
+
+async def aborted(llm):
+    """Requests that have ended in the engine because nobody waits for them."""
+    found = re.search(r'^chunkattn_requests_total{outcome="aborted"} (\S+)$', await llm.metrics(), re.MULTILINE)
+    return float(found[1]) if found else 0.0

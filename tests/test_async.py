@@ -10,7 +10,7 @@ import pytest
 from chunkattn import ChunkedPrompt, SamplingParams
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import CapacityError, DeadlineExceededError, EngineDeadError, EngineError, QueueFullError, RequestError
-from tests.async_helpers import GREEDY, LONG, OPTIONS, PROMPT, idle, last, until
+from tests.async_helpers import GREEDY, LONG, OPTIONS, PROMPT, aborted, idle, last, until
 
 pytest_plugins = ["tests.async_faults"]
 
@@ -140,10 +140,10 @@ def test_a_slow_caller_gets_the_latest_and_the_last(loop, llm):
 
 @pytest.mark.parametrize("way", ["aclose", "break", "cancel", "abort", "timeout"])
 def test_who_leaves_frees_the_pages(loop, llm, fault, way):
-    fault.write_text("slow")  # 300 tokens take 15 s then
+    fault.write_text("slow")
 
     async def leave():
-        error = None
+        error, before = None, await aborted(llm)
         timeout = 1.0 if way == "timeout" else None
         outputs = llm.generate(PROMPT, LONG, request_id="mine", timeout=timeout)
         if way == "cancel":
@@ -169,6 +169,7 @@ def test_who_leaves_frees_the_pages(loop, llm, fault, way):
             if way == "abort":
                 assert final.outputs[0].finish_reason == "abort"
         await until(lambda: idle(llm))
+        assert await aborted(llm) == before + 1
         assert (error is not None) == (way == "timeout")
 
     loop.run(leave())
@@ -182,6 +183,7 @@ def test_a_scoring_call_ends_as_a_whole(loop, llm, fault, options, way):
     query, items = [1] * 50, [[i] * 50 for i in range(120)]
 
     async def leave():
+        before = await aborted(llm)
         fault.write_text("slow")
         call = llm.score(query, items, label_token_ids=[5], timeout=0.4 if way == "timeout" else None, **options)
         if way == "timeout":
@@ -191,6 +193,7 @@ def test_a_scoring_call_ends_as_a_whole(loop, llm, fault, options, way):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call, 0.4)
         await until(lambda: idle(llm))
+        assert await aborted(llm) > before
         fault.unlink()
         again, expected = [
             await llm.score(query, items[:3], label_token_ids=[5], **kind)
@@ -260,7 +263,7 @@ def test_one_id_one_request_and_no_more_than_the_queue_holds(loop, llm, fault):
         for number in range(15):
             await llm.abort(f"r{number}")
         await asyncio.wait(tasks, timeout=60)
-        assert all(t.done() for t in tasks)
+        assert all(t.result().outputs[0].finish_reason == "abort" for t in tasks)
         await until(lambda: idle(llm))
 
     loop.run(flood())

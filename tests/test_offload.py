@@ -124,13 +124,18 @@ def test_a_failing_read_from_disk_fails_a_request_and_nothing_else(start, monkey
     check_same(llm.generate(PROMPT, GREEDY), expected)
 
 
-@pytest.mark.slow
-def test_nothing_is_mistaken_for_another(start):
-    """Other salts, prefixes, models, dtypes, page sizes and positions find nothing."""
+def test_no_salt_or_prefix_is_mistaken_for_another(start):
     start().generate(PROMPT, GREEDY)
     assert start().generate(PROMPT, GREEDY, cache_salt="a")[0].num_cached_tokens == 0
     other = start().generate(ChunkedPrompt([*PREFIX[:-1], 9], PROMPT.chunks, QUESTION), GREEDY)
     assert other[0].num_cached_tokens == 0
+    assert start().generate(PROMPT, GREEDY)[0].num_cached_tokens == TOKENS
+
+
+@pytest.mark.slow
+def test_nothing_is_mistaken_for_another(start):
+    """Other models, dtypes, page sizes and positions find nothing."""
+    start().generate(PROMPT, GREEDY)
     for options in ({"name": "qwen2"}, {"dtype": "bfloat16"}, {"block_size": 8}):
         assert start(**options).generate(PROMPT, GREEDY)[0].num_cached_tokens == 0
     llm = start(position_strategy="offset")

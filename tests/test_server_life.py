@@ -193,7 +193,7 @@ def test_a_server_outlives_its_engine(server, fault, number):
                 else:
                     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_not_ready")
         fault.unlink()
-        print(f"serves again after {wait_until(lambda: http.get('/health').status_code == 200):.1f} s")
+        wait_until(lambda: http.get("/health").status_code == 200)
         assert http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"] == expected
 
 
@@ -290,7 +290,16 @@ def test_a_config_file_is_checked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"api_key": ""}, {"port": -1}, {"drain_timeout_s": float("inf")}, {"max_body_bytes": 0}], ids=str
+    "options",
+    [
+        {"api_key": ""},
+        {"port": -1},
+        {"drain_timeout_s": float("inf")},
+        {"max_body_bytes": 0},
+        {"request_timeout_s": 0},
+        {"log_format": "xml"},
+    ],
+    ids=str,
 )
 def test_bad_server_options(options):
     with pytest.raises(ConfigError):

@@ -1,0 +1,128 @@
+"""A server in a process of its own, and a client that takes hardly anything of the machine: what the benchmarks of it share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import httpx
+
+START_S, END_S = 900, 60
+PATH = "/v1/completions"
+
+
+class Server:
+    """`chunkattn serve` on a free port, in a process of its own.
+
+    Args:
+        arguments: of the command.
+
+    Attributes:
+        url: of the server.
+        faults: lines of its log that tell of errors, once it is ready.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "chunkattn", "serve", "--port=0", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.url, self.faults = "", list[str]()
+        self._log: deque[str] = deque(maxlen=30)
+        self._told = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._told.wait(START_S)
+        if not self.url:
+            self.process.kill()
+            raise RuntimeError("the server did not start:\n" + "".join(self._log))
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            self._log.append(line)
+            if self.url and re.search(r"\b(ERROR|CRITICAL)\b|Traceback", line):
+                self.faults.append(line.rstrip())
+            elif found := re.search(r"is ready at (http://\S+)", line):
+                self.url = found[1]
+                self._told.set()
+        self._told.set()
+
+    def end(self) -> int | None:
+        """Send SIGTERM. Returns the exit code, None if it had to be killed."""
+        self.process.terminate()
+        try:
+            return self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return None
+
+
+def greedy(tokens: int) -> dict[str, Any]:
+    """So many tokens, as both Python and HTTP have it."""
+    return {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+
+
+class Job(NamedTuple):
+    """A request: text, and how many tokens to make."""
+
+    prompt: str
+    tokens: int
+
+
+class Connection:
+    """One HTTP/1.1 connection that is kept."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def _send(self, job: Job, **options: object) -> str:
+        """Send a request; returns the head of its answer, which must be a 200."""
+        body = json.dumps({"prompt": job.prompt, **greedy(job.tokens), **options}).encode()
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self.writer.write(head.encode() + body)
+        told = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if not told.startswith("http/1.1 200 "):
+            raise RuntimeError(f"the server answered {told.splitlines()[0]!r}")
+        return told
+
+    async def ask(self, job: Job) -> int:
+        """One request; returns its tokens."""
+        told = await self._send(job)
+        answer = json.loads(await self.reader.readexactly(int(re.findall(r"content-length: (\d+)", told)[0])))
+        return answer["usage"]["completion_tokens"]
+
+    async def first_token(self, job: Job) -> float:
+        """One request, streamed; returns the seconds until the event of its first token."""
+        began, first, line = time.perf_counter(), math.nan, b""
+        await self._send(job, stream=True)
+        while line != b"0\r\n":  # the end of a body in chunks
+            line = await self.reader.readline()
+            if not line or line.startswith(b'data: {"error"'):
+                raise RuntimeError(f"the stream broke off: {line.decode() or 'the connection was closed'}")
+            if math.isnan(first) and line.startswith(b"data: {"):
+                first = time.perf_counter() - began
+        await self.reader.readline()
+        return first
+
+
+@asynccontextmanager
+async def connected(url: httpx.URL, count: int) -> AsyncIterator[list[Connection]]:
+    """So many connections."""
+    connections = [Connection(*await asyncio.open_connection(url.host, url.port)) for _ in range(count)]
+    try:
+        yield connections
+    finally:
+        for connection in connections:
+            connection.writer.close()
