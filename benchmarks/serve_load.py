@@ -340,7 +340,7 @@ def main(args: argparse.Namespace) -> int:
     result["exit_code"] = code
     if code != 0:
         result["errors"]["the server had to be killed" if code is None else f"the server's exit code is {code}"] = 1
-    result["errors"] |= Counter(f"in the server's log: {line}"[:300] for line in server.faults)
+    result["errors"] |= Counter(f"in the server's log: {line}"[:300] for line in server.faults())
     if args.json != "-":
         show(result)
     text = json.dumps(result, indent=2)

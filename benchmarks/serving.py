@@ -10,9 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import httpx
@@ -24,12 +24,13 @@ PATH = "/v1/completions"
 class Server:
     """`chunkattn serve` on a free port, in a process of its own.
 
+    Its log goes to a file: a pipe would wake whoever reads it at every line.
+
     Args:
         arguments: of the command.
 
     Attributes:
         url: of the server.
-        faults: lines of its log that tell of errors, once it is ready.
 
     Raises:
         RuntimeError: it did not start.
@@ -37,25 +38,26 @@ class Server:
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "chunkattn", "serve", "--port=0", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.url, self.faults = "", list[str]()
-        self._log: deque[str] = deque(maxlen=30)
-        self._told = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-        self._told.wait(START_S)
-        if not self.url:
+        self._log = TemporaryFile("w+")  # noqa: SIM115, as long as the server lives
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        late = threading.Timer(START_S, self.process.kill)
+        late.start()
+        assert self.process.stdout is not None
+        told = re.search(r"is ready at (http://\S+)", self.process.stdout.readline())
+        late.cancel()
+        if told is None:
             self.process.kill()
-            raise RuntimeError("the server did not start:\n" + "".join(self._log))
+            raise RuntimeError("the server did not start:\n" + "".join(self.log()[-30:]))
+        self.url = told[1]
 
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            self._log.append(line)
-            if self.url and re.search(r"\b(ERROR|CRITICAL)\b|Traceback", line):
-                self.faults.append(line.rstrip())
-            elif found := re.search(r"is ready at (http://\S+)", line):
-                self.url = found[1]
-                self._told.set()
-        self._told.set()
+    def log(self) -> list[str]:
+        """The lines of its log so far."""
+        with open(f"/dev/fd/{self._log.fileno()}", encoding="utf-8") as log:  # a position of its own
+            return log.readlines()
+
+    def faults(self) -> list[str]:
+        """Those that tell of errors."""
+        return [line.rstrip() for line in self.log() if re.search(r"\b(ERROR|CRITICAL)\b|Traceback", line)]
 
     def end(self) -> int | None:
         """Send SIGTERM. Returns the exit code, None if it had to be killed."""
