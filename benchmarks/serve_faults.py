@@ -119,7 +119,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                         await clients  # raises what has happened
                     faults[way].append(await hit)
             clients.cancel()
-            await asyncio.wait({clients})
+            await asyncio.gather(clients, return_exceptions=True)
     finally:
         status = await asyncio.to_thread(server.end)
     if unexpected := set(load.seen) - {"right", "503"} or (status != 0 and {f"exit code {status}"}):
