@@ -34,7 +34,7 @@ async def idle(llm):
     return all(f"{name} 0.0" in text for name in used)
 
 
-async def aborted(llm):
-    """Requests that have ended in the engine because nobody waits for them."""
-    found = re.search(r'^chunkattn_requests_total{outcome="aborted"} (\S+)$', await llm.metrics(), re.MULTILINE)
+async def ended(llm, outcome):
+    """Requests that have ended in the engine so, "aborted" because nobody waits for them."""
+    found = re.search(rf'^chunkattn_requests_total{{outcome="{outcome}"}} (\S+)$', await llm.metrics(), re.MULTILINE)
     return float(found[1]) if found else 0.0

@@ -10,7 +10,7 @@ import pytest
 from chunkattn import ChunkedPrompt, SamplingParams
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import CapacityError, DeadlineExceededError, EngineDeadError, EngineError, QueueFullError, RequestError
-from tests.async_helpers import GREEDY, LONG, OPTIONS, PROMPT, aborted, idle, last, until
+from tests.async_helpers import GREEDY, LONG, OPTIONS, PROMPT, ended, idle, last, until
 
 pytest_plugins = ["tests.async_faults"]
 
@@ -143,7 +143,7 @@ def test_who_leaves_frees_the_pages(loop, llm, fault, way):
     fault.write_text("slow")
 
     async def leave():
-        error, before = None, await aborted(llm)
+        error, before = None, await ended(llm, "aborted")
         timeout = 1.0 if way == "timeout" else None
         outputs = llm.generate(PROMPT, LONG, request_id="mine", timeout=timeout)
         if way == "cancel":
@@ -169,7 +169,7 @@ def test_who_leaves_frees_the_pages(loop, llm, fault, way):
             if way == "abort":
                 assert final.outputs[0].finish_reason == "abort"
         await until(lambda: idle(llm))
-        assert await aborted(llm) == before + 1
+        assert await ended(llm, "aborted") == before + 1
         assert (error is not None) == (way == "timeout")
 
     loop.run(leave())
@@ -177,13 +177,15 @@ def test_who_leaves_frees_the_pages(loop, llm, fault, way):
 
 
 @pytest.mark.parametrize("way", ["timeout", "cancel"])
-@pytest.mark.parametrize("options", [{"item_first": True}, {"algorithm": "prefill_extend"}], ids=["serial", "extend"])
-def test_a_scoring_call_ends_as_a_whole(loop, llm, fault, options, way):
+@pytest.mark.parametrize(
+    ("options", "requests"), [({"item_first": True}, 120), ({"algorithm": "prefill_extend"}, 13)], ids=["serial", "extend"]
+)
+def test_a_scoring_call_ends_as_a_whole(loop, llm, fault, options, requests, way):
     """In the middle of its stages, when it has several; and the next one is none the worse."""
     query, items = [1] * 50, [[i] * 50 for i in range(120)]
 
     async def leave():
-        before = await aborted(llm)
+        finished, aborted = await ended(llm, "finished"), await ended(llm, "aborted")
         fault.write_text("slow")
         call = llm.score(query, items, label_token_ids=[5], timeout=0.4 if way == "timeout" else None, **options)
         if way == "timeout":
@@ -193,7 +195,9 @@ def test_a_scoring_call_ends_as_a_whole(loop, llm, fault, options, way):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call, 0.4)
         await until(lambda: idle(llm))
-        assert await aborted(llm) > before
+        assert await ended(llm, "finished") < finished + requests
+        if "item_first" in options:  # else one request of one step is on its way at a time
+            assert await ended(llm, "aborted") > aborted
         fault.unlink()
         again, expected = [
             await llm.score(query, items[:3], label_token_ids=[5], **kind)
