@@ -6,8 +6,8 @@
 Three engines with the same options live side by side on a CPU and take turns. `LLM`, in this process, gets all requests at
 once; `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after
 the other. As many sequences run at once in all three. Every turn has new prompts of about `--prompt-tokens` tokens, so nothing
-is cached, and each request makes half to one and a half times `--tokens` tokens. HTTP costs nearly as much for a short request
-as for a long one, so of short ones its share is the largest.
+is cached, and each request makes half to one and a half times `--tokens` tokens. What HTTP costs is mostly per request, so of
+short ones its share should be the largest.
 Then the same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. Of the time to the first token,
 what the engine itself counted (from a request's arrival in it to its first token) is told apart from what is beyond:
 tokenization, the messages of both processes, HTTP and its client. Computing differs by more than that.
