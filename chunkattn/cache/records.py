@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-FORMAT = 1
+FORMAT = 2
+"""Version of the records. Version 1 may hold K/V of scored items under the name of a chunk."""
 KEY_BYTES = 32
 TAG_BYTES = 8
 

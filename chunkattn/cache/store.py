@@ -229,13 +229,15 @@ class KVStore:
             return self._in_use(txn)
 
     def gc(self, max_bytes: int | None = None, max_age_s: float | None = None, model: str | None = None) -> int:
-        """Remove entries; returns how many.
+        """Remove entries; returns how many. Without `model`, entries that cannot be read go first and are not counted.
 
         Args:
             max_bytes: then the least recently used, until the arrays of the rest are no more than this.
             max_age_s: first those not used for that many seconds.
             model: only of the model with this tag in hex; alone, all of them.
         """
+        if model is None:
+            self._remove_all(self._unreadable())
         entries = [entry for entry in self.entries() if model in (None, entry.model)]
         if max_bytes is None and max_age_s is None:
             return self._remove_all([entry.key for entry in entries if model])
@@ -247,6 +249,12 @@ class KVStore:
                 going.append(entry.key)
                 left -= entry.num_bytes
         return self._remove_all(going)
+
+    def _unreadable(self) -> list[bytes]:
+        """Keys of entries with damaged metadata or of another format, which `entries` leaves out."""
+        readable = {entry.key for entry in self.entries()}
+        with self._env.begin() as txn:
+            return [key for _, key in self._by_use(txn) if key not in readable]
 
     def clear(self) -> None:
         """Remove everything."""

@@ -355,7 +355,7 @@ class EngineCore:
             if self.limits.num_labels is None:
                 values = self.runner.label_logprobs(hidden, rows, [s.label_token_ids for s in scored if s])
             else:
-                values = self.runner.class_logits(hidden, rows)
+                values = [*self.runner.class_logits(hidden, rows)]
             for (_, request, place), value in zip(batch.scores, values, strict=True):
                 if request.score:
                     self.metrics.scored.labels(request.score.algorithm).inc()

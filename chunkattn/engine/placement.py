@@ -159,8 +159,14 @@ class Placement:
         return True
 
     def publish(self, sequence: Sequence, part: Part, index: int) -> None:
-        """Let others find a full block of generated tokens; if one like it is there already, use that."""
+        """Enter a full block of generated tokens into the trie, or use the block of equal content that is there.
+
+        Blocks of scored items stay private: items are isolated and their positions restart, so neither their tokens
+        nor their first position tell what their K/V depends on.
+        """
         request, block = sequence.request, part.blocks[index]
+        if request.sampling is None:
+            return
         above = part.parents if index == 0 else (part.blocks[index - 1],)
         parents = tuple(p for p in above if p is not None and p.key is not None)
         if not request.shares or len(parents) < len(above):

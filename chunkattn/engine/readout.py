@@ -19,9 +19,7 @@ class RowCollector:
 
     def score_result(self, request: Request, rates: StepRates) -> ScoreResult:
         """Label log-probabilities, or a classifier's logits, in the order of the request's rows."""
-        assert request.score is not None
-        values = np.stack([self.rows[i] for i in range(self.wanted)])
-        return ScoreResult(request.request_id, values[:, : len(request.score.label_token_ids) or None], rates)
+        return ScoreResult(request.request_id, np.stack([self.rows[i] for i in range(self.wanted)]), rates)
 
     def prompt_output(self, request: Request) -> PromptLogprobsOutput:
         """Everything collected, by token index in the user's order."""

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xxhash
 from flax import nnx
 
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
 from chunkattn.backends.packed_dense import PackedDenseBackend
 from chunkattn.engine.batch import SampleRow, StepBatch
 from chunkattn.engine.buckets import bucket_for, buckets
+from chunkattn.engine.fingerprint import fingerprint
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.sampling import Readout, SampleInput, choose, empty_input, read, read_labels, sample_input
 from chunkattn.models.decoder import Decoder
@@ -30,6 +30,8 @@ Params = list[jax.Array]
 
 READ_ROWS = 64
 """Most rows whose logits exist at once: bounds the `[rows, vocab]` float32 array."""
+LABEL_WIDTHS = (2, 8)
+"""Labels a row that one program reads; longer lists are picked on the host."""
 
 
 class Runner:
@@ -52,7 +54,6 @@ class Runner:
         self.dtype = model.dtype
         self._row_buckets = buckets(8, READ_ROWS, 8)
         self._page_buckets = buckets(8, READ_ROWS, 2)
-        self._label_buckets = buckets(2, max(model.spec.vocab_size, 2), 4)
         # The pool is donated: writing a token must not copy it.
         self._step = jax.jit(self._trace_step, donate_argnums=1)
         self._dense = jax.jit(self._trace_dense)
@@ -61,6 +62,7 @@ class Runner:
         self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
         self._read = jax.jit(self._trace_read)
         self._read_labels = jax.jit(self._trace_read_labels)
+        self._read_vocabulary = jax.jit(self._trace_read_vocabulary)
         self._classify = jax.jit(self._trace_classify)
         self._fetch = jax.jit(self._trace_fetch)
         self._store = jax.jit(self._trace_store, donate_argnums=0)
@@ -174,18 +176,14 @@ class Runner:
             if tokens:
                 for greedy in (True, False):
                     self._sample(self._params, picked, empty_input(size, greedy=greedy), with_logprobs=False)
-                for labels in self._label_buckets[:2]:
+                for labels in LABEL_WIDTHS:
                     self._read_labels(self._params, picked, np.zeros((size, labels), np.int32))
 
     def fingerprint(self) -> bytes:
         """16 bytes that tell this model's K/V from any other's: its geometry, weights' bits, attention and pool's form."""
+        weights = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self._state, self._params))[0]
         form = (self.spec, self.backend.name, self.backend.spec, self.page_shapes)
-        digest = xxhash.xxh3_128(repr(form).encode())
-        for path, leaf in jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self._state, self._params))[0]:
-            value = np.ascontiguousarray(jax.device_get(leaf))
-            digest.update(f"{path}{value.shape}{value.dtype}".encode())
-            digest.update(value.view(np.uint8).data if value.ndim else value.tobytes())
-        return digest.digest()
+        return fingerprint(form, ((str(path), leaf) for path, leaf in weights))
 
     def sample(self, hidden: jax.Array, rows: list[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The next token of every row, and its log-probabilities where asked for."""
@@ -203,13 +201,28 @@ class Runner:
             logprobs += [None if w is None else _to_logprobs(values, slice(i, i + 1), w) for i, w in enumerate(wanted)]
         return tokens, logprobs
 
-    def label_logprobs(self, hidden: jax.Array, rows: Seq[int], labels: Seq[tuple[int, ...]]) -> np.ndarray:
-        """float32 `[rows, L]`: log-probabilities of each row's labels; `L` of the longest, padded."""
-        size = bucket_for(max(map(len, labels)), self._label_buckets)
-        targets = np.zeros((len(rows), size), np.int32)
+    def label_logprobs(self, hidden: jax.Array, rows: Seq[int], labels: Seq[tuple[int, ...]]) -> list[np.ndarray]:
+        """Return the log-probabilities of each row's labels, one float32 `[len(labels[i])]` a row.
+
+        Lists beyond the largest of `LABEL_WIDTHS` are picked on the host from the whole vocabulary's, so that no list
+        needs a program of its own.
+        """
+        longest = max(map(len, labels))
+        if longest > LABEL_WIDTHS[-1]:
+            return [
+                values[list(ids)]
+                for first in range(0, len(rows), READ_ROWS)
+                for values, ids in zip(self._vocabulary(hidden, rows[first : first + READ_ROWS]), labels[first:], strict=False)
+            ]
+        targets = np.zeros((len(rows), bucket_for(longest, LABEL_WIDTHS)), np.int32)
         for target, ids in zip(targets, labels, strict=True):
             target[: len(ids)] = ids
-        return np.concatenate(self._by_block(self._read_labels, hidden, rows, targets))
+        read = np.concatenate(self._by_block(self._read_labels, hidden, rows, targets))
+        return [values[: len(ids)] for values, ids in zip(read, labels, strict=True)]
+
+    def _vocabulary(self, hidden: jax.Array, rows: Seq[int]) -> np.ndarray:
+        """float32 `[len(rows), vocab]`: log-probabilities of every token, of up to `READ_ROWS` rows."""
+        return np.asarray(self._read_vocabulary(self._params, self._pick(hidden, rows)))[: len(rows)]
 
     def class_logits(self, hidden: jax.Array, rows: Seq[int]) -> np.ndarray:
         """float32 `[rows, num_labels]`: what a classifier's head makes of each row."""
@@ -301,6 +314,10 @@ class Runner:
     def _trace_read_labels(self, params: Params, hidden: jax.Array, labels: jax.Array) -> jax.Array:
         self.compiles["read"] += 1
         return read_labels(self._model(params).logits(hidden), labels)
+
+    def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> jax.Array:
+        self.compiles["read"] += 1
+        return jax.nn.log_softmax(self._model(params).logits(hidden))
 
     def _trace_classify(self, params: Params, hidden: jax.Array) -> jax.Array:
         self.compiles["classify"] += 1
