@@ -14,6 +14,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.batch import BatchBuilder, StepBatch
 from chunkattn.engine.dense import DensePacks
 from chunkattn.engine.intake import Intake
+from chunkattn.engine.isolation import Isolation
 from chunkattn.engine.messages import (
     CachedTokens,
     EngineLimits,
@@ -73,6 +74,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
+        self.isolation = Isolation(self.scheduler)
         self.batches = BatchBuilder(
             runner.backend,
             token_buckets=self.scheduler.token_buckets,
@@ -195,19 +197,21 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Run one step and return what it produced: often nothing, while prompts are being computed.
 
-        Whatever raises on the way fails the requests it was about, and loses the pool: all others start over.
+        An exception drops the KV pool: all requests are recomputed. The requests of the failed step run again, each
+        alone, and those that fail alone fail.
         """
         outputs, self._undelivered = self._undelivered, []
         concerned: list[Request] = []
+        spans: list[Span] = []
         try:
-            self._step(outputs, concerned)
+            self._step(outputs, concerned, spans)
+            self.isolation.step_done(self._is_alive, len(spans))
         except Exception as error:
             logger.exception("a step of %d requests failed", len(concerned))
             self.metrics.failed_steps.inc()
             answered = {output.request_id for output in outputs}
-            # Where nobody in particular is to blame, everybody fails: trying again for ever would be worse.
-            concerned = concerned or [*self.requests.values(), *self._pins.values()]
-            failed = [r for r in dict.fromkeys(concerned) if r.request_id in self.requests or r.request_id not in answered]
+            concerned = [r for r in dict.fromkeys(concerned) if self._is_alive(r) or r.request_id not in answered]
+            failed = self.isolation.blame(concerned or [*self.requests.values(), *self._pins.values()], spans)
             self._recover(failed)
             names, reason = {r.request_id for r in failed}, f"{type(error).__name__}: {error}"
             outputs = [o for o in outputs if o.request_id not in names]
@@ -218,7 +222,10 @@ class EngineCore:
             raise
         return outputs
 
-    def _step(self, outputs: list[EngineOutput], concerned: list[Request]) -> None:
+    def _is_alive(self, request: Request) -> bool:
+        return request.request_id in self.requests or request.request_id in self._pins
+
+    def _step(self, outputs: list[EngineOutput], concerned: list[Request], spans: list[Span]) -> None:
         began = time.perf_counter()
         self._admit(concerned)
         while request := self.scheduler.stuck:
@@ -226,9 +233,9 @@ class EngineCore:
             self._admit(concerned)
         self._finish_precomputed(outputs)
         concerned.clear()
-        spans = self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
+        spans += self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
         if not spans:
-            self._dense_step(outputs, concerned)
+            self._dense_step(outputs, concerned, spans)
             return
         concerned += [s.sequence.request for s in spans]
         batch = self.batches.build(spans)
@@ -252,12 +259,13 @@ class EngineCore:
         self._measure(compiled, hidden, batch)
         self.metrics.steps.inc()
         self.metrics.step_time.observe(time.perf_counter() - began)
-        self._dense_step(outputs, concerned)
+        self._dense_step(outputs, concerned, spans)
 
-    def _dense_step(self, outputs: list[EngineOutput], concerned: list[Request]) -> None:
+    def _dense_step(self, outputs: list[EngineOutput], concerned: list[Request], spans: list[Span]) -> None:
         """One pack under a dense mask, if one waits: so they and everybody else take turns."""
-        if not self.dense.waiting:
+        if not self.dense.waiting or self.scheduler.alone:
             return
+        spans.clear()
         request = self.dense.waiting[0]
         concerned[:] = [request]
         self.meter.forget()
@@ -378,7 +386,7 @@ class EngineCore:
         return self._readouts.pop(request.request_id) if len(collector.rows) == collector.wanted else None
 
     def _recover(self, failed: Iterable[Request]) -> None:
-        """The donated pool is lost: forget the requests that failed, start the others over on a fresh one.
+        """Drop the donated pool and the requests that failed; the others start over on a fresh pool.
 
         A pinned document that is among the failed loses its pin, or it would fail for ever.
         """
@@ -391,6 +399,7 @@ class EngineCore:
         paged = [r for r in self.requests.values() if r not in self.dense.waiting]
         self.dense.waiting = [r for r in self.dense.waiting if r.request_id in self.requests]
         self.scheduler.restart([*paged, *self._pins.values()])
+        self.isolation.restart(failed)
         self.runner.reset()
 
     # Before and beside the steps

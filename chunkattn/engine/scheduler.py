@@ -43,6 +43,7 @@ class Scheduler:
         waiting: not placed yet, or preempted.
         running: hold their blocks.
         pinned: completed precompute requests that go on holding theirs.
+        alone: the only request that may be placed, None when all may.
         preemptions: requests sent back for want of pages so far.
     """
 
@@ -64,6 +65,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.pinned: list[Request] = []
+        self.alone: Request | None = None
         self.preemptions = 0
         self._touched: list[tuple[Sequence, Part, int]] = []
         self._span_of: dict[Sequence, int] = {}
@@ -86,16 +88,22 @@ class Scheduler:
         Returns:
             The request, None when it has to wait.
         """
-        while self.waiting and not self._refused_still(self.waiting[0]):
-            request = self.waiting[0]
+        while (request := self._next) and not self._refused_still(request):
             if self._place(request):
-                self.waiting.pop(0)
+                self.waiting.remove(request)
                 insort(self.running, request, key=lambda r: r.order)
                 return request
             if not self._make_room(request):
                 self._refused = (request, self._room)
                 break
         return None
+
+    @property
+    def _next(self) -> Request | None:
+        """The waiting request to place next."""
+        if self.alone is not None:
+            return self.alone if self.alone in self.waiting else None
+        return self.waiting[0] if self.waiting else None
 
     @property
     def _room(self) -> tuple[int, int]:
@@ -128,12 +136,16 @@ class Scheduler:
     @property
     def stuck(self) -> Request | None:
         """The first in line, when nothing runs and still it could not be placed: pinned pages leave too few."""
-        return self.waiting[0] if self.waiting and not self.running else None
+        return None if self.running else self._next
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to the waiting, with what it has generated."""
+        """Send a running request back to the waiting for want of pages."""
         self.preemptions += 1
-        self.running.remove(request)
+        self.send_back(request)
+
+    def send_back(self, request: Request) -> None:
+        """Let a running or pinned request wait again, with what it has generated, and release its blocks."""
+        (self.running if request in self.running else self.pinned).remove(request)
         self.placement.release(request)
         self.add(request)
 

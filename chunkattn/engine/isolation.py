@@ -1,0 +1,72 @@
+"""Which request of a failed step is to blame: each runs again alone, once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from chunkattn.engine.request import Request
+from chunkattn.engine.request import Sequence as Sample
+from chunkattn.engine.scheduler import Scheduler, Span
+
+
+class Isolation:
+    """Runs the requests of a failed step one at a time until each has passed the point of the failure or fails alone.
+
+    All other requests wait meanwhile and hold no pages, so that a suspect finds the room it had.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._suspects: deque[tuple[Request, dict[Sample, int]]] = deque()  # with the tokens each sequence had to reach
+        self._cleared: set[Request] = set()  # passed alone, and no step of several spans has succeeded since
+
+    def blame(self, concerned: Sequence[Request], spans: Iterable[Span]) -> Sequence[Request]:
+        """Return the requests that fail because a step raised; the others of the step become suspects.
+
+        Args:
+            concerned: requests of the step.
+            spans: what the step computed of them.
+        """
+        if self._suspects:
+            return [self._suspects[0][0]]
+        if len(concerned) == 1 or self._cleared.issuperset(concerned):  # alone again they would pass again, without end
+            return concerned
+        ends: dict[Request, dict[Sample, int]] = {request: {} for request in concerned}
+        for sequence, _, end in spans:
+            if sequence.request in ends:
+                ends[sequence.request][sequence] = end
+        self._suspects.extend(ends.items())
+        return []
+
+    def restart(self, failed: Iterable[Request]) -> None:
+        """Go on after the scheduler has started over without the failed requests."""
+        gone = set(failed)
+        self._suspects = deque(suspect for suspect in self._suspects if suspect[0] not in gone)
+        self._cleared -= gone
+        self._set_alone()
+
+    def step_done(self, is_alive: Callable[[Request], bool], num_spans: int) -> None:
+        """Move on to the next suspect if the step was enough to clear the current one.
+
+        Args:
+            is_alive: whether a request has not ended.
+            num_spans: spans of the step that has just succeeded.
+        """
+        if not self._suspects:
+            if num_spans > 1:
+                self._cleared.clear()
+            return
+        request, ends = self._suspects[0]
+        if is_alive(request):
+            behind = any(s.num_computed < end for s, end in ends.items() if s in request.sequences)
+            if behind or request in self._scheduler.waiting:
+                return
+            if request in self._scheduler.running or request in self._scheduler.pinned:
+                self._scheduler.send_back(request)
+            self._cleared.add(request)
+        self._suspects.popleft()
+        self._set_alone()
+
+    def _set_alone(self) -> None:
+        self._scheduler.alone = self._suspects[0][0] if self._suspects else None
