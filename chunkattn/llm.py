@@ -255,9 +255,7 @@ class LLM:
 
     def close(self) -> None:
         """Write what is left to the KV store and close it; the engine goes on without."""
-        if self.core.disk is not None:
-            disk, self.core.disk = self.core.disk, None
-            disk.close()
+        self.core.close_disk()
 
     # Scoring
 

@@ -32,10 +32,76 @@ def test_warm_up_compiles_every_step(fresh, rng):
     before = dict(compiles)
     prompts = [{"prompt_token_ids": part(rng, n)} for n in (1, 30, 100, 200)]
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
-    llm.generate(prompts, SamplingParams(seed=1, max_tokens=20))
-    assert dict(compiles) == before
     llm.core.scheduler.check()
     assert llm.core.scheduler.trie.evictions == 0  # it wrote no page
+    llm.generate(prompts, SamplingParams(seed=1, max_tokens=20))
+    variants = [
+        {"top_p": 0.5, "seed": 2},
+        {"top_k": 3, "min_p": 0.1, "seed": 2, "logprobs": 3},
+        {"logprobs": 2, "temperature": 0},
+        {"prompt_logprobs": 1},
+        {"n": 5, "seed": 1},
+        {"logit_bias": {3: 1.0}},
+        {"logit_bias": dict.fromkeys(range(VOCAB), 1.0), "logprobs": 0},
+        {"repetition_penalty": 1.1, "temperature": 0},
+        {"presence_penalty": 0.5, "seed": 1, "top_p": 0.9, "logprobs": 1},
+        {"min_tokens": 3, "stop_token_ids": [*range(VOCAB - 1)]},
+    ]
+    for options in variants:
+        llm.generate(prompts, SamplingParams(**{"max_tokens": 5, **options}))
+    for labels in (1, 3, 9, VOCAB, VOCAB + 5):
+        for algorithm in ("serial", "packed_segment", "prefill_extend"):
+            llm.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[7] * labels, algorithm=algorithm)
+    assert dict(compiles) == before
+    llm.core.metrics_text()
+    assert llm.core.metrics.value("compiles_after_warmup_total") == 0
+    llm.score([1], [[2]], label_token_ids=[7], algorithm="packed_dense")
+    llm.core.metrics_text()
+    assert llm.core.metrics.value("compiles_after_warmup_total") > 0
+
+
+def test_warm_up_compiles_what_moves_pages_to_disk(fresh, rng, tmp_path):
+    llm = fresh(warmup=True, kv_store=tmp_path / "kv")
+    before = dict(llm.core.runner.compiles)
+    assert before["pages"] > 0
+    prompt = ChunkedPrompt([], [part(rng, n) for n in (20, 200)], [1])
+    llm.generate(prompt, SamplingParams(max_tokens=1))
+    assert llm.core.disk.writer.flush(30)
+    llm.reset_prefix_cache()
+    assert llm.generate(prompt, SamplingParams(max_tokens=1))[0].num_cached_tokens == 220
+    assert dict(llm.core.runner.compiles) == before
+    llm.close()
+
+
+def test_warm_up_beside_requests_changes_nothing(fresh, rng):
+    """One program between two steps, as an engine does that was started again; and a program that fails costs nothing."""
+    llm, prompt = fresh(), {"prompt_token_ids": part(rng, 40)}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = llm.generate(prompt, params)[0].outputs[0].token_ids
+    core, step = llm.core, llm.core.step
+    core.step = lambda: (step(), core.warm_beside())[0]
+    assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
+    core.step = step
+    while core.warm_beside():
+        pass
+    assert core.runner.compiles["step"] == len(core.batches.variants)
+    assert not core.warm_beside()
+
+
+def test_a_program_that_cannot_be_compiled_ahead_stops_the_warm_up_alone(fresh, rng, monkeypatch):
+    llm = fresh()
+    monkeypatch.setattr(llm.core.runner, "warm_picks", lambda hidden: 1 / 0)
+    assert not llm.core.warm_beside()
+    assert not llm.core.warm_beside()
+    monkeypatch.undo()
+    assert (
+        len(
+            llm.generate({"prompt_token_ids": part(rng, 5)}, SamplingParams(max_tokens=3, ignore_eos=True))[0]
+            .outputs[0]
+            .token_ids
+        )
+        == 3
+    )
 
 
 def test_warm_up_reports_progress_and_changes_nothing(fresh, rng):

@@ -23,7 +23,7 @@ from chunkattn.engine.detokenizer import Detokenizer
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits, GenerateRequest, StepRates
 from chunkattn.engine.request import Sequence
-from chunkattn.engine.sampling import apply_edits, sample_input, truncate
+from chunkattn.engine.sampling import apply_edits, edit_input, truncate
 from chunkattn.models.loader import DEMO_FOLDER
 
 V = 300
@@ -79,10 +79,10 @@ def test_penalties_bias_and_bans(prompt, output, repetition, presence, frequency
         stop_token_ids=[7],
         max_tokens=None,
     )
-    given_ = sample_input(rows_for(params, prompt, output), 8, V)
+    edits = edit_input(rows_for(params, prompt, output), 8, V)
     mine = logits
-    if given_.edits is not None:
-        mine = np.asarray(apply_edits(jnp.asarray(np.repeat(logits, 8, 0)), given_.edits))
+    if edits is not None:
+        mine = np.asarray(apply_edits(jnp.asarray(np.repeat(logits, 8, 0)), edits))
         np.testing.assert_array_equal(mine[1:], np.repeat(logits, 7, 0))
     expected = logits.copy()
     for token, value in bias.items():

@@ -307,11 +307,12 @@ class EngineClient:
             self.reason = f"the engine's process cannot be started: {error}"
             return False
         try:
-            # After a death callers wait, and the compile cache has what they need: the first start alone warms up.
-            warmup = self.config.warmup is not False and self.limits is None
+            # After a death callers wait, and the compile cache has what they need: the engine warms up beside their requests.
+            warms, first = self.config.warmup is not False, self.limits is None
             level = logging.getLogger("chunkattn").getEffectiveLevel()
             heartbeat = min(0.5, self.config.engine_hang_timeout_s / 4)
-            worker.send([Start(replace(self.config, warmup=warmup), checkpoint, level, heartbeat)])
+            config = replace(self.config, warmup=warms and first)
+            worker.send([Start(config, checkpoint, level, heartbeat, warm_beside=warms and not first)])
             reason = await self._watch(worker)
         except Exception as error:
             logger.exception("the engine's process cannot be understood")

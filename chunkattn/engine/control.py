@@ -40,12 +40,14 @@ class Start:
     Attributes:
         log_level: of the `chunkattn` logger.
         heartbeat_s: seconds between heartbeats.
+        warm_beside: compile every program beside the requests instead of before `Ready`.
     """
 
     config: EngineConfig
     checkpoint: Checkpoint
     log_level: int
     heartbeat_s: float
+    warm_beside: bool = False
 
 
 @dataclass(frozen=True)

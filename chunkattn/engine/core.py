@@ -33,9 +33,13 @@ from chunkattn.engine.readout import RowCollector, cached_tokens, prompt_tokens
 from chunkattn.engine.request import Request, Sequence
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.scheduler import Scheduler, Span
+from chunkattn.engine.warmup import WarmUp
 from chunkattn.errors import RequestError
 
 logger = logging.getLogger(__name__)
+
+_DISK_WAIT_S = 0.02
+"""Longest pause of a step that has nothing to compute while parts are read from disk."""
 
 
 class EngineCore:
@@ -44,6 +48,7 @@ class EngineCore:
     Attributes:
         requests: added and not yet ended, by id.
         limits: what it can hold.
+        warm_ups: what is compiled ahead.
         scheduler: for its counts of waiting and running requests, and the cache.
         runner: for its counts of compiled programs.
         metrics: of this engine.
@@ -82,6 +87,7 @@ class EngineCore:
             max_table_pages=self.limits.max_table_pages,
             block_size=config.block_size,
         )
+        self.warm_ups = WarmUp(runner, self.batches, self.meter, with_store=disk is not None)
         self.requests: dict[str, Request] = {}
         self.metrics = EngineMetrics()
         self._readouts: dict[str, RowCollector] = {}
@@ -115,7 +121,7 @@ class EngineCore:
             self._readouts[request.request_id] = RowCollector(wanted)
         if request.score is not None and request.score.algorithm == "packed_dense":
             self.dense.waiting.append(request)
-        else:
+        elif self.disk is None or not self.disk.read_ahead(request, self.scheduler.placement.look_up):
             self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -141,6 +147,8 @@ class EngineCore:
         if request.request_id not in self._pins:
             self.scheduler.remove(request)
         self.dense.remove(request)
+        if self.disk is not None:
+            self.disk.drop(request)
         self.requests.pop(request.request_id, None)
         self._readouts.pop(request.request_id, None)
         self._count_end(request, outcome)
@@ -227,6 +235,7 @@ class EngineCore:
 
     def _step(self, outputs: list[EngineOutput], concerned: list[Request], spans: list[Span]) -> None:
         began = time.perf_counter()
+        self._take_read()
         self._admit(concerned)
         while request := self.scheduler.stuck:
             outputs.append(self._fail_stuck(request))
@@ -235,6 +244,8 @@ class EngineCore:
         concerned.clear()
         spans += self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
         if not spans:
+            if not self.dense.waiting:
+                self._take_read(_DISK_WAIT_S)  # instead of asking the scheduler again and again
             self._dense_step(outputs, concerned, spans)
             return
         concerned += [s.sequence.request for s in spans]
@@ -292,6 +303,18 @@ class EngineCore:
                 self.metrics.queue_time.observe(time.perf_counter() - request.added_at)
             if self.disk is not None:
                 self.disk.load(request)
+
+    def _take_read(self, timeout: float = 0.0) -> None:
+        """Queue the requests whose parts have been read from disk."""
+        for request in self.disk.take_read(timeout) if self.disk is not None else ():
+            self.scheduler.add(request)
+
+    def close_disk(self) -> None:
+        """Write what is left to the KV store and close it; requests go on without."""
+        if self.disk is not None:
+            disk, self.disk = self.disk, None
+            for request in disk.close():
+                self.scheduler.add(request)
 
     def _fork(self, batch: StepBatch) -> None:
         """Prompts just completed split into their samples before the first tokens are taken."""
@@ -391,12 +414,15 @@ class EngineCore:
         A pinned document that is among the failed loses its pin, or it would fail for ever.
         """
         for request in failed:
+            if self.disk is not None:
+                self.disk.drop(request)
             if self._pins.pop(request.request_id, None):
                 logger.warning("precomputed documents of request %s are no longer pinned", request.request_id)
             if self.requests.pop(request.request_id, None):
                 self._count_end(request, "failed")
             self._readouts.pop(request.request_id, None)
-        paged = [r for r in self.requests.values() if r not in self.dense.waiting]
+        reading = self.disk.reading if self.disk is not None else frozenset()
+        paged = [r for r in self.requests.values() if r not in self.dense.waiting and r not in reading]
         self.dense.waiting = [r for r in self.dense.waiting if r.request_id in self.requests]
         self.scheduler.restart([*paged, *self._pins.values()])
         self.isolation.restart(failed)
@@ -405,33 +431,25 @@ class EngineCore:
     # Before and beside the steps
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every step variant and the common readouts, so that no request waits for it.
+        """Compile every program a request may need, but those of `packed_dense`, so that no request waits for it.
 
         Args:
-            progress: called with the number of programs done and in all.
+            progress: called with the number of step variants done and in all.
 
         Returns:
             Seconds it took.
         """
-        began = time.perf_counter()
-        sizes = self.batches.variants
-        logger.info("warm-up: %d step variants; the first time they are compiled, later loaded", len(sizes))
-        for done, (rows, width) in enumerate(sizes):
-            if progress:
-                progress(done, len(sizes))
-            hidden = self.runner.forward(self.batches.empty(rows, width))
-            if width == sizes[0][1]:
-                self.runner.warm_readouts(hidden, tokens=done == 0)
-                hidden.block_until_ready()
-                self.meter.add(time.perf_counter(), rows, 0)
-                hidden = self.runner.forward(self.batches.empty(rows, width))
-            hidden.block_until_ready()
-            self.meter.finish()
-        if progress:
-            progress(len(sizes), len(sizes))
-        seconds = time.perf_counter() - began
-        logger.info("warm-up: %d step variants in %.1f s", len(sizes), seconds)
-        return seconds
+        return self.warm_ups.run(progress)
+
+    def warm_beside(self) -> bool:
+        """Compile the next program of a warm-up beside the requests. Returns whether there are more."""
+        try:
+            return self.warm_ups.advance()
+        except Exception:  # the donated pool may be lost
+            logger.exception("a program cannot be compiled ahead; the others are compiled as requests need them")
+            self.warm_ups.stop()
+            self._recover([])
+            return False
 
     def metrics_text(self) -> str:
         """The metrics in Prometheus' text format."""
@@ -453,6 +471,7 @@ class EngineCore:
         metrics.raise_to(metrics.preemptions, scheduler.preemptions)
         for program, count in self.runner.compiles.items():
             metrics.raise_to(metrics.compiles.labels(program), count)
+        metrics.raise_to(metrics.late_compiles, self.warm_ups.late_compiles)
         for event, count in self.disk.counts.items() if self.disk else ():
             metrics.raise_to(metrics.store.labels(event), count)
         pinned = len({b for r in self._pins.values() for s in r.sequences for b in s.held if b.page >= 0})

@@ -30,6 +30,7 @@ class EngineMetrics:
         self.evictions = self._counter("evictions", "Cached blocks given up for their pages")
         self.preemptions = self._counter("preemptions", "Requests sent back for want of pages")
         self.compiles = self._counter("compiles", "Programs compiled", "program")
+        self.late_compiles = self._counter("compiles_after_warmup", "Programs compiled after the warm-up had ended")
         self.requests = self._counter("requests", "Requests ended", "outcome")
         self.store = self._counter("kv_store_events", "Parts read from, written to or refused by the KV store", "event")
         self.pages = Gauge(_PREFIX + "pages", "KV pages", ["state"], registry=self.registry)

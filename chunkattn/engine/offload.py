@@ -1,11 +1,15 @@
-"""Between the pool and the store on disk: parts are fetched when a request is placed, and written behind the steps."""
+"""Between the pool and the store on disk: parts are read before a request is placed, and written behind the steps."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import cast
 
+import numpy as np
+
+from chunkattn.cache.reader import Found, StoreReader, Wanted
 from chunkattn.cache.store import KVStore, StoreWriter, entry_key
 from chunkattn.engine.request import Part, Request
 from chunkattn.engine.runner import Runner
@@ -16,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 PENDING_BYTES = 1 << 30
 """K/V copied out of the pool and not yet written; beyond it parts are refused until they are used again."""
+READ_BYTES = 1 << 30
+"""K/V read from disk for requests that are not placed yet; beyond it reading pauses."""
 _REMEMBERED = 1 << 17
 
 
@@ -25,7 +31,9 @@ class DiskTier:
     def __init__(self, store: KVStore, runner: Runner) -> None:
         self.store, self.runner = store, runner
         self.writer = StoreWriter(store, max_pending=1 << 14, max_pending_bytes=PENDING_BYTES)
+        self.reader = StoreReader(store, max_bytes=READ_BYTES)
         self.fingerprint = runner.fingerprint()
+        self._found: dict[Request, Found] = {}  # of requests that are not placed yet
         self._counts = Counter({"hit": 0, "miss": 0})
         self._stored: OrderedDict[bytes, None] = OrderedDict()  # keys believed on disk, the latest last
 
@@ -36,20 +44,62 @@ class DiskTier:
         written = {"written": writer.written, "refused": writer.dropped, "failed": writer.failed}
         return {**self._counts, **written, "damaged": self.store.damaged}
 
+    def read_ahead(self, request: Request, look_up: Callable[[Request], list[Part]]) -> bool:
+        """Start reading the parts that memory lacks, for a request that is not placed yet.
+
+        Args:
+            request: not placed.
+            look_up: returns its parts with the blocks that memory has.
+
+        Returns:
+            Whether anything is read; `take_read` then tells when it is there.
+        """
+        if not any(self._keeps(request, kind) for kind, _, _ in request.parts):
+            return False
+        wanted = []
+        for part, (kind, start, end) in zip(look_up(request), request.parts, strict=True):
+            pages = -(-(end - start) // request.plan.block_size)
+            if self._keeps(request, kind) and not (len(part.blocks) == pages and part.complete):
+                key = self._key(request, kind, start, end)
+                wanted.append(Wanted(key, self._like(pages), kind == PREFIX_ID))
+        wanted = [*{w.key: w for w in wanted}.values()]
+        if wanted:
+            self.reader.submit(request, wanted)
+        return bool(wanted)
+
+    @property
+    def reading(self) -> frozenset[Request]:
+        """Requests that wait for their parts."""
+        return cast("frozenset[Request]", self.reader.owners)
+
+    def take_read(self, timeout: float = 0.0) -> list[Request]:
+        """Requests whose parts have been read since the last call; waits up to `timeout` seconds for the first."""
+        arrived = cast("list[tuple[Request, Found]]", self.reader.take(timeout) if self.reading else [])
+        self._found |= arrived
+        return [request for request, _ in arrived]
+
+    def drop(self, request: Request) -> None:
+        """Forget what was read for a request."""
+        self.reader.cancel(request)
+        if (found := self._found.pop(request, None)) is not None:
+            self.reader.release(found)
+
     def load(self, request: Request) -> None:
-        """Fill a placed request's missing parts from the store, each below a complete prefix only.
+        """Fill a placed request's missing parts with what was read for it, each below a complete prefix only.
 
         Parts found in memory count as used on disk too, and are written if they are not there: their blocks may have
         come from a plain prompt, or the writer may have been behind.
         """
+        found = self._found.get(request, {})
         for part, kind, start, end in self._parts(request):
             if not all(p is None or p.page < 0 or p.complete for p in part.parents):
-                return
+                break
             key = self._key(request, kind, start, end)
             if part.complete:
                 self._keep(key, part, kind, end - start)
-            elif not any(b.filled for b in part.blocks[part.cursor :]):  # else another request is computing it
-                self._fetch(key, part)
+            elif key in found and not any(b.filled for b in part.blocks[part.cursor :]):  # else another request computes it
+                self._fill(key, part, found[key])
+        self.drop(request)
 
     def forget(self, request: Request) -> None:
         """Delete the chunks of a prompt, or the prefix if there is no chunk."""
@@ -59,9 +109,12 @@ class DiskTier:
                 self._stored.pop(key, None)
                 self.writer.delete(key)
 
-    def _fetch(self, key: bytes, part: Part) -> None:
-        like = [((len(part.blocks), *shape), dtype) for shape, dtype in self.runner.page_shapes]
-        arrays = None if self.writer.deletes(key) else self.store.get(key, like)
+    def _like(self, pages: int) -> list[tuple[tuple[int, ...], np.dtype]]:
+        return [((pages, *shape), dtype) for shape, dtype in self.runner.page_shapes]
+
+    def _fill(self, key: bytes, part: Part, arrays: list[np.ndarray] | None) -> None:
+        if self.writer.deletes(key):  # forgotten since it was read
+            arrays = None
         self._counts["miss" if arrays is None else "hit"] += 1
         if arrays is None:
             self._stored.pop(key, None)
@@ -103,11 +156,15 @@ class DiskTier:
 
     def _parts(self, request: Request) -> list[tuple[Part, int, int, int]]:
         """Parts the store keeps, with chunk id and token range; none of a request that does not share or has ended."""
-        passing = request.score or (request.precompute and not request.precompute.persist)
-        if passing or not request.shares or not request.sequences or not request.sequences[0].parts:
+        if not request.sequences or not request.sequences[0].parts:
             return []
         parts = zip(request.sequences[0].parts, request.parts, strict=True)
-        return [(part, kind, start, end) for part, (kind, start, end) in parts if kind != QUESTION_ID]
+        return [(part, kind, start, end) for part, (kind, start, end) in parts if self._keeps(request, kind)]
+
+    def _keeps(self, request: Request, kind: int) -> bool:
+        """Whether the store keeps such a part of a request."""
+        passing = request.score or (request.precompute and not request.precompute.persist)
+        return request.shares and not passing and kind != QUESTION_ID
 
     def _key(self, request: Request, kind: int, start: int, end: int) -> bytes:
         ids = request.layout.token_ids
@@ -119,7 +176,9 @@ class DiskTier:
         """Wait for the writer when it is far behind, as precomputing makes it. Returns whether it no longer is."""
         return self.writer.pending_bytes < PENDING_BYTES // 2 or self.writer.flush(timeout)
 
-    def close(self) -> None:
-        """Write what is pending and close the store."""
+    def close(self) -> list[Request]:
+        """Write what is pending and close the store. Returns the requests that waited for what was being read."""
+        left = cast("list[Request]", self.reader.close())
         self.writer.close(timeout=60)
         self.store.close()
+        return left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from operator import itemgetter
@@ -21,7 +21,20 @@ from chunkattn.engine.batch import SampleRow, StepBatch
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.fingerprint import fingerprint
 from chunkattn.engine.messages import TokenLogprobs
-from chunkattn.engine.sampling import Readout, SampleInput, choose, empty_input, read, read_labels, sample_input
+from chunkattn.engine.sampling import (
+    Edits,
+    Readout,
+    SampleInput,
+    apply_edits,
+    choose,
+    edit_input,
+    edit_widths,
+    empty_edits,
+    empty_input,
+    read,
+    read_labels,
+    sample_input,
+)
 from chunkattn.models.decoder import Decoder
 
 T = TypeVar("T")
@@ -60,6 +73,9 @@ class Runner:
         self._copy = jax.jit(self._trace_copy, donate_argnums=0)
         self._gather = jax.jit(self._trace_gather)
         self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
+        self._logits = jax.jit(self._trace_logits)
+        self._edit = jax.jit(self._trace_edit)
+        self._choose = jax.jit(self._trace_choose, static_argnames="with_logprobs")
         self._read = jax.jit(self._trace_read)
         self._read_labels = jax.jit(self._trace_read_labels)
         self._read_vocabulary = jax.jit(self._trace_read_vocabulary)
@@ -163,21 +179,48 @@ class Runner:
         blocks = [np.asarray(pages[first : first + READ_ROWS], np.int32) for first in range(0, len(pages), READ_ROWS)]
         return [np.pad(b, (0, bucket_for(len(b), self._page_buckets) - len(b)), constant_values=fill) for b in blocks]
 
-    def warm_readouts(self, hidden: jax.Array, *, tokens: bool) -> None:
-        """Compile what ends most steps: picking rows of hidden states `[T, hidden]` and, if `tokens`, what is made of them.
-
-        That is plain sampling and scores of up to eight labels; of a classifier, its head.
-        """
+    def warm_picks(self, hidden: jax.Array) -> None:
+        """Compile the picking of rows from a step's hidden states `[T, hidden]`."""
         for size in self._row_buckets:
-            picked = self._pick(hidden, [0] * size)
+            self._pick(hidden, [0] * size)
+
+    def warm_readouts(self) -> Iterator[None]:
+        """Compile every program that reads picked rows or moves pages, one at each `next`, but those of `packed_dense`."""
+        for size in self._row_buckets:
+            picked = jnp.zeros((size, self.spec.hidden_size), jnp.float32)
             if self.spec.num_labels is not None:
-                self._classify(self._params, picked)
-                continue
-            if tokens:
-                for greedy in (True, False):
-                    self._sample(self._params, picked, empty_input(size, greedy=greedy), with_logprobs=False)
-                for labels in LABEL_WIDTHS:
-                    self._read_labels(self._params, picked, np.zeros((size, labels), np.int32))
+                yield self._wait(self._classify(self._params, picked))
+            else:
+                yield from self._warm_tokens(picked)
+            self.copy_pages([(0, self.num_pages)] * size)  # out of the pool, so nothing is written
+            yield self._wait(self.caches)
+
+    def warm_store(self) -> Iterator[None]:
+        """Compile what moves pages to and from a KV store, one program at each `next`."""
+        for size in self._page_buckets:
+            arrays = self.read_pages([0] * size)()
+            yield
+            self.write_pages([self.num_pages] * size, arrays)
+            yield self._wait(self.caches)
+
+    def _warm_tokens(self, picked: jax.Array) -> Iterator[None]:
+        size, vocab = len(picked), self.spec.vocab_size
+        logits = self._logits(self._params, picked)
+        yield self._wait(logits)
+        for width in edit_widths(vocab):
+            yield self._wait(self._edit(logits, empty_edits(size, width, vocab)))
+        for given in (None, empty_input(size, vocab)):
+            for with_logprobs in (False, True):
+                yield self._wait(self._sample(self._params, picked, given, with_logprobs=with_logprobs))
+                yield self._wait(self._choose(logits, logits, given, with_logprobs=with_logprobs))
+        for labels in LABEL_WIDTHS:
+            yield self._wait(self._read_labels(self._params, picked, np.zeros((size, labels), np.int32)))
+        yield self._wait(self._read(self._params, picked, np.zeros(size, np.int32)))
+        yield self._wait(self._read_vocabulary(self._params, picked))
+
+    @staticmethod
+    def _wait(values: Any) -> None:
+        jax.block_until_ready(values)  # type: ignore[no-untyped-call]
 
     def fingerprint(self) -> bytes:
         """16 bytes that tell this model's K/V from any other's: its geometry, weights' bits, attention and pool's form."""
@@ -191,11 +234,16 @@ class Runner:
         logprobs: list[TokenLogprobs | None] = []
         for first in range(0, len(rows), READ_ROWS):
             block = rows[first : first + READ_ROWS]
-            given = sample_input(block, bucket_for(len(block), self._row_buckets), self.spec.vocab_size)
+            size, vocab = bucket_for(len(block), self._row_buckets), self.spec.vocab_size
+            given, edits = sample_input(block, size, vocab), edit_input(block, size, vocab)
             wanted = [r.params.logprobs for r in block]
             with_logprobs = any(w is not None for w in wanted)
             picked = self._pick(hidden, [r.row for r in block])
-            chosen, readout = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
+            if edits is None:
+                chosen, readout = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
+            else:  # in three programs: every width of the edits compiles a small one of its own
+                logits = self._logits(self._params, picked)
+                chosen, readout = self._choose(logits, self._edit(logits, edits), given, with_logprobs=with_logprobs)
             tokens += np.asarray(chosen)[: len(block)].tolist()
             values = jax.device_get(readout)
             logprobs += [None if w is None else _to_logprobs(values, slice(i, i + 1), w) for i, w in enumerate(wanted)]
@@ -300,12 +348,31 @@ class Runner:
         return hidden[rows]
 
     def _trace_sample(
-        self, params: Params, hidden: jax.Array, given: SampleInput, *, with_logprobs: bool
+        self, params: Params, hidden: jax.Array, given: SampleInput | None, *, with_logprobs: bool
     ) -> tuple[jax.Array, Readout | None]:
         self.compiles["sample"] += 1
         logits = self._model(params).logits(hidden)
-        tokens = choose(logits, given)
-        return tokens, read(logits, tokens, self.max_logprobs) if with_logprobs else None
+        return self._chosen(logits, logits, given, with_logprobs)
+
+    def _trace_logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        self.compiles["sample"] += 1
+        return self._model(params).logits(hidden)
+
+    def _trace_edit(self, logits: jax.Array, edits: Edits) -> jax.Array:
+        self.compiles["sample"] += 1
+        return apply_edits(logits, edits)
+
+    def _trace_choose(
+        self, raw: jax.Array, edited: jax.Array, given: SampleInput | None, *, with_logprobs: bool
+    ) -> tuple[jax.Array, Readout | None]:
+        self.compiles["sample"] += 1
+        return self._chosen(raw, edited, given, with_logprobs)
+
+    def _chosen(
+        self, raw: jax.Array, edited: jax.Array, given: SampleInput | None, with_logprobs: bool
+    ) -> tuple[jax.Array, Readout | None]:
+        tokens = choose(edited, given)
+        return tokens, read(raw, tokens, self.max_logprobs) if with_logprobs else None
 
     def _trace_read(self, params: Params, hidden: jax.Array, targets: jax.Array) -> Readout:
         self.compiles["read"] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from chunkattn.engine.buckets import bucket_for, buckets
 LOWEST_TEMPERATURE = 0.01
 """Temperatures between 0 and this are taken as this, as in vLLM: dividing by less loses the logits' digits."""
 _NO_IDS = np.zeros(0, np.int64)
-_EDIT_BUCKETS = buckets(64, 1 << 22, 4)
+_LEAST_EDITS = 64
 
 
 class Edits(NamedTuple):
@@ -39,21 +39,22 @@ class Edits(NamedTuple):
 
 
 class SampleInput(NamedTuple):
-    """One block of `R` rows to sample at. A None field compiles its stage away.
+    """How to draw from one block of `R` rows.
 
     Attributes:
-        temperature: float32 `[R]`, 0 is greedy; None when all rows are.
+        temperature: float32 `[R]`, 0 is greedy.
         keys: uint32 `[R, 2]`, threefry keys of the requests' seeds.
         fold: int32 `[R, 2]`, sample and output position, folded into the key.
-        truncation: top_k (int32), top_p and min_p (float32), `[R]` each.
-        edits: penalties, biases and bans.
+        top_k: int32 `[R]`, the vocabulary's size keeps all.
+        top_p, min_p: float32 `[R]`, 1 and 0 keep all.
     """
 
-    temperature: StepArray | None
-    keys: StepArray | None
-    fold: StepArray | None
-    truncation: tuple[StepArray, StepArray, StepArray] | None
-    edits: Edits | None
+    temperature: StepArray
+    keys: StepArray
+    fold: StepArray
+    top_k: StepArray
+    top_p: StepArray
+    min_p: StepArray
 
 
 class Readout(NamedTuple):
@@ -65,55 +66,47 @@ class Readout(NamedTuple):
     top: StepArray
 
 
-def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleInput:
-    """The arrays of a block of rows, padded to `size`."""
+def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleInput | None:
+    """Return the arrays of a block of rows, padded to `size`; None when every row takes its likeliest token."""
     params = [row.params for row in block]
+    if all(p.greedy for p in params):
+        return None
 
-    def column(values: list[float], dtype: type, fill: float) -> np.ndarray:
+    def column(values: list[Any], dtype: type, fill: float) -> np.ndarray:
         return np.asarray(values + [fill] * (size - len(values)), dtype)
 
-    greedy = all(p.greedy for p in params)
-    plain = all(p.greedy or (p.top_k <= 0 and p.top_p == 1 and p.min_p == 0) for p in params)
     seeds = [row.sequence.request.seed for row in block]
     folds = [(row.sample, len(row.sequence.output_ids)) for row in block]
+    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 and not p.greedy else vocab_size for p in params]
     return SampleInput(
-        temperature=None
-        if greedy
-        else column([p.temperature and max(p.temperature, LOWEST_TEMPERATURE) for p in params], np.float32, 0.0),
-        keys=None if greedy else _padded([(s >> 32, s & 0xFFFFFFFF) for s in seeds], size, np.uint32),
-        fold=None if greedy else _padded(folds, size, np.int32),
-        truncation=None
-        if plain
-        else (
-            column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], np.int32, vocab_size),
-            column([p.top_p for p in params], np.float32, 1.0),
-            column([p.min_p for p in params], np.float32, 0.0),
-        ),
-        edits=_edits(block, size, vocab_size),
+        column([p.temperature and max(p.temperature, LOWEST_TEMPERATURE) for p in params], np.float32, 0.0),
+        _padded([(s >> 32, s & 0xFFFFFFFF) for s in seeds], size, np.uint32),
+        _padded(folds, size, np.int32),
+        column(top_k, np.int32, vocab_size),
+        column([1.0 if p.greedy else p.top_p for p in params], np.float32, 1.0),
+        column([0.0 if p.greedy else p.min_p for p in params], np.float32, 0.0),
     )
 
 
-def empty_input(size: int, *, greedy: bool) -> SampleInput:
+def empty_input(size: int, vocab_size: int) -> SampleInput:
     """The arrays of a block of `size` rows of no request, to compile with."""
-    if greedy:
-        return SampleInput(None, None, None, None, None)
-    return SampleInput(
-        np.ones(size, np.float32), np.zeros((size, 2), np.uint32), np.zeros((size, 2), np.int32), truncation=None, edits=None
-    )
+    pairs = (np.zeros((size, 2), np.uint32), np.zeros((size, 2), np.int32))
+    ones = np.ones(size, np.float32)
+    return SampleInput(ones, *pairs, np.full(size, vocab_size, np.int32), ones, np.zeros(size, np.float32))
 
 
 def _padded(rows: list[tuple[int, int]], size: int, dtype: type) -> np.ndarray:
     return np.asarray(rows + [(0, 0)] * (size - len(rows)), dtype)
 
 
-def _edits(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
-    """The logits each row changes, or None when none does."""
-    per_row = [_edited_ids(row) for row in block]
-    longest = max(map(len, per_row))
-    if not longest:
-        return None
-    width = bucket_for(longest, _EDIT_BUCKETS)
-    edits = Edits(
+def edit_widths(vocab_size: int) -> tuple[int, ...]:
+    """Sizes `A` of `Edits`; a row has at most the whole vocabulary to edit."""
+    return buckets(min(_LEAST_EDITS, vocab_size), vocab_size, 16)
+
+
+def empty_edits(size: int, width: int, vocab_size: int) -> Edits:
+    """Edits of a block of `size` rows that change nothing."""
+    return Edits(
         np.full((size, width), vocab_size, np.int32),
         np.zeros((size, width), np.float32),
         np.zeros((size, width), bool),
@@ -121,6 +114,15 @@ def _edits(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
         *np.ones((1, size, 1), np.float32),
         *np.zeros((2, size, 1), np.float32),
     )
+
+
+def edit_input(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
+    """Return the logits each row changes, or None when none does."""
+    per_row = [_edited_ids(row) for row in block]
+    longest = max(map(len, per_row))
+    if not longest:
+        return None
+    edits = empty_edits(size, bucket_for(longest, edit_widths(vocab_size)), vocab_size)
     for i, (row, ids) in enumerate(zip(block, per_row, strict=True)):
         params, output = row.params, np.asarray(row.sequence.output_ids, np.int64)
         edits.repetition[i] = params.repetition_penalty
@@ -203,20 +205,20 @@ def _threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Ar
     return low[:, None]
 
 
-def choose(logits: jax.Array, given: SampleInput) -> jax.Array:
-    """int32 `[R]` token ids from raw logits float32 `[R, V]`.
+def choose(logits: jax.Array, given: SampleInput | None) -> jax.Array:
+    """Return int32 `[R]` token ids from logits float32 `[R, V]`, the likeliest without `given`.
 
     The random numbers of a token depend on (seed, sample, output position) alone, so it
     comes out the same in any company.
     """
-    if given.edits is not None:
-        logits = apply_edits(logits, given.edits)
     likeliest = logits.argmax(-1)
-    if given.temperature is None:
+    if given is None:
         return likeliest
     scaled = logits / jnp.where(given.temperature > 0, given.temperature, 1.0)[:, None]
-    if given.truncation is not None:
-        scaled = truncate(scaled, *given.truncation)
+    # A branch of the one program: top_k, top_p and min_p must not make clients wait for a program of their own.
+    limits = (jnp.asarray(given.top_k), jnp.asarray(given.top_p), jnp.asarray(given.min_p))
+    truncates = (limits[0] < logits.shape[1]) | (limits[1] < 1) | (limits[2] > 0)
+    scaled = jax.lax.cond(truncates.any(), lambda: truncate(scaled, *limits), lambda: scaled)
 
     def draw(key: jax.Array, fold: jax.Array, row: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(key, impl="threefry2x32")

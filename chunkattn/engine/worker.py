@@ -55,6 +55,8 @@ _FIRST_HEARTBEATS_S = 0.5
 _LAST_WORDS_S = 2
 _INBOX_S = 0.05
 _DISK_WAIT_S = 600
+_WARM_PAUSE_S = 1.0
+"""Seconds of steps between two programs that are compiled beside them."""
 
 
 class Worker:
@@ -62,7 +64,8 @@ class Worker:
 
     def __init__(self, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], clock: StepClock) -> None:
         self._inbox, self._outbox, self._clock = inbox, outbox, clock
-        self._closing = False
+        self._closing = self._warms = False
+        self._warmed_at = 0.0
         self._final = FinalOnly()
         self.core: EngineCore
 
@@ -78,6 +81,7 @@ class Worker:
         self.core = build_core(start.config, start.checkpoint.files())
         if start.config.warmup:
             self.core.warm_up(self._warmed)
+        self._warms = start.warm_beside
         garbage.settle()
         self._send([Ready(self.core.limits)])
         return start.heartbeat_s
@@ -89,7 +93,7 @@ class Worker:
     def serve(self) -> None:
         """Run until told to shut down."""
         while not self._closing:
-            if not self.core.has_work:
+            if not self.core.has_work and not self._warm_beside(pause_s=0.0):
                 self._clock.idle()
                 self._inbox.poll()
             self._clock.begin()
@@ -98,9 +102,17 @@ class Worker:
                 outputs = self.core.step()
                 self._send(self._final.passed(outputs))
                 self._let_disk_catch_up(outputs)
+                self._warm_beside(_WARM_PAUSE_S)
         self._clock.begin("closing")
-        if self.core.disk is not None:
-            self.core.disk.close()
+        self.core.close_disk()
+
+    def _warm_beside(self, pause_s: float) -> bool:
+        """Compile one program if the last one is `pause_s` seconds ago. Returns whether there are more."""
+        if self._warms and time.monotonic() - self._warmed_at >= pause_s:
+            self._clock.begin()
+            self._warms = self.core.warm_beside()
+            self._warmed_at = time.monotonic()
+        return self._warms
 
     def _send(self, messages: Iterable[WireMessage]) -> None:
         if batch := list(messages):

@@ -1,0 +1,135 @@
+"""A thread that reads entries from a store, so that no step waits for a disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from chunkattn.cache.store import KVStore, Like
+
+logger = logging.getLogger(__name__)
+
+
+class Wanted(NamedTuple):
+    """An entry to read.
+
+    Attributes:
+        key: from `entry_key`.
+        like: shape and dtype of each array.
+        required: without this entry the ones after it are of no use.
+    """
+
+    key: bytes
+    like: Like
+    required: bool
+
+
+Found = dict[bytes, list[np.ndarray] | None]
+"""Arrays by key, None for an entry that is not there; keys that were not looked for are absent."""
+
+
+class StoreReader:
+    """Reads lists of entries in order of submission.
+
+    Args:
+        store: outlives the reader.
+        max_bytes: of arrays that were read and not released; the thread pauses at that many.
+    """
+
+    def __init__(self, store: KVStore, *, max_bytes: int) -> None:
+        self._store, self._max_bytes, self._held = store, max_bytes, 0
+        self._waiting: deque[tuple[Hashable, Sequence[Wanted]]] = deque()
+        self._owners: set[Hashable] = set()  # submitted and neither taken nor cancelled
+        self._arrived: list[tuple[Hashable, Found]] = []
+        self._closed = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="kv-store-reader", daemon=True).start()
+
+    @property
+    def owners(self) -> frozenset[Hashable]:
+        """Those who have entries on the way, read or not, that were not taken."""
+        with self._changed:
+            return frozenset(self._owners)
+
+    def submit(self, owner: Hashable, wanted: Sequence[Wanted]) -> None:
+        """Have entries read for an owner who has none on the way."""
+        with self._changed:
+            self._owners.add(owner)
+            self._waiting.append((owner, wanted))
+            self._changed.notify_all()
+
+    def take(self, timeout: float = 0.0) -> list[tuple[Hashable, Found]]:
+        """Owners whose entries have been read, and the entries; waits up to `timeout` seconds for the first.
+
+        Call `release` with the entries when their arrays are no longer needed.
+        """
+        with self._changed:
+            if timeout:
+                self._changed.wait_for(lambda: self._arrived, timeout)
+            arrived, self._arrived = self._arrived, []
+            self._owners.difference_update(owner for owner, _ in arrived)
+        return arrived
+
+    def release(self, found: Found) -> None:
+        """Count the arrays no longer against `max_bytes`."""
+        with self._changed:
+            self._held -= num_bytes(found)
+            self._changed.notify_all()
+
+    def cancel(self, owner: Hashable) -> None:
+        """Forget what an owner has on the way."""
+        with self._changed:
+            if owner in self._owners:
+                self._owners.remove(owner)
+                self._waiting = deque(job for job in self._waiting if job[0] is not owner)
+                kept = [(o, found) for o, found in self._arrived if o is not owner]
+                self._held -= sum(num_bytes(found) for o, found in self._arrived if o is owner)
+                self._arrived = kept
+                self._changed.notify_all()
+
+    def close(self) -> list[Hashable]:
+        """Stop reading. Returns the owners whose entries were not taken."""
+        with self._changed:
+            self._closed = True
+            left, self._owners = list(self._owners), set()
+            self._waiting.clear()
+            self._arrived = []
+            self._changed.notify_all()
+        return left
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._waiting and self._held < self._max_bytes))
+                if self._closed:
+                    return
+                owner, wanted = self._waiting.popleft()
+            found = self._read(wanted)
+            with self._changed:
+                if owner in self._owners:
+                    self._held += num_bytes(found)
+                    self._arrived.append((owner, found))
+                    self._changed.notify_all()
+
+    def _read(self, wanted: Sequence[Wanted]) -> Found:
+        found: Found = {}
+        for key, like, required in wanted:
+            try:
+                found[key] = self._store.get(key, like)
+            except Exception:
+                logger.warning("cannot read KV entry %s", key.hex(), exc_info=True)
+                found[key] = None
+            if required and found[key] is None:
+                break
+        return found
+
+
+def num_bytes(found: Found) -> int:
+    """Bytes of all arrays."""
+    return sum(array.nbytes for arrays in found.values() for array in arrays or ())

@@ -1,0 +1,82 @@
+"""Warm-up: every program a request may need, compiled before one does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from chunkattn.engine.batch import BatchBuilder
+from chunkattn.engine.rates import RateMeter
+from chunkattn.engine.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+class WarmUp:
+    """Compiles the step's variants, the readouts and what moves pages; of `packed_dense`, nothing.
+
+    Args:
+        with_store: compile what moves pages to and from a KV store, too.
+    """
+
+    def __init__(self, runner: Runner, batches: BatchBuilder, meter: RateMeter, *, with_store: bool) -> None:
+        self._runner, self._batches, self._meter, self._with_store = runner, batches, meter, with_store
+        self._running: Iterator[int] | None = None
+        self._compiled: int | None = None
+
+    @property
+    def late_compiles(self) -> int:
+        """Programs compiled after a warm-up had ended."""
+        return 0 if self._compiled is None else self._runner.compiles.total() - self._compiled
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> float:
+        """Compile everything.
+
+        Args:
+            progress: called with the number of step variants done and in all.
+
+        Returns:
+            Seconds it took.
+        """
+        began, total, told = time.perf_counter(), len(self._batches.variants), -1
+        logger.info("warm-up: %d step variants; the first time they are compiled, later loaded", total)
+        if progress:
+            progress(0, total)
+        for done in self._programs():
+            if progress and told < done < total:
+                progress(told := done, total)
+        if progress:
+            progress(total, total)
+        seconds = time.perf_counter() - began
+        logger.info("warm-up: %d step variants in %.1f s", total, seconds)
+        return seconds
+
+    def advance(self) -> bool:
+        """Compile one program, between two steps. Returns whether there are more."""
+        if self._running is None:
+            self._running = self._programs()
+        return next(self._running, None) is not None
+
+    def stop(self) -> None:
+        """Compile nothing more."""
+        self._running = iter(())
+
+    def _programs(self) -> Iterator[int]:
+        """Compile one program at each `next`. Yields the number of step variants done."""
+        sizes = self._batches.variants
+        for done, (rows, width) in enumerate(sizes, 1):
+            self._meter.forget()
+            hidden = self._runner.forward(self._batches.empty(rows, width))
+            if width == sizes[0][1]:
+                self._runner.warm_picks(hidden)
+                hidden.block_until_ready()
+                self._meter.add(time.perf_counter(), rows, 0)
+                hidden = self._runner.forward(self._batches.empty(rows, width))
+            hidden.block_until_ready()
+            self._meter.finish()
+            yield done
+        for _ in chain(self._runner.warm_readouts(), self._runner.warm_store() if self._with_store else ()):
+            yield len(sizes)
+        self._compiled = self._runner.compiles.total()
