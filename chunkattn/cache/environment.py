@@ -117,6 +117,14 @@ class Environment:
             self.env.close()
             raise
 
+    def is_there(self) -> bool:
+        """Whether the folder still holds the files that are open."""
+        try:
+            lock = (self.path / LOCK).stat()
+            return os.path.samestat(lock, os.fstat(self._lock)) and (self.path / "data.mdb").exists()
+        except OSError:
+            return False
+
     @contextlib.contextmanager
     def begin(self, *, write: bool = False) -> Iterator[lmdb.Transaction[memoryview]]:
         """A transaction; commits unless the block raises.

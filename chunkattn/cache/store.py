@@ -9,6 +9,7 @@ Nothing here may import JAX.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import struct
 import time
@@ -36,6 +37,8 @@ MIN_BYTES = 4 << 20
 _HIGH, _LOW = 0.9, 0.85  # a put that would fill more than the first share evicts down to the second
 _BATCH = 128 << 20  # freed by one transaction at most: LMDB writes the list of freed pages as one value
 _TICK = b"tick"
+_WARNINGS_S = 60.0
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # LMDB reports a short write as an input/output error
 
 T = TypeVar("T")
 Like = Sequence[tuple[tuple[int, ...], np.dtype]]
@@ -70,6 +73,7 @@ class KVStore:
 
     def __init__(self, path: str | Path, *, max_bytes: int = 16 << 30, create: bool = True) -> None:
         self.path, self.max_bytes, self.damaged = Path(path), max_bytes, 0
+        self._warned_at = float("-inf")
         if max_bytes < MIN_BYTES:
             raise ConfigError(f"a KV store needs max_bytes of at least {MIN_BYTES}, not {max_bytes}")
         # Evicting takes pages too: what is kept back here is mapped when they are wanting.
@@ -176,7 +180,11 @@ class KVStore:
         if need > _LOW * self.max_bytes:
             logger.warning("a KV entry of %d bytes does not fit a store of %d", total, self.max_bytes)
             return False
+        if not self._env.is_there():
+            self._warn("the KV store %s has been deleted or replaced; nothing is written to it", self.path)
+            return False
         try:
+            room = self.max_bytes
             for turn, fill in enumerate((_HIGH, _LOW, 0.6, 0.3, 0.0)):
                 try:
                     with self._env.begin(write=True) as txn:
@@ -188,13 +196,26 @@ class KVStore:
                             txn.put(key + struct.pack(">I", index), piece.data, db=self._env.data)
                     return True
                 except lmdb.MapFullError:  # no run of free pages: what the last two transactions freed cannot be reused yet
-                    self._evict(int(fill * self.max_bytes) - need)
+                    self._evict(int(fill * room) - need)
                     time.sleep(turn * 0.1)  # nor can what a reader may still look at
+                except lmdb.Error as error:
+                    if getattr(error, "code", 0) not in _DISK_FULL:
+                        raise
+                    self._warn("the disk of the KV store %s is full; old entries go for new ones", self.path)
+                    room = min(room, self.num_bytes)  # the file cannot grow: its own pages have to do
+                    self._evict(int(fill * room) - need)
         except lmdb.Error as error:
-            logger.warning("cannot write KV entry %s: %s", key.hex(), error)
+            self._warn("cannot write KV entries to %s: %s", self.path, error)
             return False
-        logger.warning("found no room for KV entry %s of %d bytes", key.hex(), total)
+        self._warn("found no room for KV entries of %d bytes in %s", total, self.path)
         return False
+
+    def _warn(self, text: str, *values: object) -> None:
+        """Warn of what may come with every entry, once a minute."""
+        now = time.monotonic()
+        if now - self._warned_at >= _WARNINGS_S:
+            self._warned_at = now
+            logger.warning(text, *values)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note that the entries were used now, in one transaction; absent ones are passed over."""
