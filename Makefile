@@ -1,4 +1,4 @@
-# Needs Python 3.11 or newer, make and the package index; everything else goes into .venv.
+# Needs Python 3.11 or newer (3.11 to 3.13 were tried), make and the package index; everything else goes into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 

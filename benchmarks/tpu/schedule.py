@@ -15,7 +15,12 @@ from itertools import pairwise
 from pathlib import Path
 
 _LINE = re.compile(r"^\s*0x([0-9a-f]+)\s*([A-Z]{2})?:\s*(>*)\s*\{")
-_UNITS = "MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU"
+_UNITS = "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU"
+_KNOWN = {
+    "libtpu 0.0.42 to 0.0.50": ("MXU", *_UNITS),
+    "libtpu 0.0.52": ("MATMUL", "MATPUSH", *_UNITS),
+}
+"""Units of a bundle, as versions of libtpu name them. MATMUL, the products, is told as MXU here."""
 
 
 def dump_schedules() -> Path:
@@ -75,7 +80,11 @@ class Schedule:
 
 
 def read_schedules(folder: Path, *, keep: bool = False) -> dict[str, Schedule]:
-    """The Pallas kernels whose schedules lie in `folder`, by name; the files are then deleted."""
+    """Return the Pallas kernels whose schedules lie in `folder`, by name; the files are then deleted.
+
+    Raises:
+        ValueError: another libtpu than those known has written them.
+    """
     found = {}
     for bundles in sorted(folder.glob("*-final_bundles.txt")):
         stem = re.match(r"(\d+-(.+?)[.\d]*)-\d+-final_bundles", bundles.name)
@@ -96,8 +105,15 @@ def _smem_bytes(source: Path) -> int:
 
 def _read(kernel: str, bundles: Path, usage: Path, smem_bytes: int) -> Schedule:
     rows = usage.read_text().splitlines()
-    at = next(i for i, row in enumerate(rows) if row.startswith("== UTILIZATION"))
-    capacity = dict(zip(_UNITS, map(int, rows[at - 1].split()), strict=True))
+    at = next((i for i, row in enumerate(rows) if row.startswith("== UTILIZATION")), 0)
+    named = tuple(name.strip() for name in rows[at - 2].split(",")) if at > 1 else ()
+    if named not in _KNOWN.values():
+        raise ValueError(
+            f"the schedule of {kernel} names the units {', '.join(named) or 'nowhere'}, as no known libtpu does; "
+            f"install one of {', '.join(_KNOWN)}"
+        )
+    units = ["MXU" if name == "MATMUL" else name for name in named]
+    capacity = dict(zip(units, map(int, rows[at - 1].split()), strict=True))
     used = [tuple(map(int, row.split())) for row in rows[at + 1 :] if row.strip()]
     depths, labels = [0] * len(used), {0, len(used)}
     with open(bundles, encoding="utf-8", errors="replace") as file:
@@ -111,7 +127,7 @@ def _read(kernel: str, bundles: Path, usage: Path, smem_bytes: int) -> Schedule:
         kernel,
         capacity,
         [
-            Block(depths[first], first, last, dict(zip(_UNITS, map(sum, zip(*used[first:last])), strict=True)))
+            Block(depths[first], first, last, dict(zip(units, map(sum, zip(*used[first:last])), strict=True)))
             for first, last in pairwise(edges)
         ],
         smem_bytes,
