@@ -1,0 +1,61 @@
+"""Fuzz the cache for as long as you like.
+
+    python -m benchmarks.fuzz_cache --seed 0 --seconds 3600
+
+Runs episodes of `tests.fuzz`, one a seed from `--seed` on. The first difference from an independent answer is printed with
+its seed, its operation and, where one or two prompts show it on a new engine, those prompts; the exit status is then 1.
+Run the printed seed again to see it again. `--plant` has a known defect in the engine, to see that it is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from tests.fuzz.fuzzer import EPISODE, Fuzzer
+from tests.fuzz.plants import PLANTS, planted
+from tests.fuzz.rig import Rig, make_model
+from tests.fuzz.witness import ColdEngine, Difference, Transformers
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the first episode")
+    parser.add_argument("--ops", type=int, default=None, help=f"operations in all; an episode has {EPISODE}")
+    parser.add_argument("--seconds", type=float, default=None, help="stop after so many; 120 when --ops is not given either")
+    parser.add_argument("--plant", choices=PLANTS, default=None, help="a defect to find")
+    args = parser.parse_args()
+    seconds = 120.0 if args.seconds is None and args.ops is None else args.seconds
+    logging.disable(logging.ERROR)  # of the injected failures
+    with tempfile.TemporaryDirectory() as folder, planted(args.plant):
+        model = make_model(Path(folder))
+        rig, cold, oracle = Rig(model), ColdEngine(model), Transformers(model)
+        began, done, seed = time.monotonic(), 0, args.seed
+
+        def expired() -> bool:
+            return seconds is not None and time.monotonic() - began > seconds
+
+        while not expired() and (args.ops is None or done < args.ops):
+            fuzzer = Fuzzer(rig, cold, oracle, seed)
+            try:
+                fuzzer.run(EPISODE if args.ops is None else min(EPISODE, args.ops - done), expired)
+            except Exception as error:
+                taken = time.monotonic() - began
+                print(f"seed {seed}, operation {fuzzer.counts['operations']}, after {taken:.0f} s: {error}", flush=True)
+                if not isinstance(error, Difference):
+                    traceback.print_exc()
+                return 1
+            done += fuzzer.counts["operations"]
+            rate = done / (time.monotonic() - began)
+            print(f"seed {seed}: no difference; {rate:.0f} operations/s; {dict(sorted(fuzzer.counts.items()))}", flush=True)
+            seed += 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

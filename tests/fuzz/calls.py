@@ -1,0 +1,226 @@
+"""Calls on the engine under test: what is asked, the requests it becomes, and what comes back.
+
+An *ask* is plain data, so that it can be printed, sent again and compared. A `Call` is an ask on its way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from chunkattn import ChunkedPrompt, ChunkLayout, SamplingParams, make_layout
+from chunkattn.engine.messages import (
+    EngineOutput,
+    GenerateRequest,
+    Message,
+    PrecomputeResult,
+    PromptLogprobsOutput,
+    ScoreRequest,
+    ScoreResult,
+    TokenOutput,
+)
+from chunkattn.frontend import Frontend
+from chunkattn.scoring.rerank import PLAIN
+from tests.fuzz.prompts import Ids, Prompt
+from tests.fuzz.rig import SEPARATOR_ID, words
+
+RERANK_LABELS = (SEPARATOR_ID - 2, SEPARATOR_ID - 1)
+
+
+def shares(sampling: SamplingParams) -> bool:
+    """Whether a prompt reads the cache and leaves something in it."""
+    return not sampling.skip_reading_prefix_cache and sampling.prompt_logprobs is None
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt, sent in one of `Prompt.forms`."""
+
+    prompt: Prompt
+    form: str
+    sampling: SamplingParams
+    salt: str | None = None
+    priority: int = 0
+
+    def layout(self, strategy: str) -> ChunkLayout:
+        """The prompt as the parser must read it."""
+        return make_layout(*self.prompt, strategy)
+
+    def requests(self, frontend: Frontend) -> tuple[list[list[Message]], Any]:
+        """Parse the prompt; it must come out as `layout`."""
+        (parsed,) = self._parse(frontend)
+        expected = self.layout(frontend.config.position_strategy)
+        for name in ("token_ids", "positions", "prefix_len", "chunk_lens", "question_len"):
+            assert np.array_equal(getattr(parsed.layout, name), getattr(expected, name)), (
+                f"{describe(self)} is parsed wrong: {name}"
+            )
+        ((request, _),) = frontend.generation([parsed], self.sampling, self.priority)
+        return [[request]], None
+
+    def _parse(self, frontend: Frontend) -> list[Any]:
+        prefix, chunks, question = self.prompt
+        if self.form == "ids":
+            return frontend.parse({"prompt_token_ids": list(question)}, False, self.salt)
+        if self.form == "chunked":
+            return frontend.parse(ChunkedPrompt(list(prefix), list(map(list, chunks)), list(question)), None, self.salt)
+        if self.form == "separated ids":
+            ids = list(prefix)
+            for part in (*chunks, question):
+                ids += [SEPARATOR_ID, SEPARATOR_ID, *part]
+            return frontend.parse({"prompt_token_ids": ids}, True, self.salt)
+        if self.form == "text":
+            parts = [question] if self.prompt.plain else self.prompt.parts
+            return frontend.parse(" # # ".join(map(words, parts)), None, self.salt)
+        system = [{"role": "system", "content": words(prefix)}] if prefix else []
+        documents = [words(chunk) for chunk in chunks] or None
+        return frontend.parse_chat([*system, {"role": "user", "content": words(question)}], documents, None, self.salt)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Score items behind a query; `rerank` sends both as text and has labels of its own."""
+
+    query: Ids
+    items: tuple[Ids, ...]
+    labels: Ids
+    algorithm: str
+    item_first: bool = False
+    rerank: bool = False
+    salt: str | None = None
+    priority: int = 0
+
+    def requests(self, frontend: Frontend) -> tuple[list[list[Message]], Any]:
+        """Lay the items out."""
+        options = {"algorithm": self.algorithm, "cache_salt": self.salt, "priority": self.priority}
+        if self.rerank:
+            documents = [words(item) for item in self.items]
+            options |= {"top_n": None, "instruction": None, "max_tokens_per_doc": None}
+            job: Any = frontend.rerank_call(words(self.query), documents, PLAIN, **options)
+        else:
+            options |= {"apply_softmax": False, "item_first": self.item_first, "packed_ids": None}
+            job = frontend.score_call(list(self.query), list(map(list, self.items)), None, list(self.labels), **options)
+        return job.stages, job
+
+    def sequences(self) -> list[Ids]:
+        """Every item with the query as a plain prompt, whose next token is scored."""
+        return [item + self.query if self.item_first else self.query + item for item in self.items]
+
+
+@dataclass(frozen=True)
+class Precompute:
+    """Fill the cache with a prefix and documents."""
+
+    prefix: Ids
+    documents: tuple[Ids, ...]
+    pin: bool = False
+    salt: str | None = None
+    priority: int = 0
+
+    def requests(self, frontend: Frontend) -> tuple[list[list[Message]], Any]:
+        """One request a document, or one for all."""
+        documents = list(map(list, self.documents))
+        job = frontend.precompute(list(self.prefix), documents, self.salt, self.pin, None, self.priority)
+        return [list(job.requests)], job
+
+
+Ask = Generate | Score | Precompute
+
+
+@dataclass
+class Sample:
+    """Tokens of one sample, with the log-probability of each and of the likeliest at its place."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[np.ndarray] = field(default_factory=list)
+    ended: bool = False
+
+
+def describe(value: object) -> str:
+    """Return Python code of an ask, or another value, without what is at its default."""
+    if not is_dataclass(value):
+        return repr(value)
+    given = []
+    for entry in fields(value):
+        default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+        if (held := getattr(value, entry.name)) != default:
+            given.append(f"{entry.name}={describe(held)}")
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+class Call:
+    """An ask on its way through the engine.
+
+    Attributes:
+        stages: requests to be sent, a list when all of the list before have ended.
+        open: ids of requests that were sent and have not ended.
+        layouts: of all requests sent, by id.
+        samples: of a `Generate`.
+        prompt_logprobs: of a `Generate` that asked for them.
+        warm: some of its tokens came from the cache.
+    """
+
+    def __init__(self, ask: Ask, frontend: Frontend) -> None:
+        self.ask, self.strategy = ask, frontend.config.position_strategy
+        self.stages, self.job = ask.requests(frontend)
+        self.stages = [stage for stage in self.stages if stage]
+        self.open: set[str] = set()
+        self.layouts: dict[str, ChunkLayout] = {}
+        self.samples = [Sample() for _ in range(ask.sampling.n)] if isinstance(ask, Generate) else []
+        self.prompt_logprobs: PromptLogprobsOutput | None = None
+        self.warm = False
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return not (self.stages or self.open)
+
+    def next_stage(self) -> list[Message]:
+        """Requests to send now; empty while some are open."""
+        if self.open or not self.stages:
+            return []
+        stage = self.stages.pop(0)
+        self.open = {request.request_id for request in stage}
+        self.layouts |= {request.request_id: request.layout for request in stage}
+        return stage
+
+    def take(self, event: EngineOutput) -> None:
+        """Take an output of one of its requests."""
+        if isinstance(event, TokenOutput):
+            sample = self.samples[event.sample]
+            assert not sample.ended
+            sample.tokens += event.token_ids
+            if event.logprobs is not None:
+                sample.logprobs.append(float(event.logprobs.target[0]))
+                sample.top.append(event.logprobs.top[0])
+            sample.ended = event.finish_reason is not None
+            if all(s.ended for s in self.samples):
+                self.open.discard(event.request_id)
+        elif isinstance(event, PromptLogprobsOutput):
+            self.prompt_logprobs = event
+        elif isinstance(event, (ScoreResult, PrecomputeResult)):
+            self.job.add(event)
+            self.open.discard(event.request_id)
+
+
+def continued(layout: ChunkLayout, tokens: list[int]) -> ChunkLayout:
+    """The layout with generated tokens at the end of its question."""
+    later = layout.next_position + np.arange(len(tokens), dtype=np.int32)
+    return replace(
+        layout,
+        token_ids=np.concatenate([layout.token_ids, np.asarray(tokens, np.int32)]),
+        positions=np.concatenate([layout.positions, later]),
+        question_len=layout.question_len + len(tokens),
+    )
+
+
+def cacheable(request: Message) -> ChunkLayout | None:
+    """What a request may leave in the cache; None when it shares nothing."""
+    if isinstance(request, ScoreRequest):
+        query = request.layout.token_ids[: request.layout.prefix_len]
+        return make_layout(query, [], []) if request.share_prefix else None
+    if isinstance(request, GenerateRequest) and not shares(request.sampling):
+        return None
+    return request.layout

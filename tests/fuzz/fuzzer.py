@@ -1,0 +1,252 @@
+"""Random operations on one engine after the other."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from chunkattn import SamplingParams
+from chunkattn.engine.batch import StepBatch
+from chunkattn.engine.scheduler import Span
+from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Precompute, Score
+from tests.fuzz.ledger import Ledger
+from tests.fuzz.prompts import Alphabet
+from tests.fuzz.rig import STRATEGIES, WORDS, Rig
+from tests.fuzz.session import Session, report, smallest
+from tests.fuzz.witness import Difference, Witness, check
+
+SALTS = (None, "salt", "pepper")
+MOST_CALLS = 7
+"""Calls in flight at once."""
+SECOND_OPINION = 0.01
+"""Share of answers that transformers judges too."""
+EPISODE = 3000
+"""Most operations with one alphabet, ledger and K/V store."""
+
+T = TypeVar("T")
+
+
+class Fuzzer:
+    """One episode: engines one after the other on one K/V store, with one alphabet and one ledger.
+
+    Args:
+        rig: builds the engines.
+        cold: judges every answer.
+        oracle: judges some answers too: `SECOND_OPINION` of all, and of every engine the first chunk prompt that has found
+            something in the cache after a scoring call, and the first that has after parts of an earlier engine were read.
+        seed: decides everything.
+
+    Attributes:
+        counts: of operations, answers and events, by name.
+    """
+
+    def __init__(self, rig: Rig, cold: Witness, oracle: Witness | None, seed: int) -> None:
+        self._rig, self._cold, self._oracle = rig, cold, oracle
+        self.rng = np.random.default_rng(seed)
+        self.alphabet, self._ledger = Alphabet(self.rng), Ledger()
+        self.counts: Counter[str] = Counter()
+        self._asked: list[tuple[str, Ask]] = []
+        self._store = Path(tempfile.mkdtemp(prefix="fuzz-cache-"))
+        self._start()
+
+    def _start(self) -> None:
+        strategy, store = str(self.rng.choice(STRATEGIES)), self._store if self.rng.random() < 0.8 else None
+        self.session = Session(self._rig, self._cold, self._ledger, strategy, store)
+        self._open = {"scoring", "a restart"}  # after which no chunk prompt has had a second opinion yet
+        self._scored = False
+
+    def _end(self) -> None:
+        self.session.close()
+        self.counts += self.session.counts
+
+    def run(self, operations: int, expired: Callable[[], bool] = lambda: False) -> None:
+        """Do so many operations, or fewer once `expired`, and finish what is in flight.
+
+        Raises:
+            Difference: an answer or an invariant is wrong; the message holds what reproduces it.
+        """
+        try:
+            while self.counts["operations"] < operations and not expired():
+                self.operate()
+            self.session.drain()
+            self._hear_others()
+        except Difference as difference:
+            asks, strategy = None, self.session.strategy
+            if difference.ask is not None:
+                asks = smallest(self._rig, self._cold, self._asked, difference.ask, strategy)
+            raise Difference(report(difference, asks, strategy)) from difference
+        finally:
+            self._end()
+            shutil.rmtree(self._store)
+
+    def operate(self) -> None:
+        """Do one operation.
+
+        Raises:
+            Difference: an answer or an invariant is wrong.
+        """
+        weights = _OPERATIONS if self.session.in_flight else _IDLE
+        shares = np.array([*weights.values()])
+        name = str(self.rng.choice([*weights], p=shares / shares.sum()))
+        self.counts["operations"] += 1
+        self.counts[name] += 1
+        getattr(self, f"_{name}")()
+        self.session.check()
+        self._hear_others()
+
+    def _hear_others(self) -> None:
+        """Have transformers judge some of the answers, and let later prompts be made of them."""
+        for call in self.session.answered:
+            restored = self.counts["restart"] and self.session.restored
+            happened = {name for name, yes in (("scoring", self._scored), ("a restart", restored)) if yes}
+            after = self._open & happened if _reads_chunks(call) else set()
+            if self._oracle is not None and (after or self.rng.random() < SECOND_OPINION):
+                self.counts["second opinions"] += 1
+                self.counts.update(f"second opinions after {event}" for event in after)
+                self._open -= after
+                check(call, self._oracle)
+            if isinstance(call.ask, Generate):
+                self.alphabet.remember([*call.ask.prompt.parts, tuple(self._some(call.samples).tokens)])
+        self.session.answered.clear()
+
+    def _some(self, values: Sequence[T]) -> T:
+        return values[int(self.rng.integers(len(values)))]
+
+    # Operations
+
+    def _call(self) -> None:
+        if len(self.session.in_flight) == MOST_CALLS:
+            self.session.step()
+            return
+        ask = self._ask()
+        self._asked.append((self.session.strategy, ask))
+        self._scored |= isinstance(ask, Score) and ask.algorithm == "prefill_extend"
+        self.session.send(ask)
+
+    def _ask(self) -> Ask:
+        rng, kind = self.rng, self.rng.random()
+        salt, priority = self._salt(), int(rng.choice([0, 0, 0, 1, -1]))
+        if kind < 0.62:
+            prompt = self.alphabet.prompt()
+            sampling = SamplingParams(
+                n=int(rng.choice([1, 1, 1, 2, 3])),
+                seed=int(rng.integers(1 << 40)),
+                temperature=float(rng.choice([0.0, 0.0, 1.0])),
+                max_tokens=int(rng.choice([1, 1, 2, 3, 5, 8])),
+                ignore_eos=True,
+                logprobs=int(rng.choice([0, 3])),
+                prompt_logprobs=0 if rng.random() < 0.12 else None,
+                skip_reading_prefix_cache=bool(rng.random() < 0.05),
+            )
+            return Generate(prompt, self._some(prompt.forms), sampling, salt, priority)
+        if kind < 0.85:
+            return self._score(salt, priority)
+        return Precompute(*self.alphabet.documents(), pin=bool(rng.random() < 0.25), salt=salt, priority=priority)
+
+    def _score(self, salt: str | None, priority: int) -> Score:
+        rng = self.rng
+        query, items = self.alphabet.query()
+        algorithm = self._some(("prefill_extend", "prefill_extend", "packed_segment", "packed_dense", "serial"))
+        rerank = rng.random() < 0.2 and max(map(max, filter(None, [query, *items]))) < WORDS
+        labels = RERANK_LABELS if rerank else tuple(rng.integers(0, WORDS, self._some((1, 2, 3, 6, 12))).tolist())
+        item_first = not rerank and rng.random() < 0.1
+        return Score(query, items, labels, "serial" if item_first else algorithm, item_first, rerank, salt, priority)
+
+    def _salt(self) -> str | None:
+        return SALTS[int(self.rng.choice(len(SALTS), p=[0.7, 0.2, 0.1]))]
+
+    def _step(self) -> None:
+        self.session.stalled &= self.rng.random() < 0.8
+        self.session.step()
+
+    def _abort(self) -> None:
+        self.session.leave(self._some(self.session.in_flight))
+
+    def _preempt(self) -> None:
+        if running := self.session.core.scheduler.running:
+            self.session.core.scheduler.preempt(self._some(running))
+
+    def _evict(self) -> None:
+        self.session.core.scheduler.trie.evict_all()
+
+    def _unpin(self) -> None:
+        if pins := self.session.core.pins:
+            self.session.core.unpin([self._some(pins)])
+
+    def _look_up(self) -> None:
+        ask = Precompute(*self.alphabet.documents(), salt=self._salt())
+        self.session.look_up(ask, forget=bool(self.rng.random() < 0.6))
+
+    def _fail(self) -> None:
+        """Have a step raise once its work is done, or be interrupted."""
+        runner, stage = self.session.core.runner, self._some(("forward", "sample", "copy_pages"))
+        error = RuntimeError("injected") if self.rng.random() < 0.7 else KeyboardInterrupt("injected")
+        original = getattr(runner, stage)
+
+        def failing(*args: object) -> None:
+            original(*args)
+            raise error
+
+        setattr(runner, stage, failing)
+        try:
+            self.session.step()
+        except KeyboardInterrupt:
+            self.counts["interrupted"] += 1
+        finally:
+            delattr(runner, stage)
+
+    def _poison(self) -> None:
+        """Have every step raise that computes requests of one call."""
+        batches, victim = self.session.core.batches, self._some(self.session.in_flight)
+        original = type(batches).build
+
+        def build(spans: list[Span]) -> StepBatch:
+            if any(span.sequence.request.request_id in victim.open for span in spans):
+                raise RuntimeError("injected")
+            return original(batches, spans)
+
+        batches.build = build
+
+    def _stall(self) -> None:
+        """Have the disk stall for a few steps."""
+        self.session.stalled = True
+
+    def _reset(self) -> None:
+        self.session.reset()
+
+    def _restart(self) -> None:
+        """Finish or abort what runs, close the engine and start another, perhaps with the other strategy."""
+        if self.rng.random() < 0.5:
+            for call in self.session.in_flight:
+                self.session.leave(call)
+        self.session.drain()
+        self._hear_others()
+        self._end()
+        self._start()
+
+
+_OPERATIONS: dict[str, float] = {
+    "call": 30,
+    "step": 55,
+    "abort": 2,
+    "preempt": 3,
+    "evict": 1,
+    "unpin": 2,
+    "look_up": 3,
+    "fail": 1.5,
+    "poison": 0.3,
+    "stall": 2,
+    "reset": 0.5,
+    "restart": 0.5,
+}
+_IDLE = {name: weight for name, weight in _OPERATIONS.items() if name not in ("step", "abort", "preempt", "fail", "poison")}
+
+
+def _reads_chunks(call: Call) -> bool:
+    return isinstance(call.ask, Generate) and bool(call.ask.prompt.chunks) and call.warm

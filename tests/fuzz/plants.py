@@ -1,0 +1,88 @@
+"""Defects to plant, to see that the fuzzer finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from chunkattn.cache.store import entry_key
+from chunkattn.cache.trie import Block, BlockTrie
+from chunkattn.engine import offload
+from chunkattn.engine.placement import Placement
+from chunkattn.engine.request import Part, Request, Sequence
+
+
+def _scoring() -> Any:
+    """Blocks of packed items enter the trie, though positions begin anew with every item and items are isolated."""
+    original = Placement.publish
+
+    def publish(self: Placement, sequence: Sequence, part: Part, index: int) -> None:
+        request, block = sequence.request, part.blocks[index]
+        if request.score is None or not request.shares:
+            original(self, sequence, part, index)
+            return
+        above = part.parents if index == 0 else (part.blocks[index - 1],)
+        if all(parent is not None and parent.key is not None for parent in above):
+            number, start = len(request.parts) - 1, part.start + index * self.block_size
+            key = self._key(sequence, number, start, block.size, above)
+            if key not in above[0].children:
+                self.trie.link(block, above, key)
+
+    return patch.object(Placement, "publish", publish)
+
+
+def _position() -> Any:
+    """A block's key lacks its position."""
+    original = Request.key_of
+
+    def key_of(self: Request, sequence: Sequence, start: int, width: int) -> tuple[int, bytes]:
+        return 0, original(self, sequence, start, width)[1]
+
+    return patch.object(Request, "key_of", key_of)
+
+
+def _salt() -> Any:
+    """All salts have one root."""
+    original = BlockTrie.root
+    return patch.object(BlockTrie, "root", lambda self, _: original(self, None))
+
+
+def _reference() -> Any:
+    """A cached block may be evicted while one request still holds it."""
+    original = BlockTrie.release
+
+    def release(self: BlockTrie, blocks: Iterable[Block], *, used: bool = True) -> None:
+        blocks = list(blocks)
+        original(self, blocks, used=used)
+        for block in blocks:
+            if block.refs == 1 and block.page >= 0 and block.key is not None and block.complete:
+                self._unheld.add(block)
+                self._offer(block)
+
+    return patch.object(BlockTrie, "release", release)
+
+
+def _store() -> Any:
+    """An entry's key in the K/V store lacks its position."""
+    return patch.object(offload, "entry_key", lambda model, salt, prefix, chunk, _: entry_key(model, salt, prefix, chunk, 0))
+
+
+PLANTS: dict[str, Callable[[], Any]] = {
+    "scoring": _scoring,
+    "position": _position,
+    "salt": _salt,
+    "reference": _reference,
+    "store": _store,
+}
+"""By name: makes a context manager within which the defect is there."""
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Have a defect of `PLANTS` in the engine; none for None."""
+    with ExitStack() as stack:
+        if name is not None:
+            stack.enter_context(PLANTS[name]())
+        yield

@@ -1,0 +1,176 @@
+"""Prompts drawn from a small alphabet of token blocks, and from each other.
+
+A defect of the cache shows when one prompt equals a concatenation of parts of earlier ones. So every prompt is a flat
+sequence of letters, or an earlier sequence changed a little, and is then cut into parts anew: at the ends of earlier parts,
+at page boundaries or anywhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.fuzz.rig import BLOCK, SEPARATOR_ID, WORDS
+
+Ids = tuple[int, ...]
+MOST_TOKENS = 36
+"""Longest prompt, and query with all its items: about a third of the pool."""
+
+
+class Prompt(NamedTuple):
+    """Token ids of the parts; a plain prompt is all question."""
+
+    prefix: Ids
+    chunks: tuple[Ids, ...]
+    question: Ids
+
+    @property
+    def parts(self) -> list[Ids]:
+        """All parts, in order."""
+        return [self.prefix, *self.chunks, self.question]
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is neither a prefix nor a chunk."""
+        return not self.prefix and not self.chunks
+
+    @property
+    def forms(self) -> list[str]:
+        """Ways to send it that the parser reads as this prompt and no other."""
+        ids = [token for part in self.parts for token in part]
+        forms = ["ids" if self.plain else "chunked"]
+        if max(ids) < WORDS:
+            forms += ["chat"] if self.plain or self.chunks else []
+            forms += ["text"] if self.plain or (self.chunks and self.prefix) else []
+        if self.chunks and SEPARATOR_ID not in ids:
+            forms.append("separated ids")
+        return forms
+
+
+class Alphabet:
+    """Draws prompts, queries with items, and prefixes with documents.
+
+    Args:
+        rng: decides everything.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+        blocks = [tuple(rng.integers(0, WORDS, BLOCK).tolist()) for _ in range(4)]
+        first, second = blocks[:2]
+        shorter = [first[:1], first[: BLOCK // 2], first[BLOCK // 2 :], first[: BLOCK - 1], second[:1], second[:-1]]
+        self.letters: list[Ids] = [*blocks, *shorter, first + second[:1], first + second]
+        weights = np.array([3.0] * len(blocks) + [1.0] * (len(self.letters) - len(blocks)))
+        self._weights = weights / weights.sum()
+        self._flats: deque[list[Ids]] = deque(maxlen=40)  # parts of earlier sequences, the latest last
+        self._prompts: deque[Prompt] = deque(maxlen=20)
+
+    def remember(self, parts: Sequence[Ids]) -> None:
+        """Let later prompts be made of these parts of one sequence."""
+        self._flats.append([part for part in parts if part])
+
+    def _letter(self) -> Ids:
+        return self.letters[int(self.rng.choice(len(self.letters), p=self._weights))]
+
+    def _letters(self, least: int, most: int) -> list[Ids]:
+        return [self._letter() for _ in range(self.rng.integers(least, most + 1))]
+
+    def _sequence(self) -> list[Ids]:
+        """A flat sequence as parts: letters, or an earlier sequence that is kept, cut short, mixed or continued."""
+        rng = self.rng
+        if not self._flats or rng.random() < 0.25:
+            return self._letters(1, 6)
+        parts = list(self._recent(self._flats))
+        change = rng.random()
+        if change < 0.1 and len(parts) > 1:
+            first, second = rng.choice(len(parts), 2, replace=False)
+            parts[first], parts[second] = parts[second], parts[first]
+        elif change < 0.25:
+            parts = parts[: int(rng.integers(1, len(parts) + 1))]
+        elif change < 0.3:
+            flat = sum(parts, ())
+            parts = [flat[: int(rng.integers(1, len(flat) + 1))]]
+        elif change < 0.35 and len(parts) > 1:
+            parts = parts[1:]
+        return parts + self._letters(0, 2)
+
+    def _recent(self, values: deque) -> Any:
+        """One of the values, the latest most likely: what was evicted long ago tells nothing."""
+        return values[-min(int(self.rng.geometric(0.2)), len(values))]
+
+    def _cut(self, pieces: int) -> list[Ids]:
+        """A sequence cut into that many parts, some of them perhaps empty; the last is not."""
+        rng, parts = self.rng, self._sequence()
+        flat = sum(parts, ())[:MOST_TOKENS]
+        ends = np.cumsum([len(part) for part in parts])
+        near = [*ends, *ends, *range(0, len(flat), BLOCK), *rng.integers(0, len(flat), 2)]
+        near = [int(cut) for cut in near if cut < len(flat)]
+        cuts = sorted(int(cut) for cut in rng.choice(near, pieces - 1)) if near else [0] * (pieces - 1)
+        return [flat[start:end] for start, end in zip([0, *cuts], [*cuts, len(flat)], strict=True)]
+
+    def prompt(self) -> Prompt:
+        """A plain prompt or one in parts."""
+        rng, choice = self.rng, self.rng.random()
+        if choice < 0.12 and self._flats:
+            prompt = self._echo(self._recent(self._flats))
+        elif choice < 0.35:
+            prompt = Prompt((), (), self._cut(1)[0])
+        elif choice < 0.65 and self._prompts:
+            prompt = self._changed(self._recent(self._prompts))
+        else:
+            prefix, *chunks, question = self._cut(int(rng.integers(2, 6)))
+            prompt = Prompt(prefix, tuple(chunks), question)
+        if prompt.chunks:
+            self._prompts.append(prompt)
+        self.remember(prompt.parts)
+        return prompt
+
+    def _echo(self, parts: list[Ids]) -> Prompt:
+        """An earlier sequence to its end, plain, or all behind its first part as one chunk."""
+        first, rest, more = parts[0], sum(parts[1:], ()), self._letter()
+        if not rest or self.rng.random() < 0.5:
+            return Prompt((), (), ((*first, *rest)[: MOST_TOKENS - len(more)]) + more)
+        return Prompt(first, (rest[: MOST_TOKENS - len(first)],), more)
+
+    def _changed(self, prompt: Prompt) -> Prompt:
+        """The same prefix with other chunks of the same contents, or another question."""
+        rng, chunks = self.rng, list(prompt.chunks)
+        change = rng.random()
+        if change < 0.4:
+            chunks = [chunks[i] for i in rng.permutation(len(chunks))]
+        elif change < 0.6:
+            chunks.insert(int(rng.integers(len(chunks) + 1)), self._letter())
+        elif change < 0.8:
+            del chunks[int(rng.integers(len(chunks)))]
+        question = prompt.question if rng.random() < 0.5 else sum(self._letters(1, 2), ())
+        question = question[: max(MOST_TOKENS - len(prompt.prefix), 1)]
+        while len(prompt.prefix) + sum(map(len, chunks)) + len(question) > MOST_TOKENS and chunks:
+            chunks.pop()
+        return Prompt(prompt.prefix, tuple(chunks), question)
+
+    def query(self) -> tuple[Ids, tuple[Ids, ...]]:
+        """A query and one to four items, some of them perhaps empty or equal."""
+        rng = self.rng
+        query, *items = self._cut(int(rng.integers(2, 6)))
+        if not query:
+            query = self._letter()
+        if rng.random() < 0.2:
+            items.append(items[0])
+        self.remember([query, *items])
+        return query, tuple(items)
+
+    def documents(self) -> tuple[Ids, tuple[Ids, ...]]:
+        """A prefix and documents of an earlier prompt, or new ones; not both empty."""
+        rng = self.rng
+        if self._prompts and rng.random() < 0.6:
+            prompt = self._recent(self._prompts)
+            prefix, chunks = prompt.prefix, prompt.chunks
+        else:
+            prefix, *chunks = self._cut(int(rng.integers(1, 4)))
+        if not prefix and not any(chunks):
+            prefix = self._letter()
+        self.remember([prefix, *chunks])
+        return prefix, tuple(chunks)

@@ -1,0 +1,219 @@
+"""One engine with the calls on it: sends asks, takes outputs, and checks each answer, count and step as it comes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from chunkattn.engine.messages import EngineOutput, PrecomputeRequest, PrecomputeResult, RequestFailed, TokenOutput
+from chunkattn.errors import CapacityError
+from tests.fuzz.calls import Ask, Call, Generate, Precompute, cacheable, continued, describe, shares
+from tests.fuzz.ledger import Ledger, exceeds
+from tests.fuzz.rig import PAGES, Rig
+from tests.fuzz.witness import Difference, Witness, check
+
+MOST_STEPS = 2000
+"""Within which everything in flight must end."""
+
+
+class Session:
+    """An engine from its start to its end.
+
+    Args:
+        rig: builds the engine.
+        cold: judges every answer.
+        ledger: of everything computed so far that may be in `store`.
+        strategy: of positions.
+        store: folder of the K/V store; None for none.
+
+    Attributes:
+        core: the engine.
+        stalled: what is read from disk does not arrive.
+        answered: calls whose answers `cold` has found right, until the caller takes them.
+        counts: of answers and events, by name.
+    """
+
+    def __init__(self, rig: Rig, cold: Witness, ledger: Ledger, strategy: str, store: Path | None = None) -> None:
+        self.core, self.frontend = rig.start(strategy, store), rig.frontends[strategy]
+        self.strategy, self.stalled = strategy, False
+        self.answered: list[Call] = []
+        self.counts: Counter[str] = Counter()
+        self._cold, self._ledger = cold, ledger
+        self._calls: dict[str, Call] = {}  # by id of a request that has not ended
+        if self.core.disk is not None:
+            take_read = self.core.disk.take_read
+            self.core.disk.take_read = lambda timeout=0.0: [] if self.stalled else take_read(timeout)
+
+    @property
+    def in_flight(self) -> list[Call]:
+        """Calls that have not ended."""
+        return [*dict.fromkeys(self._calls.values())]
+
+    def send(self, ask: Ask) -> None:
+        """Send an ask, unless it can never fit the pool."""
+        try:
+            call = Call(ask, self.frontend)
+        except CapacityError:
+            self.counts["refused"] += 1
+            return
+        self._advance(call)
+
+    def _advance(self, call: Call) -> None:
+        """Send the next stage of a call, or judge its answer."""
+        for request in call.next_stage():
+            if (layout := cacheable(request)) is not None:
+                self._ledger.note(request.request_id, request.cache_salt, layout)
+            self._calls[request.request_id] = call
+            self.core.add(request)
+        if call.done and not isinstance(call.ask, Precompute):
+            self.counts["answers"] += 1
+            check(call, self._cold)
+            self.answered.append(call)
+
+    def leave(self, call: Call) -> None:
+        """Abort a call."""
+        for request_id in call.open:
+            self.core.abort(request_id)
+            self._calls.pop(request_id, None)
+
+    def step(self) -> None:
+        """Run a step and take its outputs."""
+        for event in self.core.step():
+            if call := self._calls.get(event.request_id):  # else the last outputs of a call that was left
+                self._take(call, event)
+
+    def _take(self, call: Call, event: EngineOutput) -> None:
+        if isinstance(event, RequestFailed):
+            if "injected" not in event.reason and "pinned" not in event.reason:
+                raise Difference(f"it fails: {event.reason}", call.ask)
+            self.counts["failed"] += 1
+            self.leave(call)
+            return
+        call.take(event)
+        if isinstance(event, (TokenOutput, PrecomputeResult)) and event.cached is not None:
+            self._check_cached(call, event)
+        if isinstance(event, TokenOutput):
+            self._note_generated(call, event)
+        if event.request_id not in call.open:
+            del self._calls[event.request_id]
+            self._advance(call)
+
+    def _check_cached(self, call: Call, event: TokenOutput | PrecomputeResult) -> None:
+        """No more may come from the cache than others have had computed under the same salt."""
+        found = event.cached
+        assert found is not None
+        most = self._ledger.bound(event.request_id, call.ask.salt, call.layouts[event.request_id])
+        if exceeds(found, most):
+            raise Difference(f"{found} come from the cache, and at most {most} have been computed", call.ask)
+        call.warm |= found.total > 0
+        self.counts["cached tokens"] += found.total
+
+    def _note_generated(self, call: Call, event: TokenOutput) -> None:
+        assert isinstance(call.ask, Generate)
+        if shares(call.ask.sampling):
+            layout = continued(call.ask.layout(self.strategy), call.samples[event.sample].tokens)
+            self._ledger.note(event.request_id, call.ask.salt, layout)
+
+    def look_up(self, ask: Precompute, *, forget: bool) -> None:
+        """Look up what a precompute call would compute, or forget it."""
+        try:
+            (requests,), _ = ask.requests(self.frontend)
+        except CapacityError:
+            return
+        for request in requests:
+            assert isinstance(request, PrecomputeRequest)
+            found = self.core.look_up(request, forget=forget)
+            most = self._ledger.bound("", request.cache_salt, request.layout)
+            if exceeds(found, most):
+                raise Difference(f"look_up finds {found}, and at most {most} have been computed", ask)
+
+    def reset(self) -> None:
+        """Reset the cache, as `LLM.reset_prefix_cache` does."""
+        self.frontend.scores.forget_cached()
+        empty, running = self.core.reset_prefix_cache(), len(self.core.scheduler.running)
+        if empty != (not running):
+            raise Difference(f"reset_prefix_cache returns {empty} while {running} requests run")
+
+    def check(self) -> None:
+        """Check that pages, references and fills are accounted for.
+
+        The threads of the K/V store catch up first, so that the seed decides what the store holds and when it is read.
+        """
+        if self.core.disk is not None:
+            self.core.disk.writer.flush(60.0)
+            reader = self.core.disk.reader
+            with reader._changed:
+                reader._changed.wait_for(lambda: len(reader._arrived) == len(reader._owners), 60.0)
+        scheduler = self.core.scheduler
+        try:
+            scheduler.check()
+        except AssertionError as error:
+            raise Difference(f"invariant: {error}") from error
+        if any(block.planned != block.filled for block in scheduler.trie.blocks()):
+            raise Difference("invariant: a block was planned and is not filled")
+
+    def drain(self) -> None:
+        """Run everything to its end; then every page must be free or cached."""
+        self.stalled = False
+        self.core.unpin(self.core.pins)
+        for _ in range(MOST_STEPS):
+            if not self.core.has_work:
+                break
+            self.step()
+            self.core.unpin(self.core.pins)
+            self.check()
+        else:
+            raise Difference(f"after {MOST_STEPS} steps there still is work")
+        if self.core.scheduler.trie.num_available != PAGES:
+            raise Difference("invariant: pages are held though nothing runs")
+
+    @property
+    def restored(self) -> int:
+        """Parts read from the K/V store."""
+        return self.core.disk.counts["hit"] if self.core.disk else 0
+
+    def close(self) -> None:
+        """Close the K/V store, and count what the engine did."""
+        self.counts["restored parts"] += self.restored
+        self.counts["preemptions"] += self.core.scheduler.preemptions
+        self.counts["evictions"] += self.core.scheduler.trie.evictions
+        self.core.close_disk()
+
+
+def smallest(rig: Rig, cold: Witness, asked: list[tuple[str, Ask]], failing: Ask, strategy: str) -> list[Ask] | None:
+    """Find the failing ask alone, or behind one other, that differs on a new engine.
+
+    Args:
+        rig: builds the engines.
+        cold: judges.
+        asked: everything that was asked, in order, with the strategy of its engine.
+        failing: whose answer was wrong.
+        strategy: of the engine that gave it.
+
+    Returns:
+        One or two asks; None when neither differs, as where it takes requests in flight together or a restart.
+    """
+    others = [ask for name, ask in asked if name == strategy and ask != failing]
+    for before in [[], *([ask] for ask in reversed(others[-150:]))]:
+        session = Session(rig, cold, Ledger(), strategy)
+        try:
+            for ask in [*before, failing]:
+                session.send(ask)
+                session.drain()
+        except Exception:  # the engine may raise instead
+            return [*before, failing]
+        finally:
+            session.close()
+    return None
+
+
+def report(difference: Difference, asks: list[Ask] | None, strategy: str) -> str:
+    """Say what differs, and the asks that show it on a new engine."""
+    lines = [str(difference)]
+    if difference.ask is not None:
+        lines += [f"asked: {describe(difference.ask)}", f"position_strategy: {strategy}"]
+    if asks:
+        lines += ["a new engine shows it after:", *(f"  {describe(ask)}" for ask in asks)]
+    elif difference.ask is not None:
+        lines.append("neither this alone nor behind one other does a new engine show it")
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""Independent answers: one sequence at a time, on an engine that shares nothing, or in Hugging Face transformers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn import ChunkLayout, SamplingParams, make_layout
+from chunkattn.engine.build import build_core, open_files
+from chunkattn.engine.messages import ScoreRequest, ScoreResult
+from chunkattn.frontend import make_config
+from tests.checkpoints import VOCAB, Oracle
+from tests.fuzz.calls import Ask, Call, Generate, Sample, Score, continued
+
+TOLERANCE = 1e-4
+"""Of log-probabilities in float32."""
+_MOST_SAMPLED = 16
+_REMEMBERED = 4000
+
+
+class Difference(Exception):
+    """An answer that is not what the witness gives, or a broken invariant.
+
+    Attributes:
+        ask: whose answer it is; None of an invariant.
+    """
+
+    def __init__(self, what: str, ask: Ask | None = None) -> None:
+        super().__init__(what)
+        self.ask = ask
+
+
+class Witness(Protocol):
+    """Knows the right log-probabilities."""
+
+    name: str
+
+    def logprobs(self, layout: ChunkLayout) -> np.ndarray:
+        """float32 `[T, vocab]`: the next token's log-probabilities at every token of a layout that ends in a question."""
+        ...
+
+
+class ColdEngine:
+    """An idle engine without a cache that runs one sequence alone, in one pass under a dense mask.
+
+    A dense pass has no pages, spans or schedule, so it shares with the engine under test the model alone. Answers are
+    remembered by content.
+    """
+
+    name = "an engine that shares nothing"
+
+    def __init__(self, model: Path) -> None:
+        options = {"enable_prefix_caching": False, "max_multi_item_seq_len": 64, "kv_cache_memory_bytes": 1 << 19}
+        config = make_config(str(model), options | {"skip_tokenizer_init": True})
+        self._core = build_core(config, open_files(config))
+        self._known: OrderedDict[tuple, np.ndarray] = OrderedDict()
+
+    def logprobs(self, layout: ChunkLayout) -> np.ndarray:
+        """See `Witness`."""
+        key = layout.token_ids.tobytes(), layout.positions.tobytes(), layout.prefix_len, layout.chunk_lens
+        if key not in self._known:
+            every = ScoreRequest("", layout, np.arange(len(layout)), tuple(range(VOCAB)), algorithm="packed_dense")
+            self._core.add(every)
+            events = self._core.step()
+            assert len(events) == 1, events
+            assert isinstance(events[0], ScoreResult), events
+            assert not self._core.has_work
+            self._known[key] = events[0].logprobs
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return self._known[key]
+
+
+class Transformers:
+    """Hugging Face transformers under a 4D mask."""
+
+    name = "transformers"
+
+    def __init__(self, model: Path) -> None:
+        self._oracle = Oracle(model)
+
+    def logprobs(self, layout: ChunkLayout) -> np.ndarray:
+        """See `Witness`."""
+        logits = self._oracle.chunked(layout)
+        return np.asarray(jax.nn.log_softmax(logits))
+
+
+def check(call: Call, witness: Witness) -> None:
+    """Compare a finished call with a witness.
+
+    Raises:
+        Difference: by more than `TOLERANCE`, or a token the witness would not have chosen.
+    """
+    try:
+        _check(call, witness)
+    except Difference as difference:
+        difference.ask = call.ask
+        raise
+
+
+def _check(call: Call, witness: Witness) -> None:
+    if isinstance(call.ask, Generate):
+        layout = call.ask.layout(call.strategy)
+        for number, sample in enumerate(call.samples):
+            rows = witness.logprobs(continued(layout, sample.tokens[:-1]))
+            _check_sample(sample, number, call.ask.sampling, rows[len(layout) - 1 :], witness)
+        if call.ask.sampling.prompt_logprobs is not None:
+            _check_prompt(call, layout, rows, witness)
+    elif isinstance(call.ask, Score):
+        _check_scores(call, call.ask, witness)
+
+
+def _check_sample(sample: Sample, number: int, params: SamplingParams, rows: np.ndarray, witness: Witness) -> None:
+    where = f"sample {number}, against {witness.name}"
+    if len(sample.tokens) != params.max_tokens:
+        raise Difference(f"{where}: {len(sample.tokens)} tokens, not {params.max_tokens}")
+    chosen = rows[np.arange(len(rows)), sample.tokens]
+    if params.logprobs is not None:
+        _compare(np.array(sample.logprobs), chosen, f"{where}: log-probabilities")
+        likeliest = -np.sort(-rows, axis=1)[:, : params.logprobs]
+        _compare(np.array(sample.top).reshape(likeliest.shape), likeliest, f"{where}: likeliest log-probabilities")
+    values = rows
+    if params.temperature:
+        values = rows / params.temperature + _noise(params.seed or 0, number)[: len(rows)]
+    # The likeliest token, or one that ties with it.
+    short = values.max(axis=1) - values[np.arange(len(rows)), sample.tokens]
+    if (short > 2 * TOLERANCE / (params.temperature or 1)).any():
+        place = int(np.argmax(short > 2 * TOLERANCE))
+        raise Difference(f"{where}: token {place} is {sample.tokens[place]}, not {values[place].argmax()}")
+
+
+def _noise(seed: int, sample: int) -> np.ndarray:
+    """Gumbel noise float32 `[_MOST_SAMPLED, vocab]` of a sample's tokens: seed, sample and place decide it alone."""
+    return np.asarray(_draw(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), sample))
+
+
+@jax.jit
+def _draw(key: jax.Array, sample: jax.Array) -> jax.Array:
+    of_sample = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), sample)
+    places = jnp.arange(_MOST_SAMPLED)
+    return jax.vmap(lambda place: jax.random.gumbel(jax.random.fold_in(of_sample, place), (VOCAB,)))(places)
+
+
+def _check_prompt(call: Call, layout: ChunkLayout, rows: np.ndarray, witness: Witness) -> None:
+    places, found = layout.known_rows, call.prompt_logprobs
+    if not len(places):
+        return
+    if found is None or np.flatnonzero(found.known).tolist() != (places + 1).tolist():
+        raise Difference("prompt log-probabilities are missing, or of other tokens")
+    expected = rows[places, layout.token_ids[places + 1]]
+    _compare(found.logprobs.target[places + 1], expected, f"prompt log-probabilities, against {witness.name}")
+
+
+def _check_scores(call: Call, ask: Score, witness: Witness) -> None:
+    rows = [witness.logprobs(make_layout([], [], ids))[-1] for ids in ask.sequences()]
+    expected = np.stack(rows)[:, list(ask.labels)].astype(np.float64)
+    output = call.job.output()
+    where = f"against {witness.name}"
+    if ask.rerank:
+        relevance = np.zeros(len(rows))
+        for result in output.results:
+            relevance[result.index] = result.relevance_score
+        yes, no = expected.T
+        _compare(relevance, 1 / (1 + np.exp(no - yes)), f"relevance, {where}")
+    else:
+        _compare(np.array(output.logprobs), expected, f"label log-probabilities, {where}")
+
+
+def _compare(found: np.ndarray, expected: np.ndarray, what: str) -> None:
+    if found.shape != expected.shape:
+        raise Difference(f"{what}: shape {found.shape}, not {expected.shape}")
+    error = np.abs(found - expected).max(initial=0.0)
+    if not error <= TOLERANCE:  # NaN compares false
+        raise Difference(f"{what} differ by {error:.3g}")

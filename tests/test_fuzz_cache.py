@@ -1,0 +1,68 @@
+"""The cache fuzzer of `tests.fuzz`: in short, at length, and on planted defects."""
+
+import logging
+import time
+
+import pytest
+
+from tests.fuzz.fuzzer import EPISODE, Fuzzer
+from tests.fuzz.plants import PLANTS, planted
+from tests.fuzz.rig import Rig, make_model
+from tests.fuzz.witness import ColdEngine, Difference, Transformers
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.fixture(scope="module")
+def rig(model):
+    return Rig(model)
+
+
+@pytest.fixture(scope="module")
+def cold(model):
+    return ColdEngine(model)
+
+
+@pytest.fixture(scope="module")
+def oracle(model):
+    return Transformers(model)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Without the engine's log of the injected failures."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_no_difference(rig, cold, oracle):
+    fuzzer = Fuzzer(rig, cold, oracle, seed=0)
+    fuzzer.run(1000)
+    happened = ("answers", "cached tokens", "preemptions", "evictions", "restored parts", "interrupted", "second opinions")
+    assert all(fuzzer.counts[name] for name in happened), fuzzer.counts
+    assert fuzzer.counts["second opinions after scoring"]
+    assert fuzzer.counts["second opinions after a restart"]
+    assert fuzzer.counts["refused"] < fuzzer.counts["call"] / 10
+
+
+@pytest.mark.slow
+def test_no_difference_in_two_minutes(rig, cold, oracle):
+    end, seed = time.monotonic() + 120, 1
+    while time.monotonic() < end:
+        Fuzzer(rig, cold, oracle, seed).run(EPISODE, lambda: time.monotonic() > end)
+        seed += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS)
+def test_planted_defect_is_found(rig, cold, plant):
+    def fuzz():
+        for seed in range(10):
+            Fuzzer(rig, cold, None, seed).run(EPISODE)
+
+    with planted(plant), pytest.raises(Difference):
+        fuzz()
