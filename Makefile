@@ -1,4 +1,4 @@
-# Needs Python 3.11 or newer (3.11 to 3.13 were tried), make and the package index; everything else goes into .venv.
+# Needs Python 3.11 or newer, make and the package index; everything else goes into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -52,7 +52,9 @@ clean:
 	@$(BIN)/pip install --quiet --editable '.[test]'
 	@touch $@
 
-.cache/libtpu/.installed: .venv/bin/python
+# The libtpu that `.[tpu]` would install: the one that the installed JAX's own extra asks for.
+LIBTPU := from importlib.metadata import requires; print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))
+.cache/libtpu/.installed: .venv/.installed
 	@echo "Installing the TPU compiler into .cache/libtpu"
-	@$(BIN)/pip install --quiet --no-deps --upgrade --target .cache/libtpu libtpu==0.0.42.1
+	@$(BIN)/pip install --quiet --no-deps --upgrade --target .cache/libtpu "$$($(BIN)/python -c '$(LIBTPU)')"
 	@touch $@

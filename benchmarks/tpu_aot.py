@@ -1,7 +1,7 @@
 """Compile the TPU kernels and whole decoder steps for real chips, with no TPU at hand.
 
-    pip install libtpu==0.0.42.1
-    python -m benchmarks.tpu_aot [--topology v6e] [--quick] [--only kernels] [--grid] [--json FILE|-]
+    make .cache/libtpu/.installed    # the libtpu of the installed JAX
+    PYTHONPATH=.cache/libtpu python -m benchmarks.tpu_aot [--topology v6e] [--quick] [--only kernels] [--grid] [--json FILE|-]
 
 For each chip: one layer's call of the kernels in the settings that matter, with the static schedule of their inner
 loops; JAX's splash attention (an equal mask) and ragged paged attention beside them; and whole steps of Qwen3-0.6B
@@ -86,7 +86,7 @@ def describe(result: dict[str, Any]) -> str:
         line += f"; prefill {prefill['bundles_per_tile']} bundles a tile, {share:.0%} of the MXU's peak at most"
     if decode := result.get("decode"):
         line += f"; decode {decode['bundles']} bundles while {decode['bundles_while_copying']} pass for its bytes"
-    return line
+    return line + (f"; {result['unread']}" if "unread" in result else "")
 
 
 def compare(results: list[dict[str, Any]]) -> list[str]:
@@ -147,6 +147,8 @@ def main() -> None:
         print("\n".join(compare(results)))
         if args.json:
             Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if unread := {result["unread"] for result in results if "unread" in result}:
+        sys.exit("\n".join(sorted(unread)))
     ours = [result for result in results if result["kind"] in ("attention", "step")]  # a peer's tiles may be too large
     sys.exit(not all(result["compiled"] and result.get("fits", True) for result in ours))
 

@@ -1,7 +1,7 @@
 """Choose the tile sizes of the TPU kernels: `chunkattn.backends.pallas_blocks.TABLE`.
 
-    pip install libtpu==0.0.42.1
-    python -m benchmarks.tpu_tune [--chip v6e] [--head-dim 128] [--json FILE]
+    make .cache/libtpu/.installed    # the libtpu of the installed JAX
+    PYTHONPATH=.cache/libtpu python -m benchmarks.tpu_tune [--chip v6e] [--head-dim 128] [--json FILE]
 
 Every candidate is compiled, and its static schedule gives the bundles of a KV tile (with and without a mask), of
 what stands around it, and of a query tile. The host's own metadata of three workloads says how many of each a step

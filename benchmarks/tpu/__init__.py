@@ -1,6 +1,6 @@
 """Compiling for TPUs with no TPU at hand: libtpu compiles for a chip it is told of.
 
-    pip install libtpu==0.0.42.1
+    make .cache/libtpu/.installed    # the libtpu of the installed JAX
 
 Import this package before JAX: libtpu reads its settings when JAX first asks for it.
 """

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.tpu.chips import CHIPS, Chip
-from benchmarks.tpu.schedule import Block, Schedule, read_schedules
+from benchmarks.tpu.schedule import Block, Schedule, UnknownSchedule, pick, read_schedules, unknown
 from chunkattn.backends import AttentionBatch, AttentionSpec
 from chunkattn.backends.pallas_kernel import Shape
 from chunkattn.backends.pallas_tpu import PallasTpuBackend
@@ -151,16 +151,19 @@ def lower(case: Case, backend: PallasTpuBackend) -> Any:
 
 
 def compile_case(case: Case, schedules: Path | None = None) -> dict[str, Any]:
-    """What became of it, as JSON has it; with `schedules`, the loops' costs too."""
+    """What became of it, as JSON has it; with `schedules`, the loops' costs too, or `unread`: why there are none."""
     backend = compiled_backend(case.chip)(case.spec)
     result = {"kind": "attention", **asdict(case), "pool_mib": round(case.pool_bytes / MIB, 1)}
     result |= compile_call(lambda: lower(case, backend))
     if schedules is not None:
-        found = read_schedules(schedules)
-        if result["compiled"]:
-            result["smem_kib"] = {name: schedule.smem_bytes / 1024 for name, schedule in found.items()}
-            result["prefill"] = prefill_cost(found["chunk_attention"], backend.shape(backend.block(case.rows)), case)
-            result["decode"] = decode_cost(found["chunk_decode"], backend.shape(1), case)
+        try:
+            found = read_schedules(schedules)
+            if result["compiled"]:
+                result["smem_kib"] = {name: schedule.smem_bytes / 1024 for name, schedule in found.items()}
+                result["prefill"] = prefill_cost(pick(found, "chunk_attention"), backend.shape(backend.block(case.rows)), case)
+                result["decode"] = decode_cost(pick(found, "chunk_decode"), backend.shape(1), case)
+        except UnknownSchedule as error:
+            result["unread"] = str(error)
     return result
 
 
@@ -186,13 +189,15 @@ def walk_of(schedule: Schedule) -> Walk:
     """Find the parts by their order: what goes before, the clear tile, the mask and its tile, the end.
 
     Raises:
-        ValueError: other blocks multiply as well, so that the schedule is not what this takes it for.
+        UnknownSchedule: the schedule has not two inner loops that multiply, or other blocks multiply as well.
     """
     inside = [block for block in schedule.multiplying if block.depth >= 2]
+    if len(inside) < 2:
+        raise unknown(f"{schedule.kernel} has {len(inside)} inner loops that multiply, not 2")
     clear, masked = sorted(sorted(inside, key=lambda block: block.slots["MXU"])[-2:], key=lambda block: block.first)
     rest = sum(block.slots["MXU"] for block in schedule.multiplying) - clear.slots["MXU"] - masked.slots["MXU"]
     if rest > 0.2 * clear.slots["MXU"]:
-        raise ValueError(f"{schedule.kernel}: {rest} MXU slots lie outside its two inner loops")
+        raise unknown(f"{schedule.kernel}: {rest} MXU slots lie outside its two inner loops")
     depth2 = [block for block in schedule.blocks if block.depth == 2]
     before = sum(block.bundles for block in depth2 if block.last <= clear.first)
     mask = sum(block.bundles for block in depth2 if clear.last <= block.first and block.last <= masked.first)

@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from benchmarks.tpu.attention import TILE, compile_call, peak_share
 from benchmarks.tpu.chips import CHIPS
-from benchmarks.tpu.schedule import read_schedules
+from benchmarks.tpu.schedule import UnknownSchedule, pick, read_schedules
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,18 @@ def compile_peer(peer: Splash | Ragged, schedules: Path) -> dict[str, Any]:
     """As `attention.compile_case`."""
     result = {"kind": "splash" if isinstance(peer, Splash) else "ragged_paged", **asdict(peer)}
     result |= compile_call(peer.lower)
-    found = read_schedules(schedules)
-    if not result["compiled"]:
-        return result
-    chip = CHIPS[peer.chip]
+    names, tiles = ("ragged", "paged", "RPA"), 0.0
     if isinstance(peer, Splash):
-        schedule = next(s for name, s in found.items() if name.startswith("splash"))
-        tiles = peer.rows * peer.slots / TILE
-    else:
-        schedule = next(s for name, s in found.items() if "ragged" in name or "paged" in name.lower() or "RPA" in name)
+        names, tiles = ("splash",), peer.rows * peer.slots / TILE
+    try:
+        found = read_schedules(schedules)
+        if not result["compiled"]:
+            return result
+        schedule = pick(found, *names)
+    except UnknownSchedule as error:
+        return result | {"unread": str(error)}
+    chip = CHIPS[peer.chip]
+    if isinstance(peer, Ragged):
         tiles = peer.queries * peer.heads * peer.kv_pages * peer.block_size / TILE
     bundles = sum(block.bundles for block in schedule.multiplying)
     slots = {unit: sum(block.slots[unit] for block in schedule.multiplying) for unit in schedule.capacity}

@@ -11,16 +11,28 @@ import os
 import re
 import tempfile
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 
 _LINE = re.compile(r"^\s*0x([0-9a-f]+)\s*([A-Z]{2})?:\s*(>*)\s*\{")
-_UNITS = "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU"
-_KNOWN = {
-    "libtpu 0.0.42 to 0.0.50": ("MXU", *_UNITS),
-    "libtpu 0.0.52": ("MATMUL", "MATPUSH", *_UNITS),
-}
-"""Units of a bundle, as versions of libtpu name them. MATMUL, the products, is told as MXU here."""
+_UNITS = {"MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU"}
+_RENAMED = {"MATMUL": "MXU"}  # libtpu 0.0.52 counts the same instructions by this name, and pushes of weights apart
+KNOWN = "0.0.42.1", "0.0.46.3", "0.0.48.1", "0.0.50.1", "0.0.52"
+"""Versions of libtpu whose schedules were read."""
+
+
+class UnknownSchedule(ValueError):
+    """A schedule in a form that this module cannot read."""
+
+
+def unknown(what: str) -> UnknownSchedule:
+    """Return the error that says `what` is wrong with a schedule, and names the installed and the known libtpu."""
+    try:
+        installed = version("libtpu")
+    except PackageNotFoundError:
+        installed = "of an unknown version"
+    return UnknownSchedule(f"schedules of libtpu {installed} are not understood: {what}; known: {', '.join(KNOWN)}")
 
 
 def dump_schedules() -> Path:
@@ -80,11 +92,7 @@ class Schedule:
 
 
 def read_schedules(folder: Path, *, keep: bool = False) -> dict[str, Schedule]:
-    """Return the Pallas kernels whose schedules lie in `folder`, by name; the files are then deleted.
-
-    Raises:
-        ValueError: another libtpu than those known has written them.
-    """
+    """The Pallas kernels whose schedules lie in `folder`, by name; the files are then deleted."""
     found = {}
     for bundles in sorted(folder.glob("*-final_bundles.txt")):
         stem = re.match(r"(\d+-(.+?)[.\d]*)-\d+-final_bundles", bundles.name)
@@ -98,23 +106,40 @@ def read_schedules(folder: Path, *, keep: bool = False) -> dict[str, Schedule]:
     return found
 
 
+def pick(found: dict[str, Schedule], *names: str) -> Schedule:
+    """Return the first schedule whose kernel's name contains one of `names`.
+
+    Raises:
+        UnknownSchedule: no kernel has such a name.
+    """
+    for kernel, schedule in found.items():
+        if any(name in kernel for name in names):
+            return schedule
+    raise unknown(f"no dump for {names[0]} among {sorted(found)}")
+
+
 def _smem_bytes(source: Path) -> int:
     sizes = re.findall(r"space=smem, size = 0x([0-9a-f]+)", source.read_text(errors="replace"))
     return sum(int(size, 16) for size in sizes)
 
 
-def _read(kernel: str, bundles: Path, usage: Path, smem_bytes: int) -> Schedule:
+def _read_usage(usage: Path) -> tuple[list[str], dict[str, int], list[tuple[int, ...]]]:
+    """Return the units, the slots of each in a bundle, and the slots that every bundle uses, in the order of the units."""
     rows = usage.read_text().splitlines()
     at = next((i for i, row in enumerate(rows) if row.startswith("== UTILIZATION")), 0)
-    named = tuple(name.strip() for name in rows[at - 2].split(",")) if at > 1 else ()
-    if named not in _KNOWN.values():
-        raise ValueError(
-            f"the schedule of {kernel} names the units {', '.join(named) or 'nowhere'}, as no known libtpu does; "
-            f"install one of {', '.join(_KNOWN)}"
-        )
-    units = ["MXU" if name == "MATMUL" else name for name in named]
-    capacity = dict(zip(units, map(int, rows[at - 1].split()), strict=True))
+    if at < 2:
+        raise unknown(f"{usage.name} has no table of units before its utilization")
+    units = [_RENAMED.get(name, name) for name in rows[at - 2].split(", ")]
+    if missing := _UNITS - set(units):
+        raise unknown(f"{usage.name} has no column {', '.join(sorted(missing))} among {rows[at - 2]!r}")
     used = [tuple(map(int, row.split())) for row in rows[at + 1 :] if row.strip()]
+    if any(len(row) != len(units) for row in used):
+        raise unknown(f"rows of {usage.name} have not the {len(units)} columns of its header")
+    return units, dict(zip(units, map(int, rows[at - 1].split()), strict=True)), used
+
+
+def _read(kernel: str, bundles: Path, usage: Path, smem_bytes: int) -> Schedule:
+    units, capacity, used = _read_usage(usage)
     depths, labels = [0] * len(used), {0, len(used)}
     with open(bundles, encoding="utf-8", errors="replace") as file:
         for match in filter(None, map(_LINE.match, file)):
