@@ -30,6 +30,10 @@ class EngineConfig:
         attention_backend: a registered backend's name, or `"auto"` to pick by platform.
         enable_chunk_aware: split text and id prompts at `chunk_separator`.
         chunk_separator: the text between prefix, chunks and question.
+        special_tokens_in_documents: text of a special token in chunks, documents, user and tool messages and rerank texts
+            becomes that token.
+        special_tokens_in_prompts: text of a special token in prefixes, questions, plain prompts, other messages and
+            scoring texts becomes that token.
         position_strategy: `"shared"` or `"offset"` position ids.
         multi_item_scoring_delimiter: token id that separates query and items in packed scoring sequences.
         max_model_len: bound on the highest position id + 1; None is the checkpoint's own.
@@ -67,6 +71,8 @@ class EngineConfig:
     attention_backend: str = "auto"
     enable_chunk_aware: bool = False
     chunk_separator: str = " # # "
+    special_tokens_in_documents: bool = False
+    special_tokens_in_prompts: bool = True
     position_strategy: str = "shared"
     multi_item_scoring_delimiter: int | None = None
     max_model_len: int | None = None

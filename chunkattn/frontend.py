@@ -62,6 +62,8 @@ class Frontend:
             separator=config.chunk_separator,
             strategy=config.position_strategy,
             chunk_aware=config.enable_chunk_aware,
+            special_tokens_in_documents=config.special_tokens_in_documents,
+            special_tokens_in_prompts=config.special_tokens_in_prompts,
         )
         if config.multi_item_scoring_delimiter is not None:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
@@ -234,7 +236,8 @@ class Frontend:
         if isinstance(documents, Sequence):
             self._check_count(documents, "documents")
         encode = self.parser.encode
-        plan = plan_rerank(encode, pick_template(template, self.config.model, encode), query, documents, **options)
+        picked, special = pick_template(template, self.config.model, encode), self.config.special_tokens_in_documents
+        plan = plan_rerank(encode, picked, query, documents, special_tokens=special, **options)
         plan.check_room(self.limits, self.config.max_chunk_len)
         try:
             job = self.scoring(
@@ -323,8 +326,9 @@ class Frontend:
             query_ids = check_ids(query, "query", "query")
             item_ids = [check_ids(item, f"items[{i}]", "items") for i, item in enumerate(items)]
         else:
-            query_ids = encode(query, "query", "query")
-            item_ids = [encode(item, f"item {i}", "items") for i, item in enumerate(items)]
+            read = self.parser.prompts
+            query_ids = read(query, "query", "query")
+            item_ids = [read(item, f"item {i}", "items") for i, item in enumerate(items)]
         if not query_ids:
             raise RequestError("the query is empty", param="query")
         return query_ids, item_ids, encode.leading_ids if kinds == {True} else []

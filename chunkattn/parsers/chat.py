@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -12,18 +13,35 @@ from chunkattn.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from chunkattn.parsers.control import ControlTokens
+
+TRUSTED_ROLES = ("system", "developer", "assistant")
+"""Roles whose contents the application vouches for; every other role is treated as `user` and `tool` are."""
+
 
 def split_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **template_options: Any
-) -> tuple[str, str]:
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    control: ControlTokens,
+    is_trusted: Callable[[Any], bool],
+    **template_options: Any,
+) -> tuple[list[str], list[str]]:
     """Render the chat template and cut it where the first user message's content begins.
 
+    Args:
+        tokenizer: has the chat template.
+        messages: the conversation.
+        control: tokens that untrusted contents must not become.
+        is_trusted: whether the contents of a role may become control tokens.
+        template_options: variables of the template.
+
     Returns:
-        The text before the cut (the prefix), and the rest with later turns and the
-        generation prompt (the question).
+        The text before the cut (the prefix), and the rest with later turns and the generation prompt (the question),
+        each in pieces as `PlainEncoder.fill` takes them.
 
     Raises:
-        RequestError: no user message, no usable template, or a template that moves the content.
+        RequestError: no user message, no usable template, a template that moves the content, or one that changes
+            contents which hold a control token.
     """
     if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
         raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
@@ -39,7 +57,81 @@ def split_chat(
     cut = probe.find(mark)
     if cut < 0 or text[:cut] != probe[:cut]:
         raise RequestError("the chat template does not render the first user message in place", param="messages")
-    return text[:cut], text[cut:]
+    untrusted = [not is_trusted(message.get("role")) for message in messages]
+    bounds = _untrusted_starts(tokenizer, messages, untrusted, text, control, template_options)
+    return _pieces(text, 0, cut, bounds), _pieces(text, cut, len(text), bounds)
+
+
+def _untrusted_starts(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    untrusted: Sequence[bool],
+    text: str,
+    control: ControlTokens,
+    options: dict[str, Any],
+) -> list[int]:
+    """Where in the rendered text a control token must be broken: behind its first character, which untrusted text wrote.
+
+    Empty if all control tokens of the text are the template's or trusted.
+    """
+    strings = [s for message, is_untrusted in zip(messages, untrusted, strict=True) if is_untrusted for s in _strings(message)]
+    if not any(map(control.starts.search, strings)):
+        return []
+    taken = set(text)
+    mark = next((c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in taken), "")  # a private character
+    marked = [
+        _marked(message, control, mark) if is_untrusted else message
+        for message, is_untrusted in zip(messages, untrusted, strict=True)
+    ]
+    parts = _render(tokenizer, marked, options).split(mark) if mark else []
+    trusted = [token for part in parts for token in control.find(part)]
+    if "".join(parts) != text and (any(map(control.find, strings)) or trusted != control.find(text)):
+        raise RequestError(
+            "contents of user or tool messages hold the text of a control token, and the chat template changes these "
+            "contents: it cannot be told which control tokens are the template's own. Remove the token's text from the "
+            "messages, or start the engine with special_tokens_in_documents=True",
+            param="messages",
+        )
+    if trusted == control.find(text):
+        return []
+    starts, place = [], 0
+    for part in parts[:-1]:
+        place += len(part)
+        starts.append(place)
+    return starts
+
+
+def _pieces(text: str, start: int, end: int, bounds: Sequence[int]) -> list[str]:
+    """A part of the text, cut at the bounds inside it, with an empty piece at every odd place."""
+    edges = [start, *(b for b in bounds if start < b < end), end]
+    first, *rest = [text[left:right] for left, right in pairwise(edges)]
+    return [first, *(piece for part in rest for piece in ("", part))]
+
+
+def _marked(message: Mapping[str, Any], control: ControlTokens, mark: str) -> dict[str, Any]:
+    """A message with a mark behind every character that could begin a control token."""
+    changed = {name: _map(value, lambda text: control.starts.sub(rf"\g<0>{mark}", text)) for name, value in message.items()}
+    return {**changed, "role": message.get("role")}
+
+
+def _strings(value: Any) -> list[str]:
+    """All strings in a value, keys of mappings too."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for entry in value.items() for text in _strings(entry)]
+    return [text for entry in value for text in _strings(entry)] if isinstance(value, (list, tuple)) else []
+
+
+def _map(value: Any, change: Callable[[str], str]) -> Any:
+    """A value with every string in it changed, keys of mappings too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map(key, change): _map(entry, change) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map(entry, change) for entry in value]
+    return value
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from chunkattn.errors import RequestError
+from chunkattn.parsers.control import ControlTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +42,23 @@ class PartEncoder:
         """Token ids of consecutive parts; the first begins with the tokenizer's leading special tokens."""
         first, *rest = [self(t) for t in texts]
         return [[*self.leading_ids, *first], *rest]
+
+    @cached_property
+    def special(self) -> ControlTokens:
+        """The tokens that the tokenizer marks special."""
+        marked = {str(token): i for i, token in self._added.items() if getattr(token, "special", False)}
+        named = zip(getattr(self.tokenizer, "all_special_tokens", ()), getattr(self.tokenizer, "all_special_ids", ()))
+        return ControlTokens(self.tokenizer, {**marked, **{str(token): int(i) for token, i in named}})
+
+    @cached_property
+    def added(self) -> ControlTokens:
+        """All added tokens, special or not (`<think>` of Qwen3 is not), but those of white space alone."""
+        return ControlTokens(self.tokenizer, {str(token): i for i, token in self._added.items() if str(token).strip()})
+
+    @property
+    def _added(self) -> dict[int, Any]:
+        decoder = getattr(self.tokenizer, "added_tokens_decoder", None)
+        return {int(i): token for i, token in decoder.items()} if isinstance(decoder, Mapping) else {}
 
 
 def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

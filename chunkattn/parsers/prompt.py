@@ -10,8 +10,9 @@ import numpy as np
 
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
-from chunkattn.parsers.chat import split_chat
+from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat
 from chunkattn.parsers.encode import PartEncoder
+from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.parsers.separator import split_ids
 from chunkattn.rope.positions import get_strategy, make_layout
 
@@ -25,8 +26,8 @@ TokenIds = Sequence[int]
 class ChunkedPrompt:
     """A prompt already in parts, all text or all token ids. Never split again.
 
-    The safe form for untrusted documents: one that contains the separator cannot
-    forge a boundary.
+    The safe form for untrusted documents: a chunk that contains the separator cannot forge a boundary, and a chunk that
+    contains the text of a special token does not become that token.
     """
 
     prefix: str | TokenIds
@@ -50,15 +51,40 @@ class ParsedPrompt:
 class PromptParser:
     """Parses every form of prompt under one tokenizer, separator and position strategy.
 
+    Args:
+        tokenizer: None for an engine without one.
+        separator: the text between parts.
+        strategy: of position ids.
+        chunk_aware: split text and ids at the separator.
+        special_tokens_in_documents: chunk texts and contents of user and tool messages may become special tokens.
+        special_tokens_in_prompts: prefix, question, plain text and other messages may become special tokens.
+
+    Attributes:
+        encode: reads text as the tokenizer does.
+        prompts: reads text that the caller vouches for.
+
     Raises:
         ConfigError: the separator is empty or the strategy unknown.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, separator: str, strategy: str, chunk_aware: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        separator: str,
+        strategy: str,
+        chunk_aware: bool,
+        special_tokens_in_documents: bool = False,
+        special_tokens_in_prompts: bool = True,
+    ) -> None:
         if not separator:
             raise ConfigError("chunk_separator must not be empty")
         get_strategy(strategy)
         self.encode = PartEncoder(tokenizer)
+        self._in_documents, self._in_prompts = special_tokens_in_documents, special_tokens_in_prompts
+        self._plain = PlainEncoder(self.encode, self.encode.special)
+        self.prompts = self.encode if special_tokens_in_prompts else self._plain
+        self._documents = self.encode if special_tokens_in_documents else self._plain
         self.separator = separator
         self.strategy = strategy
         self.chunk_aware = chunk_aware
@@ -97,16 +123,24 @@ class PromptParser:
         """
         if self.encode.tokenizer is None:
             raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
-        prefix, question = split_chat(self.encode.tokenizer, messages, **template_options)
+        control = self.encode.special
+        pieces = split_chat(self.encode.tokenizer, messages, control, self._is_trusted, **template_options)
+        prefix, question = map("".join, pieces)
         if documents is None:
-            return ParsedPrompt(self._plain(self.encode(prefix + question)), prefix + question)
+            ids = self._plain.fill([*pieces[0][:-1], pieces[0][-1] + pieces[1][0], *pieces[1][1:]], "messages", "messages")
+            return ParsedPrompt(self._layout([[], ids]), prefix + question)
         if isinstance(documents, str) or not isinstance(documents, Sequence):
             raise RequestError(f"documents must be a list of strings, got {type(documents).__name__}", param="documents")
         for index, document in enumerate(documents):
             if not isinstance(document, str):
                 raise RequestError(f"document {index} must be a string, got {type(document).__name__}", param="documents")
-        parts = [self.encode(t) for t in (prefix, *documents, question)]
-        return ParsedPrompt(self._layout(parts), "".join((prefix, *documents, question)))
+        first, last = (self._plain.fill(p, "messages", "messages") for p in pieces)
+        chunks = [self._documents(text, f"document {i}", "documents") for i, text in enumerate(documents)]
+        return ParsedPrompt(self._layout([first, *chunks, last]), "".join((prefix, *documents, question)))
+
+    def _is_trusted(self, role: Any) -> bool:
+        """Whether contents of this role may become special tokens."""
+        return self._in_prompts if role in TRUSTED_ROLES else self._in_documents
 
     def parse_cache(
         self,
@@ -138,6 +172,14 @@ class PromptParser:
         first, *chunks, _ = (layout.part(s).tolist() for s in layout.segments)
         return first, chunks
 
+    def text(self, text: str) -> list[int]:
+        """Token ids of a text that begins a prompt, behind the tokenizer's leading special tokens.
+
+        Raises:
+            RequestError: see `PartEncoder`.
+        """
+        return [*self.encode.leading_ids, *self.prompts(text, param="prompt")]
+
     def _dict(self, prompt: Mapping[str, Any], split: bool) -> ParsedPrompt:
         given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
         if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
@@ -158,7 +200,7 @@ class PromptParser:
         if len(texts) < 3:
             if not text:
                 raise RequestError("the prompt is empty", param="prompt")
-            return ParsedPrompt(self._plain(self.encode.parts([text])[0]), text)
+            return ParsedPrompt(self._layout([[], self.text(text)]), text)
         return self._chunked(ChunkedPrompt(texts[0], texts[1:-1], texts[-1]))
 
     def _ids(self, ids: TokenIds, split: bool) -> ParsedPrompt:
@@ -166,7 +208,7 @@ class PromptParser:
         if split and not self._separator_ids:
             raise RequestError("splitting token ids at the separator needs a tokenizer; send a ChunkedPrompt", param="prompt")
         parts = split_ids(ids, self._separator_ids) if split else [ids]
-        return ParsedPrompt(self._plain(ids) if len(parts) < 3 else self._layout(parts), None)
+        return ParsedPrompt(self._layout([[], ids] if len(parts) < 3 else parts), None)
 
     def _chunked(self, prompt: ChunkedPrompt) -> ParsedPrompt:
         if isinstance(prompt.chunks, str) or not isinstance(prompt.chunks, Sequence):
@@ -176,14 +218,13 @@ class PromptParser:
         if len(texts) == len(parts):
             if not prompt.question:
                 raise RequestError("the question is empty", param="prompt")
-            return ParsedPrompt(self._layout(self.encode.parts(texts)), "".join(texts))
+            first, *middle, last = texts
+            chunks = [self._documents(text, f"chunk {i}", "prompt") for i, text in enumerate(middle)]
+            return ParsedPrompt(self._layout([self.text(first), *chunks, self.prompts(last, param="prompt")]), "".join(texts))
         if texts:
             raise RequestError("the parts of a ChunkedPrompt must be all text or all token ids", param="prompt")
         names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "question"]
         return ParsedPrompt(self._layout([check_ids(p, n) for p, n in zip(parts, names, strict=True)]), None)
-
-    def _plain(self, ids: TokenIds) -> ChunkLayout:
-        return self._layout([[], ids])
 
     def _layout(self, parts: Sequence[TokenIds]) -> ChunkLayout:
         prefix, *chunks, question = parts

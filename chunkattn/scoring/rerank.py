@@ -18,6 +18,7 @@ from chunkattn.engine.messages import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
+from chunkattn.parsers.control import ControlTokens
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.scoring.planner import ScoringJob
@@ -141,8 +142,7 @@ def pick_template(wanted: RerankTemplate | str | None, model: str | None, encode
 
 
 def _missing(template: RerankTemplate, encode: PartEncoder) -> list[str]:
-    known = PlainEncoder(encode).control_ids
-    return [token for token in template.control_tokens if token not in known]
+    return [token for token in template.control_tokens if token not in encode.added.ids]
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,7 @@ def plan_rerank(
     top_n: int | None = None,
     instruction: str | None = None,
     max_tokens_per_doc: int | None = None,
+    special_tokens: bool = False,
 ) -> RerankPlan:
     """Which sequences to score for a reranking, and at which labels.
 
@@ -240,6 +241,7 @@ def plan_rerank(
         top_n: how many of the best to return; None is all.
         instruction: instead of the template's own.
         max_tokens_per_doc: a document's own tokens beyond these are cut, never the template's; None cuts nothing.
+        special_tokens: read users' texts as the tokenizer reads them, control tokens included.
 
     Raises:
         RequestError: an argument is of a wrong type or value, or a label is not one token.
@@ -255,7 +257,7 @@ def plan_rerank(
         raise RequestError(f"instruction must be a string, got {type(instruction).__name__}", param="instruction")
     _check_count("top_n", top_n)
     _check_count("max_tokens_per_doc", max_tokens_per_doc)
-    plain = PlainEncoder(encode)
+    plain = PlainEncoder(encode, ControlTokens(encode.tokenizer, {}) if special_tokens else encode.added)
     shared, before, tail = template.split(query, instruction)
     ids = [plain(before + document, f"document {index}", "documents") for index, document in enumerate(documents)]
     end = plain.fill([tail])

@@ -60,7 +60,7 @@ async def tokenize(body: TokenizeBody, state: State) -> dict[str, Any]:
             parsed = parser.parse_chat([m.plain() for m in body.messages], **options)
             return [int(t) for t in parsed.layout.token_ids]
         text = body.prompt or ""
-        return parser.encode.parts([text])[0] if body.add_special_tokens else parser.encode(text)
+        return parser.text(text) if body.add_special_tokens else parser.prompts(text, param="prompt")
 
     tokens = await asyncio.to_thread(ids)
     answer = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}

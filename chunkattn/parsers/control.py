@@ -1,0 +1,168 @@
+"""Control tokens of a tokenizer: where they occur in a text, and token ids of texts in which they do not count."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
+
+from tokenizers import AddedToken, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ControlTokens:
+    """A set of a tokenizer's added tokens that untrusted text must not become.
+
+    Attributes:
+        ids: token id of each control token, by its text.
+        forbidden: their ids, less that of the unknown token: a character outside the vocabulary has no other id.
+        starts: matches a character that begins the text of a control token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, ids: Mapping[str, int]) -> None:
+        self.ids = {text: token for text, token in ids.items() if text}
+        self._tokenizer: Any = tokenizer
+        self._unknown = getattr(tokenizer, "unk_token_id", None)
+        self._all = frozenset(self.ids.values())
+        self.forbidden = self._all - {self._unknown}
+        self._unknown_texts = [text for text, token in self.ids.items() if token == self._unknown]
+        self._texts = re.compile(_any_of(list(self.ids)) if self.ids else "(?!)")
+        first = "".join(sorted({re.escape(text[0]) for text in self.ids}))
+        self.starts = re.compile(f"[{first}]" if first else "(?!)")
+
+    def find(self, text: str) -> list[str]:
+        """Texts of the control tokens in a text, leftmost and longest first."""
+        return self._texts.findall(text)
+
+    def is_clean(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether `ids`, which the tokenizer made of `text`, hold no control token."""
+        return self.forbidden.isdisjoint(ids) and not any(unknown in text for unknown in self._unknown_texts)
+
+    def follows(self, ids: Sequence[int], texts: Sequence[str]) -> bool:
+        """Whether the control tokens in `ids` are some of `texts`, in their order."""
+        left = iter([self.ids[text] for text in texts])
+        return all(token in left for token in ids if token in self.forbidden)
+
+    def encode(self, pieces: Sequence[str]) -> list[int]:
+        """Token ids of the joined pieces. Control tokens count in pieces at even places, and only within one piece.
+
+        The ids are those of a tokenizer without the control tokens, but for the places where they count.
+        """
+        if self._renamed is None:
+            return self._encode_runs(pieces)
+        names = self._renamed.names
+        text = "".join(
+            piece if place % 2 else self._texts.sub(lambda match: names[match[0]], piece) for place, piece in enumerate(pieces)
+        )
+        return self._renamed.encode(text, self._all, self._unknown)
+
+    def _encode_runs(self, pieces: Sequence[str]) -> list[int]:
+        """`encode` for tokenizers written in Python: text between two control tokens is tokenized in one piece."""
+        ids: list[int] = []
+        run = ""
+        for place, piece in enumerate(pieces):
+            start = 0
+            for match in () if place % 2 else self._texts.finditer(piece):
+                ids += [*self._encode_run(run + piece[start : match.start()]), self.ids[match[0]]]
+                run, start = "", match.end()
+            run += piece[start:]
+        return ids + self._encode_run(run)
+
+    def _encode_run(self, text: str) -> list[int]:
+        if not text:
+            return []
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self.is_clean(text, ids):
+            return ids
+        ids = list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        if left := self.forbidden.intersection(ids):
+            raise ControlTokenError(self._tokenizer.convert_ids_to_tokens(sorted(left)))
+        return ids
+
+    @cached_property
+    def _renamed(self) -> _Renamed | None:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return _Renamed.of(backend, self.ids) if isinstance(backend, Tokenizer) else None
+
+
+class ControlTokenError(ValueError):
+    """The tokenizer has no other tokens for the text of a control token.
+
+    Attributes:
+        tokens: the control tokens.
+    """
+
+    def __init__(self, tokens: list[str]) -> None:
+        super().__init__(f"{tokens} cannot be taken as plain text")
+        self.tokens = tokens
+
+
+class _Renamed(NamedTuple):
+    """A tokenizer that shares the original's model, with control tokens under names that no user knows.
+
+    Attributes:
+        names: private name of each control token, by its text.
+        real: the original's id of each added token, by its id here.
+    """
+
+    tokenizer: Tokenizer
+    names: dict[str, str]
+    real: dict[int, int]
+
+    @classmethod
+    def of(cls, backend: Tokenizer, control: Mapping[str, int]) -> _Renamed:
+        copy = Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            copy.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            copy.pre_tokenizer = backend.pre_tokenizer
+        added = {token.content: (number, token) for number, token in sorted(backend.get_added_tokens_decoder().items())}
+        kept = {text: entry for text, entry in added.items() if text not in control}
+        copy.add_tokens([token for _, token in kept.values()])
+        names = {text: uuid4().hex for text in control}
+        flags = {text: added[text][1] if text in added else AddedToken(text) for text in control}
+        # Not normalized and within words, so that every name is found.
+        renamed = [AddedToken(names[t], lstrip=f.lstrip, rstrip=f.rstrip, normalized=False) for t, f in flags.items()]
+        copy.add_tokens(renamed)
+        numbers = {**{text: number for text, (number, _) in kept.items()}, **{names[text]: i for text, i in control.items()}}
+        here = {text: copy.token_to_id(text) for text in numbers}
+        return cls(copy, names, {token: numbers[text] for text, token in here.items() if token is not None})
+
+    def encode(self, text: str, control: frozenset[int], unknown: int | None) -> list[int]:
+        """Token ids of a text with private names in it, as the original's.
+
+        Raises:
+            ControlTokenError: the model itself makes a control token of the text, of its single characters, too.
+        """
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        formed = control - self.real.keys()
+        if formed.isdisjoint(encoding.ids):
+            return [self.real.get(token, token) for token in encoding.ids]
+        # The vocabulary holds the control token's text as a word (Unigram models): take its characters one by one.
+        ids: list[int] = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            word = self.tokenizer.id_to_token(token) or ""
+            if token not in formed or (token == unknown and text[start:end] != word):
+                ids.append(self.real.get(token, token))
+                continue
+            parts = [part.id for character in word for part in self.tokenizer.model.tokenize(character)]
+            if not (control - {unknown}).isdisjoint(parts):
+                raise ControlTokenError([word])
+            ids += parts
+        return ids
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern that matches the longest of some texts, in time that does not grow with their number."""
+    low, high = min(texts), max(texts)
+    prefix = low[: next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), len(low))]
+    rests = sorted({text[len(prefix) :] for text in texts} - {""})
+    if not rests:
+        return re.escape(prefix)
+    branches = "|".join(_any_of(list(group)) for _, group in groupby(rests, key=lambda rest: rest[0]))
+    return f"{re.escape(prefix)}(?:{branches}){'?' if prefix in texts else ''}"
