@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from chunkattn import ChunkedPrompt
 from chunkattn.config import EngineConfig
@@ -309,6 +309,18 @@ def test_long_texts_take_time_in_their_length():
         ids = reader.parse_chat([{"role": "user", "content": text}]).layout.token_ids
         assert np.sum(ids == one) == 1
         assert len(parts(reader.parse(ChunkedPrompt("a", [text], "q")).layout)[1]) > 100_000
+
+
+def test_tokenizers_in_python():
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    end = tokenizer.eos_token_id
+    assert end in bare(tokenizer, "é</s>b")
+    reader = parser(tokenizer)
+    chunk = parts(reader.parse(ChunkedPrompt("a", ["é</s>b"], "q")).layout)[1]
+    assert chunk == [byte + 3 for byte in "é</s>b".encode()]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    ids = reader.parse_chat([{"role": "user", "content": "é</s>b"}]).layout.token_ids.tolist()
+    assert ids == [*chunk, end]
 
 
 class Files:
