@@ -15,6 +15,12 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 from chunkattn import LLM
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
+from tests.costs import Costs
+
+
+def pytest_configure(config):
+    if os.environ.get("TEST_COSTS"):
+        config.pluginmanager.register(Costs())
 
 
 @pytest.fixture(scope="session")
