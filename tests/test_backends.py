@@ -74,7 +74,7 @@ def test_xla_equals_reference(options):
     check_backend("xla", **{"cases": 10, **options})
 
 
-@pytest.mark.parametrize(("per_head", "large_keys"), [(0, 0), (0, 1 << 30), (16, 0)])
+@pytest.mark.parametrize(("per_head", "large_keys"), [(0, 0), (0, 1 << 30), pytest.param(16, 0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"dtype": "bfloat16"}, {"soft_cap": 2.0}], ids=str)
 def test_xla_equals_reference_with_many_small_tiles(options, per_head, large_keys, monkeypatch):
     monkeypatch.setattr(xla, "TILES", ((64, 16, 16, per_head), (1, 8, 32, 0)))

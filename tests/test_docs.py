@@ -17,7 +17,9 @@ def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if p.name == "usage.md" else (), id=p.name) for p in PAGES]
+)
 def test_python(page, capsys):
     names = {}
     code = blocks(page, "python")

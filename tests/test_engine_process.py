@@ -27,7 +27,9 @@ def doomed(loop, fault_file):
     loop.run(made.close())
 
 
-@pytest.mark.parametrize("way", ["kill", "stop", "hang", "error", "noise"])
+@pytest.mark.parametrize(
+    "way", ["kill", "hang", "error", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stop", "noise"))]
+)
 def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, fault, way, monkeypatch):
     expected = loop.run(last(doomed.generate(PROMPT, GREEDY))).outputs[0].token_ids
     restarts = doomed.client.restarts

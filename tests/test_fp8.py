@@ -46,7 +46,7 @@ def test_the_demo_model_answers_as_before(demo):
     assert answers[0] == answers[1] == ["Tunise", "poet", "Pegelu"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_warm_is_cold_to_the_bit(engine, dtype):
     """Documents read from the pool or computed by the request itself, in another order.
 

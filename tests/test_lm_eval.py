@@ -93,10 +93,10 @@ def evaluate(server, tmp_path, monkeypatch):
     "options",
     [
         {"tokenized_requests": True},
-        {"tokenized_requests": True, "batch_size": 4},
+        pytest.param({"tokenized_requests": True, "batch_size": 4}, marks=pytest.mark.slow),
         {"tokenized_requests": True, "num_concurrent": 3, "batch_size": 2},
         {"tokenized_requests": False},
-        {"tokenized_requests": False, "batch_size": 4},
+        pytest.param({"tokenized_requests": False, "batch_size": 4}, marks=pytest.mark.slow),
     ],
     ids=["ids", "ids-batched", "ids-at-once", "texts", "texts-batched"],
 )

@@ -77,7 +77,7 @@ def test_equals_the_other_backends(name, lens, aligned):
     assert difference(name, pack(lens, aligned=aligned)) <= SAME
 
 
-@pytest.mark.parametrize("aligned", [False, True], ids=["packed", "aligned"])
+@pytest.mark.parametrize("aligned", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["packed", "aligned"])
 def test_pallas_kernel_equals_it(aligned):
     """Segments and dense masks are the same result, in Pallas' TPU interpreter."""
     pytest.importorskip("chunkattn.backends.pallas_tpu")

@@ -38,8 +38,8 @@ def small_tiles(monkeypatch):
     "options",
     [
         pytest.param({"cases": 2}, marks=pytest.mark.slow),
-        {"scale": 4},
-        {"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
+        pytest.param({"scale": 4}, marks=pytest.mark.slow),
+        pytest.param({"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1}, marks=pytest.mark.slow),
         {"window": 19, "soft_cap": 2.0},
         {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"},
     ],
@@ -49,7 +49,7 @@ def test_equals_reference(options, small_tiles):
     check_backend("pallas_tpu", **{"cases": 1, **SMALL, **options})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_equals_reference_over_hundreds_of_batches():
     command = [sys.executable, "-m", "benchmarks.tpu_interpret", "--json", "-"]

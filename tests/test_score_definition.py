@@ -40,6 +40,11 @@ def label_ids(llm):
     return [llm.tokenizer.convert_tokens_to_ids(t) for t in ("▁yes", "▁no")]
 
 
+@pytest.fixture(scope="module")
+def half():
+    return LLM(dtype="bfloat16", **STEPS)
+
+
 def test_text_of_every_kind(witness):
     llm, rng = LLM(dtype="float32", **STEPS), np.random.default_rng(1)
     labels = label_ids(llm)
@@ -51,10 +56,12 @@ def test_text_of_every_kind(witness):
         np.testing.assert_allclose(result.scores, np.exp(expected), atol=1e-5 * np.exp(expected).max())
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_bfloat16(algorithm, witness):
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=() if name == "prefill_extend" else pytest.mark.slow) for name in ALGORITHMS]
+)
+def test_bfloat16(algorithm, half, witness):
     """Within 0.02, and 0.01 on average, of the model in float32: probabilities, and shares of the labels."""
-    llm, rng = LLM(dtype="bfloat16", **STEPS), np.random.default_rng(2)
+    llm, rng = half, np.random.default_rng(2)
     labels, differences = label_ids(llm), []
     for _ in range(8):
         query, items = random_request(rng, most=20)

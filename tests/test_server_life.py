@@ -172,7 +172,9 @@ def test_a_failed_step_is_told_by_an_id(server, fault):
         wait_until(lambda: is_idle(http))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "hung"]
+)
 def test_a_server_outlives_its_engine(server, fault, number):
     """Every client gets an answer or an explicit error; then all is well again."""
     with server.client() as http:
@@ -256,7 +258,7 @@ def test_options_come_from_everywhere(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--port", "70000"], "port must be between 0 and 65535"),
-        (["/nowhere"], "/nowhere"),
+        pytest.param(["/nowhere"], "/nowhere", marks=pytest.mark.slow),
         pytest.param(["--block-size", "17"], "block_size must be a power of two", marks=pytest.mark.slow),
         pytest.param(["--request-timeout-s", "0"], "request_timeout_s must be above 0", marks=pytest.mark.slow),
         pytest.param(["--log-format", "xml"], "log_format 'xml' is unknown", marks=pytest.mark.slow),
