@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-slow test-tpu test-browser lint eval clean
+.PHONY: run test test-slow test-tpu test-browser test-all lint eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -10,20 +10,24 @@ run: .venv/.installed  ## install and run the demo
 # In two parts: XLA maps memory for every kernel it compiles for a CPU, and a process can have 65,530 maps on Linux.
 # Two workers, for compiling takes longest, and mostly one core.
 PARALLEL := -n 2 --dist loadfile
-QUICK := $(PARALLEL) -m "not slow and not tpu and not browser"
-test: .venv/.installed-test  ## the tests, under 15 minutes on two cores
+QUICK := $(PARALLEL) -m "not slow and not exhaustive and not tpu and not browser"
+test: .venv/.installed-test  ## the quick tests; TEST_COSTS=1 prints what each file costs
 	$(BIN)/python -m pytest $(QUICK) tests/test_[a-o]*.py chunkattn
 	$(BIN)/python -m pytest $(QUICK) tests/test_[p-z]*.py
 
-test-slow: .venv/.installed-test  ## the longer tests
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not tpu and not browser"
+test-slow: .venv/.installed-test  ## the longer tests that CI runs for every change
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not exhaustive and not tpu and not browser"
 
 # The compiler lies apart from the rest: where it can be imported, JAX looks for a TPU.
-test-tpu: .venv/.installed-test .cache/libtpu/.installed  ## the TPU kernels, compiled for real chips; needs no TPU
-	PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m tpu
+test-tpu: .venv/.installed-test .cache/libtpu/.installed  ## the TPU kernels, compiled for one chip; needs no TPU
+	PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m "tpu and not exhaustive"
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
 	$(BIN)/python -m pytest -m browser tests/test_browser.py
+
+test-all: lint test test-slow test-tpu test-browser  ## everything; run before an issue is resolved
+	$(BIN)/python -m pytest $(PARALLEL) -m "exhaustive and not tpu and not browser"
+	PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m "tpu and exhaustive"
 
 lint: .venv/.installed-test  ## style, types and the direction of imports
 	$(BIN)/ruff check .

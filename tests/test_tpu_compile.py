@@ -20,6 +20,7 @@ def compiled(*options):
     return [case for case in found if case["compiled"]]
 
 
+@pytest.mark.exhaustive
 def test_kernels_compile_for_every_chip_without_a_copy_of_the_pool():
     cases = compiled("--only", "kernels", "--topology", "v5e", "--topology", "v5p")
     assert {case["chip"] for case in cases} == {"v5e", "v5p"}
@@ -32,10 +33,16 @@ def test_kernels_compile_for_every_chip_without_a_copy_of_the_pool():
 
 
 @pytest.fixture(scope="module")
-def on_v6e():
-    return compiled("--topology", "v6e")
+def kernels():
+    return compiled("--topology", "v6e", "--only", "kernels")
 
 
+@pytest.fixture(scope="module")
+def on_v6e(kernels):
+    return kernels + compiled("--topology", "v6e", "--only", "peers", "--only", "steps")
+
+
+@pytest.mark.exhaustive
 def test_prefill_takes_no_more_bundles_than_splash_attention(on_v6e):
     for head_dim in (64, 128, 256):
         of = [case for case in on_v6e if case["kind"] != "step" and case["head_dim"] == head_dim]
@@ -48,11 +55,12 @@ def test_prefill_takes_no_more_bundles_than_splash_attention(on_v6e):
             assert prefill["masked_with_copies"] <= theirs
 
 
-def test_decode_waits_for_memory_and_not_for_bundles(on_v6e):
-    common = next(case for case in on_v6e if case["kind"] == "attention")
+def test_decode_waits_for_memory_and_not_for_bundles(kernels):
+    common = next(case for case in kernels if case["kind"] == "attention")
     assert common["decode"]["bundles"] <= common["decode"]["bundles_while_copying"]
 
 
+@pytest.mark.exhaustive
 def test_whole_steps_fit_the_chip(on_v6e):
     steps = [case for case in on_v6e if case["kind"] == "step"]
     assert {case["model"] for case in steps} == {"qwen3-0.6b", "llama-3-8b"}
@@ -61,8 +69,8 @@ def test_whole_steps_fit_the_chip(on_v6e):
     assert all(case["temporary_mib"] < 0.05 * case["arguments_mib"] for case in steps)
 
 
-def test_memory_of_131072_cached_tokens_grows_with_rows_alone(on_v6e):
-    long = [case for case in on_v6e if case["kind"] == "attention" and case["width"] * case["block_size"] >= 131072]
+def test_memory_of_131072_cached_tokens_grows_with_rows_alone(kernels):
+    long = [case for case in kernels if case["kind"] == "attention" and case["width"] * case["block_size"] >= 131072]
     assert len(long) == 2
     for case in long:
         rows_mib = case["rows"] * (case["heads"] + 2 * case["kv_heads"]) * case["head_dim"] * 2 / 2**20
