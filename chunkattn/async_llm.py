@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from secrets import token_hex
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, Protocol, TypeVar, overload
 
 from tqdm import tqdm
 
@@ -18,7 +19,7 @@ from chunkattn.engine.call import Call
 from chunkattn.engine.client import EngineClient
 from chunkattn.engine.collect import OutputBuilder
 from chunkattn.engine.control import Checkpoint
-from chunkattn.engine.messages import EngineLimits, EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenOutput
+from chunkattn.engine.messages import EngineLimits, EngineOutput, GenerateRequest, Message, PromptLogprobsOutput, TokenOutput
 from chunkattn.errors import EngineDeadError, RequestError
 from chunkattn.frontend import Frontend, as_list, make_config
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
@@ -350,7 +351,7 @@ class AsyncLLM:
             ChunkAttnError: as `generate`.
         """
         with self.client.call(_check_timeout(timeout)) as call:
-            job = await call.prepare(
+            plan = partial(
                 self.frontend.score_call,
                 query,
                 items,
@@ -363,9 +364,7 @@ class AsyncLLM:
                 cache_salt=cache_salt,
                 priority=priority,
             )
-            for stage in job.stages:
-                await call.finish(stage, _each(job.add))
-            return job.output()
+            return (await _run(call, plan)).output()
 
     async def rerank(
         self,
@@ -406,7 +405,7 @@ class AsyncLLM:
             ChunkAttnError: as `generate`.
         """
         with self.client.call(_check_timeout(timeout)) as call:
-            job = await call.prepare(
+            plan = partial(
                 self.frontend.rerank_call,
                 query,
                 documents,
@@ -418,9 +417,7 @@ class AsyncLLM:
                 cache_salt=cache_salt,
                 priority=priority,
             )
-            for stage in job.stages:
-                await call.finish(stage, _each(job.add))
-            return job.output()
+            return (await _run(call, plan)).output()
 
     # The cache
 
@@ -459,10 +456,10 @@ class AsyncLLM:
                 self.frontend.precompute, prefix, documents, cache_salt, pin, chat_template_kwargs, priority
             )
             try:
-                await call.finish(job.requests, _each(job.add))
+                await _run(call, lambda: job)
             except BaseException:
                 call.abort()  # first, so that nothing gets pinned after the engine has heard of the unpinning
-                self.client.unpin(r.request_id for r in job.requests)
+                self.client.unpin(job.request_ids)
                 raise
             return job.report()
 
@@ -508,7 +505,10 @@ class AsyncLLM:
     ) -> CacheReport:
         with self.client.call() as call:
             job = await call.prepare(self.frontend.precompute, prefix, documents, salt, False, options)
-            return job.found(await self.client.look_up(job.requests, forget=forget))
+            stages = job.stages()
+            while (stage := await call.prepare(next, stages, None)) is not None:
+                job.note(stage, await self.client.look_up(stage, forget=forget))
+            return job.found()
 
     async def unpin(self, report: CacheReport) -> None:
         """Let what a `precompute(pin=True)` pinned be evicted again."""
@@ -525,6 +525,36 @@ class AsyncLLM:
         """
         self.frontend.scores.forget_cached()
         return await self.client.reset_cache()
+
+
+class _Staged(Protocol):
+    """What is sent to the engine stage by stage."""
+
+    def stages(self) -> Iterator[Sequence[Message]]: ...
+
+    def add(self, event: Any) -> object: ...
+
+
+J = TypeVar("J", bound=_Staged)
+
+
+async def _run(call: Call, plan: Callable[[], J]) -> J:
+    """Plan a job and run it; a stage is made, in a thread, when the one before has ended.
+
+    Raises:
+        ChunkAttnError: whatever the plan raises, a stage that cannot be made, or as `Call.finish`.
+    """
+
+    def begin() -> tuple[J, Iterator[Sequence[Message]], Sequence[Message] | None]:
+        job = plan()
+        stages = job.stages()
+        return job, stages, next(stages, None)
+
+    job, stages, stage = await call.prepare(begin)
+    while stage is not None:
+        await call.finish(stage, _each(job.add))
+        stage = await call.prepare(next, stages, None)
+    return job
 
 
 def _each(add: Callable[[Any], object]) -> Callable[[Any], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
@@ -14,6 +14,14 @@ from chunkattn.errors import ConfigError, RequestError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+
+# A request's lists are checked against these before anything is done for each entry.
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_LABELS = 1024
+MAX_SALT_CHARS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +46,7 @@ class EngineConfig:
         multi_item_scoring_delimiter: token id that separates query and items in packed scoring sequences.
         max_model_len: bound on the highest position id + 1; None is the checkpoint's own.
         max_chunk_len: bound on the tokens of one chunk.
+        max_chunks_per_prompt: highest number of chunks of one prompt, empty ones included.
         max_num_seqs: sequences running at once, each of a request's `n` counted.
         max_num_batched_tokens: token budget of one step.
         block_size: tokens per KV page.
@@ -51,7 +60,10 @@ class EngineConfig:
         warmup: compile every step variant at start. None leaves it to the caller: servers do, `LLM` does not.
         score_algorithm: how scoring requests that name none are computed; `"auto"` predicts which is cheapest.
         max_logprobs: highest `logprobs` or `prompt_logprobs` a request may ask for.
-        max_items_per_request: highest number of items of one scoring request.
+        max_items_per_request: highest number of items of one scoring request, over all of its queries, and of documents
+            of one precompute call.
+        max_tokens_per_call: highest number of tokens one call may have the engine compute: of generation the prompts and
+            `max_tokens` of every sample; of scoring the query as often as the algorithm computes it, and the items.
         max_multi_item_seq_len: highest number of tokens in a step of the `packed_dense` baseline, whose memory grows with
             their square.
         seed: of requests that bring none.
@@ -77,6 +89,7 @@ class EngineConfig:
     multi_item_scoring_delimiter: int | None = None
     max_model_len: int | None = None
     max_chunk_len: int = 8192
+    max_chunks_per_prompt: int = 4096
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     block_size: int = 16
@@ -89,6 +102,7 @@ class EngineConfig:
     score_algorithm: str = "auto"
     max_logprobs: int = 20
     max_items_per_request: int = 10_000
+    max_tokens_per_call: int = 1 << 26
     max_multi_item_seq_len: int = 8192
     seed: int = 0
     max_decode_gap_s: float = 0.5
@@ -165,16 +179,27 @@ def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = Fa
     return float(value)
 
 
-def _listed(name: str, value: Any) -> list[Any]:
-    """A sequence as a list; None is empty, as in vLLM.
+def check_size(name: str, value: Sized, most: int) -> None:
+    """Check the number of entries of a request's list or map.
 
     Raises:
-        RequestError: no sequence.
+        RequestError: more than `most`.
+    """
+    if len(value) > most:
+        raise RequestError(f"{name} has {len(value)} entries, at most {most} are allowed", param=name)
+
+
+def _listed(name: str, value: Any, most: int) -> list[Any]:
+    """A sequence of at most `most` entries as a list; None is empty, as in vLLM.
+
+    Raises:
+        RequestError: no sequence, or a longer one.
     """
     if value is None:
         return []
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray, Set)):
         raise RequestError(f"{name} must be a list, got {type(value).__name__}", param=name)
+    check_size(name, value, most)
     return list(value)
 
 
@@ -193,11 +218,12 @@ class SamplingParams:
         repetition_penalty: divides positive, multiplies negative logits of tokens seen in prompt or output.
         presence_penalty: subtracted once from tokens seen in the output.
         frequency_penalty: subtracted per occurrence in the output.
-        logit_bias: added to the logits of the given token ids.
+        logit_bias: added to the logits of the given token ids, at most 1024.
         max_tokens: most tokens to generate; None is as many as fit.
         min_tokens: no end-of-sequence or stop token before this many.
-        stop: strings that end the text; not part of it unless `include_stop_str_in_output`.
-        stop_token_ids: tokens that end the text.
+        stop: strings that end the text, at most 64 of at most 1024 characters; not part of it unless
+            `include_stop_str_in_output`.
+        stop_token_ids: tokens that end the text, at most 1024.
         ignore_eos: keep going past the end-of-sequence token.
         logprobs: log-probabilities of this many likeliest tokens at each step; 0 is the chosen one's alone.
         prompt_logprobs: the same for every prompt token.
@@ -244,13 +270,19 @@ class SamplingParams:
         for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("seed", 0)):
             if getattr(self, name) is not None:
                 checked[name] = _whole(name, getattr(self, name), low)
-        stop = [self.stop] if isinstance(self.stop, str) else _listed("stop", self.stop)
-        if not all(isinstance(s, str) and s for s in stop):
-            raise RequestError(f"stop must be non-empty strings, got {self.stop!r}", param="stop")
-        ids = [_whole("stop_token_ids", t, 0) for t in _listed("stop_token_ids", self.stop_token_ids)]
+        stop = [self.stop] if isinstance(self.stop, str) else _listed("stop", self.stop, MAX_STOP_STRINGS)
+        for place, text in enumerate(stop):
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop must be non-empty strings, got {self.stop!r}", param="stop")
+            if len(text) > MAX_STOP_CHARS:
+                reason = f"stop string {place} has {len(text)} characters, at most {MAX_STOP_CHARS} are allowed"
+                raise RequestError(reason, param="stop")
+        listed = _listed("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        ids = [_whole("stop_token_ids", t, 0) for t in listed]
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping):
             raise RequestError(f"logit_bias must map token ids to numbers, got {type(bias).__name__}", param="logit_bias")
+        check_size("logit_bias", bias, MAX_LOGIT_BIAS)
         checked["logit_bias"] = {
             _whole("logit_bias", t, 0): _real("logit_bias", value, -100.0, 100.0) for t, value in bias.items()
         }

@@ -18,13 +18,21 @@ class ConfigError(ChunkAttnError, ValueError):
 class RequestError(ChunkAttnError, ValueError):
     """A prompt, scoring request or sampling parameter cannot be served.
 
-    Attributes:
-        param: the name of the offending argument, for API error bodies.
+    The error's text is the part's name, directly followed by the message.
+
+    Args:
+        message: what is wrong. Behind a part it begins with the space or the colon that separates them.
+        param: name of the offending argument, for API error bodies.
+        part: name of the offending part of that argument, such as "chunk 3", "prefix" or "item 2".
     """
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+    def __init__(self, message: str, *, param: str | None = None, part: str | None = None) -> None:
+        super().__init__((part or "") + message)
+        self.message, self.param, self.part = message, param, part
+
+    def renamed(self, part: str | None, param: str | None) -> RequestError:
+        """Return the same error about the part and the argument as the caller knows them."""
+        return type(self)(self.message, param=param, part=part)
 
 
 class CapacityError(RequestError):

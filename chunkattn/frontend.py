@@ -8,29 +8,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import count
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
+from chunkattn.accounting import generation_tokens, precompute_tokens
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.collect import OutputBuilder, token_decoder
 from chunkattn.engine.intake import Intake
-from chunkattn.engine.messages import (
-    CachedTokens,
-    EngineLimits,
-    GenerateRequest,
-    PrecomputeRequest,
-    PrecomputeResult,
-)
+from chunkattn.engine.messages import EngineLimits, GenerateRequest, PrecomputeRequest
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.models.loader import ModelFiles
-from chunkattn.outputs import CachedDocument, CacheReport
 from chunkattn.parsers import ChunkedPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.delimited import check_delimiter, check_no_delimiter, parse_delimited
-from chunkattn.parsers.prompt import Prompt, check_ids, check_salt
+from chunkattn.parsers.prompt import Prompt, check_ids, check_salt, salt_key
+from chunkattn.precompute import PrecomputeJob
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring import ScorePlanner, ScoringJob
+from chunkattn.scoring import ScoreJob, ScorePlanner, ScoringJob
 from chunkattn.scoring.labels import resolve_labels
+from chunkattn.scoring.planner import STAGE_STEPS, max_request_tokens
 from chunkattn.scoring.queries import ScoringJobs, pair_queries
 from chunkattn.scoring.rerank import RerankJob, RerankTemplate, pick_template, plan_rerank
 
@@ -64,6 +63,7 @@ class Frontend:
             chunk_aware=config.enable_chunk_aware,
             special_tokens_in_documents=config.special_tokens_in_documents,
             special_tokens_in_prompts=config.special_tokens_in_prompts,
+            max_chunks=config.max_chunks_per_prompt,
         )
         if config.multi_item_scoring_delimiter is not None:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
@@ -125,16 +125,31 @@ class Frontend:
 
         Raises:
             RequestError: one is invalid, or the lists differ in length.
+            CapacityError: one cannot fit, or together they exceed `max_tokens_per_call`.
         """
         listed = _one_each(SamplingParams() if params is None else params, SamplingParams, prompts, "sampling_params")
+        # Where max_tokens is None, one token a sample is certain.
+        costs = (generation_tokens(len(q.layout), p.n, p.max_tokens or 1) for q, p in zip(prompts, listed, strict=True))
+        self._check_tokens(sum(costs), "prompts and max_tokens of all samples", "prompt")
         jobs = []
-        for prompt, param, rank in zip(prompts, listed, _one_each(priority, Integral, prompts, "priority"), strict=True):
+        for prompt, param, rank in zip(prompts, listed, _priorities(priority, prompts), strict=True):
             if param.stop and self.tokenizer is None:
                 raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop")
-            request = GenerateRequest(self._new_id(), prompt.layout, param, self._eos_token_ids, prompt.cache_salt, int(rank))
+            salt = salt_key(prompt.cache_salt)
+            request = GenerateRequest(self._new_id(), prompt.layout, param, self._eos_token_ids, salt, rank)
             self.intake.check(request)
             jobs.append((request, OutputBuilder(request, prompt.text, self.tokenizer, self._decode)))
         return jobs
+
+    def _check_tokens(self, tokens: int, what: str, param: str) -> None:
+        """Check what a call costs.
+
+        Raises:
+            CapacityError: more than `max_tokens_per_call`.
+        """
+        if tokens > (most := self.config.max_tokens_per_call):
+            text = f"{what} are {tokens} tokens, max_tokens_per_call is {most}; split the call"
+            raise CapacityError(text, param=param)
 
     # The cache
 
@@ -147,42 +162,59 @@ class Frontend:
         options: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> PrecomputeJob:
-        """Checked requests that fill the cache, and what tells about it.
+        """A checked job that fills the cache.
 
         Raises:
-            RequestError: a part is malformed or too long.
-            CapacityError: `pin` and the pool is too small for all of them.
+            RequestError: a part is malformed or too long, or there are more than `max_items_per_request` documents.
+            CapacityError: more than `max_tokens_per_call`, or `pin` and the pool is too small for all of them.
         """
         if not self.config.enable_prefix_caching:
             raise RequestError("this engine keeps nothing: enable_prefix_caching is False", param="documents")
         if not isinstance(pin, bool):
             raise RequestError(f"pin must be True or False, got {pin!r}", param="pin")
-        (rank,) = _one_each(priority, Integral, [None], "priority")
+        (rank,), salt = _priorities(priority, [None]), salt_key(cache_salt)
+        if isinstance(documents, Sequence) and not isinstance(documents, str):
+            self._check_count(len(documents), "documents")
         prefix_ids, chunks = self.parser.parse_cache(prefix, documents, options)
         if not prefix_ids and not chunks:
             raise RequestError("there is neither a prefix nor a document", param="documents")
         shared, strategy = self.config.position_strategy == "shared", self.config.position_strategy
         # Under shared positions every document stands alone; else all of them are one sequence.
         groups = [[number] for number in range(len(chunks))] if shared and chunks else [list(range(len(chunks)))]
-        requests: list[PrecomputeRequest] = []
-        places: dict[int, tuple[str, int]] = {}
-        for group in groups:
+        self._check_tokens(precompute_tokens(len(prefix_ids), [*map(len, chunks)]), "prefix and documents", "documents")
+
+        def request(group: Sequence[int]) -> PrecomputeRequest | None:
             layout = make_layout(prefix_ids, [chunks[number] for number in group], [], strategy)
             if not len(layout):
-                continue  # an empty document behind an empty prefix
-            request = PrecomputeRequest(self._new_id(), layout, check_salt(cache_salt), pin, priority=int(rank))
-            try:
-                self.intake.check(request)
-            except RequestError as error:
-                name = f"document {group[0]}" if len(group) == 1 else "document"
-                text = str(error).replace("chunk 0" if len(group) == 1 else "chunk", name)
-                raise type(error)(text, param="documents") from None
-            places |= {number: (request.request_id, place) for place, number in enumerate(group)}
-            requests.append(request)
-        job = PrecomputeJob(requests, places, prefix_ids, chunks, self.limits)
+                return None  # an empty document behind an empty prefix
+            return PrecomputeRequest(self._new_id(), layout, salt, pin, priority=rank)
+
+        for group in groups:  # one at a time: nothing has been sent when one is refused
+            self._check_documents(request(group), group)
+        job = PrecomputeJob(
+            request,
+            groups,
+            prefix_ids,
+            chunks,
+            pin=pin,
+            max_stage_tokens=STAGE_STEPS * self.config.max_num_batched_tokens,
+            limits=self.limits,
+        )
         if pin:
             job.check_room()
         return job
+
+    def _check_documents(self, request: PrecomputeRequest | None, group: Sequence[int]) -> None:
+        """Check a request by the names of the documents that are its chunks."""
+        if request is None:
+            return
+        try:
+            self.intake.check(request)
+        except RequestError as error:
+            part = error.part
+            if part and part.startswith("chunk "):
+                part = f"document {group[int(part.removeprefix('chunk '))]}"
+            raise error.renamed(part, "documents") from None
 
     # Scoring
 
@@ -194,17 +226,19 @@ class Frontend:
         Raises:
             RequestError: malformed queries, items or labels; of a list, the query is named.
         """
-        ids = self._labels(labels, label_token_ids)
-        pairs = None if options["packed_ids"] is not None else pair_queries(query, items)
+        ids, given = self._labels(labels, label_token_ids), options.pop("packed_ids")
+        pairs = None if given is not None else pair_queries(query, items)
         if pairs is None:
-            return self.scoring(query, items, ids, **options)
-        jobs = []
+            job = self.score_job(query, items, given, item_first=options.pop("item_first"), labels=ids)
+            return self.scoring([job], ids, **options)[0]
+        self._check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries")
+        item_first, jobs, known = options.pop("item_first"), [], dict[int, list[list[int]]]()
         for number, (one, its_items) in enumerate(pairs):
             try:
-                jobs.append(self.scoring(one, its_items, ids, **options))
+                jobs.append(self.score_job(one, its_items, None, item_first=item_first, labels=ids, known=known))
             except RequestError as error:
                 raise type(error)(f"query {number}: {error}", param=error.param) from None
-        return ScoringJobs(jobs, self.config.max_num_batched_tokens)
+        return ScoringJobs(self.scoring(jobs, ids, **options), self.config.max_num_batched_tokens)
 
     def _labels(self, labels: Sequence[str] | None, label_token_ids: Sequence[int] | None) -> tuple[int, ...]:
         if (classes := self.limits.num_labels) is None:
@@ -234,67 +268,82 @@ class Frontend:
         if (classes := self.limits.num_labels) not in (None, 1):
             raise RequestError(f"only a classifier of one class can rerank, this has {classes}; score it", param="documents")
         if isinstance(documents, Sequence):
-            self._check_count(documents, "documents")
+            self._check_count(len(documents), "documents")
         encode = self.parser.encode
         picked, special = pick_template(template, self.config.model, encode), self.config.special_tokens_in_documents
         plan = plan_rerank(encode, picked, query, documents, special_tokens=special, **options)
         plan.check_room(self.limits, self.config.max_chunk_len)
+        labels = plan.labels if classes is None else ()
         try:
-            job = self.scoring(
-                plan.prefix,
-                plan.items,
-                plan.labels if classes is None else (),
-                apply_softmax=True,
-                item_first=False,
-                algorithm=algorithm,
-                packed_ids=None,
-                cache_salt=cache_salt,
-                priority=priority,
-                delimited=False,
+            scored = self.score_job(plan.prefix, plan.items, None, labels=labels, delimited=False)
+            (job,) = self.scoring(
+                [scored], labels, apply_softmax=True, algorithm=algorithm, cache_salt=cache_salt, priority=priority
             )
         except RequestError as error:  # by the names of this call
             names = {"items": "documents", "label_token_ids": "template"}
-            raise type(error)(str(error), param=names.get(error.param or "", error.param)) from None
+            raise error.renamed(error.part, names.get(error.param or "", error.param)) from None
         return RerankJob(plan, job)
 
-    def scoring(
+    def score_job(
         self,
         query: Any,
         items: Any,
-        labels: tuple[int, ...],
-        *,
-        apply_softmax: bool,
-        item_first: bool,
-        algorithm: str | None,
         packed_ids: Sequence[int] | None,
-        cache_salt: str | None = None,
-        priority: int = 0,
+        *,
+        labels: tuple[int, ...],
+        item_first: bool = False,
         delimited: bool = True,
-    ) -> ScoringJob:
-        """Checked requests of one query with its items, and what builds its output.
+        known: dict[int, list[list[int]]] | None = None,
+    ) -> ScoreJob:
+        """One query and its items, tokenized and checked.
 
-        With `delimited`, no part may hold the engine's delimiter, if it has one.
+        Args:
+            query: text or token ids.
+            items: texts or token ids, as the query is.
+            packed_ids: instead of both.
+            labels: token ids.
+            item_first: see `LLM.score`.
+            delimited: no part may hold the engine's delimiter, if it has one.
+            known: token ids of the lists of items of this call, by the list's identity; new ones are added.
 
         Raises:
             RequestError: malformed query, items or labels.
         """
-        (rank,) = _one_each(priority, Integral, [None], "priority")
-        query_ids, item_ids, leading = self._score_ids(query, items, packed_ids)
+        query_ids, item_ids, leading = self._score_ids(query, items, packed_ids, {} if known is None else known)
         if delimited and packed_ids is None and (delimiter := self.config.multi_item_scoring_delimiter) is not None:
             check_no_delimiter(query_ids, item_ids, delimiter)
         self._check_score(query_ids, item_ids, leading, labels)
-        job = self.scores.plan(
-            self.scores.job(query_ids, item_ids, leading, item_first and not self._delimited()),
-            algorithm,
-            labels,
+        return self.scores.job(query_ids, item_ids, leading, item_first and not self._delimited())
+
+    def scoring(
+        self,
+        jobs: Sequence[ScoreJob],
+        labels: tuple[int, ...],
+        *,
+        apply_softmax: bool,
+        algorithm: str | None,
+        cache_salt: str | None,
+        priority: int,
+    ) -> list[ScoringJob]:
+        """Plan the jobs of one call; no request is made before a stage is asked for.
+
+        Raises:
+            RequestError: an argument is malformed, or the algorithm cannot serve a job.
+            CapacityError: the call would compute more than `max_tokens_per_call`.
+        """
+        (rank,) = _priorities(priority, [None])
+        plan = partial(
+            self.scores.plan,
+            algorithm=algorithm,
+            labels=labels,
             apply_softmax=apply_softmax,
-            cache_salt=check_salt(cache_salt),
-            priority=int(rank),
+            cache_salt=salt_key(cache_salt),
+            priority=rank,
             new_id=self._new_id,
+            too_costly=self.scores.too_costly(jobs),
+            check=self.intake.check,
         )
-        for request in job.requests:
-            self.intake.check(request)
-        return job
+        return [plan(job) for job in jobs]
 
     def _delimited(self) -> bool:
         """Whether sequences are laid out as delimiters have it, the query first; warns, for another order was asked for."""
@@ -304,7 +353,7 @@ class Frontend:
         return delimited
 
     def _score_ids(
-        self, query: Any, items: Any, packed_ids: Sequence[int] | None
+        self, query: Any, items: Any, packed_ids: Sequence[int] | None, known: dict[int, list[list[int]]]
     ) -> tuple[list[int], list[list[int]], list[int]]:
         """Token ids of query and items from whichever form they came in, and of text the leading special tokens."""
         delimiter = self.config.multi_item_scoring_delimiter
@@ -313,130 +362,61 @@ class Frontend:
                 raise RequestError("packed_ids need the engine option multi_item_scoring_delimiter", param="packed_ids")
             if query is not None or items is not None:
                 raise RequestError("packed_ids come instead of query and items", param="packed_ids")
+            if isinstance(packed_ids, (Sequence, np.ndarray)):
+                self._check_count(list(packed_ids).count(delimiter) - 1, "items")
             return *parse_delimited(check_ids(packed_ids, "packed_ids", "packed_ids"), delimiter), []
         if query is None or items is None:
             raise RequestError("score needs a query and items", param="query" if query is None else "items")
-        items = as_list(items, "items")
-        self._check_count(items, "items")
+        given, items = id(items), as_list(items, "items")
+        self._check_count(len(items), "items")
         kinds = {isinstance(part, str) for part in (query, *items)}
         if len(kinds) > 1:
             raise RequestError("query and items must be all text or all token ids", param="items")
         encode = self.parser.encode
         if kinds == {False}:
             query_ids = check_ids(query, "query", "query")
-            item_ids = [check_ids(item, f"items[{i}]", "items") for i, item in enumerate(items)]
+            if given not in known:
+                known[given] = [check_ids(item, f"items[{i}]", "items") for i, item in enumerate(items)]
         else:
             read = self.parser.prompts
             query_ids = read(query, "query", "query")
-            item_ids = [read(item, f"item {i}", "items") for i, item in enumerate(items)]
+            if given not in known:
+                known[given] = [read(item, f"item {i}", "items") for i, item in enumerate(items)]
+        item_ids = known[given]
         if not query_ids:
             raise RequestError("the query is empty", param="query")
         return query_ids, item_ids, encode.leading_ids if kinds == {True} else []
 
-    def _check_count(self, items: Sequence[Any], name: str) -> None:
+    def _check_count(self, count: int, name: str) -> None:
         """Before anything is tokenized."""
-        if len(items) > (most := self.config.max_items_per_request):
-            raise RequestError(f"{len(items)} {name} exceed max_items_per_request {most}", param=name)
+        if count > (most := self.config.max_items_per_request):
+            raise RequestError(f"{count} {name} exceed max_items_per_request {most}", param=name.split()[0])
 
     def _check_score(self, query: list[int], items: list[list[int]], leading: list[int], labels: tuple[int, ...]) -> None:
         """Every limit that does not depend on the algorithm, by the names the caller knows."""
-        limits, longest = self.limits, self.config.max_chunk_len
+        limits, longest, slots = self.limits, self.config.max_chunk_len, max_request_tokens(self.limits)
         named = [("query", query, "query"), *((f"item {i}", item, "items") for i, item in enumerate(items))]
         for name, ids, param in [*named, ("label_token_ids", labels, "label_token_ids")]:
             if ids and max(ids) >= limits.vocab_size:
-                raise RequestError(f"{name}: token id {max(ids)} is outside the vocabulary of {limits.vocab_size}", param=param)
+                text = f": token id {max(ids)} is outside the vocabulary of {limits.vocab_size}"
+                raise RequestError(text, param=param, part=name)
         for name, ids, param in named:
             total = len(leading) + len(query) + (len(ids) if name != "query" else 0)
             if name != "query" and len(ids) > longest:
-                raise RequestError(f"{name} has {len(ids)} tokens, max_chunk_len is {longest}", param=param)
+                raise RequestError(f" has {len(ids)} tokens, max_chunk_len is {longest}", param=param, part=name)
             if total > limits.max_model_len:
                 raise CapacityError(
-                    f"{name} of {len(ids)} tokens needs {total} positions with the query, max_model_len is "
-                    f"{limits.max_model_len}",
+                    f" of {len(ids)} tokens needs {total} positions with the query, max_model_len is {limits.max_model_len}",
                     param=param,
+                    part=name,
                 )
-            if total > limits.kv_tokens:
+            if total > slots:
                 raise CapacityError(
-                    f"{name} of {len(ids)} tokens needs {total} KV slots with the query, the pool has {limits.kv_tokens}; "
+                    f" of {len(ids)} tokens needs {total} KV slots with the query, the pool has {slots}; "
                     "raise kv_cache_memory_bytes",
                     param=param,
+                    part=name,
                 )
-
-
-class PrecomputeJob:
-    """Precompute requests, and the report of what they did.
-
-    Args:
-        requests: one a document, or one for all of them.
-        places: of every document that is not empty, or whose prefix is not: its request, and its chunk there.
-        prefix: token ids.
-        documents: token ids each.
-        limits: of the engine.
-    """
-
-    def __init__(
-        self,
-        requests: list[PrecomputeRequest],
-        places: dict[int, tuple[str, int]],
-        prefix: list[int],
-        documents: list[list[int]],
-        limits: EngineLimits,
-    ) -> None:
-        self.requests, self.limits = requests, limits
-        self._places, self._prefix, self._documents = places, prefix, documents
-        self._cached: dict[str, CachedTokens] = {}
-
-    def add(self, event: PrecomputeResult) -> None:
-        """Take one request's result."""
-        self._cached[event.request_id] = event.cached
-
-    def found(self, cached: Sequence[CachedTokens]) -> CacheReport:
-        """The report when nothing was computed.
-
-        Args:
-            cached: what is in memory of each request.
-        """
-        pairs = zip(self.requests, cached, strict=True)
-        self._cached = {r.request_id: c for r, c in pairs}
-        report = self.report()
-        return replace(report, documents=[replace(d, done=d.was_cached) for d in report.documents])
-
-    def check_room(self) -> None:
-        """Check that the pool holds all documents at once.
-
-        Raises:
-            CapacityError: it does not.
-        """
-        report = self.report()
-        if report.fits < len(report.documents):
-            raise CapacityError(
-                f"{len(report.documents)} documents of {report.total_bytes} bytes cannot all be pinned: the pool of "
-                f"{report.pool_bytes} bytes holds the first {report.fits}",
-                param="documents",
-            )
-
-    def report(self) -> CacheReport:
-        """Sizes of the parts, and how many of the documents the pool holds."""
-        limits, documents, fits = self.limits, [], 0
-        page = -(-len(self._prefix) // limits.block_size)
-        room, seen = limits.num_pages - page, set()
-        for number, ids in enumerate(self._documents):
-            pages = -(-len(ids) // limits.block_size)
-            request_id, place = self._places.get(number, ("", 0))
-            cached = self._cached.get(request_id)
-            was_cached = not ids or (cached is not None and cached.chunks[place] == len(ids))
-            documents.append(CachedDocument(len(ids), pages * limits.page_bytes, was_cached, cached is not None or not ids))
-            room -= 0 if tuple(ids) in seen else pages  # one that comes again shares its pages
-            seen.add(tuple(ids))
-            fits += room >= 0
-        return CacheReport(
-            prefix_tokens=len(self._prefix),
-            prefix_bytes=page * limits.page_bytes,
-            documents=documents,
-            pool_bytes=limits.num_pages * limits.page_bytes,
-            fits=fits,
-            pin_ids=tuple(r.request_id for r in self.requests if r.pin and r.request_id in self._cached),
-        )
 
 
 def as_list(values: Any, name: str) -> list[Any]:
@@ -448,6 +428,19 @@ def as_list(values: Any, name: str) -> list[Any]:
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise RequestError(f"{name} must be a list, got {type(values).__name__}", param=name)
     return list(values)
+
+
+def _priorities(value: Any, prompts: Sequence[Any]) -> list[int]:
+    """One priority for each prompt.
+
+    Raises:
+        RequestError: as `_one_each`, or beyond 64 bits.
+    """
+    listed = [int(rank) for rank in _one_each(value, Integral, prompts, "priority")]
+    for rank in listed:
+        if not -(2**63) <= rank < 2**63:
+            raise RequestError(f"priority must fit 64 bits, got {rank}", param="priority")
+    return listed
 
 
 def _one_each(value: Any, kind: type, prompts: Sequence[Any], name: str) -> list[Any]:

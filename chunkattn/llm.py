@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, overload
 
@@ -17,7 +17,6 @@ from chunkattn.engine.messages import (
     PrecomputeResult,
     PromptLogprobsOutput,
     RequestFailed,
-    ScoreRequest,
     ScoreResult,
     TokenOutput,
 )
@@ -26,6 +25,7 @@ from chunkattn.frontend import Frontend, make_config
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
+from chunkattn.precompute import PrecomputeJob
 from chunkattn.scoring import ScoringJob
 from chunkattn.scoring.queries import ScoringJobs
 from chunkattn.scoring.rerank import RerankJob, RerankTemplate
@@ -188,14 +188,14 @@ class LLM:
         """
         job = self.frontend.precompute(prefix, documents, cache_salt, pin, chat_template_kwargs)
         try:
-            with _progress(len(job.requests), use_tqdm, "documents") as bar, closing(self._drive(job.requests)) as events:
-                for event in events:
+            with _progress(job.num_requests, use_tqdm, "documents") as bar:
+                for event in self._drive_stages(job.stages()):
                     if isinstance(event, PrecomputeResult):
                         job.add(event)
                         bar.update()
                         self._let_disk_catch_up()
         except BaseException:
-            self.core.unpin(r.request_id for r in job.requests)
+            self.core.unpin(job.request_ids)
             raise
         return job.report()
 
@@ -217,7 +217,7 @@ class LLM:
             RequestError: as `precompute`.
         """
         job = self.frontend.precompute(prefix, documents, cache_salt, False, chat_template_kwargs)
-        return job.found([self.core.look_up(request) for request in job.requests])
+        return self._look_up(job, forget=False)
 
     def forget(
         self,
@@ -238,7 +238,12 @@ class LLM:
             RequestError: as `precompute`.
         """
         job = self.frontend.precompute(prefix, documents, cache_salt, False, chat_template_kwargs)
-        return job.found([self.core.look_up(request, forget=True) for request in job.requests])
+        return self._look_up(job, forget=True)
+
+    def _look_up(self, job: PrecomputeJob, *, forget: bool) -> CacheReport:
+        for stage in job.stages():
+            job.note(stage, [self.core.look_up(request, forget=forget) for request in stage])
+        return job.found()
 
     def unpin(self, report: CacheReport) -> None:
         """Let what a `precompute(pin=True)` pinned be evicted again."""
@@ -376,15 +381,18 @@ class LLM:
         return job.output()
 
     def _run_scores(self, job: ScoringJob | ScoringJobs | RerankJob, use_tqdm: bool) -> None:
-        total = sum(len(r.rows) for r in job.requests if isinstance(r, ScoreRequest))
-        with _progress(total, use_tqdm, "items") as bar:
-            for stage in job.stages:
-                with closing(self._drive(stage)) as events:
-                    for event in events:
-                        if isinstance(event, (ScoreResult, PrecomputeResult)):
-                            bar.update(job.add(event))
+        with _progress(job.num_items, use_tqdm, "items") as bar:
+            for event in self._drive_stages(job.stages()):
+                if isinstance(event, (ScoreResult, PrecomputeResult)):
+                    bar.update(job.add(event))
 
     # The engine's loop
+
+    def _drive_stages(self, stages: Iterable[Sequence[Message]]) -> Generator[EngineOutput, None, None]:
+        """Run stages one after the other; each is made when the one before has ended."""
+        for stage in stages:
+            with closing(self._drive(stage)) as events:
+                yield from events
 
     def _drive(self, requests: Sequence[Message]) -> Generator[EngineOutput, None, None]:
         """Run requests to their end, yielding what the engine produces. Whatever happens, none is left behind."""

@@ -245,9 +245,9 @@ def test_invalid_requests_are_never_sent(loop, llm, monkeypatch):
         with pytest.raises(RequestError):
             loop.run(call())
     monkeypatch.undo()
-    for prompt, options in ((PROMPT, {"priority": 2**70}), (PROMPT, {"cache_salt": "\ud800"})):
-        with pytest.raises(RequestError, match="cannot be sent"):
-            loop.run(last(llm.generate(prompt, GREEDY, **options)))
+    for options, text in (({"priority": 2**70}, "64 bits"), ({"cache_salt": "\ud800"}, "no valid Unicode")):
+        with pytest.raises(RequestError, match=text):
+            loop.run(last(llm.generate(PROMPT, GREEDY, **options)))
 
 
 def test_one_id_one_request_and_no_more_than_the_queue_holds(loop, llm, fault):

@@ -138,6 +138,7 @@ class ScoreBench:
             cache_salt=None,
             priority=0,
             new_id=lambda: str(next(self._numbers)),
+            too_costly={},
         )
 
     def run(self, query: list[int], items: list[list[int]], algorithm: str) -> Run:
@@ -151,8 +152,9 @@ class ScoreBench:
         reset_peak()
         before = resident_bytes()
         began = time.perf_counter()
-        job = self.plan(query, items, algorithm)
-        for stage in job.stages:
+        job, requests = self.plan(query, items, algorithm), []
+        for stage in job.stages():
+            requests += stage
             for request in stage:
                 self.core.add(request)
             while self.core.has_work:
@@ -165,7 +167,7 @@ class ScoreBench:
         return Run(
             seconds,
             output,
-            needed_flops(self.core.runner, job.requests, output.usage.cached_tokens),
+            needed_flops(self.core.runner, requests, output.usage.cached_tokens),
             int(metrics.value("padding_rows_total") - padding),
             compiles.total() - compiled,
             peak,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -90,9 +89,10 @@ def build(
                 batch = documents[first : first + BATCH]
                 try:
                     report = llm.precompute(start, batch, cache_salt=cache_salt, use_tqdm=False)
-                except RequestError as error:  # which names "document 3" of the batch
-                    named = [int(word) for word in re.findall(r"document (\d+)", str(error))]
-                    raise RequestError(f"{files[first + named[0]]}: {error}" if named else str(error)) from error
+                except RequestError as error:  # about "document 3" of this batch, or about no document
+                    kind, _, number = (error.part or "").partition(" ")
+                    name = f"{files[first + int(number)]}: " if kind == "document" else ""
+                    raise RequestError(f"{name}{error}") from error
                 parts |= {(start_text, document) for document, d in zip(batch, report.documents, strict=True) if d.tokens}
                 tokens += sum(d.tokens for d in report.documents)
                 size += sum(d.num_bytes for d in report.documents)

@@ -157,15 +157,17 @@ class Intake:
             self._check_ids(name, layout.part(segment), param="prompt")
             if segment.chunk_id >= 0 and segment.end - segment.start > self.config.max_chunk_len:
                 raise RequestError(
-                    f"{name} has {segment.end - segment.start} tokens, max_chunk_len is {self.config.max_chunk_len}",
+                    f" has {segment.end - segment.start} tokens, max_chunk_len is {self.config.max_chunk_len}",
                     param="prompt",
+                    part=name,
                 )
             last = int(layout.positions[segment.start : segment.end].max())
             if last >= self.limits.max_model_len:
                 raise CapacityError(
-                    f"{name} of {segment.end - segment.start} tokens reaches position {last}, max_model_len "
+                    f" of {segment.end - segment.start} tokens reaches position {last}, max_model_len "
                     f"{self.limits.max_model_len} allows {self.limits.max_model_len - 1}",
                     param="prompt",
+                    part=name,
                 )
         if layout.num_chunks and (window := self.limits.sliding_window) is not None:
             raise RequestError(
@@ -178,9 +180,8 @@ class Intake:
         vocab = self.limits.vocab_size
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
             bad = np.flatnonzero((ids < 0) | (ids >= vocab))
-            raise RequestError(
-                f"{name}: token id {ids[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab}", param=param or name
-            )
+            text = f": token id {ids[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab}"
+            raise RequestError(text, param=param or name, part=name)
 
     def _check_sampling(self, params: SamplingParams, layout: ChunkLayout) -> None:
         room = self.limits.max_model_len - layout.next_position

@@ -53,8 +53,9 @@ def check_no_delimiter(query: Sequence[int], items: Sequence[Sequence[int]], del
     for name, part in (("query", query), *((f"item {i}", item) for i, item in enumerate(items))):
         if delimiter in part:
             raise RequestError(
-                f"{name} contains the delimiter (id {delimiter}) at index {list(part).index(delimiter)}",
-                param=name.split()[0].replace("item", "items"),
+                f" contains the delimiter (id {delimiter}) at index {list(part).index(delimiter)}",
+                param="query" if name == "query" else "items",
+                part=name,
             )
 
 

@@ -36,7 +36,8 @@ class PartEncoder:
         try:
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except (TypeError, UnicodeError) as error:  # a lone surrogate, as from undecodable bytes
-            raise RequestError(f"{name} {text[:40]!r} cannot be tokenized; is it valid Unicode?", param=param) from error
+            message = f" {text[:40]!r} cannot be tokenized; is it valid Unicode?"
+            raise RequestError(message, param=param, part=name) from error
 
     def parts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of consecutive parts; the first begins with the tokenizer's leading special tokens."""

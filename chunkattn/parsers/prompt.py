@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from chunkattn.config import MAX_SALT_CHARS
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
-from chunkattn.parsers.separator import split_ids
+from chunkattn.parsers.separator import find_ids, split_ids
 from chunkattn.rope.positions import get_strategy, make_layout
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class PromptParser:
         chunk_aware: split text and ids at the separator.
         special_tokens_in_documents: chunk texts and contents of user and tool messages may become special tokens.
         special_tokens_in_prompts: prefix, question, plain text and other messages may become special tokens.
+        max_chunks: most chunks of one prompt; None sets no limit.
 
     Attributes:
         encode: reads text as the tokenizer does.
@@ -76,6 +79,7 @@ class PromptParser:
         chunk_aware: bool,
         special_tokens_in_documents: bool = False,
         special_tokens_in_prompts: bool = True,
+        max_chunks: int | None = None,
     ) -> None:
         if not separator:
             raise ConfigError("chunk_separator must not be empty")
@@ -88,6 +92,7 @@ class PromptParser:
         self.separator = separator
         self.strategy = strategy
         self.chunk_aware = chunk_aware
+        self.max_chunks = max_chunks
         self._separator_ids = self.encode(separator) if tokenizer is not None else []
 
     def parse(self, prompt: Prompt, chunk_aware: bool | None = None) -> ParsedPrompt:
@@ -98,12 +103,14 @@ class PromptParser:
             chunk_aware: split text and ids at the separator; None is the parser's default.
 
         Raises:
-            RequestError: of no known form, or with an empty question.
+            RequestError: of no known form, with an empty question, or of more than `max_chunks` chunks.
         """
         split = self.chunk_aware if chunk_aware is None else chunk_aware
         if isinstance(prompt, str):
             return self._text(prompt, split)
         if isinstance(prompt, ChunkedPrompt):
+            if isinstance(prompt.chunks, Sequence):
+                self._check_count(len(prompt.chunks), "prompt")
             return self._chunked(prompt)
         if isinstance(prompt, Mapping):
             return self._dict(prompt, split)
@@ -119,8 +126,15 @@ class PromptParser:
         """Parse chat messages; `documents` become the chunks. Contents are never split at separators.
 
         Raises:
-            RequestError: see `chunkattn.parsers.chat.split_chat`.
+            RequestError: see `chunkattn.parsers.chat.split_chat`, or more than `max_chunks` documents.
         """
+        if isinstance(documents, Sequence) and not isinstance(documents, str):
+            self._check_count(len(documents), "documents")
+        return self._chat(messages, documents, template_options)
+
+    def _chat(
+        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[str] | None, template_options: Mapping[str, Any]
+    ) -> ParsedPrompt:
         if self.encode.tokenizer is None:
             raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
         control = self.encode.special
@@ -133,7 +147,8 @@ class PromptParser:
             raise RequestError(f"documents must be a list of strings, got {type(documents).__name__}", param="documents")
         for index, document in enumerate(documents):
             if not isinstance(document, str):
-                raise RequestError(f"document {index} must be a string, got {type(document).__name__}", param="documents")
+                text = f" must be a string, got {type(document).__name__}"
+                raise RequestError(text, param="documents", part=f"document {index}")
         first, last = (self._plain.fill(p, "messages", "messages") for p in pieces)
         chunks = [self._documents(text, f"document {i}", "documents") for i, text in enumerate(documents)]
         return ParsedPrompt(self._layout([first, *chunks, last]), "".join((prefix, *documents, question)))
@@ -165,10 +180,10 @@ class PromptParser:
             raise RequestError(f"the prefix must be text, token ids or messages, got {type(prefix).__name__}", param="prefix")
         if not isinstance(prefix, str) and len(prefix) and isinstance(prefix[0], Mapping):
             chat = [*cast("Sequence[Mapping[str, Any]]", prefix), {"role": "user", "content": "?"}]
-            layout = self.parse_chat(chat, cast("Sequence[str]", documents), **(template_options or {})).layout
+            layout = self._chat(chat, cast("Sequence[str]", documents), template_options or {}).layout
         else:
             end: str | TokenIds = "?" if isinstance(prefix, str) else [0]
-            layout = self._chunked(ChunkedPrompt(cast("str | TokenIds", prefix), documents, end)).layout
+            layout = self._chunked(ChunkedPrompt(cast("str | TokenIds", prefix), documents, end), "document").layout
         first, *chunks, _ = (layout.part(s).tolist() for s in layout.segments)
         return first, chunks
 
@@ -195,7 +210,19 @@ class PromptParser:
             raise RequestError(f"'prompt' must be a string, got {type(prompt['prompt']).__name__}", param="prompt")
         return replace(parsed, cache_salt=check_salt(prompt.get("cache_salt")))
 
+    def _check_count(self, chunks: int, param: str) -> None:
+        """Check the number of chunks before anything is done for each.
+
+        Raises:
+            RequestError: more than `max_chunks`.
+        """
+        if self.max_chunks is not None and chunks > self.max_chunks:
+            text = f"the prompt has {chunks} chunks, max_chunks_per_prompt is {self.max_chunks}; send fewer or longer ones"
+            raise RequestError(text, param=param)
+
     def _text(self, text: str, split: bool) -> ParsedPrompt:
+        if split:
+            self._check_count(text.count(self.separator) - 1, "prompt")
         texts = text.split(self.separator) if split else [text]
         if len(texts) < 3:
             if not text:
@@ -207,10 +234,13 @@ class PromptParser:
         ids = check_ids(ids, "prompt_token_ids")
         if split and not self._separator_ids:
             raise RequestError("splitting token ids at the separator needs a tokenizer; send a ChunkedPrompt", param="prompt")
+        if split:
+            self._check_count(sum(1 for _ in find_ids(ids, self._separator_ids)) - 1, "prompt")
         parts = split_ids(ids, self._separator_ids) if split else [ids]
         return ParsedPrompt(self._layout([[], ids] if len(parts) < 3 else parts), None)
 
-    def _chunked(self, prompt: ChunkedPrompt) -> ParsedPrompt:
+    def _chunked(self, prompt: ChunkedPrompt, kind: str = "chunk") -> ParsedPrompt:
+        """Parse a prompt in parts, with errors that name a chunk by `kind` and number."""
         if isinstance(prompt.chunks, str) or not isinstance(prompt.chunks, Sequence):
             raise RequestError(f"chunks must be a list of parts, got {type(prompt.chunks).__name__}", param="prompt")
         parts = [prompt.prefix, *prompt.chunks, prompt.question]
@@ -219,11 +249,11 @@ class PromptParser:
             if not prompt.question:
                 raise RequestError("the question is empty", param="prompt")
             first, *middle, last = texts
-            chunks = [self._documents(text, f"chunk {i}", "prompt") for i, text in enumerate(middle)]
+            chunks = [self._documents(text, f"{kind} {i}", "prompt") for i, text in enumerate(middle)]
             return ParsedPrompt(self._layout([self.text(first), *chunks, self.prompts(last, param="prompt")]), "".join(texts))
         if texts:
             raise RequestError("the parts of a ChunkedPrompt must be all text or all token ids", param="prompt")
-        names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "question"]
+        names = ["prefix", *(f"{kind} {i}" for i in range(len(prompt.chunks))), "question"]
         return ParsedPrompt(self._layout([check_ids(p, n) for p, n in zip(parts, names, strict=True)]), None)
 
     def _layout(self, parts: Sequence[TokenIds]) -> ChunkLayout:
@@ -234,14 +264,33 @@ class PromptParser:
 
 
 def check_salt(salt: Any) -> str | None:
-    """A cache salt: None, or a text that is not empty.
+    """Return a cache salt: None, or a text of 1 to `MAX_SALT_CHARS` characters.
 
     Raises:
-        RequestError: anything else.
+        RequestError: anything else, or no valid Unicode.
     """
-    if salt is not None and not (isinstance(salt, str) and salt):
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not salt:
         raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
+    if len(salt) > MAX_SALT_CHARS:
+        text = f"cache_salt has {len(salt)} characters, at most {MAX_SALT_CHARS} are allowed; send a hash of it"
+        raise RequestError(text, param="cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate
+        raise RequestError(f"cache_salt {salt!r} is no valid Unicode", param="cache_salt") from error
     return salt
+
+
+def salt_key(salt: Any) -> str | None:
+    """Return the digest of a cache salt, of one size whatever the salt's, for messages to the engine.
+
+    Raises:
+        RequestError: as `check_salt`.
+    """
+    checked = check_salt(salt)
+    return None if checked is None else hashlib.blake2b(checked.encode(), digest_size=16).hexdigest()
 
 
 def check_ids(ids: Any, name: str, param: str = "prompt") -> list[int]:
@@ -259,5 +308,5 @@ def check_ids(ids: Any, name: str, param: str = "prompt") -> list[int]:
         raise RequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param=param)
     for index, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
-            raise RequestError(f"{name}[{index}] is not a token id: {token!r}", param=param)
+            raise RequestError(f"[{index}] is not a token id: {token!r}", param=param, part=name)
     return [int(t) for t in ids]

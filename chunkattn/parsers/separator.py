@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+
+def find_ids(ids: Sequence[int], separator: Sequence[int]) -> Iterator[int]:
+    """Yield where non-overlapping leftmost matches of `separator` begin.
+
+    >>> list(find_ids([1, 9, 9, 9, 2], [9, 9]))
+    [1]
+    """
+    if not separator:
+        raise ValueError("separator must not be empty")
+    ids, separator = list(ids), list(separator)
+    at = 0
+    while True:
+        try:
+            at = ids.index(separator[0], at)  # at the speed of C over what does not match
+        except ValueError:
+            return
+        if ids[at : at + len(separator)] == separator:
+            yield at
+            at += len(separator)
+        else:
+            at += 1
 
 
 def split_ids(ids: Sequence[int], separator: Sequence[int]) -> list[list[int]]:
@@ -11,14 +33,7 @@ def split_ids(ids: Sequence[int], separator: Sequence[int]) -> list[list[int]]:
     >>> split_ids([1, 9, 9, 9, 2], [9, 9])
     [[1], [9, 2]]
     """
-    if not separator:
-        raise ValueError("separator must not be empty")
-    parts, start, i = [], 0, 0
-    ids, separator = list(ids), list(separator)
-    while i <= len(ids) - len(separator):
-        if ids[i : i + len(separator)] == separator:
-            parts.append(ids[start:i])
-            start = i = i + len(separator)
-        else:
-            i += 1
-    return [*parts, ids[start:]]
+    ids = list(ids)
+    begins = list(find_ids(ids, separator))
+    ends = [begin + len(separator) for begin in begins]
+    return [ids[first:last] for first, last in zip([0, *ends], [*begins, len(ids)], strict=True)]

@@ -1,6 +1,6 @@
 """How a scoring job becomes sequences. Every algorithm gives the same log-probabilities.
 
-An algorithm only lays tokens out and says at which rows to read; the engine that
+An algorithm only lays tokens out and says at which rows to read, one sequence at a time; the engine that
 generates also scores.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from chunkattn.accounting import groups, score_tokens
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
 
@@ -44,6 +45,16 @@ class ScoreJob:
         """What every item stands behind."""
         return self.leading + self.query
 
+    def tokens(self) -> dict[str, int]:
+        """Tokens that each algorithm computes for this job, by name."""
+        return score_tokens(
+            len(self.leading) + len(self.query),
+            [len(item) for item in self.items],
+            max_pack_tokens=self.max_pack_tokens,
+            max_dense_tokens=self.max_dense_tokens,
+            block_size=self.block_size,
+        )
+
 
 @dataclass(frozen=True)
 class ScorePart:
@@ -59,16 +70,14 @@ class ScorePart:
     items: list[int]
 
 
-def serial(job: ScoreJob) -> list[ScorePart]:
+def serial(job: ScoreJob) -> Iterator[ScorePart]:
     """The definition: every item a plain sequence of its own with the query."""
-    parts = []
     for index, item in enumerate(job.items):
         ids = job.leading + (item + job.query if job.item_first else job.query + item)
-        parts.append(ScorePart(make_layout([], [], ids), np.asarray([len(ids) - 1]), [index]))
-    return parts
+        yield ScorePart(make_layout([], [], ids), np.asarray([len(ids) - 1]), [index])
 
 
-def packed_segment(job: ScoreJob) -> list[ScorePart]:
+def packed_segment(job: ScoreJob) -> Iterator[ScorePart]:
     """The query once a pack, behind it as many items as the pack holds, each isolated from the others.
 
     Read at each item's last token; an empty item at the query's.
@@ -76,53 +85,38 @@ def packed_segment(job: ScoreJob) -> list[ScorePart]:
     return _packs(job, job.max_pack_tokens - len(job.prefix))
 
 
-def packed_dense(job: ScoreJob) -> list[ScorePart]:
+def packed_dense(job: ScoreJob) -> Iterator[ScorePart]:
     """As `packed_segment`, in packs small enough for a mask over all their pairs."""
     return _packs(job, job.max_dense_tokens - len(job.prefix))
 
 
-def prefill_extend(job: ScoreJob) -> list[ScorePart]:
+def prefill_extend(job: ScoreJob) -> Iterator[ScorePart]:
     """The items in batches behind the query, which is in the cache.
 
     A cached token has no logits, so for empty items the query's last page of tokens is computed again.
     """
     prefix, empty = job.prefix, [index for index, item in enumerate(job.items) if not item]
-    parts = _packs(job, job.max_batch_tokens, [index for index, item in enumerate(job.items) if item])
+    yield from _packs(job, job.max_batch_tokens, [index for index, item in enumerate(job.items) if item])
     if empty:
         last = len(prefix) - 1
         cut = last - last % job.block_size
-        parts.append(ScorePart(make_layout(prefix[:cut], [prefix[cut:]], [], "shared"), np.full(len(empty), last), empty))
-    return parts
+        yield ScorePart(make_layout(prefix[:cut], [prefix[cut:]], [], "shared"), np.full(len(empty), last), empty)
 
 
-def groups(lens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Neighbours `[first, last)` of together at most `most` tokens, a longer one alone."""
-    first, tokens = 0, 0
-    for index, size in enumerate(lens):
-        if index > first and tokens + size > most:
-            yield first, index
-            first, tokens = index, 0
-        tokens += size
-    if first < len(lens):
-        yield first, len(lens)
-
-
-def _packs(job: ScoreJob, most: int, picked: Sequence[int] | None = None) -> list[ScorePart]:
+def _packs(job: ScoreJob, most: int, picked: Sequence[int] | None = None) -> Iterator[ScorePart]:
     """Sequences of the query and up to `most` tokens of items, of `picked` ones in this order."""
     if job.item_first:
         raise ValueError("item_first leaves no shared prefix to pack behind")
     picked = range(len(job.items)) if picked is None else picked
-    parts: list[ScorePart] = []
     for first, last in groups([len(job.items[index]) for index in picked], most):
         # Positions are the query's length onwards whatever the engine's strategy: an item stands alone.
         layout = make_layout(job.prefix, [job.items[index] for index in picked[first:last]], [], "shared")
         ends = np.asarray([s.end - 1 if s.end > s.start else layout.prefix_len - 1 for s in layout.segments[1:-1]])
         order = np.argsort(ends, kind="stable")
-        parts.append(ScorePart(layout, ends[order], [picked[first + place] for place in order]))
-    return parts
+        yield ScorePart(layout, ends[order], [picked[first + place] for place in order])
 
 
-ALGORITHMS: dict[str, Callable[[ScoreJob], list[ScorePart]]] = {
+ALGORITHMS: dict[str, Callable[[ScoreJob], Iterator[ScorePart]]] = {
     "packed_segment": packed_segment,
     "prefill_extend": prefill_extend,
     "serial": serial,

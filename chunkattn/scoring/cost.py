@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chunkattn.accounting import groups
 from chunkattn.engine.buckets import bucket_for, buckets, trimmed
 from chunkattn.engine.rates import TILE_ROWS, TILE_SLOTS, StepRates
-from chunkattn.scoring.algorithms import ScoreJob, groups
+from chunkattn.scoring.algorithms import ScoreJob
 
 
 def predict(job: ScoreJob, rates: StepRates, budget: int, *, query_cached: bool) -> dict[str, float]:

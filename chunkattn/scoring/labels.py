@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
+from chunkattn.config import MAX_LABELS, check_size
 from chunkattn.errors import RequestError
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.prompt import check_ids
@@ -20,11 +21,14 @@ def resolve_labels(
         label_token_ids: the ids, instead. Either may hold duplicates.
 
     Raises:
-        RequestError: both or neither are given, there is no label, or one is not a token.
+        RequestError: both or neither are given, there is no label or more than `MAX_LABELS`, or one is not a token.
     """
     if (labels is None) == (label_token_ids is None):
         which = "not both" if labels is not None else "e.g. labels=['yes', 'no']"
         raise RequestError(f"give either labels or label_token_ids, {which}", param="label_token_ids")
+    given = "labels" if label_token_ids is None else "label_token_ids"
+    if isinstance(sized := labels if label_token_ids is None else label_token_ids, Sized):
+        check_size(given, sized, MAX_LABELS)
     if label_token_ids is not None:
         ids = check_ids(label_token_ids, "label_token_ids", "label_token_ids")
     elif isinstance(labels, (list, tuple)):
@@ -32,7 +36,6 @@ def resolve_labels(
     else:
         raise RequestError(f"labels must be a list of strings, got {type(labels).__name__}", param="labels")
     if not ids:
-        given = "labels" if label_token_ids is None else "label_token_ids"
         raise RequestError(f"{given} must hold at least one {'label' if given == 'labels' else 'token id'}", param=given)
     return tuple(ids)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from threading import Lock
 from typing import TypeVar
 
@@ -15,9 +14,11 @@ from scipy.special import expit, softmax
 
 from chunkattn.config import EngineConfig
 from chunkattn.engine.messages import EngineLimits, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
+from chunkattn.errors import CapacityError
+from chunkattn.layout import ChunkLayout
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring.algorithms import ALGORITHMS, ScoreJob, groups
+from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, ScoreJob
 from chunkattn.scoring.cost import predict
 from chunkattn.scoring.selector import Choice, check_algorithm, refusals, select_algorithm
 
@@ -25,44 +26,78 @@ _REMEMBERED = 4096
 """Queries, and requests, that are remembered."""
 _OTHERS = 8
 """Rows of a step left to others' decodes."""
-_STAGE_STEPS = 4
+STAGE_STEPS = 4
 """Steps' worth of tokens that are sent to the engine together: others wait for no more of a long job at a time."""
 
 T = TypeVar("T")
 
+Stage = list[PrecomputeRequest | ScoreRequest]
+"""Requests that are sent together, when all of the stage before have ended."""
+
 
 class ScoringJob:
-    """The requests of one scoring call, and its output as results come in.
+    """One query's scoring: the requests, made stage by stage, and the output as results come in.
 
     Args:
+        job: what is scored.
+        choice: the algorithm.
+        request: makes the request of a part; the query alone has no rows.
+        max_stage_tokens: of the requests of one stage, where there is more than one.
         columns: labels, or classes of a classifier.
+        apply_softmax: whether scores are normalised over the labels.
         classifier: results are class logits.
-
-    Attributes:
-        stages: lists of requests; a list is sent when all of the one before have ended.
+        note: is told every result.
     """
 
     def __init__(
         self,
         job: ScoreJob,
         choice: Choice,
-        stages: list[list[PrecomputeRequest | ScoreRequest]],
-        places: dict[str, list[int]],
+        request: Callable[[ChunkLayout, np.ndarray | None], PrecomputeRequest | ScoreRequest],
+        max_stage_tokens: int,
         columns: int,
         apply_softmax: bool,
         classifier: bool,
         note: Callable[[ScoreResult | PrecomputeResult], None],
     ) -> None:
-        self.stages = stages
-        self._job, self._choice, self._places, self._note = job, choice, places, note
-        self._apply_softmax, self._classifier = apply_softmax, classifier
+        self._job, self._choice, self._request, self._note = job, choice, request, note
+        self._max_stage_tokens, self._apply_softmax, self._classifier = max_stage_tokens, apply_softmax, classifier
         self._values = np.zeros((len(job.items), columns), np.float32)
-        self._cached = 0
+        self._places: dict[str, list[int]] = {}  # items of the requests that are on their way
+        self._rows = self._cached = 0
 
     @property
-    def requests(self) -> list[PrecomputeRequest | ScoreRequest]:
-        """Those of all stages."""
-        return list(chain.from_iterable(self.stages))
+    def num_items(self) -> int:
+        """Number of items."""
+        return len(self._job.items)
+
+    @property
+    def independent(self) -> bool:
+        """Whether requests of several stages could be sent together."""
+        return self._choice.algorithm != "prefill_extend"
+
+    def stages(self) -> Iterator[Stage]:
+        """Make the requests of one stage after the other; nothing of a stage stays here but where its results belong."""
+        most = self._max_stage_tokens if self.independent else 0
+        if not self.independent and self._job.items:
+            # On its own first, so that every batch of items runs alike whether the query was in the cache or not.
+            query = make_layout(self._job.prefix, [], [])
+            self._rows += len(query)
+            yield [self._request(query, None)]
+        stage: Stage = []
+        tokens = 0
+        for part in ALGORITHMS[self._choice.algorithm](self._job):
+            size = len(part.layout)
+            if stage and tokens + size > most:
+                yield stage
+                stage, tokens = [], 0
+            request = self._request(part.layout, part.rows)
+            self._places[request.request_id] = part.items
+            self._rows += size if self.independent else size - part.layout.prefix_len
+            stage.append(request)
+            tokens += size
+        if stage:
+            yield stage
 
     def add(self, event: ScoreResult | PrecomputeResult) -> int:
         """Take one request's result. Returns how many items it has scored."""
@@ -70,16 +105,12 @@ class ScoringJob:
         if isinstance(event, PrecomputeResult):
             self._cached = event.cached.total
             return 0
-        self._values[self._places[event.request_id]] = event.logprobs
+        self._values[self._places.pop(event.request_id)] = event.logprobs
         return len(event.logprobs)
 
     def output(self) -> ScoreOutput:
         """The scores, once every result is in."""
         values, job = self._values.astype(np.float64), self._job
-        rows = sum(
-            len(r.layout) - (r.layout.prefix_len if isinstance(r, ScoreRequest) and r.share_prefix else 0)
-            for r in self.requests
-        )
         if self._classifier:
             scores = expit(values) if values.shape[1] == 1 else softmax(values, axis=1)
         else:
@@ -90,7 +121,7 @@ class ScoringJob:
             logits=values.tolist() if self._classifier else None,
             algorithm=self._choice.algorithm,
             predicted_seconds=dict(self._choice.predicted_seconds),
-            usage=ScoreUsage(len(job.prefix) + sum(map(len, job.items)), rows - self._cached, self._cached),
+            usage=ScoreUsage(len(job.prefix) + sum(map(len, job.items)), self._rows - self._cached, self._cached),
         )
 
 
@@ -132,7 +163,7 @@ class ScorePlanner:
         """A job within this engine's sizes."""
         prefix, budget, limits = len(leading) + len(query), self.config.max_num_batched_tokens, self.limits
         room, block = limits.kv_tokens // 4, limits.block_size
-        beside_query = (limits.num_pages + prefix // -block) * block
+        beside_query = max_request_tokens(limits) + prefix // -block * block
         # Room for a few decodes of others in the same step.
         batch = budget - _OTHERS if budget >= 8 * _OTHERS else budget
         return ScoreJob(
@@ -141,12 +172,24 @@ class ScorePlanner:
             leading,
             item_first,
             # Large enough that the query's share of a pack is small, small enough that several fit the pool.
-            max_pack_tokens=min(max(8192, 4 * prefix, budget), max(room, min(2 * prefix, limits.kv_tokens))),
+            max_pack_tokens=min(max(8192, 4 * prefix, budget), max(room, min(2 * prefix, max_request_tokens(limits)))),
             max_dense_tokens=self.config.max_multi_item_seq_len,
             max_batch_tokens=max(min(batch, room, beside_query), 1),
             max_extend_tokens=beside_query,
             block_size=block,
         )
+
+    def too_costly(self, jobs: Sequence[ScoreJob]) -> dict[str, str]:
+        """Return why an algorithm cannot serve a call of these jobs within `max_tokens_per_call`, for those that cannot."""
+        totals: Counter[str] = Counter()
+        for job in jobs:
+            totals.update(job.tokens())
+        limit = self.config.max_tokens_per_call
+        return {
+            name: f"it would compute {tokens} tokens for this call, max_tokens_per_call is {limit}"
+            for name, tokens in totals.items()
+            if tokens > limit
+        }
 
     def plan(
         self,
@@ -158,55 +201,75 @@ class ScorePlanner:
         cache_salt: str | None,
         priority: int,
         new_id: Callable[[], str],
+        too_costly: Mapping[str, str],
+        check: Callable[[PrecomputeRequest | ScoreRequest], None] = lambda _: None,
     ) -> ScoringJob:
-        """Requests of a job.
+        """Choose a job's algorithm; nothing is laid out before a stage is asked for.
+
+        Args:
+            job: what is scored.
+            algorithm: a name, or None for the engine's default.
+            labels: token ids to read.
+            apply_softmax: see `ScoringJob`.
+            cache_salt: of the requests.
+            priority: of the requests.
+            new_id: makes their ids.
+            too_costly: of the call the job belongs to; see `too_costly`.
+            check: is given every request when it is made.
 
         Raises:
             RequestError: the algorithm is unknown or cannot serve the job.
+            CapacityError: every algorithm that could would compute more than `max_tokens_per_call`.
         """
         config = self.config
+        wanted = algorithm or config.score_algorithm
         refused = refusals(
             job,
             sliding_window=self.limits.sliding_window,
             caching=config.enable_prefix_caching,
             dense_refusal=self.limits.dense_refusal,
         )
+        refused |= too_costly
+        names = AUTO if wanted == "auto" else (wanted,)
+        if all(name in refused for name in names) and (over := [name for name in names if name in too_costly]):
+            text = f"algorithm {over[-1]!r} cannot serve this request: {too_costly[over[-1]]}; send fewer or shorter items"
+            raise CapacityError(text, param="items")
         costs, cached = (
             predict(job, self._rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
         )
         asked, shape = _digests(job, cache_salt)
         with self._lock:
             choice = select_algorithm(
-                algorithm or config.score_algorithm,
+                wanted,
                 refused,
                 costs,
                 cached["prefill_extend"],
                 query_cached=asked in self._cached,
                 before=self._chosen.get(shape),
             )
-            if (algorithm or config.score_algorithm) == "auto":
+            if wanted == "auto":
                 _remember(self._chosen, shape, choice.algorithm)
-        name = choice.algorithm
-        parts = ALGORITHMS[name](job)
-        requests, places = [], {}
-        for part in parts:
-            shared = name == "prefill_extend"
-            request = ScoreRequest(new_id(), part.layout, part.rows, labels, shared, name, cache_salt, priority)
-            requests.append(request)
-            places[request.request_id] = part.items
-        stages: list[list[PrecomputeRequest | ScoreRequest]] = []
-        if name == "prefill_extend" and requests:
-            query = make_layout(job.prefix, [], [])
-            # On its own first, so that every batch of items runs alike whether the query was in the cache or not.
-            stages.append([PrecomputeRequest(new_id(), query, cache_salt, persist=False, priority=priority)])
-            stages += [[request] for request in requests]
-        else:
-            most = _STAGE_STEPS * config.max_num_batched_tokens
-            stages += [list(requests[a:b]) for a, b in groups([len(r.layout) for r in requests], most)]
+        shared = choice.algorithm == "prefill_extend"
+
+        def request(layout: ChunkLayout, rows: np.ndarray | None) -> PrecomputeRequest | ScoreRequest:
+            made: PrecomputeRequest | ScoreRequest
+            if rows is None:
+                made = PrecomputeRequest(new_id(), layout, cache_salt, persist=False, priority=priority)
+            else:
+                made = ScoreRequest(new_id(), layout, rows, labels, shared, choice.algorithm, cache_salt, priority)
+            check(made)
+            return made
+
         classes = self.limits.num_labels
         columns = len(labels) if classes is None else classes
         note = partial(self._note, query=asked, tokens=len(job.prefix))
-        return ScoringJob(job, choice, stages, places, columns, apply_softmax, classes is not None, note)
+        most = STAGE_STEPS * config.max_num_batched_tokens
+        return ScoringJob(job, choice, request, most, columns, apply_softmax, classes is not None, note)
+
+
+def max_request_tokens(limits: EngineLimits) -> int:
+    """Return how many tokens one request can hold: what the pool does, and a page table."""
+    return min(limits.num_pages, limits.max_table_pages) * limits.block_size
 
 
 def _remember(known: OrderedDict[bytes, T], key: bytes, value: T) -> None:

@@ -2,50 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from chunkattn.engine.messages import PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
+from chunkattn.engine.messages import PrecomputeResult, ScoreResult
 from chunkattn.errors import RequestError
 from chunkattn.outputs import ScoreOutput
-from chunkattn.scoring.planner import ScoringJob
+from chunkattn.scoring.planner import ScoringJob, Stage
 
 
 class ScoringJobs:
-    """The requests of several queries' scoring, and their outputs; driven as one `ScoringJob` is.
+    """Several queries' scoring; driven as one `ScoringJob` is.
 
     Args:
         jobs: one a query.
-        max_stage_tokens: queries whose requests could be sent all at once are sent together, up to so many tokens.
-
-    Attributes:
-        stages: those of the jobs, one job behind the other.
+        max_stage_tokens: stages that could be sent together are, up to so many tokens.
     """
 
     def __init__(self, jobs: list[ScoringJob], max_stage_tokens: int) -> None:
-        self._jobs = jobs
-        self._of = {request.request_id: job for job in jobs for request in job.requests}
-        self.stages: list[list[PrecomputeRequest | ScoreRequest]] = []
-        room = 0
-        for job in jobs:
-            tokens = sum(len(request.layout) for request in job.requests)
-            if len(job.stages) == 1 and tokens <= room:
-                self.stages[-1] = self.stages[-1] + job.stages[0]
-            else:
-                self.stages += job.stages
-                room = max_stage_tokens if len(job.stages) == 1 else 0
-            room -= tokens
+        self._jobs, self._max_stage_tokens = jobs, max_stage_tokens
+        self._of: dict[str, ScoringJob] = {}  # of the requests that are on their way
 
     @property
-    def requests(self) -> list[PrecomputeRequest | ScoreRequest]:
-        """Those of all stages."""
-        return [request for stage in self.stages for request in stage]
+    def num_items(self) -> int:
+        """Number of items over all queries."""
+        return sum(job.num_items for job in self._jobs)
+
+    def stages(self) -> Iterator[Stage]:
+        """Make the requests of one stage after the other, one job behind the other."""
+        waiting: Stage = []
+        tokens = 0
+        for job in self._jobs:
+            for stage in job.stages():
+                self._of |= {request.request_id: job for request in stage}
+                size = sum(len(request.layout) for request in stage)
+                if waiting and not (job.independent and tokens + size <= self._max_stage_tokens):
+                    yield waiting
+                    waiting, tokens = [], 0
+                if job.independent:
+                    waiting, tokens = waiting + stage, tokens + size
+                else:
+                    yield stage
+        if waiting:
+            yield waiting
 
     def add(self, event: ScoreResult | PrecomputeResult) -> int:
         """Take one request's result. Returns how many items it has scored."""
-        return self._of[event.request_id].add(event)
+        return self._of.pop(event.request_id).add(event)
 
     def output(self) -> list[ScoreOutput]:
         """The scores of every query, once every result is in."""
@@ -78,13 +83,14 @@ def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
                     "give items for all queries, or a list of items for each query",
                     param="items",
                 )
-        return [(part, list(items)) for part in query]
+        shared = list(items)  # one list, whose items are tokenized once
+        return [(part, shared) for part in query]
     for index, own in enumerate(items):
         if not _is_list(own):
             raise RequestError(f"items[{index}] must be a list of items, got {type(own).__name__}", param="items")
     if len(items) != len(query):
         raise RequestError(f"{len(items)} lists of items for {len(query)} queries", param="items")
-    return [(part, list(own)) for part, own in zip(query, items, strict=True)]
+    return [(part, own if isinstance(own, list) else list(own)) for part, own in zip(query, items, strict=True)]
 
 
 def _is_list(value: Any) -> bool:

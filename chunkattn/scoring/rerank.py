@@ -189,9 +189,10 @@ class RerankPlan:
                 )
             if len(item) > room + self.tail:
                 raise CapacityError(
-                    f"document {index} has {len(item) - self.tail} tokens; behind this query, {limit} leaves room for {room}; "
+                    f" has {len(item) - self.tail} tokens; behind this query, {limit} leaves room for {room}; "
                     f"pass max_tokens_per_doc={room} or less to cut documents",
                     param="documents",
+                    part=f"document {index}",
                 )
 
     def ranked(self, result: ScoreOutput) -> RerankOutput:
@@ -209,11 +210,11 @@ class RerankPlan:
 
 
 class RerankJob:
-    """The requests of one reranking, and its output as results come in; driven as a `ScoringJob` is."""
+    """One reranking: its requests and its output; driven as a `ScoringJob` is."""
 
     def __init__(self, plan: RerankPlan, scoring: ScoringJob) -> None:
         self._plan, self._scoring = plan, scoring
-        self.stages, self.requests, self.add = scoring.stages, scoring.requests, scoring.add
+        self.num_items, self.stages, self.add = scoring.num_items, scoring.stages, scoring.add
 
     def output(self) -> RerankOutput:
         """The ranking, once every result is in."""
@@ -252,7 +253,8 @@ def plan_rerank(
         raise RequestError(f"documents must be a list of strings, got {type(documents).__name__}", param="documents")
     for index, document in enumerate(documents):
         if not isinstance(document, str):
-            raise RequestError(f"document {index} must be a string, got {type(document).__name__}", param="documents")
+            text = f" must be a string, got {type(document).__name__}"
+            raise RequestError(text, param="documents", part=f"document {index}")
     if instruction is not None and not isinstance(instruction, str):
         raise RequestError(f"instruction must be a string, got {type(instruction).__name__}", param="instruction")
     _check_count("top_n", top_n)

@@ -95,8 +95,8 @@ def select_algorithm(
     if name not in (*ALGORITHMS, "auto"):
         raise RequestError(f"unknown algorithm {name!r}; choose auto, {', '.join(ALGORITHMS)}", param="algorithm")
     if name in refused:
-        fit = next(n for n in ALGORITHMS if n not in refused)
-        raise RequestError(f"algorithm {name!r} cannot serve this request: {refused[name]}; use {fit!r}", param="algorithm")
+        fit = next((f"; use {n!r}" for n in ALGORITHMS if n not in refused), "")
+        raise RequestError(f"algorithm {name!r} cannot serve this request: {refused[name]}{fit}", param="algorithm")
     possible = {n: costs[n] for n in AUTO if n not in refused}
     if query_cached and "prefill_extend" in possible:
         possible["prefill_extend"] = cached
@@ -106,8 +106,8 @@ def select_algorithm(
         logger.info("scoring by %s, as such a request was before", before)
         return Choice(before, possible)
     others = {n: cost for n, cost in possible.items() if n != "prefill_extend"}
-    least = min(others.values())
-    chosen = next(n for n, cost in others.items() if cost <= EQUAL * least)
+    least = min(others.values(), default=float("inf"))
+    chosen = next((n for n, cost in others.items() if cost <= EQUAL * least), "prefill_extend")
     if "prefill_extend" in possible and least > STEADY * cached:  # there is something to be gained from the cache
         gains = query_cached or costs["prefill_extend"] <= STEADY * least
         chosen = "prefill_extend" if gains else chosen

@@ -22,6 +22,8 @@ class ServerConfig:
         max_body_bytes: longest request body; longer ones are answered with 413.
         max_prompts_per_request: longest list of prompts, and of queries, in one request.
         max_cached_documents: documents of `/v1/cache/documents` that are remembered at once.
+        priority_range: clients may send priorities from minus this to this; 0 allows the default alone.
+        allow_packed_dense: take `algorithm: "packed_dense"`, a baseline whose every pack holds all other requests up.
         drain_timeout_s: seconds that requests get to end after SIGTERM.
         log_format: "text" or "json", for the engine's process too; one line a request either way.
     """
@@ -34,6 +36,8 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     max_prompts_per_request: int = 1024
     max_cached_documents: int = 10_000
+    priority_range: int = 0
+    allow_packed_dense: bool = False
     drain_timeout_s: float = 30.0
     log_format: str = "text"
 
@@ -47,5 +51,8 @@ class ServerConfig:
             raise ConfigError(f"log_format {self.log_format!r} is unknown; choose one of {', '.join(LOG_FORMATS)}")
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.type in ("int", "float") and option.name != "port" and not 0 < value < float("inf"):
+            if option.name == "priority_range" and value < 0:
+                raise ConfigError(f"priority_range must be at least 0, got {value}")
+            counts = option.type in ("int", "float") and option.name not in ("port", "priority_range")
+            if counts and not 0 < value < float("inf"):
                 raise ConfigError(f"{option.name} must be above 0, got {value}")

@@ -75,6 +75,18 @@ class ServerState:
             text = f"the model {name!r} is not served here; it is {self.model_name!r}"
             raise ApiError(404, text, param="model", code="model_not_found")
 
+    def check_priority(self, priority: int, default: int = 0) -> None:
+        """Check a client's priority.
+
+        Raises:
+            ApiError: 400, it is neither the default nor within `priority_range`.
+        """
+        most = self.config.priority_range
+        if priority != default and abs(priority) > most:
+            allowed = f"priority must be between {-most} and {most}" if most else f"priority cannot be set (it is {default})"
+            text = f"{allowed}, got {priority}; the server's option priority_range is {most}"
+            raise ApiError(400, text, param="priority", code="invalid_value")
+
     @property
     def readiness(self) -> str:
         """`"starting"`, `"ready"`, `"degraded"` (the engine is being started again) or `"draining"`."""

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from chunkattn.config import SamplingParams
+from chunkattn.config import (
+    MAX_LABELS,
+    MAX_LOGIT_BIAS,
+    MAX_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from chunkattn.server.errors import ApiError
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -14,7 +22,16 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 """Lists stop at the first wrong entry: an error for each of a million would take more memory than the body."""
 
-CacheSalt = Annotated[str | None, Field(description="Share the cache with requests of the same salt alone.")]
+CacheSalt = Annotated[
+    Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None,
+    Field(description="Share the cache with requests of the same salt alone."),
+]
+StopTexts = Annotated[
+    list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)
+]
+StopIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)]
+LabelTexts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_LABELS)]
+LabelIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_LABELS)]
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length"}
 _RESERVED |= {"messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"}
@@ -106,10 +123,10 @@ class Sampling(Body):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] = Field(default_factory=dict)
     min_tokens: int = 0
-    stop: str | Texts = Field(default_factory=list)
-    stop_token_ids: TokenIds = Field(default_factory=list)
+    stop: Annotated[str, Field(max_length=MAX_STOP_CHARS)] | StopTexts = Field(default_factory=list)
+    stop_token_ids: StopIds = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from chunkattn.server.protocol.base import Body, CacheSalt, Texts, TokenIds, TokenLists
+from chunkattn.server.protocol.base import Body, CacheSalt, LabelIds, LabelTexts, Texts, TokenIds, TokenLists
 
 OneOrMany = str | Texts
 ManyTexts = Annotated[list[Texts], Field(fail_fast=True)]
@@ -18,7 +18,7 @@ class GenerativeScoringBody(Body):
 
     query: str | TokenIds
     items: Texts | TokenLists
-    label_token_ids: TokenIds
+    label_token_ids: LabelIds
     apply_softmax: bool = True
     item_first: bool = False
     algorithm: str | None = None
@@ -36,8 +36,8 @@ class ScoreBody(Body):
         Texts | TokenLists | ManyTexts | ManyTokenLists | str | None,
         Field(description="Texts or token ids; for a list of queries also a list of items each."),
     ] = None
-    labels: Annotated[Texts | None, Field(description="Texts of one token each; or")] = None
-    label_token_ids: TokenIds | None = None
+    labels: Annotated[LabelTexts | None, Field(description="Texts of one token each; or")] = None
+    label_token_ids: LabelIds | None = None
     apply_softmax: bool = False
     item_first: bool = False
     return_logprobs: Annotated[bool, Field(description="The labels' log-probabilities beside the scores.")] = False

@@ -23,6 +23,7 @@ async def add(body: CacheBody, request: Request, state: State) -> dict[str, Any]
     """Compute the K/V of documents behind a prefix and remember them, in place of earlier ones with the same ids."""
     state.check_model(body.model)
     state.check_ready()
+    state.check_priority(body.priority, CacheBody.model_fields["priority"].default)
     added = await unless_gone(
         request,
         state.documents.add(

@@ -272,6 +272,7 @@ class Chat(Answer):
 async def _answer(kind: Callable[[B, ServerState], Answer], body: B, request: Request, state: ServerState) -> Response:
     state.check_model(body.model)
     state.check_ready()
+    state.check_priority(body.priority)
     answer = kind(body, state)
     if not answer.options.stream:
         return await unless_gone(request, _whole(answer))

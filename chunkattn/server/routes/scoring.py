@@ -20,7 +20,7 @@ router = APIRouter(tags=["scoring"])
 @router.post("/generative_scoring")
 async def generative_scoring(body: GenerativeScoringBody, request: Request, state: State) -> dict[str, Any]:
     """The probability of the first label after query and item, an item each."""
-    _check(state, body.model)
+    _check(state, body)
     output = await unless_gone(
         request,
         state.llm.score(
@@ -39,7 +39,7 @@ async def generative_scoring(body: GenerativeScoringBody, request: Request, stat
 @router.post("/v1/score")
 async def score(body: ScoreBody, request: Request, state: State) -> dict[str, Any]:
     """The probability of labels after query and item; or, of `text_1` and `text_2`, their relevance to each other."""
-    _check(state, body.model)
+    _check(state, body)
     if body.pairwise:
         return await unless_gone(request, _pairwise(body, state))
     if isinstance(body.query, list) and body.query and not isinstance(body.query[0], int):
@@ -81,7 +81,7 @@ async def score(body: ScoreBody, request: Request, state: State) -> dict[str, An
 @router.post("/v1/rerank")
 async def rerank(body: RerankBody, request: Request, state: State) -> dict[str, Any]:
     """Documents by their relevance to a query, the best first."""
-    _check(state, body.model)
+    _check(state, body)
     output = await unless_gone(
         request,
         state.llm.rerank(
@@ -131,9 +131,13 @@ def _relevance(body: ScoreBody | RerankBody) -> dict[str, Any]:
     return {**told, "max_tokens_per_doc": body.max_tokens_per_doc}
 
 
-def _check(state: ServerState, model: str | None) -> None:
-    state.check_model(model)
+def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankBody) -> None:
+    state.check_model(body.model)
     state.check_ready()
+    state.check_priority(body.priority)
+    if body.algorithm == "packed_dense" and not state.config.allow_packed_dense:
+        text = "packed_dense is off on this server: it is a baseline to compare with; its option is allow_packed_dense"
+        raise ApiError(400, text, param="algorithm", code="invalid_value")
 
 
 async def _pairwise(body: ScoreBody, state: ServerState) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from chunkattn.server.state import ServerState, State
 
 router = APIRouter(tags=["tokens"])
 
-_MOST_INSPECTED = 1 << 16
+_MOST_SHOWN = 1 << 16
+"""Tokens whose texts one answer tells."""
 
 
 class TokenizeBody(Body):
@@ -46,7 +47,7 @@ class InspectBody(Body):
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, state: State) -> dict[str, Any]:
+async def tokenize(body: TokenizeBody, state: State) -> Response:
     """The ids of a text, or of a conversation under the chat template."""
     state.check_model(body.model)
     state.check_ready()
@@ -62,11 +63,15 @@ async def tokenize(body: TokenizeBody, state: State) -> dict[str, Any]:
         text = body.prompt or ""
         return parser.text(text) if body.add_special_tokens else parser.prompts(text, param="prompt")
 
-    tokens = await asyncio.to_thread(ids)
-    answer = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
-    if body.return_token_strs:
-        answer["token_strs"] = [state.texts.piece(t) for t in tokens]
-    return answer
+    def answer() -> Response:
+        tokens = ids()
+        told = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            _check_shown(len(tokens), "prompt")
+            told["token_strs"] = [state.texts.piece(t) for t in tokens]
+        return JSONResponse(told)
+
+    return await asyncio.to_thread(answer)
 
 
 @router.post("/detokenize")
@@ -74,12 +79,17 @@ async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
     """The text of token ids."""
     state.check_model(body.model)
     state.check_ready()
-    size = state.llm.limits.vocab_size
-    for index, token in enumerate(body.tokens):
-        if not 0 <= token < size:
-            text = f"tokens[{index}] is {token}, outside the vocabulary of {size}"
-            raise ApiError(400, text, param="tokens", code="invalid_value")
-    return {"prompt": await asyncio.to_thread(state.texts.whole, body.tokens)}
+
+    def text() -> str:
+        size = state.llm.limits.vocab_size
+        for index, token in enumerate(body.tokens):
+            if not 0 <= token < size:
+                reason = f"tokens[{index}] is {token}, outside the vocabulary of {size}"
+                raise ApiError(400, reason, param="tokens", code="invalid_value")
+        return state.texts.whole(body.tokens)
+
+    _check_shown(len(body.tokens), "tokens")
+    return {"prompt": await asyncio.to_thread(text)}
 
 
 @router.post("/inspect")
@@ -97,12 +107,21 @@ async def inspect(body: InspectBody, state: State) -> Response:
     return await asyncio.to_thread(_inspected, state, prompt, body.chunk_aware)
 
 
+def _check_shown(tokens: int, param: str) -> None:
+    """Check that the texts of so many tokens may be told.
+
+    Raises:
+        ApiError: 400, more than `_MOST_SHOWN`.
+    """
+    if tokens > _MOST_SHOWN:
+        text = f"{param} has {tokens} tokens; the texts of up to {_MOST_SHOWN} are shown"
+        raise ApiError(400, text, param=param, code="invalid_value")
+
+
 def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None) -> Response:
     (parsed,) = state.llm.frontend.parse([prompt], chunk_aware, None)
     layout, parts = parsed.layout, []
-    if len(layout) > _MOST_INSPECTED:
-        text = f"the prompt has {len(layout)} tokens; up to {_MOST_INSPECTED} can be inspected"
-        raise ApiError(400, text, param="prompt", code="invalid_value")
+    _check_shown(len(layout), "prompt")
     for segment in layout.segments:
         if segment.end > segment.start or segment.chunk_id >= 0:
             ids, positions = layout.part(segment).tolist(), layout.positions[segment.start : segment.end].tolist()

@@ -1,0 +1,377 @@
+"""Limits bound the work of a call before the work begins; what a call needs is made stage by stage."""
+
+import asyncio
+import tracemalloc
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from chunkattn import ChunkedPrompt, SamplingParams
+from chunkattn.accounting import generation_tokens, score_tokens
+from chunkattn.config import EngineConfig
+from chunkattn.engine.build import open_files
+from chunkattn.engine.intake import Intake
+from chunkattn.engine.messages import EngineLimits, StepRates
+from chunkattn.errors import CapacityError, ConfigError, RequestError
+from chunkattn.frontend import Frontend
+from chunkattn.layout import ChunkLayout
+from chunkattn.parsers.encode import PartEncoder
+from chunkattn.rope.positions import make_layout
+from chunkattn.scoring import algorithms
+from chunkattn.server.errors import ApiError
+from chunkattn.server.options import ServerConfig
+from chunkattn.server.protocol.documents import CacheBody
+from chunkattn.server.protocol.generation import ChatBody, CompletionBody
+from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
+from chunkattn.server.routes import documents, generation, scoring, tokens
+from chunkattn.server.state import ServerState
+
+SCORE = {"apply_softmax": False, "item_first": False, "packed_ids": None, "cache_salt": None, "priority": 0}
+
+
+@pytest.fixture(scope="module")
+def files():
+    return open_files(EngineConfig())
+
+
+@pytest.fixture
+def frontend(files):
+    """What stands before an engine; there is none behind it."""
+
+    def make(**options):
+        config = EngineConfig(enable_chunk_aware=True, **options)
+        made = Frontend(config, files)
+        vocab = files.spec.vocab_size
+        made.connect(EngineLimits(4096, 16, 1, 16384, 20, vocab, None, StepRates(1e-3, 1e-5, 1e-9)))
+        return made
+
+    return make
+
+
+def refuse(*_, **__):
+    raise AssertionError("work has begun")
+
+
+def score(made, query, items, algorithm=None, **options):
+    return made.score_call(query, items, None, [5, 6], **(SCORE | options), algorithm=algorithm)
+
+
+# Chunks
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        ChunkedPrompt("", [""] * 9, "q"),
+        ChunkedPrompt([], [[]] * 9, [1]),
+        " # # " * 10 + "q",
+        {"prompt": " # # " * 10 + "q"},
+    ],
+    ids=["texts", "ids", "separators", "dict"],
+)
+def test_chunks_are_counted_before_they_are_tokenized(frontend, prompt, monkeypatch):
+    made = frontend(max_chunks_per_prompt=8)
+    monkeypatch.setattr(PartEncoder, "__call__", refuse)
+    with pytest.raises(RequestError, match="9 chunks, max_chunks_per_prompt is 8"):
+        made.parse(prompt, True, None)
+
+
+def test_separator_ids_and_documents_are_counted(frontend, monkeypatch):
+    made = frontend(max_chunks_per_prompt=8)
+    ids = made.parser.encode(" # # ") * 10 + [5]
+    with pytest.raises(RequestError, match="9 chunks, max_chunks_per_prompt is 8"):
+        made.parse({"prompt_token_ids": ids}, True, None)
+    monkeypatch.setattr(PartEncoder, "__call__", refuse)
+    with pytest.raises(RequestError, match="9 chunks, max_chunks_per_prompt is 8") as caught:
+        made.parse_chat([{"role": "user", "content": "q"}], [""] * 9, None, None)
+    assert caught.value.param == "documents"
+
+
+def test_as_many_chunks_as_allowed_are_parsed(frontend):
+    (parsed,) = frontend(max_chunks_per_prompt=8).parse("a # # " + "b # # " * 8 + "q", True, None)
+    assert parsed.layout.num_chunks == 8
+
+
+def test_documents_to_precompute_are_counted(frontend, monkeypatch):
+    made = frontend(max_items_per_request=8, max_chunks_per_prompt=2)
+    made.precompute("a", ["b"] * 8, None, False)  # chunks of a prompt are another limit
+    monkeypatch.setattr(PartEncoder, "__call__", refuse)
+    with pytest.raises(RequestError, match="9 documents exceed max_items_per_request 8"):
+        made.precompute("a", ["b"] * 9, None, False)
+
+
+# Lists of a request
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stop": ["a"] * 65}, "stop has 65 entries, at most 64"),
+        ({"stop": "a" * 1025}, "stop string 0 has 1025 characters, at most 1024"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 entries, at most 1024"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias has 1025 entries, at most 1024"),
+    ],
+)
+def test_lists_of_sampling_params_are_bounded(options, text):
+    with pytest.raises(RequestError, match=text) as caught:
+        SamplingParams(**options)
+    assert caught.value.param == next(iter(options))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"stop": ["a"] * 65},
+        {"stop": "a" * 1025},
+        {"stop_token_ids": [1] * 1025},
+        {"logit_bias": {str(n): 1.0 for n in range(1025)}},
+        {"cache_salt": "a" * 257},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_bodies_are_bounded(field):
+    with pytest.raises(ValidationError, match="at most"):
+        CompletionBody.model_validate({"prompt": "x", **field})
+
+
+def test_labels_are_bounded(frontend):
+    for given in ({"labels": ["a"] * 1025}, {"label_token_ids": [1] * 1025}):
+        with pytest.raises(ValidationError, match="at most 1024"):
+            ScoreBody.model_validate({"query": "q", "items": ["a"], **given})
+        asked = {"labels": None, "label_token_ids": None, **given}
+        with pytest.raises(RequestError, match="at most 1024"):
+            frontend().score_call("q", ["a"], **asked, **SCORE, algorithm=None)
+
+
+# Salts
+
+
+def test_a_salt_is_bounded_and_reaches_the_engine_as_a_digest(frontend):
+    made, params = frontend(), SamplingParams(max_tokens=1)
+    with pytest.raises(RequestError, match="257 characters, at most 256") as caught:
+        made.parse("x", None, "s" * 257)
+    assert caught.value.param == "cache_salt"
+    with pytest.raises(RequestError, match="no valid Unicode"):
+        made.parse("x", None, "\ud800")
+
+    def salts(salt):
+        ((generate, _),) = made.generation(made.parse("x", None, salt), params)
+        cached = [*chain.from_iterable(made.precompute("a", ["b"], salt, False).stages())]
+        scored = [*chain.from_iterable(score(made, "a", ["b"], cache_salt=salt).stages())]
+        return {request.cache_salt for request in (generate, *cached, *scored)}
+
+    (one,), (other,) = salts("s" * 256), salts("t")
+    assert len(one) == len(other) == 32
+    assert one != other
+    assert salts(None) == {None}
+
+
+# Costs
+
+
+def test_costs_are_those_of_what_is_laid_out(frontend):
+    made = frontend(max_num_batched_tokens=128)
+    query, items = [7] * 100, [[8] * (n % 40) for n in range(300)]
+    told = made.scores.job(query, items, [], False).tokens()
+    for name, cost in told.items():
+        requests = [*chain.from_iterable(score(made, query, items, name).stages())]
+        rows = sum(len(r.layout) - (r.layout.prefix_len if getattr(r, "share_prefix", False) else 0) for r in requests)
+        assert rows == cost, name
+
+
+def test_the_documented_contract_is_admitted():
+    limit, sizes = EngineConfig().max_tokens_per_call, {"max_pack_tokens": 8192, "max_dense_tokens": 8192, "block_size": 16}
+    costs = score_tokens(2000, [20] * 10_000, **sizes)
+    assert max(costs["packed_segment"], costs["prefill_extend"], costs["serial"]) <= limit
+    assert costs["serial"] == 10_000 * 2020
+    assert generation_tokens(10, 3, 5) == 25
+
+
+def test_a_call_that_costs_too_much_is_refused_before_it_is_laid_out(frontend, monkeypatch):
+    made = frontend(max_tokens_per_call=10_000)
+    monkeypatch.setattr(algorithms, "make_layout", refuse)
+    with pytest.raises(CapacityError, match=r"'serial' .* 11000 tokens .*max_tokens_per_call is 10000") as caught:
+        score(made, [7] * 100, [[8] * 10] * 100, "serial")
+    assert caught.value.param == "items"
+    with pytest.raises(CapacityError, match="11000 tokens"):
+        score(made, [7] * 100, [[8] * 10] * 100, item_first=True)
+    with pytest.raises(CapacityError, match="12000 tokens"):
+        score(made, [[7] * 100] * 6, [[8] * 1900], item_first=True)
+    assert score(made, [7] * 100, [[8] * 10] * 100)  # auto leaves out what costs too much
+    with pytest.raises(CapacityError, match="max_tokens_per_call"):
+        score(made, [7] * 100, [[8] * 110] * 100)
+
+
+def test_prompts_samples_and_documents_count(frontend):
+    made = frontend(max_tokens_per_call=100)
+    prompts = made.parse([{"prompt_token_ids": [5] * 10}] * 2, False, None)
+    assert len(made.generation(prompts, SamplingParams(n=4, max_tokens=10))) == 2
+    with pytest.raises(CapacityError, match="are 108 tokens, max_tokens_per_call is 100"):
+        made.generation(prompts, SamplingParams(n=4, max_tokens=11))
+    with pytest.raises(CapacityError, match="are 101 tokens, max_tokens_per_call is 100"):
+        made.precompute([5] * 41, [[6] * 30] * 2, None, False)
+
+
+def test_queries_times_items_are_bounded_before_they_are_tokenized(frontend, monkeypatch):
+    made = frontend(max_items_per_request=100)
+    monkeypatch.setattr(PartEncoder, "__call__", refuse)
+    with pytest.raises(RequestError, match="110 items of all queries exceed max_items_per_request 100"):
+        score(made, ["q"] * 11, ["a"] * 10)
+    with pytest.raises(RequestError, match="101 items of all queries exceed"):
+        score(made, ["q"] * 101, [])
+
+
+def test_items_that_all_queries_share_are_tokenized_once(frontend, monkeypatch):
+    made, seen, encode = frontend(), [], PartEncoder.__call__
+
+    def count(self, text, *names):
+        seen.append(text)
+        return encode(self, text, *names)
+
+    monkeypatch.setattr(PartEncoder, "__call__", count)
+    score(made, ["one", "two", "three"], ["a", "b"])
+    assert seen == ["one", "a", "b", "two", "three"]
+
+
+# Stages
+
+
+@pytest.mark.parametrize("algorithm", ["serial", "packed_segment", "prefill_extend", "packed_dense"])
+def test_only_one_stage_of_a_scoring_call_is_in_memory(frontend, algorithm):
+    made = frontend(max_num_batched_tokens=128)
+    job = score(made, [7] * 1000, [[8] * 10] * 2000, algorithm)
+    tracemalloc.start()
+    largest = max(sum(len(r.layout) for r in stage) for stage in job.stages())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert largest <= 16384
+    assert peak < 4 << 20  # all of `serial` are 16 MB
+
+
+def test_a_stage_is_made_when_it_is_asked_for(frontend, monkeypatch):
+    made, laid_out, build = frontend(max_num_batched_tokens=128), [], algorithms.make_layout
+
+    def count(*parts):
+        laid_out.append(parts)
+        return build(*parts)
+
+    monkeypatch.setattr(algorithms, "make_layout", count)
+    for query in ([7] * 100, [[7] * 100, [9] * 100]):
+        laid_out.clear()
+        stages = score(made, query, [[8] * 10] * 100, "serial").stages()
+        assert laid_out == []
+        assert len(next(stages)) < len(laid_out) + 1 < 12
+    laid_out.clear()
+    stages = made.precompute([7] * 10, [[8] * 300] * 10, None, False).stages()
+    assert [len(stage) for stage in stages] == [1] * 10
+
+
+def test_whole_calls_are_checked_when_they_are_planned(frontend):
+    made = frontend()
+    for items in ([[5], [10**6]], [[5], [5] * 9000]):
+        with pytest.raises(RequestError) as caught:
+            score(made, [7], items)
+        assert caught.value.part == "item 1"
+
+
+# Errors name parts
+
+
+def test_errors_name_parts_as_the_caller_knows_them(frontend):
+    made = frontend(max_chunk_len=4)
+    with pytest.raises(RequestError, match="chunk 1 has 5 tokens, max_chunk_len is 4") as caught:
+        made.generation(made.parse(ChunkedPrompt([1], [[2], [3] * 5], [4]), None, None), None)
+    assert caught.value.part == "chunk 1"
+    for strategy in ("shared", "offset"):
+        made = frontend(max_chunk_len=4, position_strategy=strategy)
+        with pytest.raises(RequestError) as caught:
+            made.precompute([1], [[2], [3] * 5], None, False)
+        assert str(caught.value) == "document 1 has 5 tokens, max_chunk_len is 4"
+        assert (caught.value.part, caught.value.param) == ("document 1", "documents")
+    with pytest.raises(RequestError, match=r"document 1\[0\] is not a token id") as caught:
+        made.precompute([1], [[2], ["x"]], None, False)
+    assert caught.value.part == "document 1"
+
+
+def test_the_prefix_is_named(frontend):
+    made = frontend()
+    with pytest.raises(CapacityError) as caught:
+        made.precompute([1] * 20_000, [[2]], None, False)
+    assert caught.value.part == "prefix"
+    layout = make_layout([1] * 20_000, [], [2])
+    assert isinstance(layout, ChunkLayout)
+    assert isinstance(made.intake, Intake)
+
+
+# Priorities
+
+
+def test_priorities_fit_64_bits(frontend):
+    made = frontend()
+    prompts = made.parse("x", None, None)
+    assert made.generation(prompts, None, -(2**63))
+    for priority in (2**63, -(2**63) - 1):
+        with pytest.raises(RequestError, match="64 bits"):
+            made.generation(prompts, None, priority)
+        with pytest.raises(RequestError, match="64 bits"):
+            score(made, "a", ["b"], priority=priority)
+        with pytest.raises(RequestError, match="64 bits"):
+            made.precompute("a", ["b"], None, False, priority=priority)
+
+
+def state(made=None, **options):
+    config = EngineConfig()
+    limits = SimpleNamespace(vocab_size=500, max_model_len=100)
+    llm = SimpleNamespace(state="ready", config=config, frontend=made, limits=limits)
+    return ServerState(llm, ServerConfig(**options))
+
+
+ROUTES = [
+    (generation.completions, CompletionBody, {"prompt": "x"}),
+    (generation.chat_completions, ChatBody, {"messages": [{"role": "user", "content": "x"}]}),
+    (scoring.score, ScoreBody, {"query": "x", "items": ["y"], "labels": ["a"]}),
+    (scoring.generative_scoring, GenerativeScoringBody, {"query": "x", "items": ["y"], "label_token_ids": [1]}),
+    (scoring.rerank, RerankBody, {"query": "x", "documents": ["y"]}),
+    (documents.add, CacheBody, {"documents": ["y"]}),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "fields"), ROUTES, ids=lambda value: getattr(value, "__name__", None))
+def test_clients_set_no_priority_unless_the_operator_lets_them(route, body, fields):
+    for priority, most in ((-1, 0), (2**70, 0), (6, 5), (-6, 5)):
+        given = body.model_validate({**fields, "priority": priority})
+        with pytest.raises(ApiError, match="priority") as caught:
+            asyncio.run(route(given, None, state(priority_range=most)))
+        assert (caught.value.status, caught.value.param) == (400, "priority")
+
+
+def test_priorities_in_range_are_taken():
+    for priority in (-5, 0, 5):
+        state(priority_range=5).check_priority(priority)
+    state().check_priority(0)
+    state().check_priority(1, default=1)
+    with pytest.raises(ConfigError, match="priority_range must be at least 0"):
+        ServerConfig(priority_range=-1)
+
+
+def test_packed_dense_is_refused_unless_it_is_turned_on():
+    body = ScoreBody(query="x", items=["y"], labels=["a"], algorithm="packed_dense")
+    with pytest.raises(ApiError, match="allow_packed_dense") as caught:
+        asyncio.run(scoring.score(body, None, state()))
+    assert (caught.value.status, caught.value.param) == (400, "algorithm")
+    scoring._check(state(allow_packed_dense=True), body)
+
+
+# Texts of tokens
+
+
+def test_texts_of_tokens_are_bounded(frontend):
+    made = frontend()
+    for call in (
+        tokens.detokenize(tokens.DetokenizeBody(tokens=[1] * 65537), state(made)),
+        tokens.tokenize(tokens.TokenizeBody(prompt="a " * 70_000, return_token_strs=True), state(made)),
+    ):
+        with pytest.raises(ApiError, match="up to 65536 are shown"):
+            asyncio.run(call)
