@@ -20,6 +20,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
 from chunkattn.server.errors import ApiError
+from chunkattn.server.middleware import OPEN_PATHS
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import unless_gone
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
@@ -91,7 +92,7 @@ def test_work_ends_with_its_client(ends, late):
         assert done == "answer"
 
 
-def test_every_route_but_health_asks_for_the_key():
+def test_every_route_but_probes_asks_for_the_key():
     """The engine need not run for that."""
     app = create_app(AsyncLLM(), ServerConfig(api_key="secret"))
     client = TestClient(app, base_url="http://localhost")
@@ -108,8 +109,8 @@ def test_every_route_but_health_asks_for_the_key():
             {"Authorization": b"Basic \xff"},
         ):
             answer = client.request(method, path, headers=headers, json={})
-            assert (answer.status_code == 401) == (path != "/health"), (method, path)
-            if path != "/health":
+            assert (answer.status_code == 401) == (path not in OPEN_PATHS), (method, path)
+            if path not in OPEN_PATHS:
                 assert answer.json()["error"]["code"] == "invalid_api_key"
     for headers in ({"Authorization": "Bearer secret"}, ("me", "secret")):
         options = {"headers": headers} if isinstance(headers, dict) else {"auth": headers}

@@ -37,7 +37,7 @@ class _App(FastAPI):
                 operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
             told["components"]["schemas"].pop(name, None)
-        if self.state.server.config.api_key is not None:
+        if self.state.server.keys.needed:
             schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
             told["components"]["securitySchemes"] = schemes
             told["security"] = [{name: []} for name in schemes]
@@ -62,7 +62,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     )
     app.state.server = state
     errors.install(app)
-    app.add_middleware(Gate, config=state.config, metrics=state.metrics)
+    app.add_middleware(Gate, config=state.config, metrics=state.metrics, keys=state.keys, shares=state.shares)
     work = answers(400, 404, 429, 503, 504)
     app.include_router(generation.router, responses=_STREAM | work)
     for module in (scoring, documents):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import ipaddress
 import logging
 import re
 import secrets
@@ -15,13 +15,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chunkattn.server.errors import ApiError, api_error
+from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.options import ServerConfig
 
 logger = logging.getLogger("chunkattn.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_OPEN_PATHS = ("/health",)
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+OPEN_PATHS = ("/health", "/livez", "/readyz")
+"""Routes that need no key: probes have none."""
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
 
 
@@ -55,8 +56,9 @@ class Gate:
     off, and answers whatever nobody else has caught with a 500 that says nothing but the id.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: HttpMetrics) -> None:
-        self.app, self.config, self.metrics = app, config, metrics
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: HttpMetrics, keys: Keys, shares: Shares) -> None:
+        self.app, self.config, self.metrics, self.keys, self.shares = app, config, metrics, keys, shares
+        self._local_only = not keys.needed and _is_loopback(config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or pass it on."""
@@ -66,7 +68,10 @@ class Gate:
         headers, began, status = Headers(scope=scope), time.perf_counter(), 0
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
+        name = self.keys.name_of(headers.get("authorization", "")) if self.keys.needed else None
+        # One key alone keeps nobody apart: names count where there is a file of them.
+        caller = Caller(name if self.config.api_key_file is not None else None, self.shares)
+        scope.setdefault("state", {}).update(request_id=request_id, caller=caller)
         received = 0
 
         async def limited() -> Message:
@@ -81,12 +86,13 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                answered = MutableHeaders(scope=message)
+                answered["X-Request-Id"], answered["X-Content-Type-Options"] = request_id, "nosniff"
             await send(message)
 
         self.metrics.running += 1
         try:
-            if refusal := self._refuse(scope, headers):
+            if refusal := self._refuse(scope, headers, name):
                 await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, noted)
             else:
                 await self.app(scope, limited, noted)
@@ -95,17 +101,19 @@ class Gate:
             if not status:
                 await JSONResponse(told.body, told.status, told.headers)(scope, receive, noted)
         finally:
+            caller.leave()
             self.metrics.running -= 1
             self._note(scope, status, request_id, time.perf_counter() - began)
 
-    def _refuse(self, scope: Scope, headers: Headers) -> ApiError | None:
+    def _refuse(self, scope: Scope, headers: Headers, name: str | None) -> ApiError | None:
         """Why the request is answered here and now, if it is."""
-        key = self.config.api_key
-        if key is not None and scope["path"] not in _OPEN_PATHS and not _has_key(headers.get("authorization", ""), key):
+        if len(headers.getlist("host")) > 1:
+            return ApiError(400, "the request has several Host headers; send one", code="invalid_host")
+        if self.keys.needed and name is None and scope["path"] not in OPEN_PATHS:
             text = "a valid API key is needed: send 'Authorization: Bearer KEY'"
             return ApiError(401, text, code="invalid_api_key", **{"WWW-Authenticate": 'Basic realm="chunkattn"'})
-        if key is None and self.config.host in _LOOPBACK and not _names_this_machine(headers.get("host", "")):
-            text = "this server answers to localhost alone; start it with another host, or with an api_key"
+        if self._local_only and not _names_this_machine(headers.get("host", "")):
+            text = "this server answers to localhost alone; start it with another host, or with an API key"
             return ApiError(403, text, code="host_not_allowed")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.config.max_body_bytes:
@@ -128,16 +136,16 @@ class Gate:
 def _names_this_machine(host: str) -> bool:
     """Whether a Host header does. A page elsewhere whose name was made to lead here (DNS rebinding) sends its own."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    return name.strip("[]") in _LOOPBACK
+    return _is_loopback(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
 
 
-def _has_key(authorization: str, key: str) -> bool:
-    scheme, _, given = authorization.partition(" ")
-    if scheme.lower() == "basic":  # what browsers ask people for: the key is the password
-        try:
-            given = base64.b64decode(given, validate=True).decode().partition(":")[2]
-        except ValueError:
-            return False
-    elif scheme.lower() != "bearer":
+def _is_loopback(host: str) -> bool:
+    """Whether an address or name can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
         return False
-    return secrets.compare_digest(given.strip().encode(), key.encode())
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

@@ -26,6 +26,13 @@ class ServerConfig:
         allow_packed_dense: take `algorithm: "packed_dense"`, a baseline whose every pack holds all other requests up.
         drain_timeout_s: seconds that requests get to end after SIGTERM.
         log_format: "text" or "json", for the engine's process too; one line a request either way.
+        api_key_file: file of named API keys, one `name:key` a line, read again at SIGHUP. Clients of different names share no
+            cache and no documents, and each name has its quotas; None leaves `api_key` alone.
+        max_queue_share: share of `max_queued_requests` that the requests of one API key of the file may hold; without a file,
+            one request.
+        max_pinned_share: share of the KV pool's pages that pinned documents may hold, those of all keys together.
+        max_pinned_share_per_key: the same for each API key of the file.
+        max_cached_documents_per_key: documents that are remembered for each API key of the file.
     """
 
     host: str = "127.0.0.1"
@@ -34,17 +41,22 @@ class ServerConfig:
     served_model_name: str | None = None
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 << 20
-    max_prompts_per_request: int = 1024
+    max_prompts_per_request: int = 128
     max_cached_documents: int = 10_000
     priority_range: int = 0
     allow_packed_dense: bool = False
     drain_timeout_s: float = 30.0
     log_format: str = "text"
+    api_key_file: str | None = None
+    max_queue_share: float = 0.5
+    max_pinned_share: float = 0.5
+    max_pinned_share_per_key: float = 0.25
+    max_cached_documents_per_key: int = 2500
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
-        for name in ("api_key", "served_model_name"):
+        for name in ("api_key", "served_model_name", "api_key_file"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; leave it out instead")
         if self.log_format not in LOG_FORMATS:
@@ -56,3 +68,5 @@ class ServerConfig:
             counts = option.type in ("int", "float") and option.name not in ("port", "priority_range")
             if counts and not 0 < value < float("inf"):
                 raise ConfigError(f"{option.name} must be above 0, got {value}")
+            if "_share" in option.name and value > 1:
+                raise ConfigError(f"{option.name} must be at most 1, got {value}")

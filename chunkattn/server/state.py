@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -17,6 +18,7 @@ from starlette.types import Send
 
 from chunkattn.server.documents import Documents
 from chunkattn.server.errors import ApiError
+from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.middleware import HttpMetrics
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.texts import TokenTexts
@@ -45,6 +47,16 @@ class ServerState:
     started: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
+    def keys(self) -> Keys:
+        """The API keys."""
+        return Keys(self.config.api_key, self.config.api_key_file)
+
+    @cached_property
+    def shares(self) -> Shares:
+        """What each API key holds of the queue."""
+        return Shares(max(1, int(self.config.max_queue_share * self.llm.config.max_queued_requests)))
+
+    @cached_property
     def documents(self) -> Documents:
         """Those that clients have asked to keep."""
         return Documents(self.llm, self.config.max_cached_documents)
@@ -55,15 +67,18 @@ class ServerState:
         frontend = self.llm.frontend
         return TokenTexts(frontend.tokenizer, frontend.parser.encode.leading_ids)
 
-    @property
+    @cached_property
     def model_name(self) -> str:
-        """The model's name in answers."""
-        return self.config.served_model_name or self.llm.config.model or DEMO_NAME
+        """The model's name in answers; of a local folder only the last part of its path."""
+        model = self.llm.config.model
+        if model is not None and (folder := Path(model).expanduser()).is_dir():
+            model = folder.resolve().name
+        return self.config.served_model_name or model or DEMO_NAME
 
     @property
     def most_prompts(self) -> int:
         """In one request; each takes a place in the engine's queue."""
-        return min(self.config.max_prompts_per_request, self.llm.config.max_queued_requests)
+        return min(self.config.max_prompts_per_request, self.shares.most)
 
     def check_model(self, name: str | None) -> None:
         """Check the model a request names, if it names one.
@@ -110,6 +125,14 @@ async def get_state(request: Request) -> ServerState:  # async, or it would run 
 
 
 State = Annotated[ServerState, Depends(get_state)]
+
+
+async def get_caller(request: Request) -> Caller:
+    """Whom the request comes from."""
+    return request.state.caller
+
+
+CallerOf = Annotated[Caller, Depends(get_caller)]
 
 
 def new_id(kind: str) -> str:

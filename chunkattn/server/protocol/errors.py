@@ -12,7 +12,7 @@ _WHEN = {
     403: "A server without a key answers to this machine's own names alone.",
     404: "What the request names is not here.",
     413: "The body exceeds max_body_bytes.",
-    429: "Too many requests are on their way; try again.",
+    429: "Too many requests are on their way, in all or of one API key; try again.",
     500: "The request failed in the server.",
     503: "The server takes no work now; try again.",
     504: "request_timeout_s has passed.",

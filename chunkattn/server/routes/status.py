@@ -15,6 +15,7 @@ from chunkattn.server.state import ServerState, State
 
 router = APIRouter(tags=["status"])
 
+_OPEN: dict[str, Any] = {"security": []}
 _NOT_READY: dict[int | str, dict[str, Any]] = {
     503: {"description": "No requests are taken, and why not.", "content": {"application/json": {"schema": {}}}}
 }
@@ -41,19 +42,19 @@ def _model(state: ServerState) -> dict[str, Any]:
         "object": "model",
         "created": state.started,
         "owned_by": "chunkattn",
-        "root": state.llm.config.model or state.model_name,
+        "root": state.model_name,
         "max_model_len": None if limits is None else limits.max_model_len,
     }
 
 
-@router.get("/livez")
+@router.get("/livez", openapi_extra=_OPEN)
 async def livez() -> dict[str, str]:
     """200 while the server answers at all."""
     return {"status": "alive"}
 
 
-@router.get("/readyz", responses=_NOT_READY)
-@router.get("/health", responses=_NOT_READY, openapi_extra={"security": []})
+@router.get("/readyz", responses=_NOT_READY, openapi_extra=_OPEN)
+@router.get("/health", responses=_NOT_READY, openapi_extra=_OPEN)
 async def readyz(state: State) -> Response:
     """200 when requests are taken; else 503, and why not."""
     status, client = state.readiness, state.llm.client

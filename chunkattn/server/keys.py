@@ -1,0 +1,153 @@
+"""Named API keys: whom a request comes from, and what each name may hold of the queue."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chunkattn.errors import ConfigError
+from chunkattn.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_NAME = "default"
+_NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
+_KEY = re.compile(r"[\x21-\x7e]+")
+
+
+class Keys:
+    """The keys of a server, found by what a client sends.
+
+    Args:
+        api_key: the key of the name "default", if there is one.
+        file: one `name:key` a line; blank lines and lines that begin with # are skipped.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is malformed.
+    """
+
+    def __init__(self, api_key: str | None, file: str | None) -> None:
+        self._api_key, self._file = api_key, file
+        self._names = self._read()
+
+    def _read(self) -> dict[bytes, str]:
+        """Names by the digest of their keys, so that a look-up's time tells nothing about a key."""
+        found = {} if self._api_key is None else {_digest(self._api_key): DEFAULT_NAME}
+        if self._file is None:
+            return found
+        try:
+            lines = Path(self._file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_key_file {self._file} cannot be read: {error}") from None
+        for number, line in enumerate(map(str.strip, lines), 1):
+            if not line or line.startswith("#"):
+                continue
+            name, _, key = line.partition(":")
+            where = f"api_key_file {self._file}, line {number}"  # never the line itself: it may hold a key
+            if not _NAME.fullmatch(name) or not _KEY.fullmatch(key):
+                raise ConfigError(f"{where} must be name:key, the name of 1 to 64 letters, digits or _.@-, the key without spaces")
+            if name in found.values():
+                raise ConfigError(f"{where}: the name {name!r} is taken; give every key a name of its own")
+            if _digest(key) in found:
+                raise ConfigError(f"{where}: {name!r} has the key of {found[_digest(key)]!r}; give every name a key of its own")
+            found[_digest(key)] = name
+        if not found:
+            raise ConfigError(f"api_key_file {self._file} holds no key, so nobody could come in")
+        return found
+
+    @property
+    def needed(self) -> bool:
+        """Whether a request must bring a key."""
+        return bool(self._names)
+
+    def reload(self) -> None:
+        """Read the file again; the keys stay as they are if it is invalid, or if there is none."""
+        if self._file is None:
+            logger.warning("SIGHUP is ignored: there is no api_key_file to read again")
+            return
+        try:
+            self._names = self._read()
+        except ConfigError as error:
+            logger.error("the API keys stay as they are: %s", error)
+        else:
+            logger.warning("api_key_file is read again: %d keys", len(self._names))
+
+    def name_of(self, authorization: str) -> str | None:
+        """The name whose key an Authorization header holds, if any: a bearer token, or the password of HTTP Basic."""
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() == "basic":  # what browsers ask people for
+            try:
+                given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+            except ValueError:
+                return None
+        elif scheme.lower() != "bearer":
+            return None
+        return self._names.get(_digest(given.strip()))
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+@dataclass
+class Shares:
+    """Places of the engine's queue held by each name.
+
+    Attributes:
+        most: places that one name may hold at once; without names, one request.
+    """
+
+    most: int
+    held: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Caller:
+    """Whom one request comes from, for as long as the request is answered.
+
+    Attributes:
+        name: of the API key; None where keys do not keep clients apart.
+        shares: of the server.
+        places: of the queue that this request holds.
+    """
+
+    name: str | None
+    shares: Shares
+    places: int = 0
+
+    def salt(self, given: str | None) -> str | None:
+        """The cache salt of the engine: another for every name, whatever salt a client gives."""
+        if self.name is None:
+            return given
+        if given is None:
+            return self.name
+        digest = hashlib.blake2b(given.encode("utf-8", "surrogatepass"), digest_size=16)
+        return f"{self.name}:{digest.hexdigest()}"  # a name holds no colon
+
+    def take(self, places: int) -> None:
+        """Take places in the queue, until `leave`.
+
+        Raises:
+            ApiError: 429, the name would hold more than its share.
+        """
+        held = self.places if self.name is None else self.shares.held[self.name]
+        if held + places > self.shares.most:
+            whose = "one request" if self.name is None else "the requests of one API key"
+            text = f"{whose} may hold {self.shares.most} places of the queue (max_queue_share); send fewer at once, or try again"
+            raise ApiError(429, text, code="queue_share_exceeded", **{"Retry-After": "1"})
+        self.places += places
+        if self.name is not None:
+            self.shares.held[self.name] += places
+
+    def leave(self) -> None:
+        """Give all places back."""
+        if self.name is not None:
+            self.shares.held[self.name] -= self.places
+            if not self.shares.held[self.name]:
+                del self.shares.held[self.name]
+        self.places = 0
