@@ -15,6 +15,7 @@ import numpy as np
 
 from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
 from chunkattn.server.errors import ApiError
+from chunkattn.server.options import ServerConfig
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
@@ -74,11 +75,11 @@ class Documents:
 
     Args:
         llm: computes and keeps.
-        limit: most of them.
+        config: how many there may be, and how many pages they may pin.
     """
 
-    def __init__(self, llm: AsyncLLM, limit: int) -> None:
-        self.llm, self.limit = llm, limit
+    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+        self.llm, self.config, self.limit = llm, config, config.max_cached_documents
         self._stored: dict[tuple[str | None, str], StoredDocument] = {}
         self._wanted: Counter[Content] = Counter()  # by how many documents, those on their way among them
         self._owed: set[Content] = set()  # to be forgotten once nobody wants it
@@ -313,12 +314,17 @@ class Documents:
         while content in self._owed and content not in self._wanted:
             try:
                 async with self._turn:
-                    await self.llm.forget(_ids(prefix), [_ids(chunk)], cache_salt=salt)
-                self._owed.discard(content)
+                    job = await asyncio.to_thread(self.llm.frontend.precompute, _ids(prefix), [_ids(chunk)], salt, False)
+                    if content in self._wanted or content not in self._owed:
+                        return
+                    # Nothing waits between this decision and the sending: a request that comes later is sent later.
+                    self._owed.discard(content)
+                    await self.llm.client.look_up(job.requests, forget=True)
             except RequestError as error:
                 logger.warning("a document cannot be forgotten: %s", error)
                 self._owed.discard(content)
-            except ChunkAttnError:  # no engine, or no place in its queue
+            except ChunkAttnError:  # no engine
+                self._owed.add(content)
                 await asyncio.sleep(_AGAIN_S)
 
 

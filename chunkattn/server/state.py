@@ -59,7 +59,7 @@ class ServerState:
     @cached_property
     def documents(self) -> Documents:
         """Those that clients have asked to keep."""
-        return Documents(self.llm, self.config.max_cached_documents)
+        return Documents(self.llm, self.config)
 
     @cached_property
     def texts(self) -> TokenTexts:

@@ -1,0 +1,83 @@
+"""What clients can do to a server on purpose, and what it costs the others."""
+
+import asyncio
+import gc
+import json
+import threading
+import weakref
+
+import pytest
+
+from chunkattn.async_llm import AsyncLLM
+from chunkattn.engine.control import CacheQuery, CacheReply
+from chunkattn.engine.messages import CachedTokens, PrecomputeRequest, PrecomputeResult
+from chunkattn.server.app import create_app
+from chunkattn.server.documents import Documents
+from chunkattn.server.options import ServerConfig
+
+
+class Engine:
+    """An engine's process that answers at once, and remembers what it was told."""
+
+    def __init__(self, client):
+        self.client, self.told = client, []
+
+    def send(self, messages):
+        for message in messages:
+            if isinstance(message, PrecomputeRequest):
+                self.told.append("compute")
+                self._reply(PrecomputeResult(message.request_id, CachedTokens(0, (0,), 0)))
+            elif isinstance(message, CacheQuery):
+                self.told.append("forget" if message.forget else "look up")
+                self._reply(CacheReply(message.query_id, [CachedTokens(0, (0,), 0) for _ in message.requests]))
+
+    def _reply(self, message):
+        asyncio.get_running_loop().call_soon(self.client._take, message)
+
+
+@pytest.fixture
+def llm(demo):
+    """The demo model's front, over an engine that computes nothing."""
+    made = AsyncLLM(enable_chunk_aware=True)
+    made._frontend = demo.frontend
+    made.client.limits, made.client.state = demo.frontend.limits, "ready"
+    made.client._worker = Engine(made.client)
+    return made
+
+
+def add(documents, name="a", text="A text.", **options):
+    how = {"cache_salt": None, "pin": False, "ttl_s": None, "priority": 0, "options": {}, "timeout": 60, **options}
+    return documents.add("Read.", [text], [name], **how)
+
+
+def test_a_late_forget_spares_a_document_added_again(llm, monkeypatch):
+    """The forgetting is held where its request has been decided on and not yet sent."""
+    entered, go, slow = threading.Event(), threading.Event(), False
+    precompute = llm.frontend.precompute
+
+    def held(*args, **options):
+        if slow and not entered.is_set():
+            entered.set()
+            assert go.wait(60)
+        return precompute(*args, **options)
+
+    monkeypatch.setattr(llm.frontend, "precompute", held)
+
+    async def main():
+        nonlocal slow
+        documents = Documents(llm, ServerConfig())
+        ((document, _),) = await add(documents)
+        slow = True
+        deleting = asyncio.create_task(documents.delete(document))
+        await asyncio.to_thread(entered.wait, 60)
+        slow = False
+        ((again, _),) = await add(documents)
+        go.set()
+        await deleting
+        assert documents.get("a", None) is again
+        told = llm.client._worker.told
+        assert told[-1] == "compute", told
+        await documents.delete(again)
+        assert told[-1] == "forget"
+
+    asyncio.run(main())
