@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,11 +109,25 @@ def _short(error: object) -> str:
     return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + "…"
 
 
+def _release(error: BaseException) -> None:
+    """Clear the frames of an error that has been answered: they hold the request's body, and some hold the error itself."""
+    found: list[Any] = [error]
+    if isinstance(error, RequestValidationError):  # the validators' own errors
+        found += [detail.get("ctx", {}).get("error") for detail in error.errors()]
+    while found:
+        one = found.pop()
+        if isinstance(one, BaseException) and one.__traceback__ is not None:
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None
+            found += [one.__cause__, one.__context__]
+
+
 def install(app: FastAPI) -> None:
     """Let every error of a route end as `ApiError` does."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         told = api_error(error, request.state.request_id)
+        _release(error)
         return JSONResponse(told.body, told.status, told.headers)
 
     for kind in (ApiError, ChunkAttnError, HTTPException, RequestValidationError):
