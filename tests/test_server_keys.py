@@ -1,12 +1,22 @@
 """Whom a server lets in, and what clients of different keys see and may hold."""
 
+import asyncio
+import base64
+from dataclasses import replace
+
 import pytest
 from fastapi.testclient import TestClient
 
 from chunkattn.async_llm import AsyncLLM
+from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
+from chunkattn.server.documents import Documents
+from chunkattn.server.errors import ApiError
+from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
+
+pytest_plugins = ["tests.told_engine"]
 
 
 def client_of(config=None, llm=None, **options):
@@ -18,7 +28,9 @@ def test_probes_need_no_key(path):
     client = client_of(ServerConfig(api_key="secret"))
     assert client.get(path).status_code in (200, 503)
     assert client.get("/metrics").status_code == 401
-    assert client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()["paths"][path]["get"]["security"] == []
+    assert (
+        client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()["paths"][path]["get"]["security"] == []
+    )
 
 
 def test_a_local_model_is_shown_by_its_folder_s_name(tmp_path):
@@ -59,3 +71,104 @@ def test_answers_are_what_they_say_they_are():
     policy = client.get("/").headers["content-security-policy"]
     assert "base-uri 'none'" in policy
     assert "form-action 'none'" in policy
+
+
+# Named keys
+
+FILE = "# who may come in\n\nana:key-of-ana\nben:key-of-ben\n"
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(FILE)
+    return file
+
+
+def test_named_keys_are_read_again(key_file, caplog):
+    keys = Keys("main", str(key_file))
+    assert [keys.name_of(f"Bearer {key}") for key in ("main", "key-of-ana", "key-of-ben")] == ["default", "ana", "ben"]
+    assert keys.name_of("Basic " + base64.b64encode(b"me:key-of-ben").decode()) == "ben"
+    for wrong in ("", "Bearer", "Bearer x", "key-of-ana", "Basic !", "Bearer ana:key-of-ana"):
+        assert keys.name_of(wrong) is None
+    for bad in ("ana", "ana:", ":x", "a b:x", "ana:x\nana:y", "ana:x\nben:x", "ana:main", "default:x"):
+        key_file.write_text(bad)
+        keys.reload()
+        assert keys.name_of("Bearer key-of-ana") == "ana"
+        with pytest.raises(ConfigError) as error:
+            Keys("main", str(key_file))
+        assert ":x" not in str(error.value)
+    key_file.write_text("cleo:new")
+    keys.reload()
+    assert (keys.name_of("Bearer key-of-ana"), keys.name_of("Bearer new")) == (None, "cleo")
+    with pytest.raises(ConfigError):
+        Keys(None, str(key_file) + ".not")
+
+
+def test_names_share_no_salt():
+    shares = Shares(4)
+    ana, ben, anybody = Caller("ana", shares), Caller("ben", shares), Caller(None, shares)
+    salts = [caller.salt(given) for caller in (ana, ben) for given in (None, "ana", "ben", "ana:ben")]
+    assert len(set(salts)) == len(salts)
+    assert [anybody.salt(given) for given in (None, "x")] == [None, "x"]
+
+
+def test_a_name_holds_its_share_of_the_queue_and_no_more():
+    shares = Shares(4)
+    first, second, other = Caller("ana", shares), Caller("ana", shares), Caller("ben", shares)
+    first.take(3)
+    with pytest.raises(ApiError) as refused:
+        second.take(2)
+    assert refused.value.status == 429
+    other.take(4)
+    first.leave()
+    second.take(4)
+    one, two = Caller(None, shares), Caller(None, shares)
+    one.take(4)
+    two.take(4)
+    with pytest.raises(ApiError):
+        one.take(1)
+
+
+def test_one_request_cannot_fill_the_queue(llm):
+    assert ServerConfig().max_prompts_per_request < llm.config.max_queued_requests
+    state = ServerState(llm, ServerConfig(max_prompts_per_request=10**6))
+    assert state.most_prompts == llm.config.max_queued_requests // 2
+
+
+def test_quotas_of_documents(llm):
+    """Per name and for all; what is said of one name tells nothing about another."""
+    pages = llm.limits.num_pages
+    share = 3.5 / pages
+    config = ServerConfig(max_cached_documents_per_key=2, max_pinned_share_per_key=share, max_pinned_share=2 * share)
+    documents = Documents(llm, config)
+
+    async def add(owner, name, **options):
+        how = {"cache_salt": owner, "pin": True, "ttl_s": None, "priority": 0, "options": {}, "timeout": 60, **options}
+        return await documents.add("Read.", [f"The text {name}."], [name], owner=owner, **how)
+
+    async def refused(*args, **options):
+        with pytest.raises(ApiError) as error:
+            await add(*args, **options)
+        assert error.value.status == 400
+        return error.value
+
+    async def main():
+        await add("ana", "a")
+        await add("ana", "b")
+        assert (await refused("ana", "c", pin=False)).code == "too_many_documents"
+        assert documents.page("ben", None, 9) == ([], False)
+        await add("ben", "a")
+        documents.config = replace(config, max_cached_documents_per_key=9)
+        error = await refused("ana", "c")
+        assert error.code == "too_many_pins"
+        await add("ana", "b")  # pinned already
+        await add("ana", "c", pin=False)
+        with pytest.raises(ApiError):
+            await documents.pin(documents.get("c", "ana"), True, 60)
+        await documents.pin(documents.get("a", "ana"), False, 60)
+        await documents.pin(documents.get("c", "ana"), True, 60)
+        await add("ben", "b")
+        assert "max_pinned_share 0" in (await refused("cleo", "a")).message
+
+    asyncio.run(main())

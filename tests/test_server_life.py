@@ -312,7 +312,7 @@ def test_bad_server_options(options):
 @pytest.mark.slow
 def test_out_of_pages():
     """Requests that do not fit together take turns; one that cannot fit says so, and why; nobody else is touched."""
-    server = ServerProcess(*SMALL, f"--kv-cache-memory-bytes={1 << 20}")
+    server = ServerProcess(*SMALL, f"--kv-cache-memory-bytes={1 << 20}", "--max-pinned-share=1")
     questions = [f"Where does number {n} live?" for n in range(8)]
 
     def ask(question, stream=False, tokens=120):

@@ -371,11 +371,10 @@ class EngineCore:
 
     def _fail_stuck(self, request: Request) -> RequestFailed:
         """Fail who could not even be placed alone: pinned pages leave too few."""
-        held = self.limits.num_pages - self.scheduler.trie.num_available
         self._end(request, "failed")
         reason = (
-            f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages; of "
-            f"{self.limits.num_pages} in the pool {held} are pinned; unpin documents or raise kv_cache_memory_bytes"
+            f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages, "
+            "and pinned documents leave too few; send a shorter prompt, unpin documents or raise kv_cache_memory_bytes"
         )
         return RequestFailed(request.request_id, reason, "prompt")
 

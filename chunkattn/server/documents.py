@@ -43,6 +43,7 @@ class StoredDocument:
     Attributes:
         content: what it is.
         num_bytes: of the document's K/V pages.
+        owner: name of the API key it belongs to; None where names do not count.
         created, expires: seconds since the epoch; `expires` is None for one that stays.
         pin: what holds its pages, and the engine's number of restarts when it did: with an engine its pins are gone.
         timer: of its expiry.
@@ -51,6 +52,7 @@ class StoredDocument:
     id: str
     content: Content
     num_bytes: int
+    owner: str | None = None
     created: float = field(default_factory=time.time)
     expires: float | None = None
     pin: tuple[str, int] | None = None
@@ -79,11 +81,12 @@ class Documents:
     """
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
-        self.llm, self.config, self.limit = llm, config, config.max_cached_documents
+        self.llm, self.config = llm, config
         self._stored: dict[tuple[str | None, str], StoredDocument] = {}
         self._wanted: Counter[Content] = Counter()  # by how many documents, those on their way among them
         self._owed: set[Content] = set()  # to be forgotten once nobody wants it
-        self._coming = 0
+        self._coming: Counter[str | None] = Counter()
+        self._pinning: Counter[tuple[str | None, Content]] = Counter()  # with the owner, as long as they are computed
         self._turn = asyncio.Semaphore(_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,6 +123,7 @@ class Documents:
         priority: int,
         options: dict[str, Any],
         timeout: float,
+        owner: str | None = None,
     ) -> list[tuple[StoredDocument, bool]]:
         """Compute documents and remember them, in place of others with their ids; and whether each was cached before.
 
@@ -133,9 +137,10 @@ class Documents:
             priority: the lower goes first.
             options: for the chat template.
             timeout: seconds it may take.
+            owner: name of the API key they belong to.
 
         Raises:
-            ApiError: 400, one is empty, two have one id, or there are too many.
+            ApiError: 400, one is empty, two have one id, or there are too many documents or pins.
             ChunkAttnError: as `AsyncLLM.precompute`; nothing is remembered then.
         """
         if self.llm.config.position_strategy != "shared":
@@ -146,10 +151,12 @@ class Documents:
             raise ApiError(400, text, param="documents", code="invalid_value")
         names, contents = await asyncio.to_thread(self._prepare, prefix, texts, ids, cache_salt, options)
         new = sum((cache_salt, name) not in self._stored for name in names)
-        if len(self._stored) + self._coming + new > self.limit:
-            text = f"{new} documents more would exceed max_cached_documents {self.limit}; delete some first"
-            raise ApiError(400, text, param="documents", code="too_many_documents")
-        self._coming += new
+        self._check_count(owner, new)
+        if pin:
+            self._check_pins(owner, contents)
+        pinning = [(owner, content) for content in contents] if pin else []
+        self._pinning.update(pinning)
+        self._coming[owner] += new
         self._wanted.update(contents)
         try:
             engine = self.llm.client.restarts
@@ -166,11 +173,12 @@ class Documents:
                 self._let_go(content)
             raise
         finally:
-            self._coming -= new
+            self._coming[owner] -= new
+            self._pinning -= Counter(pinning)
         # From here on nothing waits before all of it has happened.
         added, forgetting = [], list[asyncio.Task[None]]()
         for number, (name, content, told) in enumerate(zip(names, contents, report.documents, strict=True)):
-            document = StoredDocument(name, content, told.num_bytes)
+            document = StoredDocument(name, content, told.num_bytes, owner)
             document.pin = (report.pin_ids[number], engine) if pin else None
             self._owed.discard(content)
             before = self._stored.pop((cache_salt, name), None)
@@ -211,6 +219,40 @@ class Documents:
                 raise ApiError(400, text, param="documents", code="invalid_value")
         return list(seen), contents
 
+    def _check_count(self, owner: str | None, new: int) -> None:
+        """Check that so many more documents may be remembered."""
+        if owner is not None:
+            own = sum(d.owner == owner for d in self._stored.values()) + self._coming[owner]
+            if own + new > (most := self.config.max_cached_documents_per_key):
+                text = f"{new} documents more would exceed max_cached_documents_per_key {most}; delete some first"
+                raise ApiError(400, text, param="documents", code="too_many_documents")
+        if len(self._stored) + self._coming.total() + new > (most := self.config.max_cached_documents):
+            text = f"{new} documents more would exceed max_cached_documents {most}; delete some first"
+            raise ApiError(400, text, param="documents", code="too_many_documents")
+
+    def _check_pins(self, owner: str | None, contents: Sequence[Content]) -> None:
+        """Check that contents may be pinned beside what is pinned already."""
+        pinned = [(d.owner, d.content) for d in self._stored.values() if self.is_pinned(d)]
+        held = {*pinned, *+self._pinning}
+        limits = [("max_pinned_share", self.config.max_pinned_share, {content for _, content in held})]
+        if owner is not None:
+            own = {content for name, content in held if name == owner}
+            limits.append(("max_pinned_share_per_key", self.config.max_pinned_share_per_key, own))
+        for option, share, before in limits:
+            most = int(share * self.llm.limits.num_pages)
+            if self._pages({*before, *contents}) > most:
+                text = (
+                    f"the documents need {self._pages(set(contents))} KV pages with their prefix; pinned documents may hold {most} "
+                    f"({option} {share:g} of the pool), and that leaves too few; unpin documents first, or do not pin these"
+                )
+                raise ApiError(400, text, param="documents", code="too_many_pins")
+
+    def _pages(self, contents: set[Content]) -> int:
+        """KV pages of documents and their prefixes, each once."""
+        prefixes = {content[:2] for content in contents}
+        size = self.llm.config.block_size * _ID_BYTES
+        return sum(-(-len(ids) // size) for _, ids in prefixes) + sum(-(-len(content[2]) // size) for content in contents)
+
     def is_pinned(self, document: StoredDocument) -> bool:
         """Whether the engine was told to hold its pages, and has not been replaced since."""
         return document.pin is not None and document.pin[1] == self.llm.client.restarts and self.llm.client.is_ready
@@ -219,13 +261,16 @@ class Documents:
         """Hold its pages, computing what is missing, or let them be evicted.
 
         Raises:
-            ApiError: 404, it was deleted meanwhile.
+            ApiError: 404, it was deleted meanwhile; 400, the pins would exceed their share of the pool.
             ChunkAttnError: as `AsyncLLM.precompute`.
         """
         if not wanted:
             self._unpin(document)
             return
         engine, (salt, prefix, chunk) = self.llm.client.restarts, document.content
+        self._check_pins(document.owner, [document.content])
+        pinning = document.owner, document.content
+        self._pinning[pinning] += 1
         self._wanted[document.content] += 1
         try:
             report = await self.llm.precompute(_ids(prefix), [_ids(chunk)], pin=True, cache_salt=salt, timeout=timeout)
@@ -235,6 +280,7 @@ class Documents:
                 self._unpin(document)
                 raise _missing(document.id)
         finally:
+            self._pinning -= Counter([pinning])
             self._let_go(document.content)
 
     def expire(self, document: StoredDocument, ttl_s: float | None) -> None:

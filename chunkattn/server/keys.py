@@ -50,7 +50,9 @@ class Keys:
             name, _, key = line.partition(":")
             where = f"api_key_file {self._file}, line {number}"  # never the line itself: it may hold a key
             if not _NAME.fullmatch(name) or not _KEY.fullmatch(key):
-                raise ConfigError(f"{where} must be name:key, the name of 1 to 64 letters, digits or _.@-, the key without spaces")
+                raise ConfigError(
+                    f"{where} must be name:key, the name of 1 to 64 letters, digits or _.@-, the key without spaces"
+                )
             if name in found.values():
                 raise ConfigError(f"{where}: the name {name!r} is taken; give every key a name of its own")
             if _digest(key) in found:
@@ -138,7 +140,9 @@ class Caller:
         held = self.places if self.name is None else self.shares.held[self.name]
         if held + places > self.shares.most:
             whose = "one request" if self.name is None else "the requests of one API key"
-            text = f"{whose} may hold {self.shares.most} places of the queue (max_queue_share); send fewer at once, or try again"
+            text = (
+                f"{whose} may hold {self.shares.most} places of the queue (max_queue_share); send fewer at once, or try again"
+            )
             raise ApiError(429, text, code="queue_share_exceeded", **{"Retry-After": "1"})
         self.places += places
         if self.name is not None:

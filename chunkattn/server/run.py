@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -80,7 +82,10 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
 
 
 async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> None:
-    app = create_app(llm, config)
+    address, port = listening.getsockname()[:2]
+    app = create_app(llm, replace(config, host=address))  # of a name, what it stands for
+    if hasattr(signal, "SIGHUP"):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.server.keys.reload)
     http = uvicorn.Config(
         app,
         log_config=None,
@@ -91,14 +96,13 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         http=BoundedHttp,
     )
     server = Server(http, app.state.server)
-    host, port = listening.getsockname()[:2]
     serving = asyncio.create_task(server.serve([listening]))
     starting = asyncio.create_task(llm.open())
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and not starting.exception():
             garbage.settle()
-            shown = f"[{host}]" if ":" in host else host
+            shown = f"[{address}]" if ":" in address else address
             print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
             await serving
     finally:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 from chunkattn.server.documents import StoredDocument
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.documents import CacheBody, ChangeBody
-from chunkattn.server.state import ServerState, State, unless_gone
+from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
 
 router = APIRouter(tags=["cache"], prefix="/v1/cache/documents")
 
@@ -19,18 +19,20 @@ Salt = Annotated[str | None, Query(description="The salt it was computed under."
 
 
 @router.post("")
-async def add(body: CacheBody, request: Request, state: State) -> dict[str, Any]:
+async def add(body: CacheBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """Compute the K/V of documents behind a prefix and remember them, in place of earlier ones with the same ids."""
     state.check_model(body.model)
     state.check_ready()
     state.check_priority(body.priority, CacheBody.model_fields["priority"].default)
+    caller.take(1)
     added = await unless_gone(
         request,
         state.documents.add(
             body.start(),
             body.texts(),
             body.ids(),
-            cache_salt=body.cache_salt,
+            cache_salt=caller.salt(body.cache_salt),
+            owner=caller.name,
             pin=body.pin,
             ttl_s=body.ttl_s,
             priority=body.priority,
@@ -50,27 +52,31 @@ async def add(body: CacheBody, request: Request, state: State) -> dict[str, Any]
 @router.get("")
 async def listed(
     state: State,
+    caller: CallerOf,
     cache_salt: Salt = None,
     after: Annotated[str | None, Query(description="Those behind the one with this id.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 100,
 ) -> dict[str, Any]:
     """The documents of a salt, the oldest first."""
-    documents, more = state.documents.page(cache_salt, after, limit)
+    caller.take(1)
+    documents, more = state.documents.page(caller.salt(cache_salt), after, limit)
     return {"object": "list", "data": await _told(state, documents), "has_more": more}
 
 
 @router.get("/{document_id}")
-async def one(document_id: str, state: State, cache_salt: Salt = None) -> dict[str, Any]:
+async def one(document_id: str, state: State, caller: CallerOf, cache_salt: Salt = None) -> dict[str, Any]:
     """One document."""
-    return (await _told(state, [state.documents.get(document_id, cache_salt)]))[0]
+    caller.take(1)
+    return (await _told(state, [state.documents.get(document_id, caller.salt(cache_salt))]))[0]
 
 
 @router.patch("/{document_id}")
-async def change(document_id: str, body: ChangeBody, request: Request, state: State) -> dict[str, Any]:
+async def change(document_id: str, body: ChangeBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """Pin a document, computing what of it has been evicted, or unpin it; and have it expire."""
     state.check_model(body.model)
     state.check_ready()
-    document = state.documents.get(document_id, body.cache_salt)
+    document = state.documents.get(document_id, caller.salt(body.cache_salt))
+    caller.take(1)
     if body.pinned is not None:
         await unless_gone(request, state.documents.pin(document, body.pinned, state.config.request_timeout_s))
     if body.ttl_s is not None:
@@ -79,10 +85,10 @@ async def change(document_id: str, body: ChangeBody, request: Request, state: St
 
 
 @router.delete("/{document_id}")
-async def delete(document_id: str, state: State, cache_salt: Salt = None) -> dict[str, Any]:
+async def delete(document_id: str, state: State, caller: CallerOf, cache_salt: Salt = None) -> dict[str, Any]:
     """Forget a document: its K/V is gone from memory when no request uses it any more, and from disk."""
     state.check_ready()
-    document = state.documents.get(document_id, cache_salt)
+    document = state.documents.get(document_id, caller.salt(cache_salt))
     try:
         async with asyncio.timeout(state.config.request_timeout_s):
             await state.documents.delete(document)

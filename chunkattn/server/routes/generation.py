@@ -19,6 +19,7 @@ from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server import logprobs
 from chunkattn.server.errors import ApiError, api_error
+from chunkattn.server.keys import Caller
 from chunkattn.server.logprobs import Entry
 from chunkattn.server.protocol.base import Sampling
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
@@ -54,8 +55,8 @@ class Answer(ABC):
     chunk_name: str
     params: SamplingParams
 
-    def __init__(self, body: Sampling, state: ServerState) -> None:
-        self.options, self.state = body, state
+    def __init__(self, body: Sampling, state: ServerState, caller: Caller) -> None:
+        self.options, self.state, self.caller = body, state, caller
         self.id, self.created = new_id(self.kind), int(time.time())
 
     @abstractmethod
@@ -97,8 +98,8 @@ class Completion(Answer):
 
     kind, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionBody, state: ServerState) -> None:
-        super().__init__(body, state)
+    def __init__(self, body: CompletionBody, state: ServerState, caller: Caller) -> None:
+        super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
         self._known_offsets: dict[str, tuple[list[int], int]] = {}
         echoed = body.logprobs if body.echo else None
@@ -112,6 +113,7 @@ class Completion(Answer):
             raise ApiError(
                 400, f"there are {len(prompts)} prompts; give between 1 and {limit}", param="prompt", code="invalid_value"
             )
+        self.caller.take(len(prompts))
         if len(prompts) > 1:  # so that a bad one is told by its number, and before others begin
             prompts = await asyncio.to_thread(self._parsed, body.prompts())
         return [
@@ -119,7 +121,7 @@ class Completion(Answer):
                 prompt,
                 self.params,
                 chunk_aware=body.chunk_aware,
-                cache_salt=body.cache_salt,
+                cache_salt=self.caller.salt(body.cache_salt),
                 priority=body.priority,
                 timeout=self.state.config.request_timeout_s,
                 final_only=not body.stream,
@@ -131,7 +133,7 @@ class Completion(Answer):
         frontend, parsed = self.state.llm.frontend, []
         for number, prompt in enumerate(prompts):
             try:
-                parsed += frontend.parse([prompt], self.body.chunk_aware, self.body.cache_salt)
+                parsed += frontend.parse([prompt], self.body.chunk_aware, self.caller.salt(self.body.cache_salt))
                 frontend.generation(parsed[-1:], self.params, self.body.priority)
             except RequestError as error:
                 raise type(error)(f"prompt {number}: {error}", param=error.param) from None
@@ -219,8 +221,8 @@ class Chat(Answer):
 
     kind, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, state: ServerState) -> None:
-        super().__init__(body, state)
+    def __init__(self, body: ChatBody, state: ServerState, caller: Caller) -> None:
+        super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         self.params = body.sampling(max_tokens=body.limit, logprobs=wanted)
@@ -228,11 +230,12 @@ class Chat(Answer):
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """The conversation's."""
         body = self.body
+        self.caller.take(1)
         conversation = self.state.llm.chat(
             [m.plain() for m in body.messages],
             self.params,
             documents=body.chunks(),
-            cache_salt=body.cache_salt,
+            cache_salt=self.caller.salt(body.cache_salt),
             priority=body.priority,
             timeout=self.state.config.request_timeout_s,
             final_only=not body.stream,
@@ -269,11 +272,11 @@ class Chat(Answer):
         return logprobs.chat(token_ids, entries, self.body.top_logprobs or 0, self.texts)
 
 
-async def _answer(kind: Callable[[B, ServerState], Answer], body: B, request: Request, state: ServerState) -> Response:
+async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, request: Request, state: ServerState) -> Response:
     state.check_model(body.model)
     state.check_ready()
     state.check_priority(body.priority)
-    answer = kind(body, state)
+    answer = kind(body, state, request.state.caller)
     if not answer.options.stream:
         return await unless_gone(request, _whole(answer))
     # Whatever is wrong with a request shows before its first token: a stream begins with a status, and cannot take it back.

@@ -11,16 +11,18 @@ from fastapi import APIRouter, Request
 
 from chunkattn.outputs import RerankOutput, ScoreOutput, ScoreUsage
 from chunkattn.server.errors import ApiError
+from chunkattn.server.keys import Caller
 from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
-from chunkattn.server.state import ServerState, State, new_id, unless_gone
+from chunkattn.server.state import CallerOf, ServerState, State, new_id, unless_gone
 
 router = APIRouter(tags=["scoring"])
 
 
 @router.post("/generative_scoring")
-async def generative_scoring(body: GenerativeScoringBody, request: Request, state: State) -> dict[str, Any]:
+async def generative_scoring(body: GenerativeScoringBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """The probability of the first label after query and item, an item each."""
     _check(state, body)
+    caller.take(1)
     output = await unless_gone(
         request,
         state.llm.score(
@@ -29,7 +31,7 @@ async def generative_scoring(body: GenerativeScoringBody, request: Request, stat
             label_token_ids=body.label_token_ids,
             apply_softmax=body.apply_softmax,
             item_first=body.item_first,
-            **_how(body, state),
+            **_how(body, state, caller),
         ),
     )
     return _listed(state, [row[0] for row in output.scores], [output.usage], "generative-score")
@@ -37,11 +39,12 @@ async def generative_scoring(body: GenerativeScoringBody, request: Request, stat
 
 @router.post("/score", include_in_schema=False)
 @router.post("/v1/score")
-async def score(body: ScoreBody, request: Request, state: State) -> dict[str, Any]:
+async def score(body: ScoreBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """The probability of labels after query and item; or, of `text_1` and `text_2`, their relevance to each other."""
     _check(state, body)
     if body.pairwise:
-        return await unless_gone(request, _pairwise(body, state))
+        return await unless_gone(request, _pairwise(body, state, caller))
+    caller.take(1)
     if isinstance(body.query, list) and body.query and not isinstance(body.query[0], int):
         _check_queries(state, len(body.query))
     output: ScoreOutput | list[ScoreOutput] = await unless_gone(
@@ -54,7 +57,7 @@ async def score(body: ScoreBody, request: Request, state: State) -> dict[str, An
             apply_softmax=body.apply_softmax,
             item_first=body.item_first,
             packed_ids=body.packed_ids,
-            **_how(body, state),
+            **_how(body, state, caller),
         ),
     )
     outputs, several = (output, True) if isinstance(output, list) else ([output], False)
@@ -79,9 +82,10 @@ async def score(body: ScoreBody, request: Request, state: State) -> dict[str, An
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 @router.post("/v1/rerank")
-async def rerank(body: RerankBody, request: Request, state: State) -> dict[str, Any]:
+async def rerank(body: RerankBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """Documents by their relevance to a query, the best first."""
     _check(state, body)
+    caller.take(1)
     output = await unless_gone(
         request,
         state.llm.rerank(
@@ -89,7 +93,7 @@ async def rerank(body: RerankBody, request: Request, state: State) -> dict[str, 
             body.texts(),
             body.top_n,
             **_relevance(body),
-            **_how(body, state),
+            **_how(body, state, caller),
         ),
     )
     results = []
@@ -119,9 +123,9 @@ def _check_queries(state: ServerState, count: int) -> None:
         raise ApiError(400, f"{count} queries exceed the {limit} of one request", param="query", code="invalid_value")
 
 
-def _how(body: GenerativeScoringBody | ScoreBody | RerankBody, state: ServerState) -> dict[str, Any]:
+def _how(body: GenerativeScoringBody | ScoreBody | RerankBody, state: ServerState, caller: Caller) -> dict[str, Any]:
     """What all calls are asked."""
-    told = {"algorithm": body.algorithm, "cache_salt": body.cache_salt, "priority": body.priority}
+    told = {"algorithm": body.algorithm, "cache_salt": caller.salt(body.cache_salt), "priority": body.priority}
     return {**told, "timeout": state.config.request_timeout_s}
 
 
@@ -140,20 +144,21 @@ def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankB
         raise ApiError(400, text, param="algorithm", code="invalid_value")
 
 
-async def _pairwise(body: ScoreBody, state: ServerState) -> dict[str, Any]:
+async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict[str, Any]:
     """Relevance of each document to its query, by the rerank template."""
     try:
         queries, documents = body.pairs()
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
     _check_queries(state, len(queries))
+    caller.take(len(queries) or 1)
 
     async def ranked(query: str, own: list[str]) -> RerankOutput:
         return await state.llm.rerank(
             query,
             own,
             **_relevance(body),
-            **_how(body, state),
+            **_how(body, state, caller),
         )
 
     if len(queries) == 1:

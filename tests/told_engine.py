@@ -1,0 +1,38 @@
+"""A pytest plugin: `AsyncLLM` over an engine that computes nothing and remembers what it was told."""
+
+import asyncio
+
+import pytest
+
+from chunkattn.async_llm import AsyncLLM
+from chunkattn.engine.control import CacheQuery, CacheReply
+from chunkattn.engine.messages import CachedTokens, PrecomputeRequest, PrecomputeResult
+
+
+class Engine:
+    """An engine's process that answers at once, and remembers what it was told."""
+
+    def __init__(self, client):
+        self.client, self.told = client, []
+
+    def send(self, messages):
+        for message in messages:
+            if isinstance(message, PrecomputeRequest):
+                self.told.append("compute")
+                self._reply(PrecomputeResult(message.request_id, CachedTokens(0, (0,), 0)))
+            elif isinstance(message, CacheQuery):
+                self.told.append("forget" if message.forget else "look up")
+                self._reply(CacheReply(message.query_id, [CachedTokens(0, (0,), 0) for _ in message.requests]))
+
+    def _reply(self, message):
+        asyncio.get_running_loop().call_soon(self.client._take, message)
+
+
+@pytest.fixture
+def llm(demo):
+    """The demo model's front, over an engine that computes nothing."""
+    made = AsyncLLM(enable_chunk_aware=True)
+    made._frontend = demo.frontend
+    made.client.limits, made.client.state = demo.frontend.limits, "ready"
+    made.client._worker = Engine(made.client)
+    return made
