@@ -2,14 +2,22 @@
 
 import asyncio
 import gc
+import socket
 import threading
+import time
 import tracemalloc
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
+import uvicorn
+import uvloop
 
 from chunkattn.server.app import create_app
 from chunkattn.server.documents import Documents
+from chunkattn.server.http import BoundedHttp, ConnectionLimits
 from chunkattn.server.options import ServerConfig
+from tests.server_helpers import wait_until
 
 pytest_plugins = ["tests.told_engine"]
 
@@ -101,3 +109,138 @@ def test_a_refused_body_is_freed_at_once(llm, path, body):
             gc.enable()
 
     asyncio.run(main())
+
+
+# Connections
+
+
+@contextmanager
+def serving(app, **options):
+    """An app behind the server's protocol, on uvloop as the server itself. Yields the address."""
+    config = ServerConfig(**options)
+    limits = ConnectionLimits(config, config.max_connections)
+    http = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http=partial(BoundedHttp, limits=limits))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(http)
+
+        async def main():
+            watching = asyncio.create_task(limits.watch(server.server_state.connections))
+            await server.serve([listening])
+            watching.cancel()
+
+        thread = threading.Thread(target=uvloop.run, args=(main(),))
+        thread.start()
+        wait_until(lambda: server.started)
+        try:
+            yield listening.getsockname()
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join(60)
+
+
+def answering(seen, size=2, seconds=0.0):
+    """An app that reads the request, takes its time, and answers; notes a client that leaves meanwhile."""
+
+    async def app(scope, receive, send):
+        while (message := await receive()).get("more_body"):
+            pass
+        if message["type"] == "http.disconnect":
+            return
+        if seconds:
+            leaving = asyncio.ensure_future(receive())
+            await asyncio.wait({leaving}, timeout=seconds)
+            seen.append("left" if leaving.done() else "waited")
+            leaving.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        for sent in range(0, size, 1 << 20):
+            await send({"type": "http.response.body", "body": b"x" * min(1 << 20, size - sent), "more_body": True})
+        await send({"type": "http.response.body"})
+        seen.append("sent")
+
+    return app
+
+
+def read_all(connection):
+    found = b""
+    with suppress(ConnectionError):
+        while more := connection.recv(1 << 16):
+            found += more
+    return found
+
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"\r\n", POST, POST + b"x" * 9], ids=ascii)
+def test_slow_senders_are_cut_off(sent):
+    with (
+        serving(answering([]), header_timeout_s=0.5, body_timeout_s=0.5) as address,
+        socket.create_connection(address, timeout=30) as connection,
+    ):
+        connection.sendall(sent)
+        answer = read_all(connection)
+        assert b"HTTP/1.1 408" in answer
+        assert b"_timeout_s 0.5" in answer
+
+
+def test_an_empty_line_keeps_no_connection():
+    with (
+        serving(answering([]), header_timeout_s=0.5) as address,
+        socket.create_connection(address, timeout=30) as connection,
+    ):
+        connection.sendall(GET)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\r\n")
+        assert b"HTTP/1.1 408" in read_all(connection)
+
+
+def test_a_client_that_stops_reading_is_cut_off():
+    seen = []
+    with (
+        serving(answering(seen, 64 << 20), write_timeout_s=0.5) as address,
+        socket.create_connection(address, timeout=30) as connection,
+    ):
+        connection.sendall(GET)
+        time.sleep(2)
+        assert len(read_all(connection)) < 64 << 20
+
+
+def test_connections_are_limited(caplog):
+    with serving(answering([]), max_connections=2) as address:
+        kept = [socket.create_connection(address, timeout=30) for _ in range(2)]
+        for connection in kept:
+            connection.sendall(GET)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        for _ in range(3):
+            with socket.create_connection(address, timeout=30) as over:
+                assert read_all(over).startswith(b"HTTP/1.1 503")
+        for connection in kept:
+            connection.close()
+        wait_until(lambda: b"200" in asked(address))
+    assert sum("max_connections 2" in record.getMessage() for record in caplog.records) == 1
+
+
+def asked(address):
+    with socket.create_connection(address, timeout=30) as connection:
+        connection.sendall(GET)
+        return connection.recv(1 << 16)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["half closed", "gone"])
+def test_who_sends_no_more_gets_the_answer(leaves):
+    """And who has left takes the work along: both begin with the same packet."""
+    seen = []
+    with serving(answering(seen, seconds=20.0 if leaves else 1.0)) as address:
+        connection = socket.create_connection(address, timeout=30)
+        connection.sendall(GET)
+        time.sleep(0.2)
+        if leaves:
+            connection.close()
+            wait_until(lambda: seen, 15)
+            assert seen[0] == "left"
+        else:
+            connection.shutdown(socket.SHUT_WR)
+            answer = read_all(connection)
+            assert b"HTTP/1.1 200" in answer
+            assert answer.endswith(b"xx")

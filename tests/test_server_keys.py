@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import signal
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
+from tests.server_helpers import SMALL, ServerProcess, wait_until
 
 pytest_plugins = ["tests.told_engine"]
 
@@ -172,3 +174,45 @@ def test_quotas_of_documents(llm):
         assert "max_pinned_share 0" in (await refused("cleo", "a")).message
 
     asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(FILE)
+    made = ServerProcess(*SMALL, f"--api-key-file={file}")
+    made.file = file
+    yield made
+    assert made.close() == 0
+
+
+def test_names_are_strangers_to_each_other(server):
+    url, document = "/v1/cache/documents", {"prefix": "Read.", "documents": [{"id": "a", "text": "Ana lives in Oslo."}]}
+    chunks = {"chunks": {"prefix": "Read.", "documents": ["Ana lives in Oslo."], "question": "Where?"}, "max_tokens": 1}
+    with server.client() as http:
+        ana, ben = ({"headers": {"Authorization": f"Bearer key-of-{name}"}} for name in ("ana", "ben"))
+        assert http.post(url, json=document).status_code == 401
+        assert http.post(url, json=document, **ana).status_code == 200
+        assert http.get(f"{url}/a", **ben).status_code == 404
+        assert http.get(url, **ben).json()["data"] == []
+        assert [d["id"] for d in http.get(url, **ana).json()["data"]] == ["a"]
+        for given in ({}, {"cache_salt": "ana"}):  # the name of another is no salt of theirs
+            usage = http.post("/v1/completions", json={**chunks, **given}, **ben).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+        usage = http.post("/v1/completions", json=chunks, **ana).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_hangup_reads_the_keys_again(server):
+    with server.client() as http:
+
+        def status(key):
+            return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+        server.file.write_text("no key")
+        server.signal(signal.SIGHUP)
+        server.wait_for("the API keys stay as they are", 60)
+        assert status("key-of-ana") == 200
+        server.file.write_text(FILE + "cleo:key-of-cleo\n")
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: status("key-of-cleo") == 200)

@@ -242,8 +242,8 @@ class Documents:
             most = int(share * self.llm.limits.num_pages)
             if self._pages({*before, *contents}) > most:
                 text = (
-                    f"the documents need {self._pages(set(contents))} KV pages with their prefix; pinned documents may hold {most} "
-                    f"({option} {share:g} of the pool), and that leaves too few; unpin documents first, or do not pin these"
+                    f"the documents need {self._pages(set(contents))} KV pages with their prefix; pinned documents may hold "
+                    f"{most} ({option} {share:g} of the pool), and too few are left; unpin documents, or do not pin these"
                 )
                 raise ApiError(400, text, param="documents", code="too_many_pins")
 

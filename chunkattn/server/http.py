@@ -1,30 +1,159 @@
-"""HTTP/1.1 as httptools parses it, with a bound on what stands before a body."""
+"""HTTP/1.1 as httptools parses it, with bounds on what a connection may send, keep and take its time with."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from chunkattn.server.options import ServerConfig
+
+logger = logging.getLogger(__name__)
+
 LONGEST_HEAD = 1 << 16
 """Bytes of a request line with its headers, and of the trailers of a body; longer ones are answered with 400."""
+LOWEST_RATE = 256
+"""Bytes per second that a body must arrive with, and an answer be read with."""
+_CHECK_S = 0.25
+_PROBE_S, _LONGEST_PROBE_S = 0.1, 5.0
+_LOG_EVERY_S = 10.0
+
+
+@dataclass
+class ConnectionLimits:
+    """What all connections of a server share.
+
+    Attributes:
+        config: of the server.
+        most: connections at once; the operating system may allow fewer than `max_connections`.
+    """
+
+    config: ServerConfig
+    most: int
+    refused: int = 0
+    logged: float = float("-inf")
+
+    def note_refused(self) -> None:
+        """Log connections over the limit, one line in 10 s."""
+        self.refused += 1
+        if (now := time.monotonic()) - self.logged >= _LOG_EVERY_S:
+            logger.warning("connections over max_connections %d are refused with 503: %d so far", self.most, self.refused)
+            self.logged = now
+
+    async def watch(self, connections: Iterable[Any]) -> None:
+        """End connections that keep to no time limit, for ever."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            for connection in list(connections):
+                connection.check_time(time.monotonic())
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection. httptools itself would gather headers without an end."""
+    """A connection. httptools itself would gather headers without an end, and uvicorn wait for them."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._limits = limits
         self._moved = False
         self._fed = self._told = 0
+        self._phase: str | None = "headers"  # what is awaited from the client: "headers", "body" or nothing
+        self._since, self._received = time.monotonic(), 0
+        self._writing: tuple[float, int] | None = None  # since when so many bytes wait to be read
+        self._half_closed = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client connects."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.most:
+            self._limits.note_refused()
+            self._refuse(503, "the server has too many connections; try again", "too_many_connections")
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client's."""
+        if self.transport.is_closing():
+            return
+        if self._phase is None:
+            self._await("headers")
         self._moved = False
         super().data_received(data)
         self._fed = 0 if self._moved else self._fed + len(data)
         if self._fed > LONGEST_HEAD and not self.transport.is_closing():
             self.send_400_response(f"The request line and headers exceed {LONGEST_HEAD} bytes.")
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. It may have left, or wait for the answer to what it has sent.
+
+        Returns:
+            Whether the connection stays open.
+        """
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body or self._half_closed:
+            return False
+        self._half_closed, self.cycle.keep_alive = True, False
+        self._probe(_PROBE_S)
+        return True
+
+    def _probe(self, pause: float) -> None:
+        """Send an interim response: a client that has left answers with a reset, one that waits skips it."""
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        if not self.pipeline and self.cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(pause, self._probe, min(2 * pause, _LONGEST_PROBE_S))
+
+    # Time
+
+    def _await(self, phase: str | None) -> None:
+        self._phase, self._since, self._received = phase, time.monotonic(), 0
+
+    def check_time(self, now: float) -> None:
+        """End the connection if the client takes too long."""
+        config, waiting = self._limits.config, self.transport.get_write_buffer_size()
+        if not waiting:
+            self._writing = None
+        elif self._writing is None:
+            self._writing = now, waiting
+        elif now - self._writing[0] > config.write_timeout_s:
+            if self._writing[1] - waiting < LOWEST_RATE * config.write_timeout_s:
+                logger.info("a client that does not read its answer is cut off after %g s", config.write_timeout_s)
+                self.transport.abort()
+                return
+            self._writing = now, waiting
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self.transport.is_closing() or self._phase is None:
+            return
+        if self._phase == "headers":
+            if answering:  # those of the next request
+                self._since = now
+            elif now - self._since > config.header_timeout_s:
+                self._refuse(
+                    408, f"the request's headers took longer than header_timeout_s {config.header_timeout_s:g}", "timeout"
+                )
+        elif self.flow.read_paused:  # it is us who do not read
+            self._await("body")
+        elif now - self._since > config.body_timeout_s:
+            if self._received < LOWEST_RATE * config.body_timeout_s:
+                text = f"less than {LOWEST_RATE} bytes a second of the body came in body_timeout_s {config.body_timeout_s:g}"
+                self._refuse(408, text, "timeout")
+            else:
+                self._await("body")
+
+    def _refuse(self, status: int, text: str, code: str) -> None:
+        """Answer and close, unless another answer has begun."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            kind = "invalid_request_error" if status < 500 else "server_error"
+            body = json.dumps({"error": {"message": text, "type": kind, "param": None, "code": code}}).encode()
+            line = {408: b"HTTP/1.1 408 Request Timeout\r\n", 503: b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n"}
+            head = b"content-type: application/json\r\nx-content-type-options: nosniff\r\nconnection: close\r\n"
+            self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (line[status], head, len(body), body))
+        self.transport.close()
+
+    # What the parser finds
 
     def on_message_begin(self) -> None:
         """A request."""
@@ -45,11 +174,13 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The request begins."""
         self._moved = True
+        self._await("body")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """More of the body."""
         self._moved = True
+        self._received += len(body)
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
@@ -59,4 +190,5 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request ends."""
         self._moved = True
+        self._await(None)
         super().on_message_complete()

@@ -33,6 +33,10 @@ class ServerConfig:
         max_pinned_share: share of the KV pool's pages that pinned documents may hold, those of all keys together.
         max_pinned_share_per_key: the same for each API key of the file.
         max_cached_documents_per_key: documents that are remembered for each API key of the file.
+        max_connections: connections at once; further ones are answered with 503. Lowered where the file limit is too low.
+        header_timeout_s: seconds for the headers of a request, from its first byte or the connection's beginning.
+        body_timeout_s: seconds in which a body must go on, by 256 bytes for each of them; else it is answered with 408.
+        write_timeout_s: seconds in which a client must read on, by 256 bytes for each of them; else it is cut off.
     """
 
     host: str = "127.0.0.1"
@@ -52,6 +56,10 @@ class ServerConfig:
     max_pinned_share: float = 0.5
     max_pinned_share_per_key: float = 0.25
     max_cached_documents_per_key: int = 2500
+    max_connections: int = 2048
+    header_timeout_s: float = 30.0
+    body_timeout_s: float = 30.0
+    write_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

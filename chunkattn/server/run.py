@@ -8,7 +8,9 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,7 +24,7 @@ from chunkattn import garbage, logs
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
-from chunkattn.server.http import BoundedHttp
+from chunkattn.server.http import BoundedHttp, ConnectionLimits
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
 
@@ -30,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection (httpx 5 s): who closes first must not be the one that is about to be asked."""
+
+
+_OTHER_FILES = 128
+"""Files and sockets of a server beside its connections."""
 
 
 class Server(uvicorn.Server):
@@ -86,6 +92,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
     app = create_app(llm, replace(config, host=address))  # of a name, what it stands for
     if hasattr(signal, "SIGHUP"):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.server.keys.reload)
+    limits = ConnectionLimits(config, _raise_file_limit(config.max_connections))
     http = uvicorn.Config(
         app,
         log_config=None,
@@ -93,11 +100,12 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         lifespan="off",
         timeout_graceful_shutdown=1,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        http=BoundedHttp,
+        http=partial(BoundedHttp, limits=limits),  # type: ignore[arg-type]
     )
     server = Server(http, app.state.server)
     serving = asyncio.create_task(server.serve([listening]))
     starting = asyncio.create_task(llm.open())
+    watching = asyncio.create_task(limits.watch(server.server_state.connections))
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and not starting.exception():
@@ -106,6 +114,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
             print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
             await serving
     finally:
+        watching.cancel()
         server.should_exit = True
         if not starting.done():
             starting.cancel()
@@ -113,6 +122,23 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         await llm.close()
     if isinstance(ended[0], Exception):
         raise ended[0]
+
+
+def _raise_file_limit(connections: int) -> int:
+    """Allow as many open files as the system grants this process. Returns the connections that leave room for the rest."""
+    try:
+        import resource
+    except ImportError:  # there is none for Windows
+        return connections
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY or files >= connections + _OTHER_FILES:
+        return connections
+    most = max(1, files - _OTHER_FILES)
+    logger.warning("max_connections %d is lowered to %d: this process may open %d files (ulimit -n)", connections, most, files)
+    return most
 
 
 def _listen(config: ServerConfig) -> socket.socket:
