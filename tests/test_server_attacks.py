@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import socket
 import threading
 import time
@@ -9,10 +10,13 @@ import tracemalloc
 from contextlib import contextmanager, suppress
 from functools import partial
 
+import msgspec
 import pytest
 import uvicorn
 import uvloop
+from fastapi.testclient import TestClient
 
+from chunkattn.server.answers import json_answer
 from chunkattn.server.app import create_app
 from chunkattn.server.documents import Documents
 from chunkattn.server.http import BoundedHttp, ConnectionLimits
@@ -244,3 +248,36 @@ def test_who_sends_no_more_gets_the_answer(leaves):
             answer = read_all(connection)
             assert b"HTTP/1.1 200" in answer
             assert answer.endswith(b"xx")
+
+
+# Large answers
+
+
+def test_a_large_answer_is_written_in_pieces(monkeypatch):
+    """Each piece is short, for the encoder holds Python's lock; and what is written is the same."""
+    longest, encode = 0, msgspec.json.encode
+
+    def noted(value):
+        nonlocal longest
+        if isinstance(value, list):
+            longest = max(longest, len(value) * len(value[0]))
+        return encode(value)
+
+    monkeypatch.setattr(msgspec.json, "encode", noted)
+    body = {"id": "x", "scores": [[i / 7, i / 3] for i in range(40_000)], "usage": {"a": 1}}
+    answer = asyncio.run(json_answer(body, 80_000))
+    assert json.loads(answer.body) == body
+    assert 0 < longest <= 20_000
+
+
+def test_an_answer_that_would_be_too_large_is_refused(llm):
+    client = TestClient(create_app(llm, ServerConfig(max_answer_values=100)), base_url="http://localhost")
+    for body in (
+        {"query": "x", "items": ["y"] * 26, "label_token_ids": [1, 2, 3, 4]},
+        {"query": ["x", "z"], "items": ["y"] * 13, "label_token_ids": [1, 2, 3, 4]},
+        {"query": ["x", "z"], "items": [["y"] * 13] * 2, "label_token_ids": [1, 2, 3, 4]},
+        {"query": "x", "items": ["y"] * 13, "label_token_ids": [1, 2, 3, 4], "return_logprobs": True},
+    ):
+        answer = client.post("/v1/score", json=body)
+        assert answer.status_code == 400
+        assert "104 numbers, max_answer_values is 100" in answer.json()["error"]["message"]

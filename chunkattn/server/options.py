@@ -36,6 +36,7 @@ class ServerConfig:
         max_connections: connections at once; further ones are answered with 503. Lowered where the file limit is too low.
         header_timeout_s: seconds for the headers of a request, from its first byte or the connection's beginning.
         body_timeout_s: seconds in which a body must go on, by 256 bytes for each of them; else it is answered with 408.
+        max_answer_values: numbers that the answer to one scoring request may hold: queries x items x labels.
         write_timeout_s: seconds in which a client must read on, by 256 bytes for each of them; else it is cut off.
     """
 
@@ -60,6 +61,7 @@ class ServerConfig:
     header_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
+    max_answer_values: int = 1_000_000
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from chunkattn.outputs import RerankOutput, ScoreOutput, ScoreUsage
+from chunkattn.server.answers import json_answer
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller
 from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
@@ -19,7 +20,7 @@ router = APIRouter(tags=["scoring"])
 
 
 @router.post("/generative_scoring")
-async def generative_scoring(body: GenerativeScoringBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
+async def generative_scoring(body: GenerativeScoringBody, request: Request, state: State, caller: CallerOf) -> Response:
     """The probability of the first label after query and item, an item each."""
     _check(state, body)
     caller.take(1)
@@ -34,19 +35,22 @@ async def generative_scoring(body: GenerativeScoringBody, request: Request, stat
             **_how(body, state, caller),
         ),
     )
-    return _listed(state, [row[0] for row in output.scores], [output.usage], "generative-score")
+    answer = _listed(state, [row[0] for row in output.scores], [output.usage], "generative-score")
+    return await json_answer(answer, len(output.scores))
 
 
 @router.post("/score", include_in_schema=False)
 @router.post("/v1/score")
-async def score(body: ScoreBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
+async def score(body: ScoreBody, request: Request, state: State, caller: CallerOf) -> Response:
     """The probability of labels after query and item; or, of `text_1` and `text_2`, their relevance to each other."""
     _check(state, body)
     if body.pairwise:
-        return await unless_gone(request, _pairwise(body, state, caller))
+        listed = await unless_gone(request, _pairwise(body, state, caller))
+        return await json_answer(listed, len(listed["data"]))
     caller.take(1)
     if isinstance(body.query, list) and body.query and not isinstance(body.query[0], int):
         _check_queries(state, len(body.query))
+    _check_size(state, body)
     output: ScoreOutput | list[ScoreOutput] = await unless_gone(
         request,
         state.llm.score(
@@ -76,13 +80,13 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
     }
     if body.return_logprobs:
         answer["logprobs"] = told([o.logprobs for o in outputs])
-    return answer
+    return await json_answer(answer, sum(len(o.scores) * len(o.scores[0]) for o in outputs if o.scores))
 
 
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 @router.post("/v1/rerank")
-async def rerank(body: RerankBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
+async def rerank(body: RerankBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Documents by their relevance to a query, the best first."""
     _check(state, body)
     caller.take(1)
@@ -108,7 +112,7 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
     name = new_id("rerank")
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
     usage = _usage([output.usage])
-    return {
+    answer = {
         "id": name,
         "model": state.model_name,
         "results": results,
@@ -116,6 +120,21 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
         "template": output.template,
         "meta": meta,
     }
+    return await json_answer(answer, len(results))
+
+
+def _check_size(state: ServerState, body: ScoreBody) -> None:
+    """Check that the answer does not grow too large: queries x items x labels, twice with log-probabilities."""
+    listed = isinstance(body.query, list) and bool(body.query) and not isinstance(body.query[0], int)
+    items = body.items if isinstance(body.items, list) else []
+    if listed and items and isinstance(items[0], list) and items[0] and isinstance(items[0][0], (str, list)):
+        count = sum(map(len, items))  # a list of items for each query
+    else:
+        count = len(items) * (len(body.query or []) if listed else 1)
+    values = count * len(body.labels or body.label_token_ids or [0]) * (1 + body.return_logprobs)
+    if values > (most := state.config.max_answer_values):
+        text = f"the answer would hold {values} numbers, max_answer_values is {most}; send fewer items or labels at once"
+        raise ApiError(400, text, param="items", code="invalid_value")
 
 
 def _check_queries(state: ServerState, count: int) -> None:
