@@ -97,17 +97,17 @@ def test_many_items_are_split_into_packs(count, engine, oracle, monkeypatch):
 
 def test_packs_respect_their_size():
     items = [[1] * n for n in (5, 100, 3, 3, 0, 9)]
-    parts = packed_segment(ScoreJob([7] * 10, items, max_pack_tokens=30))
+    parts = list(packed_segment(ScoreJob([7] * 10, items, max_pack_tokens=30)))
     assert [len(p.layout) for p in parts] == [15, 110, 25]
     assert [sorted(p.items) for p in parts] == [[0], [1], [2, 3, 4, 5]]
-    parts = prefill_extend(ScoreJob([7] * 10, items, max_batch_tokens=15))
+    parts = list(prefill_extend(ScoreJob([7] * 10, items, max_batch_tokens=15)))
     assert [(p.layout.prefix_len, len(p.layout), sorted(p.items)) for p in parts] == [
         (10, 15, [0]),
         (10, 110, [1]),
         (10, 25, [2, 3, 5]),
         (0, 10, [4]),
     ]
-    empty = prefill_extend(ScoreJob([7] * 40, [[], [1], []]))[-1]
+    *_, empty = prefill_extend(ScoreJob([7] * 40, [[], [1], []]))
     assert (empty.layout.prefix_len, len(empty.layout), empty.rows.tolist(), empty.items) == (32, 40, [39, 39], [0, 2])
 
 

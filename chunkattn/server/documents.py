@@ -19,6 +19,7 @@ from chunkattn.server.options import ServerConfig
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
+    from chunkattn.engine.messages import PrecomputeRequest
 
 logger = logging.getLogger(__name__)
 
@@ -356,22 +357,26 @@ class Documents:
 
     async def _forget(self, content: Content) -> None:
         """Have the engine forget K/V, unless somebody wants it again; what is on disk waits for an engine."""
-        salt, prefix, chunk = content
         while content in self._owed and content not in self._wanted:
             try:
                 async with self._turn:
-                    job = await asyncio.to_thread(self.llm.frontend.precompute, _ids(prefix), [_ids(chunk)], salt, False)
+                    requests = await asyncio.to_thread(self._requests, content)
                     if content in self._wanted or content not in self._owed:
                         return
                     # Nothing waits between this decision and the sending: a request that comes later is sent later.
                     self._owed.discard(content)
-                    await self.llm.client.look_up(job.requests, forget=True)
+                    await self.llm.client.look_up(requests, forget=True)
             except RequestError as error:
                 logger.warning("a document cannot be forgotten: %s", error)
                 self._owed.discard(content)
             except ChunkAttnError:  # no engine
                 self._owed.add(content)
                 await asyncio.sleep(_AGAIN_S)
+
+    def _requests(self, content: Content) -> list[PrecomputeRequest]:
+        """What the engine is told of a document: one request, none if there is nothing of it."""
+        salt, prefix, chunk = content
+        return next(self.llm.frontend.precompute(_ids(prefix), [_ids(chunk)], salt, False).stages(), [])
 
 
 def _missing(document_id: str) -> ApiError:
