@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, overload
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 class LLM:
     """A model with its engine.
 
+    Threads may share one: their calls run one after the other. `AsyncLLM` runs many at once.
+
     Example:
         >>> llm = LLM(enable_chunk_aware=True)  # doctest: +SKIP
         >>> llm.generate("Read. # # A document. # # Another. # # A question?")  # doctest: +SKIP
@@ -56,6 +59,7 @@ class LLM:
         self.frontend = Frontend(self.config, files)  # checks the options that need no weights
         self.tokenizer, self.parser = self.frontend.tokenizer, self.frontend.parser
         self.core = build_core(self.config, files)
+        self._lock = threading.RLock()  # the core is for one thread at a time
         self.limits = self.core.limits
         self.frontend.connect(self.limits)
         if self.config.warmup:
@@ -63,7 +67,7 @@ class LLM:
 
     def warm_up(self, *, use_tqdm: bool = True) -> float:
         """Compile every step variant now instead of when a request first needs it. Returns seconds."""
-        with tqdm(unit="program", desc="warm-up", disable=None if use_tqdm else True, dynamic_ncols=True) as bar:
+        with self._lock, tqdm(unit="program", desc="warm-up", disable=None if use_tqdm else True, dynamic_ncols=True) as bar:
 
             def progress(done: int, total: int) -> None:
                 bar.total, bar.n = total, done
@@ -195,7 +199,8 @@ class LLM:
                         bar.update()
                         self._let_disk_catch_up()
         except BaseException:
-            self.core.unpin(job.request_ids)
+            with self._lock:
+                self.core.unpin(job.request_ids)
             raise
         return job.report()
 
@@ -242,25 +247,30 @@ class LLM:
 
     def _look_up(self, job: PrecomputeJob, *, forget: bool) -> CacheReport:
         for stage in job.stages():
-            job.note(stage, [self.core.look_up(request, forget=forget) for request in stage])
+            with self._lock:
+                job.note(stage, [self.core.look_up(request, forget=forget) for request in stage])
         return job.found()
 
     def unpin(self, report: CacheReport) -> None:
         """Let what a `precompute(pin=True)` pinned be evicted again."""
-        self.core.unpin(report.pin_ids)
+        with self._lock:
+            self.core.unpin(report.pin_ids)
 
     def metrics(self) -> str:
         """The engine's metrics in Prometheus' text format."""
-        return self.core.metrics_text()
+        with self._lock:
+            return self.core.metrics_text()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block, pinned ones too, not what is on disk. Returns whether every page is free."""
         self.frontend.scores.forget_cached()
-        return self.core.reset_prefix_cache()
+        with self._lock:
+            return self.core.reset_prefix_cache()
 
     def close(self) -> None:
         """Write what is left to the KV store and close it; the engine goes on without."""
-        self.core.close_disk()
+        with self._lock:
+            self.core.close_disk()
 
     # Scoring
 
@@ -397,21 +407,22 @@ class LLM:
     def _drive(self, requests: Sequence[Message]) -> Generator[EngineOutput, None, None]:
         """Run requests to their end, yielding what the engine produces. Whatever happens, none is left behind."""
         wanted = {request.request_id for request in requests}
-        try:
-            for request in requests:
-                self.core.add(request)
-            while self.core.has_work:
-                for event in self.core.step():
-                    if event.request_id not in wanted:
-                        continue
-                    if isinstance(event, RequestFailed):
-                        if event.param:
-                            raise CapacityError(event.reason, param=event.param)
-                        raise EngineError(f"request {event.request_id} failed in a step: {event.reason}")
-                    yield event
-        finally:
-            for request in requests:
-                self.core.abort(request.request_id)
+        with self._lock:
+            try:
+                for request in requests:
+                    self.core.add(request)
+                while self.core.has_work:
+                    for event in self.core.step():
+                        if event.request_id not in wanted:
+                            continue
+                        if isinstance(event, RequestFailed):
+                            if event.param:
+                                raise CapacityError(event.reason, param=event.param)
+                            raise EngineError(f"request {event.request_id} failed in a step: {event.reason}")
+                        yield event
+            finally:
+                for request in requests:
+                    self.core.abort(request.request_id)
 
 
 def _progress(total: int, wanted: bool, unit: str) -> tqdm:
