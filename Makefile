@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-slow test-tpu test-browser test-all lint eval clean
+.PHONY: run test test-ci test-slow test-tpu test-tpu-all test-browser test-all lint eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -10,17 +10,36 @@ run: .venv/.installed  ## install and run the demo
 # In two parts: XLA maps memory for every kernel it compiles for a CPU, and a process can have 65,530 maps on Linux.
 # Two workers, for compiling takes longest, and mostly one core.
 PARALLEL := -n 2 --dist loadfile
-QUICK := $(PARALLEL) -m "not slow and not exhaustive and not tpu and not browser"
+APART := not tpu and not browser
+QUICK := $(PARALLEL) -m "not telling and not slow and not exhaustive and $(APART)"
+# Programs without LLVM's optimisations compile in two thirds of the time. `make test-all` compiles as users do.
+UNOPTIMISED := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FIRST := tests/test_[a-o]*.py chunkattn
+SECOND := tests/test_[p-z]*.py
 test: .venv/.installed-test  ## the quick tests; TEST_COSTS=1 prints what each file costs
-	$(BIN)/python -m pytest $(QUICK) tests/test_[a-o]*.py chunkattn
-	$(BIN)/python -m pytest $(QUICK) tests/test_[p-z]*.py
+	$(UNOPTIMISED) $(BIN)/python -m pytest $(QUICK) $(FIRST)
+	$(UNOPTIMISED) $(BIN)/python -m pytest $(QUICK) $(SECOND)
 
-test-slow: .venv/.installed-test  ## the longer tests that CI runs for every change
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not exhaustive and not tpu and not browser"
+test-ci: .venv/.installed-test  ## the longer tests that show most in their time; CI runs them
+	$(BIN)/python -m pytest $(PARALLEL) -m "telling and $(APART)"
+
+test-slow: .venv/.installed-test  ## all longer tests
+	$(BIN)/python -m pytest $(PARALLEL) -m "(telling or slow or exhaustive) and $(APART)" $(FIRST)
+	$(BIN)/python -m pytest $(PARALLEL) -m "(telling or slow or exhaustive) and $(APART)" $(SECOND)
 
 # The compiler lies apart from the rest: where it can be imported, JAX looks for a TPU.
-test-tpu: .venv/.installed-test .cache/libtpu/.installed  ## the TPU kernels, compiled for one chip; needs no TPU
-	PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m "tpu and not exhaustive"
+TPU := PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest
+test-tpu: .venv/.installed-test .cache/libtpu/.installed  ## our TPU kernels, compiled for one real chip; needs no TPU
+	$(TPU) -m "tpu and not exhaustive" tests/test_tpu_compile.py
+
+test-tpu-all: .venv/.installed-test .cache/libtpu/.installed  ## every chip, whole models, and the peers' kernels
+	$(TPU) -m tpu tests/test_tpu_compile.py
+
+test-all: .venv/.installed-test  ## lint and every test there is
+	$(MAKE) lint
+	$(BIN)/python -m pytest $(QUICK) $(FIRST)
+	$(BIN)/python -m pytest $(QUICK) $(SECOND)
+	$(MAKE) test-slow test-tpu-all test-browser
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
 	$(BIN)/python -m pytest -m browser tests/test_browser.py

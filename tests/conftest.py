@@ -3,15 +3,16 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# PyTorch's matrices are tiny here, and its idle threads spin on the cores of the other worker.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import jax
+# Variables reach the engines and servers that tests start, too. JAX would keep no program that compiles within a second.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
 import numpy as np
 import pytest
-
-_CACHE = Path(__file__).parent.parent / ".cache" / "jax"
-jax.config.update("jax_compilation_cache_dir", str(_CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 from chunkattn import LLM
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint

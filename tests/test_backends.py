@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -56,17 +57,17 @@ def test_chunk_attention_is_the_definition(backend, seed):
     "options",
     [
         {"cases": 40},
-        {"dtype": "bfloat16", "num_heads": 2, "num_kv_heads": 2},
+        pytest.param({"dtype": "bfloat16", "num_heads": 2, "num_kv_heads": 2}, marks=pytest.mark.telling),
         {"window": 7},
         {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64, "block_size": 16},
         {"dtype": "float16", "block_size": 4},
-        {"kv_dtype": "float8_e4m3fn"},
-        {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"},
+        pytest.param({"kv_dtype": "float8_e4m3fn"}, marks=pytest.mark.telling),
+        pytest.param({"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"}, marks=pytest.mark.telling),
         {"kv_dtype": "float8_e4m3fn", "soft_cap": 2.0, "window": 7},
-        {"soft_cap": 0.5},
+        pytest.param({"soft_cap": 0.5}, marks=pytest.mark.telling),
         {"soft_cap": 30.0, "dtype": "bfloat16"},
-        {"num_heads": 8, "num_kv_heads": 4, "head_dim": 128},
-        {"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "dtype": "bfloat16"},
+        pytest.param({"num_heads": 8, "num_kv_heads": 4, "head_dim": 128}, marks=pytest.mark.telling),
+        pytest.param({"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "dtype": "bfloat16"}, marks=pytest.mark.telling),
     ],
     ids=str,
 )
@@ -74,8 +75,19 @@ def test_xla_equals_reference(options):
     check_backend("xla", **{"cases": 10, **options})
 
 
-@pytest.mark.parametrize(("per_head", "large_keys"), [(0, 0), (0, 1 << 30), pytest.param(16, 0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [{}, {"window": 9}, {"dtype": "bfloat16"}, {"soft_cap": 2.0}], ids=str)
+QUICK_TILES = (({"window": 9}, 0, 0), ({"dtype": "bfloat16"}, 0, 1 << 30), ({"soft_cap": 2.0}, 16, 0))
+
+
+# In `make test` each way to multiply and each option once.
+@pytest.mark.parametrize(
+    ("options", "per_head", "large_keys"),
+    [
+        pytest.param(*case, marks=() if case in QUICK_TILES else pytest.mark.telling)
+        for case in product(({}, {"window": 9}, {"dtype": "bfloat16"}, {"soft_cap": 2.0}), (0, 16), (0, 1 << 30))
+        if not (case[1] and case[2])
+    ],
+    ids=str,
+)
 def test_xla_equals_reference_with_many_small_tiles(options, per_head, large_keys, monkeypatch):
     monkeypatch.setattr(xla, "TILES", ((64, 16, 16, per_head), (1, 8, 32, 0)))
     monkeypatch.setattr(xla, "UNMASKED_ROWS", 64)

@@ -20,9 +20,10 @@ from chunkattn.rope.positions import make_layout
 from chunkattn.scoring import ALGORITHMS
 from tests.checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 
+QUICK = [("llama", 1), ("qwen3", 3), ("mistral-window", 3)]
 MODELS = [
-    *(pytest.param(*m, marks=pytest.mark.slow) for m in (("llama", 1), ("mistral", 3), ("qwen2", 1))),
-    *(("qwen3", 3), ("llama-bias", 3), ("qwen3", 1), ("mistral-window", 3)),
+    *QUICK,
+    *(pytest.param(*m, marks=pytest.mark.telling) for m in (("mistral", 3), ("qwen2", 1), ("llama-bias", 3), ("qwen3", 1))),
 ]
 OPTIONS = {"skip_tokenizer_init": True, "max_num_batched_tokens": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 8 << 20}
 

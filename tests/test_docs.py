@@ -18,7 +18,7 @@ def blocks(page, language):
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=pytest.mark.slow if p.name == "usage.md" else (), id=p.name) for p in PAGES]
+    "page", [pytest.param(p, marks=() if p.stem != "usage" else pytest.mark.telling, id=p.name) for p in PAGES]
 )
 def test_python(page, capsys):
     names = {}

@@ -28,7 +28,7 @@ def doomed(loop, fault_file):
 
 
 @pytest.mark.parametrize(
-    "way", ["kill", "hang", "error", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stop", "noise"))]
+    "way", ["kill", "hang", *(pytest.param(way, marks=pytest.mark.telling) for way in ("stop", "error", "noise"))]
 )
 def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, fault, way, monkeypatch):
     expected = loop.run(last(doomed.generate(PROMPT, GREEDY))).outputs[0].token_ids
@@ -76,7 +76,7 @@ def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, faul
     assert loop.run(die()).outputs[0].token_ids == expected
 
 
-@pytest.mark.slow
+@pytest.mark.telling
 def test_an_engine_that_cannot_start_again_is_tried_again(loop, doomed, fault):
     async def fail():
         fault.write_text("exit")
@@ -115,7 +115,7 @@ def test_a_first_start_is_tried_three_times(loop, fault):
         loop.run(AsyncLLM.start(**OPTIONS))
 
 
-@pytest.mark.slow
+@pytest.mark.telling
 def test_closing_writes_to_the_kv_store(loop, fault, tmp_path):
     documents = ["Ana lives in Oslo.", "Ben lives in Rome."]
 
@@ -131,6 +131,7 @@ def test_closing_writes_to_the_kv_store(loop, fault, tmp_path):
     assert 'chunkattn_kv_store_events_total{event="hit"} 0.0' not in after
 
 
+@pytest.mark.telling
 def test_closing_at_any_time(loop, fault):
     async def started(llm):
         await until(lambda: llm.client.pid is not None)
@@ -191,7 +192,7 @@ def test_the_engine_shares_the_session_and_no_signals_of_the_terminal(loop, doom
     loop.run(look())
 
 
-@pytest.mark.parametrize("way", ["killed", "forgetful"])
+@pytest.mark.parametrize("way", ["killed", pytest.param("forgetful", marks=pytest.mark.slow)])
 def test_no_worker_outlives_its_parent(fault, way):
     """Killed, or leaving without `close`: the worker goes too, though nobody tells it."""
     code = (

@@ -463,7 +463,7 @@ def test_compiled_programs_are_few_and_do_not_grow(engine, prompts):
     assert llm.core.runner.compiles["step"] <= len(llm.core.batches.token_buckets) * len(llm.core.batches.width_buckets)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_step_makes_no_copy_of_the_pool(dtype, checkpoint):
     """The compiled step writes the donated pool in place, and its temporaries are far smaller."""
     from chunkattn import LLM

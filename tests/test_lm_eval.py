@@ -94,9 +94,9 @@ def evaluate(server, tmp_path, monkeypatch):
     [
         {"tokenized_requests": True},
         pytest.param({"tokenized_requests": True, "batch_size": 4}, marks=pytest.mark.slow),
-        {"tokenized_requests": True, "num_concurrent": 3, "batch_size": 2},
-        {"tokenized_requests": False},
-        pytest.param({"tokenized_requests": False, "batch_size": 4}, marks=pytest.mark.slow),
+        pytest.param({"tokenized_requests": True, "num_concurrent": 3, "batch_size": 2}, marks=pytest.mark.telling),
+        pytest.param({"tokenized_requests": False}, marks=pytest.mark.slow),
+        pytest.param({"tokenized_requests": False, "batch_size": 4}, marks=pytest.mark.telling),
     ],
     ids=["ids", "ids-batched", "ids-at-once", "texts", "texts-batched"],
 )

@@ -38,9 +38,9 @@ def small_tiles(monkeypatch):
     "options",
     [
         pytest.param({"cases": 2}, marks=pytest.mark.slow),
-        pytest.param({"scale": 4}, marks=pytest.mark.slow),
-        pytest.param({"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1}, marks=pytest.mark.slow),
-        {"window": 19, "soft_cap": 2.0},
+        pytest.param({"scale": 4}, marks=pytest.mark.telling),
+        {"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
+        pytest.param({"window": 19, "soft_cap": 2.0}, marks=pytest.mark.telling),
         {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"},
     ],
     ids=str,
@@ -122,7 +122,7 @@ def test_two_cores_take_half_of_the_heads_each(small_tiles):
     assert not races.found
 
 
-@pytest.mark.slow
+@pytest.mark.telling
 def test_the_engine_answers_as_transformers_does(engine, oracle):
     """Chunks, their reuse in another order, decodes and scores, all over this kernel's own form of the pool."""
     options = {"attention_backend": "pallas_tpu", "max_num_batched_tokens": 64, "max_num_seqs": 4, "max_logprobs": 128}

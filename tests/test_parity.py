@@ -35,12 +35,11 @@ def check_greedy(logits, prompt_len, tokens):
     assert tokens == expected.tolist()
 
 
-QUICK = ("qwen3", "qwen2", "llama-yarn")
-"""Heads of their own size, biases, scaled rotary tables: one checkpoint for each. The others differ from these in one trait."""
-QUICK_PLAIN = ("qwen3", "mistral-window", "qwen2-window")
+# The other families' plain prompts take the programs that their chunked prompts take.
+PLAIN = ("llama", "mistral-window", "qwen2-window")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK_PLAIN else pytest.mark.slow) for n in CHECKPOINTS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in PLAIN else pytest.mark.telling) for n in CHECKPOINTS])
 def test_plain_prompts(name, engine, oracle):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 17, 90)]
@@ -56,14 +55,17 @@ def test_plain_prompts(name, engine, oracle):
 STATIC_SCALING = ("llama-linear", "llama-llama3")
 """Their rotary tables are other numbers, nothing else; plain prompts show them right."""
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""One checkpoint of each family; the others vary biases or rotary tables."""
+
 
 def _matrix():
     for name in CHUNKABLE:
         for strategy in ("shared", "offset"):
             for backend in ("xla", "reference"):
-                telling = backend == "xla" and (name == "qwen3" or strategy == "shared") and name not in STATIC_SCALING
-                quick = telling and name in QUICK and strategy == "shared"
-                marks = () if quick else pytest.mark.slow if telling or name == "qwen3" else pytest.mark.exhaustive
+                checked = backend == "xla" and (name == "qwen3" or strategy == "shared") and name not in STATIC_SCALING
+                quick = checked and name in FAMILIES
+                marks = () if quick else pytest.mark.telling if checked else pytest.mark.slow
                 yield pytest.param(name, strategy, backend, marks=marks, id=f"{name}-{strategy}-{backend}")
 
 

@@ -174,7 +174,7 @@ def test_a_failed_step_is_told_by_an_id(server, fault):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "hung"]
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.telling)], ids=["killed", "hung"]
 )
 def test_a_server_outlives_its_engine(server, fault, number):
     """Every client gets an answer or an explicit error; then all is well again."""
@@ -224,6 +224,7 @@ def test_the_first_signal_drains(fault):
     assert server.process.wait(60) == 0
 
 
+@pytest.mark.telling
 def test_the_second_signal_stops(fault):
     fault.write_text("slow")
     server = ServerProcess(*SMALL, "--log-format=json", CHUNKATTN_SERVED_MODEL_NAME="mine")
@@ -309,7 +310,7 @@ def test_bad_server_options(options):
         ServerConfig(**options)
 
 
-@pytest.mark.slow
+@pytest.mark.telling
 def test_out_of_pages():
     """Requests that do not fit together take turns; one that cannot fit says so, and why; nobody else is touched."""
     server = ServerProcess(*SMALL, f"--kv-cache-memory-bytes={1 << 20}", "--max-pinned-share=1")
