@@ -1,7 +1,8 @@
 """Compile the TPU kernels and whole decoder steps for real chips, with no TPU at hand.
 
     make .cache/libtpu/.installed    # the libtpu of the installed JAX
-    PYTHONPATH=.cache/libtpu python -m benchmarks.tpu_aot [--topology v6e] [--quick] [--only kernels] [--grid] [--json FILE|-]
+    PYTHONPATH=.cache/libtpu python -m benchmarks.tpu_aot [--topology v6e] [--quick] [--only kernels] [--layers N] [--grid]
+        [--json FILE|-]
 
 For each chip: one layer's call of the kernels in the settings that matter, with the static schedule of their inner
 loops; JAX's splash attention (an equal mask) and ragged paged attention beside them; and whole steps of Qwen3-0.6B
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--topology", choices=CHIPS, action="append", help="a chip; may be repeated; default all")
     parser.add_argument("--quick", action="store_true", help="the common case, on v6e unless --topology says otherwise")
     parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated; default all")
+    parser.add_argument("--layers", type=int, help="layers of a whole step; default all of the model")
     parser.add_argument("--grid", action="store_true", help="every supported head_dim, page size and dtype, without schedules")
     parser.add_argument("--json", metavar="FILE", help="write the cases there as JSON; - is standard output, without the table")
     args = parser.parse_args()
@@ -132,7 +134,7 @@ def main() -> None:
             parts = {
                 "kernels": attention.cases(chip),
                 "peers": (peer for head_dim in (64, 128, 256) for peer in peers.peers(chip, head_dim)),
-                "steps": step.steps(chip),
+                "steps": step.steps(chip, args.layers),
             }
             for part in args.only or PARTS:
                 (plain if part == "steps" else calls).extend(parts[part])

@@ -9,6 +9,8 @@ import pytest
 
 pytestmark = [pytest.mark.tpu, pytest.mark.timeout(1800)]
 
+BRIEF = ("--topology", "v6e", "--only", "kernels", "--only", "steps", "--layers", "2")
+
 
 def compiled(*options):
     command = [sys.executable, "-m", "benchmarks.tpu_aot", *options, "--json", "-"]
@@ -20,26 +22,42 @@ def compiled(*options):
     return [case for case in found if case["compiled"]]
 
 
-@pytest.mark.exhaustive
-def test_kernels_compile_for_every_chip_without_a_copy_of_the_pool():
-    cases = compiled("--only", "kernels", "--topology", "v5e", "--topology", "v5p")
-    assert {case["chip"] for case in cases} == {"v5e", "v5p"}
+def check_pools(cases, chips):
+    """The kernels write the pool in place."""
+    cases = [case for case in cases if case["kind"] == "attention"]
+    assert {case["chip"] for case in cases} == chips
     assert all(case["aliased_mib"] == case["pool_mib"] for case in cases)
-    # A copy of the pool would be as large as it. Small pools tell nothing, for a step needs some room of its own; very many
-    # rows need a lot, which the last test is about.
+    # A copy of the pool would be as large as the pool. Small pools show nothing, because a step needs some room of its own;
+    # very many rows need a lot, which the last test covers.
     telling = [case for case in cases if case["pool_mib"] >= 256 and case["rows"] <= 8192]
-    assert {case["chip"] for case in telling} == {"v5e", "v5p"}
+    assert {case["chip"] for case in telling} == chips
     assert not [case for case in telling if case["temporary_mib"] >= case["pool_mib"] / 2]
 
 
 @pytest.fixture(scope="module")
-def kernels():
-    return compiled("--topology", "v6e", "--only", "kernels")
+def brief():
+    """Our kernels and steps of two layers on v6e."""
+    return compiled(*BRIEF)
+
+
+def test_kernels_compile_without_a_copy_of_the_pool(brief):
+    check_pools(brief, {"v6e"})
+
+
+def test_steps_of_two_layers_fit_the_chip(brief):
+    steps = [case for case in brief if case["kind"] == "step"]
+    assert {case["model"] for case in steps} == {"qwen3-0.6b", "llama-3-8b"}
+    assert all(case["layers"] == 2 and case["fits"] for case in steps)
+
+
+@pytest.mark.exhaustive
+def test_kernels_compile_for_every_other_chip_without_a_copy_of_the_pool():
+    check_pools(compiled("--only", "kernels", "--topology", "v5e", "--topology", "v5p"), {"v5e", "v5p"})
 
 
 @pytest.fixture(scope="module")
-def on_v6e(kernels):
-    return kernels + compiled("--topology", "v6e", "--only", "peers", "--only", "steps")
+def on_v6e():
+    return compiled("--topology", "v6e")
 
 
 @pytest.mark.exhaustive
@@ -55,8 +73,8 @@ def test_prefill_takes_no_more_bundles_than_splash_attention(on_v6e):
             assert prefill["masked_with_copies"] <= theirs
 
 
-def test_decode_waits_for_memory_and_not_for_bundles(kernels):
-    common = next(case for case in kernels if case["kind"] == "attention")
+def test_decode_waits_for_memory_and_not_for_bundles(brief):
+    common = next(case for case in brief if case["kind"] == "attention")
     assert common["decode"]["bundles"] <= common["decode"]["bundles_while_copying"]
 
 
@@ -69,8 +87,8 @@ def test_whole_steps_fit_the_chip(on_v6e):
     assert all(case["temporary_mib"] < 0.05 * case["arguments_mib"] for case in steps)
 
 
-def test_memory_of_131072_cached_tokens_grows_with_rows_alone(kernels):
-    long = [case for case in kernels if case["kind"] == "attention" and case["width"] * case["block_size"] >= 131072]
+def test_memory_of_131072_cached_tokens_grows_with_rows_alone(brief):
+    long = [case for case in brief if case["kind"] == "attention" and case["width"] * case["block_size"] >= 131072]
     assert len(long) == 2
     for case in long:
         rows_mib = case["rows"] * (case["heads"] + 2 * case["kv_heads"]) * case["head_dim"] * 2 / 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,23 +55,27 @@ class Step:
     max_num_seqs: int = 64
     block_size: int = 16
     kv_cache_dtype: str = "auto"
+    layers: int | None = None
+    """Layers to compile; all by default. The pool keeps the pages of the whole model."""
 
 
-def steps(chip: str) -> Iterator[Step]:
+def steps(chip: str, layers: int | None = None) -> Iterator[Step]:
     """Prefill and decode steps of the models whose weights leave room for pages."""
     for model in MODELS:
         weights = _weight_bytes(model)
         if weights < SHARE * CHIPS[chip].hbm_bytes - (1 << 30):
-            yield Step(chip, model, 2048)
-            yield Step(chip, model, 64)
+            yield Step(chip, model, 2048, layers=layers)
+            yield Step(chip, model, 64, layers=layers)
             if model == "qwen3-0.6b":
-                yield Step(chip, model, 2048, width=WIDEST)
-                yield Step(chip, model, 2048, kv_cache_dtype="fp8")
+                yield Step(chip, model, 2048, width=WIDEST, layers=layers)
+                yield Step(chip, model, 2048, kv_cache_dtype="fp8", layers=layers)
 
 
-def _decoder(model: str) -> Decoder:
+def _decoder(model: str, layers: int | None = None) -> Decoder:
     """The model without its weights' values."""
-    return nnx.eval_shape(lambda: Decoder(spec_from_config(MODELS[model]), jnp.dtype("bfloat16"), rngs=nnx.Rngs(0)))
+    config = deepcopy(MODELS[model])
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    return nnx.eval_shape(lambda: Decoder(spec_from_config(config), jnp.dtype("bfloat16"), rngs=nnx.Rngs(0)))
 
 
 def _weight_bytes(model: str) -> int:
@@ -87,11 +92,11 @@ def compile_step(step: Step) -> dict[str, Any]:
         block_size=step.block_size,
         kv_cache_dtype=step.kv_cache_dtype,
     )
-    decoder = _decoder(step.model)
+    decoder = _decoder(step.model, step.layers)
     spec = decoder.spec
     backend = compiled_backend(step.chip)(attention_spec(config, spec, jnp.dtype("bfloat16")))
     weights = _weight_bytes(step.model)
-    pages = int(chip.hbm_bytes * SHARE - weights) // page_bytes(backend, spec.num_layers)
+    pages = int(chip.hbm_bytes * SHARE - weights) // page_bytes(backend, MODELS[step.model].num_hidden_layers)
     runner = Runner(decoder, backend, 1, config.max_logprobs)
     builder = BatchBuilder(
         backend,
