@@ -263,6 +263,17 @@ def test_unigram_vocabularies_that_hold_the_special_tokens():
     assert parts(reader.parse(ChunkedPrompt("a", ["a東b"], "q")).layout)[1] == bare(tokenizer, "a東b")
 
 
+def test_an_undeclared_unknown_token_stays_the_id_of_unknown_characters():
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((c, -3.0) for c in "▁ab<unk>")], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(["<unk>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert tokenizer.unk_token_id is None
+    for text in ("a東b", "ab"):
+        assert parts(parser(tokenizer).parse(ChunkedPrompt("a", [text], "a")).layout)[1] == bare(tokenizer, text)
+    assert 0 not in parts(parser(tokenizer).parse(ChunkedPrompt("a", ["a<unk>b"], "a")).layout)[1]
+
+
 def test_a_special_token_without_other_tokens_is_refused():
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "!": 1, "a": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -27,7 +27,7 @@ class ControlTokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, ids: Mapping[str, int]) -> None:
         self.ids = {text: token for text, token in ids.items() if text}
         self._tokenizer: Any = tokenizer
-        self._unknown = getattr(tokenizer, "unk_token_id", None)
+        self._unknown = _unknown_id(tokenizer)
         self._all = frozenset(self.ids.values())
         self.forbidden = self._all - {self._unknown}
         self._unknown_texts = [text for text, token in self.ids.items() if token == self._unknown]
@@ -166,3 +166,16 @@ def _any_of(texts: Sequence[str]) -> str:
         return re.escape(prefix)
     branches = "|".join(_any_of(list(group)) for _, group in groupby(rests, key=lambda rest: rest[0]))
     return f"{re.escape(prefix)}(?:{branches}){'?' if prefix in texts else ''}"
+
+
+def _unknown_id(tokenizer: Any) -> int | None:
+    """The id of characters outside the vocabulary, as declared, or as the model gives it to one."""
+    declared = getattr(tokenizer, "unk_token_id", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if declared is not None or backend is None:
+        return declared
+    try:
+        made = backend.model.tokenize("\U0010fffd")
+    except Exception:  # a model without such an id
+        return None
+    return made[0].id if len(made) == 1 else None
