@@ -173,6 +173,7 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
         final_only: bool = False,
+        snapshots: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt, yielding all there is so far whenever there is more.
 
@@ -188,6 +189,8 @@ class AsyncLLM:
             priority: the lower goes first.
             timeout: seconds until it is aborted.
             final_only: yield the last output alone; of a request that `abort` has ended, it may lack tokens.
+            snapshots: yield copies. False yields one output that grows, for callers who read it before they ask for the
+                next: copying all tokens at every token takes time in the square of their number.
 
         Raises:
             RequestError: prompt or parameters are invalid, or the checkpoint is a sequence classifier; nothing has been
@@ -204,7 +207,7 @@ class AsyncLLM:
             return self.frontend.parse([prompt], chunk_aware, cache_salt)
 
         short = isinstance(prompt, str) and len(prompt) <= _SHORT
-        return self._generate(parse, sampling_params, request_id, priority, timeout, final_only, short)
+        return self._generate(parse, sampling_params, request_id, priority, timeout, final_only, snapshots, short)
 
     def chat(
         self,
@@ -217,6 +220,7 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
         final_only: bool = False,
+        snapshots: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation, yielding as `generate` does.
@@ -230,6 +234,7 @@ class AsyncLLM:
             priority: see `generate`.
             timeout: see `generate`.
             final_only: see `generate`.
+            snapshots: see `generate`.
             chat_template_kwargs: passed to the chat template.
 
         Raises:
@@ -240,7 +245,7 @@ class AsyncLLM:
         def parse() -> list[ParsedPrompt]:
             return self.frontend.parse_chat([as_list(messages, "messages")], documents, chat_template_kwargs, cache_salt)
 
-        return self._generate(parse, sampling_params, request_id, priority, timeout, final_only)
+        return self._generate(parse, sampling_params, request_id, priority, timeout, final_only, snapshots)
 
     async def _generate(
         self,
@@ -250,6 +255,7 @@ class AsyncLLM:
         priority: int,
         timeout: float | None,
         final_only: bool,
+        snapshots: bool,
         short: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         name = token_hex(16) if request_id is None else request_id
@@ -275,7 +281,7 @@ class AsyncLLM:
                     ended = builder.finished  # before the caller gets its turn, in which more may come
                     if ended or not final_only:
                         output = builder.read()
-                        yield output if ended else _snapshot(output)
+                        yield snapshot(output) if snapshots and not ended else output
             finally:
                 del self._generations[name]
 
@@ -567,8 +573,8 @@ def _each(add: Callable[[Any], object]) -> Callable[[Any], bool]:
     return take
 
 
-def _snapshot(output: RequestOutput) -> RequestOutput:
-    """What a caller may keep while the original grows."""
+def snapshot(output: RequestOutput) -> RequestOutput:
+    """Return a copy that a caller may keep while the original grows."""
     copies = [
         replace(o, token_ids=list(o.token_ids), logprobs=None if o.logprobs is None else list(o.logprobs))
         for o in output.outputs

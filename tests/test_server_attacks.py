@@ -281,3 +281,19 @@ def test_an_answer_that_would_be_too_large_is_refused(llm):
         answer = client.post("/v1/score", json=body)
         assert answer.status_code == 400
         assert "104 numbers, max_answer_values is 100" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 2, "n": 2, "max_tokens": 9, "logprobs": 2, "stream": True}),
+        ("/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 17, "logprobs": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "max_tokens": 101}),
+    ],
+)
+def test_logprobs_of_an_answer_are_bounded(llm, path, body):
+    client = TestClient(create_app(llm, ServerConfig(max_answer_values=100)), base_url="http://localhost")
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "logprobs"
+    assert "max_answer_values is 100" in answer.json()["error"]["message"]

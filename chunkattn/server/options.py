@@ -36,7 +36,8 @@ class ServerConfig:
         max_connections: connections at once; further ones are answered with 503. Lowered where the file limit is too low.
         header_timeout_s: seconds for the headers of a request, from its first byte or the connection's beginning.
         body_timeout_s: seconds in which a body must go on, by 256 bytes for each of them; else it is answered with 408.
-        max_answer_values: numbers that the answer to one scoring request may hold: queries x items x labels.
+        max_answer_values: numbers that one answer may hold: queries x items x labels, or prompts x samples x tokens x
+            log-probabilities.
         write_timeout_s: seconds in which a client must read on, by 256 bytes for each of them; else it is cut off.
     """
 

@@ -102,6 +102,21 @@ class ServerState:
             text = f"{allowed}, got {priority}; the server's option priority_range is {most}"
             raise ApiError(400, text, param="priority", code="invalid_value")
 
+    def check_answer_values(self, values: int, less: str, param: str) -> None:
+        """Check the numbers that an answer would hold, before any work.
+
+        Args:
+            values: numbers of scores or log-probabilities.
+            less: what a client may ask for less of.
+            param: the field to change.
+
+        Raises:
+            ApiError: 400, there are more than `max_answer_values`.
+        """
+        if values > (most := self.config.max_answer_values):
+            text = f"the answer would hold {values} numbers, max_answer_values is {most}; ask for fewer {less}"
+            raise ApiError(400, text, param=param, code="invalid_value")
+
     @property
     def readiness(self) -> str:
         """`"starting"`, `"ready"`, `"degraded"` (the engine is being started again) or `"draining"`."""

@@ -82,6 +82,7 @@ class TokenTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, leading_ids: Sequence[int]) -> None:
         self.tokenizer, self._leading = tokenizer, list(leading_ids)
         self.piece = lru_cache(maxsize=1 << 18)(self._piece)
+        self.raw = lru_cache(maxsize=1 << 18)(self._raw)
         self._before = [] if tokenizer is None else tokenizer("a", add_special_tokens=False).input_ids[-1:]
         self._text_before = "" if tokenizer is None else str(tokenizer.decode(self._before))
 
@@ -90,7 +91,7 @@ class TokenTexts:
             return _name(token)
         return str(self.tokenizer.decode([*self._before, token])).removeprefix(self._text_before)
 
-    def raw(self, token: int) -> bytes:
+    def _raw(self, token: int) -> bytes:
         """The bytes of a token, which may be a piece of a character only."""
         text = self.piece(token)
         if self.tokenizer is None or _UNKNOWN not in text:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from chunkattn.async_llm import snapshot
 from chunkattn.config import SamplingParams
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
@@ -79,6 +80,21 @@ class Answer(ABC):
     def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
         """A choice with what is new of a sample."""
 
+    def check_size(self) -> None:
+        """Check that the log-probabilities of the answer do not grow too many.
+
+        Raises:
+            ApiError: 400, prompts x samples x tokens x log-probabilities exceed `max_answer_values`.
+        """
+        if self.params.logprobs is not None:
+            tokens = self.num_prompts * self.params.n * (self.params.max_tokens or self.state.llm.limits.max_model_len)
+            self.state.check_answer_values(tokens * (1 + self.params.logprobs), "tokens, samples or logprobs", "logprobs")
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the request."""
+        return 1
+
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Of the request."""
         return usage(outputs, chunks=self.options.return_chunk_usage)
@@ -105,6 +121,11 @@ class Completion(Answer):
         echoed = body.logprobs if body.echo else None
         self.params = body.sampling(max_tokens=body.max_tokens or 1, logprobs=body.logprobs, prompt_logprobs=echoed)
 
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the request."""
+        return len(self.body.prompts())
+
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """One a prompt."""
         body, limit = self.body, self.state.most_prompts
@@ -125,6 +146,7 @@ class Completion(Answer):
                 priority=body.priority,
                 timeout=self.state.config.request_timeout_s,
                 final_only=not body.stream,
+                snapshots=False,
             )
             for prompt in prompts
         ]
@@ -239,6 +261,7 @@ class Chat(Answer):
             priority=body.priority,
             timeout=self.state.config.request_timeout_s,
             final_only=not body.stream,
+            snapshots=False,
             chat_template_kwargs=body.template_options(),
         )
         return [conversation]
@@ -277,6 +300,7 @@ async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, req
     state.check_ready()
     state.check_priority(body.priority)
     answer = kind(body, state, request.state.caller)
+    answer.check_size()
     if not answer.options.stream:
         return await unless_gone(request, _whole(answer))
     # Whatever is wrong with a request shows before its first token: a stream begins with a status, and cannot take it back.
@@ -297,8 +321,9 @@ async def _whole(answer: Answer) -> Response:
         choices = [answer.choice(i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o)]
         return JSONResponse({**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)})
 
-    # Log-probabilities of a long prompt are a lot to write down: others must not wait for it.
-    return await asyncio.to_thread(build) if answer.params.prompt_logprobs is not None else build()
+    # Log-probabilities are a lot to write down: others must not wait for it.
+    params = answer.params
+    return await asyncio.to_thread(build) if params.prompt_logprobs is not None or params.logprobs is not None else build()
 
 
 async def _events(
@@ -319,7 +344,8 @@ async def _events(
 
     async def events(number: int, output: RequestOutput) -> Iterable[str]:
         if number not in last and answer.params.prompt_logprobs is not None:
-            return await asyncio.to_thread(lambda: list(made(number, output)))  # as `_whole`
+            copy = snapshot(output)  # the original grows meanwhile
+            return await asyncio.to_thread(lambda: list(made(number, copy)))  # as `_whole`
         return made(number, output)
 
     def made(number: int, output: RequestOutput) -> Iterator[str]:

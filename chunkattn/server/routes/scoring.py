@@ -132,9 +132,7 @@ def _check_size(state: ServerState, body: ScoreBody) -> None:
     else:
         count = len(items) * (len(body.query or []) if listed else 1)
     values = count * len(body.labels or body.label_token_ids or [0]) * (1 + body.return_logprobs)
-    if values > (most := state.config.max_answer_values):
-        text = f"the answer would hold {values} numbers, max_answer_values is {most}; send fewer items or labels at once"
-        raise ApiError(400, text, param="items", code="invalid_value")
+    state.check_answer_values(values, "items or labels at once", "items")
 
 
 def _check_queries(state: ServerState, count: int) -> None:
