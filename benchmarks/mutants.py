@@ -1,10 +1,10 @@
-"""Count the mutants that the tests kill.
+"""Change the source one place at a time and count the changes that a test command notices.
 
-    python -m benchmarks.mutants [--count 20] [--seed 0] [--limit-s 900] [-- COMMAND ...]
+    python -m benchmarks.mutants [--count 20] [--seed 0] [--seconds 300] [--under chunkattn/cache] -- tests/test_cache.py
 
-A mutant is the source with one expression changed. Each mutant is run in a temporary copy of the tree. It is killed when
-the command fails or exceeds the time limit. The default command runs the quick tests until the first failure, the files
-that name the mutated module first.
+Draws places at random, applies each change to a temporary copy of the tree, and runs pytest there with the given
+arguments. A mutant is killed when pytest fails or passes the time limit. A survivor shows a line whose change no test
+sees, or a change without effect.
 """
 
 from __future__ import annotations
@@ -19,139 +19,140 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = "engine", "cache", "backends", "scoring", "parsers", "server"
-QUICK = "not slow and not exhaustive and not tpu and not browser"
-COMPARISONS: dict[type, type] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
-ARITHMETIC: dict[type, type] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Div: ast.Mult,
-}
+FOLDERS = [f"chunkattn/{name}" for name in ("engine", "cache", "backends", "scoring", "parsers", "server")]
+LEFT_OUT = {".git", ".venv", ".cache", "__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
+COMPARISONS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult}
 
 
-def mutate(node: ast.AST) -> ast.AST | None:
-    """Return the changed form of an expression or statement, or None where no operator applies."""
+@dataclass(frozen=True)
+class Mutant:
+    """One change: bytes `start` to `end` of a file become `text`."""
+
+    path: Path
+    line: int
+    start: int
+    end: int
+    text: str
+    kind: str
+
+    def describe(self) -> str:
+        """One line: the place, the kind of change, the old and the new text."""
+        old = (ROOT / self.path).read_bytes()[self.start : self.end].decode()
+        return f"{self.path}:{self.line} {self.kind}: {' '.join(old.split())} -> {' '.join(self.text.split())}"
+
+
+def changed(node: ast.AST, random_step: int) -> tuple[str, ast.AST] | None:
+    """Return the kind of change and the node that replaces `node`, or None where no operator applies."""
     match node:
-        case ast.Compare(left, [op], [right]) if type(op) in COMPARISONS:
-            return ast.Compare(left, [COMPARISONS[type(op)]()], [right])
-        case ast.BinOp(left, op, right) if type(op) in ARITHMETIC and not isinstance(right, ast.Constant | ast.JoinedStr):
-            return ast.BinOp(left, ARITHMETIC[type(op)](), right)
-        case ast.BoolOp(op, values):
-            return ast.BoolOp(ast.And() if isinstance(op, ast.Or) else ast.Or(), values)
-        case ast.UnaryOp(ast.Not(), operand):
-            return operand
+        case ast.Compare(left, [op, *rest], comparators) if type(op) in COMPARISONS:
+            return "comparison", ast.Compare(left, [COMPARISONS[type(op)](), *rest], comparators)
         case ast.Constant(bool(value)):
-            return ast.Constant(not value)
+            return "boolean", ast.Constant(not value)
         case ast.Constant(int(value)):
-            return ast.Constant(value + 1)
-        case ast.Return(value) if value is not None and not (isinstance(value, ast.Constant) and value.value is None):
-            return ast.Return(ast.Constant(None))
+            return "constant", ast.Constant(value + random_step)
+        case ast.BoolOp(op, values):
+            return "boolean", ast.BoolOp(ast.And() if isinstance(op, ast.Or) else ast.Or(), values)
+        case ast.UnaryOp(ast.Not(), operand):
+            return "boolean", operand
+        case ast.BinOp(left, op, right) if type(op) in ARITHMETIC:
+            return "arithmetic", ast.BinOp(left, ARITHMETIC[type(op)](), right)
+        case ast.Expr(ast.Call()) | ast.Assign() | ast.AugAssign() | ast.Raise():
+            return "dropped", ast.Pass()
     return None
 
 
-def expressions(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes inside function bodies; annotations and defaults are no behaviour of a call."""
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            waiting: list[ast.AST] = list(function.body)
-            while waiting:
-                node = waiting.pop()
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    continue  # found by the walk itself
-                yield node
-                waiting += [child for name, child in _children(node) if name not in ("annotation", "returns")]
+def code_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run: annotations and the parts of f-strings are left out."""
+    for name, field in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in field if isinstance(field, list) else [field]:
+            if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
+                yield child
+                yield from code_nodes(child)
 
 
-def _children(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    for name, value in ast.iter_fields(node):
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                yield name, child
+def mutants_of(path: Path, rng: random.Random) -> Iterator[Mutant]:
+    """Every change of one file; `path` is relative to the root."""
+    source = (ROOT / path).read_bytes()
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    for node in code_nodes(ast.parse(source)):
+        if found := changed(node, rng.choice((-1, 1))):
+            kind, new = found
+            start, end = (
+                starts[line - 1] + column
+                for line, column in ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
+            )
+            text = ast.unparse(ast.fix_missing_locations(new))
+            yield Mutant(path, node.lineno, start, end, text if kind == "dropped" else f"({text})", kind)
 
 
-def draw(count: int, seed: int) -> list[tuple[Path, int, int, str, str]]:
-    """Draw mutants: file, start and end offset in its bytes, old source and new source."""
-    found = []
-    for package in PACKAGES:
-        for path in sorted((ROOT / "chunkattn" / package).rglob("*.py")):
-            source = path.read_bytes()
-            starts = [0, *(i + 1 for i, byte in enumerate(source) if byte == ord("\n"))]
-            for node in expressions(ast.parse(source)):
-                if (changed := mutate(node)) is not None:
-                    begin = starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
-                    end = starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
-                    text = ast.unparse(ast.fix_missing_locations(changed))
-                    new = text if isinstance(node, ast.stmt) else f"({text})"
-                    found.append((path.relative_to(ROOT), begin, end, source[begin:end].decode(), new))
-    return random.Random(seed).sample(sorted(found), count)
+def draw(folders: list[str], count: int, seed: int) -> list[Mutant]:
+    """Draw `count` mutants; files count by the number of their changes."""
+    rng = random.Random(seed)
+    files = sorted(file.relative_to(ROOT) for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    every = [mutant for file in files for mutant in mutants_of(file, rng)]
+    return rng.sample(every, min(count, len(every)))
 
 
-def default_command(path: Path) -> list[str]:
-    """Return the quick tests, the files that name the mutated module or its package first."""
-    module = ".".join(path.with_suffix("").parts)
-    words = module, module.rpartition(".")[0], path.stem
-    files = sorted((ROOT / "tests").glob("test_*.py"))
-    texts = {file: file.read_text(encoding="utf-8") for file in files}
-    files.sort(key=lambda file: next((rank for rank, word in enumerate(words) if word in texts[file]), len(words)))
-    names = [str(file.relative_to(ROOT)) for file in files]
-    return [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", QUICK, *names]
-
-
-def killed_by(path: Path, begin: int, end: int, new: str, command: list[str], limit_s: float) -> str | None:
-    """Run the command on one mutant. Return what killed the mutant, or None when the mutant survived."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", ".mypy_cache"))
-        source = (ROOT / path).read_bytes()
-        (tree / path).write_bytes(source[:begin] + new.encode() + source[end:])
-        # A process group of its own: engines and servers that a stopped run leaves behind end with it.
-        with (Path(folder) / "log").open("w+", encoding="utf-8") as log:
-            options = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-            run = subprocess.Popen(command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, **options)
-            try:
-                code = run.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                return f"the limit of {limit_s:.0f} s"
-            finally:
-                if run.poll() is None:
-                    os.killpg(run.pid, signal.SIGKILL)
-                    run.wait()
-            log.seek(0)
-            failed = [line for line in log if line.startswith(("FAILED", "ERROR"))]
-    return None if code == 0 else (failed[0].strip()[:100] if failed else f"exit status {code}")
+def run_tests(tree: Path, arguments: list[str], seconds: float) -> str:
+    """Run pytest in a tree; return "passed", "failed" or "timeout"."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    # A session of its own, so that a timeout ends the engines that tests started.
+    process = subprocess.Popen(
+        command,
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "mutants")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "timeout"
+    if status not in (0, 1, 2):  # 2: the mutant breaks the import
+        raise SystemExit(f"pytest ended with status {status}: {' '.join(command)}")
+    return "failed" if status else "passed"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20, help="mutants to draw")
-    parser.add_argument("--seed", type=int, default=0, help="equal seeds draw equal mutants of equal sources")
-    parser.add_argument("--limit-s", type=float, default=900, help="seconds until a run counts as killed")
-    parser.add_argument("command", nargs="*", help="command to run instead of the quick tests")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit of one run")
+    parser.add_argument("--under", action="append", help="a folder to draw from; may be repeated; default six of chunkattn's")
+    parser.add_argument("pytest", nargs="*", help="arguments of pytest, behind --")
     args = parser.parse_args()
-    killed = 0
-    for path, begin, end, old, new in draw(args.count, args.seed):
-        reason = killed_by(path, begin, end, new, args.command or default_command(path), args.limit_s)
-        killed += reason is not None
-        line = (ROOT / path).read_bytes()[:begin].count(b"\n") + 1
-        print(f"{path}:{line}: {' '.join(old.split())} -> {new}: {f'killed by {reason}' if reason else 'SURVIVED'}", flush=True)
-    print(f"{killed} of {args.count} mutants killed")
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=lambda _, names: LEFT_OUT.intersection(names))
+        if (found := run_tests(tree, args.pytest, args.seconds)) != "passed":
+            raise SystemExit(f"the unchanged tree: {found}; mutants would show nothing")
+        killed = 0
+        mutants = draw(args.under or FOLDERS, args.count, args.seed)
+        for mutant in mutants:
+            file = tree / mutant.path
+            source = file.read_bytes()
+            file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
+            found = run_tests(tree, args.pytest, args.seconds)
+            file.write_bytes(source)
+            killed += found != "passed"
+            print(f"{'SURVIVED' if found == 'passed' else 'killed'} ({found}) {mutant.describe()}", flush=True)
+    print(f"{killed} of {len(mutants)} killed")
 
 
 if __name__ == "__main__":
