@@ -28,6 +28,8 @@ def faulty(self, batch):
     if fault == "raise":
         file.unlink()
         raise ValueError("injected")
+    if fault == "raise always":
+        raise ValueError("injected")
     if fault == "hang":
         file.write_text("hanging")
         while True:

@@ -242,6 +242,9 @@ def test_a_worker_holds_back_what_is_final_only_until_it_is_aborted():
         def abort(self, request_id):
             self.added.remove(request_id)
 
+        def close_disk(self):
+            pass
+
         def step(self):
             worker._closing = not self.outputs
             return self.outputs.pop(0) if self.outputs else []
