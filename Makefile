@@ -12,13 +12,11 @@ run: .venv/.installed  ## install and run the demo
 PARALLEL := -n 2 --dist loadfile
 APART := not tpu and not browser
 QUICK := $(PARALLEL) -m "not telling and not slow and not exhaustive and $(APART)"
-# Programs without LLVM's optimisations compile in two thirds of the time. `make test-all` compiles as users do.
-UNOPTIMISED := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 FIRST := tests/test_[a-o]*.py chunkattn
 SECOND := tests/test_[p-z]*.py
 test: .venv/.installed-test  ## the quick tests; TEST_COSTS=1 prints what each file costs
-	$(UNOPTIMISED) $(BIN)/python -m pytest $(QUICK) $(FIRST)
-	$(UNOPTIMISED) $(BIN)/python -m pytest $(QUICK) $(SECOND)
+	$(BIN)/python -m pytest $(QUICK) $(FIRST)
+	$(BIN)/python -m pytest $(QUICK) $(SECOND)
 
 test-ci: .venv/.installed-test  ## the longer tests that show most in their time; CI runs them
 	$(BIN)/python -m pytest $(PARALLEL) -m "telling and $(APART)"
@@ -43,10 +41,6 @@ test-all: .venv/.installed-test  ## lint and every test there is
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
 	$(BIN)/python -m pytest -m browser tests/test_browser.py
-
-test-all: lint test test-slow test-tpu test-browser  ## everything; run before an issue is resolved
-	$(BIN)/python -m pytest $(PARALLEL) -m "exhaustive and not tpu and not browser"
-	PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m "tpu and exhaustive"
 
 lint: .venv/.installed-test  ## style, types and the direction of imports
 	$(BIN)/ruff check .
