@@ -1,4 +1,4 @@
-"""What the worst requests of each route cost the others: gaps between tokens of running streams, and answers of `/health`.
+"""Cost of the worst requests of each route to the others: gaps between tokens of running streams, and answers of `/health`.
 
     python -m benchmarks.serve_attacks [--streams 16] [--only NAME] [--json FILE|-] [-- OPTION...]
 

@@ -534,7 +534,7 @@ class AsyncLLM:
 
 
 class _Staged(Protocol):
-    """What is sent to the engine stage by stage."""
+    """Requests of one call, sent to the engine stage by stage."""
 
     def stages(self) -> Iterator[Sequence[Message]]: ...
 

@@ -335,7 +335,7 @@ def test_tokenizers_in_python():
 
 
 class Files:
-    """What a front end needs of a checkpoint."""
+    """The files of a checkpoint that a front end needs."""
 
     eos_token_ids = ()
 

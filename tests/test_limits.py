@@ -38,7 +38,7 @@ def files():
 
 @pytest.fixture
 def frontend(files):
-    """What stands before an engine; there is none behind it."""
+    """A front end without an engine."""
 
     def make(**options):
         config = EngineConfig(enable_chunk_aware=True, **options)

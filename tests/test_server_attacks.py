@@ -1,4 +1,4 @@
-"""What clients can do to a server on purpose, and what it costs the others."""
+"""Attacks of clients on a server, and their cost to the others."""
 
 import asyncio
 import gc

@@ -151,7 +151,7 @@ def lower(case: Case, backend: PallasTpuBackend) -> Any:
 
 
 def compile_case(case: Case, schedules: Path | None = None) -> dict[str, Any]:
-    """What became of it, as JSON has it; with `schedules`, the loops' costs too, or `unread`: why there are none."""
+    """Return the result for JSON; with `schedules`, the loops' costs too, or `unread`, the reason why there are none."""
     backend = compiled_backend(case.chip)(case.spec)
     result = {"kind": "attention", **asdict(case), "pool_mib": round(case.pool_bytes / MIB, 1)}
     result |= compile_call(lambda: lower(case, backend))

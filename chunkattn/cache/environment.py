@@ -118,7 +118,7 @@ class Environment:
             raise
 
     def is_there(self) -> bool:
-        """Whether the folder still holds the files that are open."""
+        """Return whether the folder still holds the files that are open."""
         try:
             lock = (self.path / LOCK).stat()
             return os.path.samestat(lock, os.fstat(self._lock)) and (self.path / "data.mdb").exists()

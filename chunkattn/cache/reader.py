@@ -53,7 +53,7 @@ class StoreReader:
 
     @property
     def owners(self) -> frozenset[Hashable]:
-        """Those who have entries on the way, read or not, that were not taken."""
+        """Owners whose entries were submitted and neither taken nor cancelled."""
         with self._changed:
             return frozenset(self._owners)
 

@@ -162,7 +162,7 @@ class DiskTier:
         return [(part, kind, start, end) for part, (kind, start, end) in parts if self._keeps(request, kind)]
 
     def _keeps(self, request: Request, kind: int) -> bool:
-        """Whether the store keeps such a part of a request."""
+        """Return whether the store keeps such a part of a request."""
         passing = request.score or (request.precompute and not request.precompute.persist)
         return request.shares and not passing and kind != QUESTION_ID
 

@@ -39,7 +39,7 @@ class Edits(NamedTuple):
 
 
 class SampleInput(NamedTuple):
-    """How to draw from one block of `R` rows.
+    """Sampling parameters of one block of `R` rows.
 
     Attributes:
         temperature: float32 `[R]`, 0 is greedy.

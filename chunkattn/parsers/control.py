@@ -40,11 +40,11 @@ class ControlTokens:
         return self._texts.findall(text)
 
     def is_clean(self, text: str, ids: Sequence[int]) -> bool:
-        """Whether `ids`, which the tokenizer made of `text`, hold no control token."""
+        """Return whether `ids`, which the tokenizer made of `text`, hold no control token."""
         return self.forbidden.isdisjoint(ids) and not any(unknown in text for unknown in self._unknown_texts)
 
     def follows(self, ids: Sequence[int], texts: Sequence[str]) -> bool:
-        """Whether the control tokens in `ids` are some of `texts`, in their order."""
+        """Return whether the control tokens in `ids` are some of `texts`, in their order."""
         left = iter([self.ids[text] for text in texts])
         return all(token in left for token in ids if token in self.forbidden)
 

@@ -154,7 +154,7 @@ class PromptParser:
         return ParsedPrompt(self._layout([first, *chunks, last]), "".join((prefix, *documents, question)))
 
     def _is_trusted(self, role: Any) -> bool:
-        """Whether contents of this role may become special tokens."""
+        """Return whether contents of this role may become special tokens."""
         return self._in_prompts if role in TRUSTED_ROLES else self._in_documents
 
     def parse_cache(

@@ -73,7 +73,7 @@ class ScoringJob:
 
     @property
     def independent(self) -> bool:
-        """Whether requests of several stages could be sent together."""
+        """True if requests of several stages could be sent together."""
         return self._choice.algorithm != "prefill_extend"
 
     def stages(self) -> Iterator[Stage]:

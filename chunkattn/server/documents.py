@@ -374,7 +374,7 @@ class Documents:
                 await asyncio.sleep(_AGAIN_S)
 
     def _requests(self, content: Content) -> list[PrecomputeRequest]:
-        """What the engine is told of a document: one request, none if there is nothing of it."""
+        """Return the request for a document, as a list that is empty if the document and its prefix are."""
         salt, prefix, chunk = content
         return next(self.llm.frontend.precompute(_ids(prefix), [_ids(chunk)], salt, False).stages(), [])
 

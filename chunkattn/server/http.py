@@ -27,7 +27,7 @@ _LOG_EVERY_S = 10.0
 
 @dataclass
 class ConnectionLimits:
-    """What all connections of a server share.
+    """State that all connections of a server share.
 
     Attributes:
         config: of the server.

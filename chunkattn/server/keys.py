@@ -64,7 +64,7 @@ class Keys:
 
     @property
     def needed(self) -> bool:
-        """Whether a request must bring a key."""
+        """True if a request must bring a key."""
         return bool(self._names)
 
     def reload(self) -> None:

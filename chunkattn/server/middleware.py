@@ -140,7 +140,7 @@ def _names_this_machine(host: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether an address or name can be reached from this machine alone."""
+    """Return whether only this machine can reach an address or name."""
     if host == "localhost":
         return True
     try:

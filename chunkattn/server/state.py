@@ -53,7 +53,7 @@ class ServerState:
 
     @cached_property
     def shares(self) -> Shares:
-        """What each API key holds of the queue."""
+        """Places in the queue that each API key holds."""
         return Shares(max(1, int(self.config.max_queue_share * self.llm.config.max_queued_requests)))
 
     @cached_property

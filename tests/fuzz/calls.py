@@ -30,7 +30,7 @@ RERANK_LABELS = (SEPARATOR_ID - 2, SEPARATOR_ID - 1)
 
 
 def shares(sampling: SamplingParams) -> bool:
-    """Whether a prompt reads the cache and leaves something in it."""
+    """Return whether a prompt reads the cache and leaves something in it."""
     return not sampling.skip_reading_prefix_cache and sampling.prompt_logprobs is None
 
 
@@ -174,7 +174,7 @@ class Call:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
+        """True if nothing more will come."""
         return not (self.stages or self.open)
 
     def next_stage(self) -> list[Message]:
@@ -217,7 +217,7 @@ def continued(layout: ChunkLayout, tokens: list[int]) -> ChunkLayout:
 
 
 def cacheable(request: Message) -> ChunkLayout | None:
-    """What a request may leave in the cache; None when it shares nothing."""
+    """Return what a request may leave in the cache; None when it shares nothing."""
     if isinstance(request, ScoreRequest):
         query = request.layout.token_ids[: request.layout.prefix_len]
         return make_layout(query, [], []) if request.share_prefix else None

@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether there is neither a prefix nor a chunk."""
+        """True if there is neither a prefix nor a chunk."""
         return not self.prefix and not self.chunks
 
     @property

@@ -18,7 +18,7 @@ from tests.checkpoints import VOCAB, Oracle
 from tests.fuzz.calls import Ask, Call, Generate, Sample, Score, continued
 
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32."""
+"""Tolerance of log-probabilities in float32."""
 _MOST_SAMPLED = 16
 _REMEMBERED = 4000
 
