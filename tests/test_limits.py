@@ -1,6 +1,7 @@
 """Limits bound the work of a call before the work begins; what a call needs is made stage by stage."""
 
 import asyncio
+import inspect
 import tracemalloc
 from itertools import chain
 from types import SimpleNamespace
@@ -340,10 +341,12 @@ ROUTES = [
 
 @pytest.mark.parametrize(("route", "body", "fields"), ROUTES, ids=lambda value: getattr(value, "__name__", None))
 def test_clients_set_no_priority_unless_the_operator_lets_them(route, body, fields):
+    arguments = {"request": SimpleNamespace(state=SimpleNamespace(caller=None)), "caller": None}
+    wanted = {name: arguments[name] for name in inspect.signature(route).parameters if name in arguments}
     for priority, most in ((-1, 0), (2**70, 0), (6, 5), (-6, 5)):
         given = body.model_validate({**fields, "priority": priority})
         with pytest.raises(ApiError, match="priority") as caught:
-            asyncio.run(route(given, None, state(priority_range=most)))
+            asyncio.run(route(given, state=state(priority_range=most), **wanted))
         assert (caught.value.status, caught.value.param) == (400, "priority")
 
 
@@ -359,7 +362,7 @@ def test_priorities_in_range_are_taken():
 def test_packed_dense_is_refused_unless_it_is_turned_on():
     body = ScoreBody(query="x", items=["y"], labels=["a"], algorithm="packed_dense")
     with pytest.raises(ApiError, match="allow_packed_dense") as caught:
-        asyncio.run(scoring.score(body, None, state()))
+        asyncio.run(scoring.score(body, None, state(), None))
     assert (caught.value.status, caught.value.param) == (400, "algorithm")
     scoring._check(state(allow_packed_dense=True), body)
 

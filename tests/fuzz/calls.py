@@ -101,7 +101,7 @@ class Score:
         else:
             options |= {"apply_softmax": False, "item_first": self.item_first, "packed_ids": None}
             job = frontend.score_call(list(self.query), list(map(list, self.items)), None, list(self.labels), **options)
-        return job.stages, job
+        return [list(stage) for stage in job.stages()], job
 
     def sequences(self) -> list[Ids]:
         """Every item with the query as a plain prompt, whose next token is scored."""
@@ -122,7 +122,7 @@ class Precompute:
         """One request a document, or one for all."""
         documents = list(map(list, self.documents))
         job = frontend.precompute(list(self.prefix), documents, self.salt, self.pin, None, self.priority)
-        return [list(job.requests)], job
+        return [list(stage) for stage in job.stages()], job
 
 
 Ask = Generate | Score | Precompute

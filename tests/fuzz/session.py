@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 from chunkattn.engine.messages import EngineOutput, PrecomputeRequest, PrecomputeResult, RequestFailed, TokenOutput
@@ -62,7 +63,7 @@ class Session:
         """Send the next stage of a call, or judge its answer."""
         for request in call.next_stage():
             if (layout := cacheable(request)) is not None:
-                self._ledger.note(request.request_id, request.cache_salt, layout)
+                self._ledger.note(request.request_id, call.ask.salt, layout)
             self._calls[request.request_id] = call
             self.core.add(request)
         if call.done and not isinstance(call.ask, Precompute):
@@ -117,10 +118,10 @@ class Session:
     def look_up(self, ask: Precompute, *, forget: bool) -> None:
         """Look up what a precompute call would compute, or forget it."""
         try:
-            (requests,), _ = ask.requests(self.frontend)
+            stages, _ = ask.requests(self.frontend)
         except CapacityError:
             return
-        for request in requests:
+        for request in chain.from_iterable(stages):
             assert isinstance(request, PrecomputeRequest)
             found = self.core.look_up(request, forget=forget)
             most = self._ledger.bound("", request.cache_salt, request.layout)
