@@ -35,7 +35,7 @@ class AsyncLLM:
     """A model whose engine runs in a process of its own, which is started again when it dies or hangs.
 
     Belongs to the event loop it is started in. Compiles every step variant at the start unless `warmup=False`; when the
-    engine is started again, each as it is needed. The engine's process sees this one's environment variables but none of
+    engine is started again, beside its first requests. The engine's process sees this one's environment variables but none of
     its Python objects: an attention backend of your own must come through the entry-point group `chunkattn.backends`, one
     registered by decorator alone is not found, and JAX options must be set by variables, not by `jax.config`. This process
     itself uses no accelerator.
@@ -303,7 +303,7 @@ class AsyncLLM:
         Ids not running are ignored, for it may just have finished. One that has not begun ends without any output.
         """
         call, builder = self._generations.get(request_id, (None, None))
-        for completion in builder.output.outputs if builder else []:
+        for completion in builder.read().outputs if builder else []:
             completion.finish_reason = completion.finish_reason or "abort"
         if call is not None:
             call.abort()
@@ -370,7 +370,7 @@ class AsyncLLM:
                 cache_salt=cache_salt,
                 priority=priority,
             )
-            return (await _run(call, plan)).output()
+            return await asyncio.to_thread((await _run(call, plan)).output)
 
     async def rerank(
         self,
@@ -423,7 +423,7 @@ class AsyncLLM:
                 cache_salt=cache_salt,
                 priority=priority,
             )
-            return (await _run(call, plan)).output()
+            return await asyncio.to_thread((await _run(call, plan)).output)
 
     # The cache
 

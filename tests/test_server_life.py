@@ -345,7 +345,7 @@ def test_out_of_pages():
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
             assert "pinned" in refused.json()["error"]["message"]
             refused = http.post("/v1/cache/documents", json={"documents": documents, "pin": True})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_pins")
             assert [future.result(60) for future in asked] == alone
             for document in documents[:4]:
                 assert http.delete(f"/v1/cache/documents/{document['id']}").status_code == 200

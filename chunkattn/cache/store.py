@@ -38,6 +38,7 @@ _HIGH, _LOW = 0.9, 0.85  # a put that would fill more than the first share evict
 _BATCH = 128 << 20  # freed by one transaction at most: LMDB writes the list of freed pages as one value
 _TICK = b"tick"
 _WARNINGS_S = 60.0
+_LEAST_LEFT = 0.3
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # LMDB reports a short write as an input/output error
 
 T = TypeVar("T")
@@ -203,7 +204,7 @@ class KVStore:
                         raise
                     self._warn("the disk of the KV store %s is full; old entries go for new ones", self.path)
                     room = min(room, self.num_bytes)  # the file cannot grow: its own pages have to do
-                    self._evict(int(fill * room) - need)
+                    self._evict(int(max(fill, _LEAST_LEFT) * room) - need)  # a failing disk must not empty the store
         except lmdb.Error as error:
             self._warn("cannot write KV entries to %s: %s", self.path, error)
             return False
@@ -273,9 +274,14 @@ class KVStore:
 
     def _unreadable(self) -> list[bytes]:
         """Keys of entries with damaged metadata or of another format, which `entries` leaves out."""
-        readable = {entry.key for entry in self.entries()}
+        found = []
         with self._env.begin() as txn:
-            return [key for _, key in self._by_use(txn) if key not in readable]
+            for _, key in self._by_use(txn):
+                try:
+                    Meta.decode(key, bytes(txn.get(key, b"", db=self._env.meta)))
+                except Damage:
+                    found.append(key)
+        return found
 
     def clear(self) -> None:
         """Remove everything."""

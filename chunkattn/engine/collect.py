@@ -90,6 +90,8 @@ class OutputBuilder:
             stopped = detokenizer.add(event.token_ids, last=event.finish_reason is not None)
         if stopped:
             completion.finish_reason, completion.stop_reason = "stop", detokenizer.stopped_by
+        if completion.finish_reason:  # a reader of the growing output takes what it sees then as the whole text
+            completion.text = detokenizer.text
         return stopped and event.finish_reason is None
 
     def read(self) -> RequestOutput:

@@ -1,4 +1,4 @@
-"""Which request of a failed step is to blame: each runs again alone, once."""
+"""Isolation of the requests of a failed step: each runs again alone, once."""
 
 from __future__ import annotations
 

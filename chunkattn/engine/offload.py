@@ -108,6 +108,9 @@ class DiskTier:
                 key = self._key(request, kind, start, end)
                 self._stored.pop(key, None)
                 self.writer.delete(key)
+                for found in self._found.values():  # read before, for requests that are not placed yet
+                    if (arrays := found.pop(key, None)) is not None:
+                        self.reader.release({key: arrays})
 
     def _like(self, pages: int) -> list[tuple[tuple[int, ...], np.dtype]]:
         return [((pages, *shape), dtype) for shape, dtype in self.runner.page_shapes]

@@ -64,7 +64,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._fed = self._told = 0
         self._phase: str | None = "headers"  # what is awaited from the client: "headers", "body" or nothing
         self._since, self._received = time.monotonic(), 0
-        self._writing: tuple[float, int] | None = None  # since when so many bytes wait to be read
+        self._writing: tuple[float, int, int] | None = None  # since when bytes wait, how many, and how many were read since
         self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -117,13 +117,18 @@ class BoundedHttp(HttpToolsProtocol):
         if not waiting:
             self._writing = None
         elif self._writing is None:
-            self._writing = now, waiting
-        elif now - self._writing[0] > config.write_timeout_s:
-            if self._writing[1] - waiting < LOWEST_RATE * config.write_timeout_s:
+            self._writing = now, waiting, 0
+        else:
+            since, before, read = self._writing
+            read += max(before - waiting, 0)  # the answer fills the buffer again meanwhile
+            if now - since <= config.write_timeout_s:
+                self._writing = since, waiting, read
+            elif read < LOWEST_RATE * config.write_timeout_s:
                 logger.info("a client that does not read its answer is cut off after %g s", config.write_timeout_s)
                 self.transport.abort()
                 return
-            self._writing = now, waiting
+            else:
+                self._writing = now, waiting, 0
         answering = self.cycle is not None and not self.cycle.response_complete
         if self.transport.is_closing() or self._phase is None:
             return

@@ -1,4 +1,4 @@
-"""Named API keys: whom a request comes from, and what each name may hold of the queue."""
+"""Named API keys, and the places of the queue that each name holds."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Shares:
 
 @dataclass
 class Caller:
-    """Whom one request comes from, for as long as the request is answered.
+    """The client of one HTTP request: the name of its key and the queue places it holds until the answer ends.
 
     Attributes:
         name: of the API key; None where keys do not keep clients apart.

@@ -143,7 +143,7 @@ State = Annotated[ServerState, Depends(get_state)]
 
 
 async def get_caller(request: Request) -> Caller:
-    """Whom the request comes from."""
+    """Return the client of the request."""
     return request.state.caller
 
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -19,6 +20,7 @@ from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server import logprobs
+from chunkattn.server.answers import JsonResponse
 from chunkattn.server.errors import ApiError, api_error
 from chunkattn.server.keys import Caller
 from chunkattn.server.logprobs import Entry
@@ -86,14 +88,23 @@ class Answer(ABC):
         Raises:
             ApiError: 400, prompts x samples x tokens x log-probabilities exceed `max_answer_values`.
         """
+        values = 0
         if self.params.logprobs is not None:
             tokens = self.num_prompts * self.params.n * (self.params.max_tokens or self.state.llm.limits.max_model_len)
-            self.state.check_answer_values(tokens * (1 + self.params.logprobs), "tokens, samples or logprobs", "logprobs")
+            values += tokens * (1 + self.params.logprobs)
+        if self.params.prompt_logprobs is not None:
+            values += self.prompt_size * self.params.n * (1 + self.params.prompt_logprobs)
+        self.state.check_answer_values(values, "tokens, samples or log-probabilities", "logprobs")
 
     @property
     def num_prompts(self) -> int:
         """Prompts of the request."""
         return 1
+
+    @property
+    @abstractmethod
+    def prompt_size(self) -> int:
+        """Characters or token ids of all prompts: no prompt has more tokens, but for those of its template."""
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Of the request."""
@@ -125,6 +136,15 @@ class Completion(Answer):
     def num_prompts(self) -> int:
         """Prompts of the request."""
         return len(self.body.prompts())
+
+    @property
+    def prompt_size(self) -> int:
+        """Characters or token ids of all prompts."""
+        if self.body.chunks is not None:
+            chunks = self.body.chunks
+            return len(chunks.prefix) + len(chunks.question) + sum(map(len, chunks.documents))
+        listed = self.body.prompt if isinstance(self.body.prompt, list) else [self.body.prompt]
+        return sum(1 if isinstance(part, int) else len(part) for part in listed)
 
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """One a prompt."""
@@ -249,6 +269,11 @@ class Chat(Answer):
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         self.params = body.sampling(max_tokens=body.limit, logprobs=wanted)
 
+    @property
+    def prompt_size(self) -> int:
+        """Characters of the messages and documents."""
+        return sum(len(m.plain()["content"]) for m in self.body.messages) + sum(map(len, self.body.chunks() or ()))
+
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """The conversation's."""
         body = self.body
@@ -321,9 +346,15 @@ async def _whole(answer: Answer) -> Response:
         choices = [answer.choice(i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o)]
         return JSONResponse({**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)})
 
-    # Log-probabilities are a lot to write down: others must not wait for it.
-    params = answer.params
-    return await asyncio.to_thread(build) if params.prompt_logprobs is not None or params.logprobs is not None else build()
+    def build_large() -> Response:
+        # One choice at a time: the encoder holds Python's lock, and the event loop waits for that.
+        numbered = ((i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o))
+        choices = b",".join(msgspec.json.encode(answer.choice(*one)) for one in numbered)
+        body = {**answer.common(answer.object_name), "choices": msgspec.Raw(b"[" + choices + b"]")}
+        return JsonResponse({**body, "usage": answer.usage(ordered)})
+
+    has_logprobs = answer.params.prompt_logprobs is not None or answer.params.logprobs is not None
+    return await asyncio.to_thread(build_large) if has_logprobs else build()
 
 
 async def _events(

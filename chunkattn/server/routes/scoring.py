@@ -23,6 +23,7 @@ router = APIRouter(tags=["scoring"])
 async def generative_scoring(body: GenerativeScoringBody, request: Request, state: State, caller: CallerOf) -> Response:
     """The probability of the first label after query and item, an item each."""
     _check(state, body)
+    state.check_answer_values(len(body.items) * len(body.label_token_ids), "items or labels at once", "items")
     caller.take(1)
     output = await unless_gone(
         request,
@@ -126,9 +127,9 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
 def _check_size(state: ServerState, body: ScoreBody) -> None:
     """Check that the answer does not grow too large: queries x items x labels, twice with log-probabilities."""
     listed = isinstance(body.query, list) and bool(body.query) and not isinstance(body.query[0], int)
-    items = body.items if isinstance(body.items, list) else []
-    if listed and items and isinstance(items[0], list) and items[0] and isinstance(items[0][0], (str, list)):
-        count = sum(map(len, items))  # a list of items for each query
+    items: list[Any] = body.items if isinstance(body.items, list) else body.packed_ids or []  # no more items than ids
+    if listed and any(isinstance(i, list) and i and isinstance(i[0], (str, list)) for i in items):
+        count = sum(len(own) for own in items if isinstance(own, list))  # a list of items for each query
     else:
         count = len(items) * (len(body.query or []) if listed else 1)
     values = count * len(body.labels or body.label_token_ids or [0]) * (1 + body.return_logprobs)
