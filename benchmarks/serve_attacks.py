@@ -37,9 +37,9 @@ def attacks() -> Iterator[tuple[str, str, Body]]:
     """Name, route and body of every attack."""
     text = WORDS * (BODY // len(WORDS))
     question = {"prefix": "Read.", "question": "Who?"}
-    yield "empty documents", PATH, {"chunks": {**question, "documents": [""] * (BODY // 3)}, "max_tokens": 1}
+    yield "empty documents", PATH, {"chunks": {**question, "documents": [""] * (BODY // 4)}, "max_tokens": 1}
     yield "separators", PATH, {"prompt": " # # " * (BODY // 5), "chunk_aware": True, "max_tokens": 1}
-    yield "empty documents, inspected", "/inspect", {"chunks": {**question, "documents": [""] * (BODY // 3)}}
+    yield "empty documents, inspected", "/inspect", {"chunks": {**question, "documents": [""] * (BODY // 4)}}
     yield "many documents", PATH, {"chunks": {**question, "documents": ["A b."] * 4000}, "max_tokens": 1}
     yield "a long prompt", PATH, {"prompt": text, "max_tokens": 1}
     yield "stop strings", PATH, {"prompt": "a", "stop": ["ab"] * (BODY // 6)}
