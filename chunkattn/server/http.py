@@ -158,7 +158,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (line[status], head, len(body), body))
         self.transport.close()
 
-    # What the parser finds
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         """A request."""
