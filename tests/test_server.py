@@ -276,6 +276,10 @@ BAD = [
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"documents": []}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": []}, "messages", "invalid_value"),
+    (CHAT, {"messages": [{**USER, "tool_calls": []}]}, "tool_calls", "unsupported_parameter"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "a": 1}]}]}, "a", "unsupported_parameter"),
+    (CHAT, {"messages": [USER] * 4097}, "messages", "invalid_value"),
+    (CHAT, {"messages": [USER], "documents": [{"text": "x", "url": "y"}]}, "url", "unsupported_parameter"),
     (CHAT, {}, "messages", "missing_required_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, None, "invalid_value"),
     (COMPLETION, {"prompt": "x", "temperature": "hot"}, "temperature", "invalid_value"),
@@ -307,7 +311,12 @@ BAD = [
     (SCORE, {"query": ["x"] * 2000, "items": ["y"], "labels": ["yes"]}, "query", "invalid_value"),
     (SCORE, {"query": "x", "items": ["y"] * 10_001, "labels": ["yes"]}, "items", "invalid_value"),
     (RERANK, {"query": "x", "documents": ["y"] * 10_001}, "documents", "invalid_value"),
-    (RERANK, {"query": "x", "documents": [{"text": "y", "t": "\ud800"}]}, "documents", "invalid_value"),
+    (
+        RERANK,
+        {"query": "x", "documents": [{"text": "y", "t": "\ud800"}], "return_documents": True},
+        "documents",
+        "invalid_value",
+    ),
     (SCORE, {"text_1": "x"}, None, "invalid_value"),
     (SCORE, {"text_1": ["x", "y"], "text_2": ["a", "b", "c"]}, None, "invalid_value"),
     (RERANK, {"query": "x", "documents": ["y"], "top_n": -1}, "top_n", "invalid_value"),
@@ -340,8 +349,27 @@ def test_bad_requests_are_told_what_is_wrong(http, path, body, param, code):
         (b'{"prompt": "' + b"x" * (33 << 20) + b'"}', 413),
         (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400),
         (b'{"prompt": "x", "temperature": NaN}', 400),
+        *(
+            (b'{"prompt": "' + b"x" * 100_000 + rest, 400)
+            for rest in (b"", b'\xff"}', b'\\ud800"}', b'", "seed": NaN}', b'", "n": 1e999}')
+        ),
     ],
-    ids=["empty", "cut", "list", "text", "utf8", "deep", "large", "digits", "nan"],
+    ids=[
+        "empty",
+        "cut",
+        "list",
+        "text",
+        "utf8",
+        "deep",
+        "large",
+        "digits",
+        "nan",
+        "long-cut",
+        "long-utf8",
+        "long-surrogate",
+        "long-nan",
+        "long-number",
+    ],
 )
 def test_bodies_that_are_no_requests(http, content, status):
     answer = http.post(COMPLETION, content=content, headers={"Content-Type": "application/json"})

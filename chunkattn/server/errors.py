@@ -81,7 +81,7 @@ def _code(status: int) -> str | None:
 
 def _validation_error(found: Sequence[Any]) -> ApiError:
     """The first thing wrong with a body, by the field's name."""
-    first = found[0]
+    first = next((error for error in found if error["type"] == "extra_forbidden"), found[0])
     where = [str(part) for part in first["loc"][1:]]  # behind "body", "query" or "path"
     # Of a union every branch complains; the first names are the fields, what follows the branches.
     name = where[0] if where else None
@@ -93,6 +93,9 @@ def _validation_error(found: Sequence[Any]) -> ApiError:
             return ApiError(400, "the request has no body", code="missing_required_parameter")
         case "missing":
             return ApiError(400, f"{'.'.join(where)} is missing", param=name, code="missing_required_parameter")
+        case "extra_forbidden":
+            unknown = where[-1]
+            return ApiError(400, f"{unknown} is not supported by this server", param=unknown, code="unsupported_parameter")
         case "model_attributes_type" | "dict_type" if name is None:
             return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
     text = first["msg"].removeprefix("Value error, ")

@@ -39,10 +39,14 @@ _RESERVED |= {"template_options", "tokenizer", "tokenizer_kwargs", "tools", "tru
 """What is no variable of a chat template but an argument on the way to it."""
 
 
-class Strict(BaseModel):
-    """A JSON object. What it does not know is an error that names it; null stands for what is left out."""
+class Entry(BaseModel):
+    """An entry of a long list: no Python code runs for each of them. Unknown names are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Strict(Entry):
+    """A JSON object. Unknown names are errors that name them; null means left out."""
 
     @model_validator(mode="before")
     @classmethod

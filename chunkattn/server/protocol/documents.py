@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from chunkattn.server.protocol.base import Body, CacheSalt, TemplateOptions, TokenIds
-from chunkattn.server.protocol.generation import Document, Message
+from chunkattn.server.protocol.generation import Document, Messages
 
 _ID = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
 _LONGEST_TTL_S = 10.0**9
@@ -28,8 +28,8 @@ class CacheBody(Body):
 
     prefix: Annotated[str | TokenIds, Field(description="As it will stand in the prompts.")] = ""
     messages: Annotated[
-        list[Message] | None,
-        Field(fail_fast=True, description="For chats, instead of prefix: the messages before the first of the user's."),
+        Messages | None,
+        Field(description="For chats, instead of prefix: the messages before the first of the user's."),
     ] = None
     documents: Annotated[list[str | TokenIds | Document], Field(fail_fast=True)]
     pin: Annotated[bool, Field(description="Keep them in memory whatever else needs it.")] = False

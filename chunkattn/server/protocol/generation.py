@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from chunkattn.parsers import ChunkedPrompt
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.server.protocol.base import Sampling, Strict, TemplateOptions, Texts, TokenIds, TokenLists
+from chunkattn.server.protocol.base import Entry, Sampling, Strict, TemplateOptions, Texts, TokenIds, TokenLists
 
 
 class Chunks(Strict):
@@ -61,7 +61,10 @@ class CompletionBody(Sampling):
         return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in self.prompt]
 
 
-class ContentPart(Strict):
+MAX_MESSAGES = 4096
+
+
+class ContentPart(Entry):
     """A part of a message's content; text alone is supported."""
 
     type: Literal["text"]
@@ -82,7 +85,10 @@ class Message(Strict):
         return {"role": self.role, "content": text, **({"name": self.name} if self.name is not None else {})}
 
 
-class Document(Strict):
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
+class Document(Entry):
     """A document as an object: its title stands on a line above its text."""
 
     id: str | None = None
@@ -103,7 +109,7 @@ class TextFormat(Strict):
 class ChatBody(Sampling):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True)]
+    messages: Messages
     documents: Annotated[list[str | Document] | None, Field(fail_fast=True, description="They become the chunks.")] = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.base import Body, CacheSalt, LabelIds, LabelTexts, Texts, TokenIds, TokenLists
 
 OneOrMany = str | Texts
@@ -95,16 +96,9 @@ class RerankDocument(BaseModel):
     """A document as an object. What else it holds is not ranked by."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, JsonValue]
 
     text: str
-
-    @model_validator(mode="after")
-    def _check(self) -> RerankDocument:
-        try:
-            self.model_dump_json()
-        except ValueError:
-            raise ValueError("a document holds what cannot be sent back") from None
-        return self
 
 
 class RerankBody(Body):
@@ -120,6 +114,17 @@ class RerankBody(Body):
     algorithm: str | None = None
     cache_salt: CacheSalt = None
     priority: int = 0
+
+    @model_validator(mode="after")
+    def _check_returned(self) -> RerankBody:
+        try:
+            if self.return_documents:
+                self.model_dump_json(include={"documents"})
+        except ValueError:
+            raise ApiError(
+                400, "a document holds text that JSON cannot carry back", param="documents", code="invalid_value"
+            ) from None
+        return self
 
     def texts(self) -> list[str]:
         """What is ranked."""

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.documents import StoredDocument
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.documents import CacheBody, ChangeBody
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
 
-router = APIRouter(tags=["cache"], prefix="/v1/cache/documents")
+router = APIRouter(route_class=JsonRoute, tags=["cache"], prefix="/v1/cache/documents")
 
 Salt = Annotated[str | None, Query(description="The salt it was computed under.")]
 

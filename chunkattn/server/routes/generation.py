@@ -21,6 +21,7 @@ from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server import logprobs
 from chunkattn.server.answers import JsonResponse
+from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError, api_error
 from chunkattn.server.keys import Caller
 from chunkattn.server.logprobs import Entry
@@ -29,7 +30,7 @@ from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.state import EventStream, ServerState, State, merged, new_id, unless_gone
 from chunkattn.server.texts import Offsets, Part, Tail, usage
 
-router = APIRouter(tags=["generation"])
+router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
 B = TypeVar("B", bound=Sampling)
 

@@ -11,12 +11,13 @@ from fastapi import APIRouter, Request, Response
 
 from chunkattn.outputs import RerankOutput, ScoreOutput, ScoreUsage
 from chunkattn.server.answers import json_answer
+from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller
 from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
 from chunkattn.server.state import CallerOf, ServerState, State, new_id, unless_gone
 
-router = APIRouter(tags=["scoring"])
+router = APIRouter(route_class=JsonRoute, tags=["scoring"])
 
 
 @router.post("/generative_scoring")

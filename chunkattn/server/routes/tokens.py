@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field
 
 from chunkattn.parsers.prompt import Prompt
+from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.base import Body, TemplateOptions, TokenIds
-from chunkattn.server.protocol.generation import Chunks, Message
+from chunkattn.server.protocol.generation import Chunks, Messages
 from chunkattn.server.state import ServerState, State
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
 _MOST_SHOWN = 1 << 16
 """Tokens whose texts one answer tells."""
@@ -25,7 +25,7 @@ class TokenizeBody(Body):
     """Text, or a conversation."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(fail_fast=True)] = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateOptions
