@@ -124,7 +124,7 @@ class Session:
         for request in chain.from_iterable(stages):
             assert isinstance(request, PrecomputeRequest)
             found = self.core.look_up(request, forget=forget)
-            most = self._ledger.bound("", request.cache_salt, request.layout)
+            most = self._ledger.bound("", ask.salt, request.layout)
             if exceeds(found, most):
                 raise Difference(f"look_up finds {found}, and at most {most} have been computed", ask)
 
