@@ -103,7 +103,11 @@ class Session:
         """No more may come from the cache than others have had computed under the same salt."""
         found = event.cached
         assert found is not None
-        most = self._ledger.bound(event.request_id, call.ask.salt, call.layouts[event.request_id])
+        layout, ledger = call.layouts[event.request_id], self._ledger
+        if isinstance(call.ask, Generate) and not shares(call.ask.sampling):
+            ledger = Ledger()  # a private request finds what its own other parts hold, and nothing else
+            ledger.note(event.request_id, call.ask.salt, layout)
+        most = ledger.bound(event.request_id, call.ask.salt, layout)
         if exceeds(found, most):
             raise Difference(f"{found} come from the cache, and at most {most} have been computed", call.ask)
         call.warm |= found.total > 0
