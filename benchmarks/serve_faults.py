@@ -84,7 +84,7 @@ def engine_pid(server: Server) -> int:
     """The process of a server's engine."""
     pid = server.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return next(int(child) for child in children if b"chunkattn.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return next(int(child) for child in children if b"chunkattn.remote.worker" in Path(f"/proc/{child}/cmdline").read_bytes())
 
 
 async def fault(server: Server, load: Load, number: signal.Signals) -> dict[str, float]:

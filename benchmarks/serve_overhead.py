@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import random
@@ -45,7 +46,7 @@ import httpx
 import uvloop
 
 from benchmarks.serving import Job, Server, connected, greedy
-from chunkattn import LLM, AsyncLLM, SamplingParams, garbage
+from chunkattn import LLM, AsyncLLM, SamplingParams
 from chunkattn.bench.geometry import GEOMETRIES, save_model
 from chunkattn.engine.messages import EngineLimits
 
@@ -219,7 +220,8 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
     check_room(llm.core.limits, args)
     async with AsyncLLM(model, **options) as engine:
         server = await asyncio.to_thread(Server, *([model] if model else []), *arguments)
-        garbage.settle()  # as the other two have done
+        gc.collect()
+        gc.freeze()  # as the other two have done
         try:
             url = httpx.URL(server.url)
             ways = {

@@ -11,10 +11,10 @@ import numpy as np
 
 from benchmarks.visited_tiles import BLOCK, batch_of
 from chunkattn.backends import AttentionBatch, AttentionSpec
-from chunkattn.backends import pallas_kernel as kernel
-from chunkattn.backends.pallas_blocks import TABLE, Blocks
-from chunkattn.backends.pallas_pages import LENGTH_BITS
-from chunkattn.backends.pallas_tpu import PallasTpuBackend
+from chunkattn.backends.pallas_tpu import kernel
+from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
+from chunkattn.backends.pallas_tpu.blocks import TABLE, Blocks
+from chunkattn.backends.pallas_tpu.pages import LENGTH_BITS
 from chunkattn.cache.slots import SlotPlan, plan_slots
 from chunkattn.errors import ConfigError
 from chunkattn.rope.positions import make_layout

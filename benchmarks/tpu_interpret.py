@@ -26,10 +26,10 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkattn.backends import AttentionBatch
-from chunkattn.backends import pallas_kernel as kernel
-from chunkattn.backends.pallas_blocks import TABLE, Blocks
-from chunkattn.backends.pallas_tpu import PallasMetadata, PallasTpuBackend
-from chunkattn.backends.pallas_write import DEPTH
+from chunkattn.backends.pallas_tpu import kernel
+from chunkattn.backends.pallas_tpu.backend import PallasMetadata, PallasTpuBackend
+from chunkattn.backends.pallas_tpu.blocks import TABLE, Blocks
+from chunkattn.backends.pallas_tpu.write import DEPTH
 from chunkattn.testing import TOLERANCE, check_backend
 
 SMALL = Blocks(512, 128, 2)

@@ -1,4 +1,4 @@
-"""Choose the tile sizes of the TPU kernels: `chunkattn.backends.pallas_blocks.TABLE`.
+"""Choose the tile sizes of the TPU kernels: `chunkattn.backends.pallas_tpu.blocks.TABLE`.
 
     make .cache/libtpu/.installed    # the libtpu of the installed JAX
     PYTHONPATH=.cache/libtpu python -m benchmarks.tpu_tune [--chip v6e] [--head-dim 128] [--json FILE]
@@ -26,9 +26,9 @@ from benchmarks.tpu.attention import Case, compiled_backend, lower, walk_of  # n
 from benchmarks.tpu.chips import CHIPS  # noqa: E402
 from benchmarks.tpu.schedule import read_schedules  # noqa: E402
 from chunkattn.backends import AttentionBatch  # noqa: E402
-from chunkattn.backends import pallas_kernel as kernel  # noqa: E402
-from chunkattn.backends.pallas_blocks import Blocks  # noqa: E402
-from chunkattn.backends.pallas_tpu import PallasTpuBackend  # noqa: E402
+from chunkattn.backends.pallas_tpu import kernel  # noqa: E402
+from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend  # noqa: E402
+from chunkattn.backends.pallas_tpu.blocks import Blocks  # noqa: E402
 
 FOLDED, SLOTS, TOGETHER = (256, 512), (256, 512, 1024), (1, 4)
 HEADS = {64: (14, 2), 128: (16, 8), 256: (16, 8)}

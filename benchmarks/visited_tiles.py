@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends import AttentionBatch, AttentionSpec
-from chunkattn.backends.pallas_tpu import PallasTpuBackend
+from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
 from chunkattn.backends.tiles import cut, spans, tile_ranges
 from chunkattn.cache.slots import SlotPlan, plan_slots
 from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout

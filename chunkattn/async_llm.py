@@ -13,18 +13,18 @@ from typing import Any, Protocol, TypeVar, overload
 
 from tqdm import tqdm
 
+from chunkattn.calls.frontend import Frontend, as_list, make_config
+from chunkattn.calls.output import OutputBuilder
 from chunkattn.config import SamplingParams
 from chunkattn.engine.build import open_files
-from chunkattn.engine.call import Call
-from chunkattn.engine.client import EngineClient
-from chunkattn.engine.collect import OutputBuilder
-from chunkattn.engine.control import Checkpoint
 from chunkattn.engine.messages import EngineLimits, EngineOutput, GenerateRequest, Message, PromptLogprobsOutput, TokenOutput
 from chunkattn.errors import EngineDeadError, RequestError
-from chunkattn.frontend import Frontend, as_list, make_config
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
+from chunkattn.remote.client import EngineClient
+from chunkattn.remote.control_messages import Checkpoint
+from chunkattn.remote.inflight import Call
 from chunkattn.scoring.rerank import RerankTemplate
 
 _SHORT = 1024

@@ -10,6 +10,8 @@ from typing import Any, overload
 
 from tqdm import tqdm
 
+from chunkattn.calls.frontend import Frontend, make_config
+from chunkattn.calls.precompute import PrecomputeJob
 from chunkattn.config import SamplingParams
 from chunkattn.engine.build import build_core, open_files
 from chunkattn.engine.messages import (
@@ -22,11 +24,9 @@ from chunkattn.engine.messages import (
     TokenOutput,
 )
 from chunkattn.errors import CapacityError, EngineError
-from chunkattn.frontend import Frontend, make_config
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.precompute import PrecomputeJob
 from chunkattn.scoring import ScoringJob
 from chunkattn.scoring.queries import ScoringJobs
 from chunkattn.scoring.rerank import RerankJob, RerankTemplate

@@ -8,7 +8,7 @@ import logging
 
 import numpy as np
 
-from chunkattn.cache.store import KVStore, entry_key
+from chunkattn.cache.disk.store import KVStore, entry_key
 
 DTYPES = [np.dtype(name) for name in ("uint16", "float32", "uint8")]
 

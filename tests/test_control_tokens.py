@@ -8,14 +8,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from chunkattn import ChunkedPrompt
+from chunkattn.calls.frontend import Frontend
 from chunkattn.config import EngineConfig
 from chunkattn.errors import RequestError
-from chunkattn.frontend import Frontend
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.parsers import PromptParser
-from chunkattn.parsers.control import ControlTokens
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
+from chunkattn.parsers.special_tokens import ControlTokens
 from chunkattn.scoring.rerank import RerankTemplate, plan_rerank
 
 SPECIAL = ["<|start|>", "<|end|>", "<|end|>x"]

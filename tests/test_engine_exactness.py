@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
-from chunkattn.cache.store import KVStore
+from chunkattn.cache.disk.store import KVStore
 from chunkattn.engine.fingerprint import fingerprint
 from chunkattn.engine.messages import GenerateRequest, RequestFailed, ScoreRequest, ScoreResult, TokenOutput
 from chunkattn.rope.positions import make_layout
@@ -129,7 +129,7 @@ def test_a_store_of_another_version_is_a_miss(checkpoint, tmp_path, monkeypatch)
         patch.setattr("chunkattn.engine.fingerprint.KV_VERSION", 1)
         cached()
     with monkeypatch.context() as patch:
-        patch.setattr("chunkattn.cache.store.FORMAT", 1)
+        patch.setattr("chunkattn.cache.disk.store.FORMAT", 1)
         assert cached() == 0
     with KVStore(tmp_path / "kv") as store:
         assert len(store.entries()) == 2

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from chunkattn import ChunkedPrompt, SamplingParams
 from chunkattn.accounting import generation_tokens, score_tokens
+from chunkattn.calls.frontend import Frontend
 from chunkattn.config import EngineConfig
 from chunkattn.engine.build import open_files
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits, StepRates
 from chunkattn.errors import CapacityError, ConfigError, RequestError
-from chunkattn.frontend import Frontend
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.rope.positions import make_layout

@@ -80,7 +80,7 @@ def test_equals_the_other_backends(name, lens, aligned):
 @pytest.mark.parametrize("aligned", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["packed", "aligned"])
 def test_pallas_kernel_equals_it(aligned):
     """Segments and dense masks are the same result, in Pallas' TPU interpreter."""
-    pytest.importorskip("chunkattn.backends.pallas_tpu")
+    pytest.importorskip("chunkattn.backends.pallas_tpu.backend")
     assert difference("pallas_tpu", pack(PACKS["several packs"], aligned=aligned), head_dim=128) <= SAME
 
 

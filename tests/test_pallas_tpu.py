@@ -15,9 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 from benchmarks.tpu_interpret import Races
 from chunkattn import ChunkedPrompt, SamplingParams
 from chunkattn.backends import AttentionBatch, AttentionSpec, get_backend, pallas_tpu
-from chunkattn.backends import pallas_kernel as kernel
-from chunkattn.backends.pallas_blocks import TABLE, Blocks
-from chunkattn.backends.pallas_write import BUFFER, COUNT, DEPTH, DEST, GROUP, LAST, OFFSET, ROW, block_rows, plan_writes
+from chunkattn.backends.pallas_tpu import kernel
+from chunkattn.backends.pallas_tpu.blocks import TABLE, Blocks
+from chunkattn.backends.pallas_tpu.write import BUFFER, COUNT, DEPTH, DEST, GROUP, LAST, OFFSET, ROW, block_rows, plan_writes
 from chunkattn.cache.slots import plan_slots
 from chunkattn.rope.positions import make_layout
 from chunkattn.testing import TOLERANCE, check_backend, random_steps

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from chunkattn.cache.reader import StoreReader, Wanted
-from chunkattn.cache.store import KVStore, entry_key
+from chunkattn.cache.disk.reader import StoreReader, Wanted
+from chunkattn.cache.disk.store import KVStore, entry_key
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
 from chunkattn.rope.positions import make_layout
 from tests.engine_writer import PREFIX

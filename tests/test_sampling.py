@@ -18,8 +18,8 @@ from transformers.generation.logits_process import (
 )
 
 from chunkattn import EngineConfig, SamplingParams, make_layout
+from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.engine.batch import SampleRow
-from chunkattn.engine.detokenizer import Detokenizer
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits, GenerateRequest, StepRates
 from chunkattn.engine.request import Sequence

@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 
 from chunkattn.server.answers import json_answer
 from chunkattn.server.app import create_app
-from chunkattn.server.documents import Documents
+from chunkattn.server.document_store import Documents
 from chunkattn.server.http import BoundedHttp, ConnectionLimits
 from chunkattn.server.options import ServerConfig
 from tests.server_helpers import wait_until

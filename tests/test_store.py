@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from chunkattn.cache.store import SEGMENT, KVStore, StoreWriter, entry_key, model_tag
+from chunkattn.cache.disk.store import SEGMENT, KVStore, StoreWriter, entry_key, model_tag
 from chunkattn.errors import ConfigError
 from tests.store_writer import contents, like, name, same
 
@@ -265,7 +265,7 @@ def test_a_reader_that_never_ends(tmp_path):
     with KVStore(tmp_path, max_bytes=limit) as store:
         fill(store, range(1, 12))
         code = (
-            "import sys; from chunkattn.cache.store import KVStore; store = KVStore(sys.argv[1], max_bytes=8 << 20)\n"
+            "import sys; from chunkattn.cache.disk.store import KVStore; store = KVStore(sys.argv[1], max_bytes=8 << 20)\n"
             "txn = store._env.env.begin(); print('reading', flush=True); sys.stdin.read()"
         )
         pipe = subprocess.PIPE
@@ -558,7 +558,8 @@ def test_errors_do_not_kill_the_writer(store, caplog):
 
 def test_an_unclosed_writer_does_not_hold_up_the_exit(tmp_path):
     code = (
-        "import sys; from chunkattn.cache.store import KVStore, StoreWriter; from tests.store_writer import name, contents\n"
+        "import sys; from chunkattn.cache.disk.store import KVStore, StoreWriter\n"
+        "from tests.store_writer import name, contents\n"
         "writer = StoreWriter(KVStore(sys.argv[1], max_bytes=16 << 20))\n"
         "for n in range(20): writer.submit(name(n), lambda n=n: contents(name(n)), tokens=n, kind='chunk')"
     )

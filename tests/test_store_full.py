@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from chunkattn.cache.store import KVStore, StoreWriter, entry_key
+from chunkattn.cache.disk.store import KVStore, StoreWriter, entry_key
 
 LIKE = [((64, 1024), np.dtype(np.float32))]
 

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from chunkattn import SamplingParams
-from chunkattn.engine.collect import OutputBuilder, token_decoder
+from chunkattn.calls.output import OutputBuilder, token_decoder
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.rope.positions import make_layout

@@ -15,14 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkattn import EngineConfig, SamplingParams, make_layout
-from chunkattn.engine import control, messages
+from chunkattn.engine import messages
 from chunkattn.engine.build import open_files
-from chunkattn.engine.clock import StepClock
-from chunkattn.engine.final import MOST_HELD, FinalOnly
 from chunkattn.engine.messages import GenerateRequest, RequestFailed, TokenOutput
-from chunkattn.engine.process import WorkerProcess
-from chunkattn.engine.wire import decode, encode
-from chunkattn.engine.worker import Worker
+from chunkattn.remote import control_messages
+from chunkattn.remote.coalesce import MOST_HELD, FinalOnly
+from chunkattn.remote.process import WorkerProcess
+from chunkattn.remote.watchdog import StepClock
+from chunkattn.remote.wire import decode, encode
+from chunkattn.remote.worker import Worker
 
 
 def plain(value):
@@ -72,6 +73,7 @@ def random_messages(rng):
     rates = messages.StepRates(*rng.random(3).tolist())
     limits = messages.EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates, 2**20, maybe(3))
     config = EngineConfig(model=maybe(text()), kv_cache_memory_bytes=maybe(2**40), engine_hang_timeout_s=1 + rng.random())
+    checkpoint = control_messages.Checkpoint.of(open_files(EngineConfig(skip_tokenizer_init=True)))
     n = int(rng.integers(1, 6))
     return [
         messages.GenerateRequest(text(), layout, sampling, tuple(ids(2)), maybe(text()), -3),
@@ -82,19 +84,19 @@ def random_messages(rng):
         messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32), rates),
         messages.PrecomputeResult(text(), cached),
         messages.RequestFailed(text(), text(), maybe("prompt")),
-        control.Start(config, control.Checkpoint.of(open_files(EngineConfig(skip_tokenizer_init=True))), 30, 0.5),
-        control.Abort(text()),
-        control.Stop(text(), 3),
-        control.Unpin(("a", text())),
-        control.ResetCache(3),
-        control.MetricsQuery(4),
-        control.Shutdown(),
-        control.Heartbeat(rng.random(), maybe("compiling")),
-        control.WarmupProgress(1, 2),
-        control.Ready(limits),
-        control.Failed("ValueError", text()),
-        control.ResetReply(3, True),
-        control.MetricsReply(4, text() * 1000),
+        control_messages.Start(config, checkpoint, 30, 0.5),
+        control_messages.Abort(text()),
+        control_messages.Stop(text(), 3),
+        control_messages.Unpin(("a", text())),
+        control_messages.ResetCache(3),
+        control_messages.MetricsQuery(4),
+        control_messages.Shutdown(),
+        control_messages.Heartbeat(rng.random(), maybe("compiling")),
+        control_messages.WarmupProgress(1, 2),
+        control_messages.Ready(limits),
+        control_messages.Failed("ValueError", text()),
+        control_messages.ResetReply(3, True),
+        control_messages.MetricsReply(4, text() * 1000),
     ]
 
 
@@ -126,7 +128,7 @@ def test_the_clock_tells_compiling_from_running():
         asking.join()
         return x + 1
 
-    assert clock.read() == control.Heartbeat(0.0, None)
+    assert clock.read() == control_messages.Heartbeat(0.0, None)
     clock.begin()
     time.sleep(0.1)
     assert clock.read().step_running_s >= 0.1
@@ -264,7 +266,7 @@ def test_a_worker_holds_back_what_is_final_only_until_it_is_aborted():
         worker.serve()
         assert core.added == ["a", "b", "c"]
         assert [plain(m) for m in decode(outside.recv())] == [plain(first[1])]
-        outside.send(encode([control.Abort("a")]))
+        outside.send(encode([control_messages.Abort("a")]))
         core.outputs, worker._closing = [second], False
         worker.serve()
         assert core.added == ["b", "c"]

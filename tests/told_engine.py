@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from chunkattn.async_llm import AsyncLLM
-from chunkattn.engine.control import CacheQuery, CacheReply
 from chunkattn.engine.messages import CachedTokens, PrecomputeRequest, PrecomputeResult
+from chunkattn.remote.control_messages import CacheQuery, CacheReply
 
 
 class Engine:

@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.tpu.chips import CHIPS, Chip
 from benchmarks.tpu.schedule import Block, Schedule, UnknownSchedule, pick, read_schedules, unknown
 from chunkattn.backends import AttentionBatch, AttentionSpec
-from chunkattn.backends.pallas_kernel import Shape
-from chunkattn.backends.pallas_tpu import PallasTpuBackend
+from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
+from chunkattn.backends.pallas_tpu.blocks import Shape
 
 MIB = 2**20
 TILE = 128 * 128

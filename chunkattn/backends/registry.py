@@ -16,7 +16,12 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "chunkattn.backends"
 
-_BUILT_IN = {name: f"chunkattn.backends.{name}" for name in ("packed_dense", "pallas_tpu", "reference", "xla")}
+_BUILT_IN = {
+    "packed_dense": "chunkattn.backends.packed_dense",
+    "pallas_tpu": "chunkattn.backends.pallas_tpu.backend",
+    "reference": "chunkattn.backends.reference",
+    "xla": "chunkattn.backends.xla",
+}
 """Their modules, imported when they are asked for."""
 _REGISTERED: dict[str, type[AttentionBackend]] = {}
 

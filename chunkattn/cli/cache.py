@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from chunkattn.cache.store import KVStore
+from chunkattn.cache.disk.store import KVStore
 from chunkattn.cli.common import (
     Backend,
     Dtype,

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from chunkattn.backends import AttentionSpec, make_backend
 from chunkattn.backends.base import FP8
-from chunkattn.cache.store import MIN_BYTES, KVStore
+from chunkattn.cache.disk.store import MIN_BYTES, KVStore
 from chunkattn.config import EngineConfig
 from chunkattn.engine.compile_cache import enable_compile_cache
 from chunkattn.engine.core import EngineCore
-from chunkattn.engine.offload import DiskTier
+from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.runner import Runner, page_bytes
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import ModelFiles, open_model

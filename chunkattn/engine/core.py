@@ -13,6 +13,7 @@ from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
 from chunkattn.engine.batch import BatchBuilder, StepBatch
 from chunkattn.engine.dense import DensePacks
+from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.isolation import Isolation
 from chunkattn.engine.messages import (
@@ -27,7 +28,6 @@ from chunkattn.engine.messages import (
     TokenOutput,
 )
 from chunkattn.engine.metrics import EngineMetrics
-from chunkattn.engine.offload import DiskTier
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.readout import RowCollector, cached_tokens, prompt_tokens
 from chunkattn.engine.request import Request, Sequence

@@ -13,7 +13,7 @@ from chunkattn.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from chunkattn.parsers.control import ControlTokens
+    from chunkattn.parsers.special_tokens import ControlTokens
 
 TRUSTED_ROLES = ("system", "developer", "assistant")
 """Roles whose contents the application vouches for; every other role is treated as `user` and `tool` are."""

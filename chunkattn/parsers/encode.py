@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from chunkattn.errors import RequestError
-from chunkattn.parsers.control import ControlTokens
+from chunkattn.parsers.special_tokens import ControlTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chunkattn.errors import RequestError
-from chunkattn.parsers.control import ControlTokenError, ControlTokens
 from chunkattn.parsers.encode import PartEncoder
+from chunkattn.parsers.special_tokens import ControlTokenError, ControlTokens
 
 
 class PlainEncoder:

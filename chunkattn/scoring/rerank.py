@@ -18,9 +18,9 @@ from chunkattn.engine.messages import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
-from chunkattn.parsers.control import ControlTokens
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
+from chunkattn.parsers.special_tokens import ControlTokens
 from chunkattn.scoring.planner import ScoringJob
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ try:
     import uvloop
 except ImportError:  # there is none for Windows
     uvloop = None  # type: ignore[assignment]
-from chunkattn import garbage, logs
+from chunkattn import logs
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
@@ -109,7 +110,8 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and not starting.exception():
-            garbage.settle()
+            gc.collect()
+            gc.freeze()  # later collections skip the modules and the model, which stay
             shown = f"[{address}]" if ":" in address else address
             print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
             await serving

@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
-from chunkattn.server.documents import Documents
+from chunkattn.server.document_store import Documents
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.middleware import HttpMetrics

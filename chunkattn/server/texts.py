@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from chunkattn.engine.detokenizer import Detokenizer
+from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.server.errors import ApiError
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from chunkattn import ChunkedPrompt, ChunkLayout, SamplingParams, make_layout
+from chunkattn.calls.frontend import Frontend
 from chunkattn.engine.messages import (
     EngineOutput,
     GenerateRequest,
@@ -21,7 +22,6 @@ from chunkattn.engine.messages import (
     ScoreResult,
     TokenOutput,
 )
-from chunkattn.frontend import Frontend
 from chunkattn.scoring.rerank import PLAIN
 from tests.fuzz.prompts import Ids, Prompt
 from tests.fuzz.rig import SEPARATOR_ID, words

@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from chunkattn.cache.store import entry_key
+from chunkattn.cache.disk.store import entry_key
 from chunkattn.cache.trie import Block, BlockTrie
-from chunkattn.engine import offload
+from chunkattn.engine import disk_tier
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sequence
 
@@ -66,7 +66,7 @@ def _reference() -> Any:
 
 def _store() -> Any:
     """An entry's key in the K/V store lacks its position."""
-    return patch.object(offload, "entry_key", lambda model, salt, prefix, chunk, _: entry_key(model, salt, prefix, chunk, 0))
+    return patch.object(disk_tier, "entry_key", lambda model, salt, prefix, chunk, _: entry_key(model, salt, prefix, chunk, 0))
 
 
 PLANTS: dict[str, Callable[[], Any]] = {

@@ -12,11 +12,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-from chunkattn.cache.store import MIN_BYTES, KVStore
+from chunkattn.cache.disk.store import MIN_BYTES, KVStore
+from chunkattn.calls.frontend import Frontend, make_config
 from chunkattn.engine.build import build_core, open_files
 from chunkattn.engine.core import EngineCore
-from chunkattn.engine.offload import DiskTier
-from chunkattn.frontend import Frontend, make_config
+from chunkattn.engine.disk_tier import DiskTier
 from tests.checkpoints import _SHAPE, VOCAB, make_checkpoint
 
 STRATEGIES = ("shared", "offset")

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn import ChunkLayout, SamplingParams, make_layout
+from chunkattn.calls.frontend import make_config
 from chunkattn.engine.build import build_core, open_files
 from chunkattn.engine.messages import ScoreRequest, ScoreResult
-from chunkattn.frontend import make_config
 from tests.checkpoints import VOCAB, Oracle
 from tests.fuzz.calls import Ask, Call, Generate, Sample, Score, continued
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from chunkattn.accounting import generation_tokens, precompute_tokens
+from chunkattn.calls.output import OutputBuilder, token_decoder
+from chunkattn.calls.precompute import PrecomputeJob
 from chunkattn.config import EngineConfig, SamplingParams
-from chunkattn.engine.collect import OutputBuilder, token_decoder
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits, GenerateRequest, PrecomputeRequest
 from chunkattn.errors import CapacityError, ConfigError, RequestError
@@ -25,7 +26,6 @@ from chunkattn.models.loader import ModelFiles
 from chunkattn.parsers import ChunkedPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.delimited import check_delimiter, check_no_delimiter, parse_delimited
 from chunkattn.parsers.prompt import Prompt, check_ids, check_salt, salt_key
-from chunkattn.precompute import PrecomputeJob
 from chunkattn.rope.positions import make_layout
 from chunkattn.scoring import ScoreJob, ScorePlanner, ScoringJob
 from chunkattn.scoring.labels import resolve_labels

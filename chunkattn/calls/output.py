@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from chunkattn.engine.detokenizer import Detokenizer
+from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.engine.messages import GenerateRequest, PromptLogprobsOutput, TokenLogprobs, TokenOutput
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 

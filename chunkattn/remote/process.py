@@ -17,7 +17,7 @@ from pathlib import Path
 
 import zmq
 
-from chunkattn.engine.wire import WireMessage, encode
+from chunkattn.remote.wire import WireMessage, encode
 
 _AT_ONCE = 16
 """Frames, before others of the event loop have their turn."""
@@ -49,7 +49,7 @@ class WorkerProcess:
             # A group of its own: Ctrl-C in the terminal does not reach it. Not a session: Linux gives each an equal share of
             # the processors (sched(7), autogroup), and one thread here would count as much as all of the engine's together.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "chunkattn.engine.worker", f"ipc://{self._folder}"],
+                [sys.executable, "-P", "-m", "chunkattn.remote.worker", f"ipc://{self._folder}"],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 env=_environment(),
@@ -69,7 +69,7 @@ class WorkerProcess:
         """Send one frame, without waiting.
 
         Raises:
-            UnicodeEncodeError, OverflowError: see `chunkattn.engine.wire.encode`.
+            UnicodeEncodeError, OverflowError: see `chunkattn.remote.wire.encode`.
         """
         self._requests.send(encode(messages), zmq.NOBLOCK)
 

@@ -23,9 +23,9 @@ import lmdb
 import numpy as np
 import xxhash
 
-from chunkattn.cache.environment import Environment, is_damage
-from chunkattn.cache.records import FORMAT, KEY_BYTES, TAG_BYTES, Damage, Meta, StoreEntry, entry_key, model_tag, signature
-from chunkattn.cache.writer import StoreWriter
+from chunkattn.cache.disk.environment import Environment, is_damage
+from chunkattn.cache.disk.records import FORMAT, KEY_BYTES, TAG_BYTES, Damage, Meta, StoreEntry, entry_key, model_tag, signature
+from chunkattn.cache.disk.writer import StoreWriter
 from chunkattn.errors import ConfigError
 
 __all__ = ["KVStore", "Like", "StoreEntry", "StoreWriter", "entry_key", "model_tag"]

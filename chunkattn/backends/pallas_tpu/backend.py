@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkattn.backends import pallas_kernel as kernel
 from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, to_cache
-from chunkattn.backends.pallas_blocks import CHIPS, LARGE_PAGE, TABLE, Blocks, Chip, chip_here
-from chunkattn.backends.pallas_pages import LENGTH_BITS
-from chunkattn.backends.pallas_write import block_rows, plan_writes, write_rows
+from chunkattn.backends.pallas_tpu import kernel
+from chunkattn.backends.pallas_tpu.blocks import CHIPS, LANES, LARGE_PAGE, TABLE, Blocks, Chip, Shape, chip_here
+from chunkattn.backends.pallas_tpu.pages import LENGTH_BITS
+from chunkattn.backends.pallas_tpu.write import block_rows, plan_writes, write_rows
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import Tiles, spans, tile_ranges
 from chunkattn.errors import BackendError
@@ -36,7 +36,7 @@ class PallasMetadata(NamedTuple):
     """A step as query tiles and decodes. `Q` and `D` are static bounds; the counts say how many are real.
 
     Attributes:
-        tiles: int32 `[11, Q]`, see `pallas_kernel.SCALARS`.
+        tiles: int32 `[11, Q]`, see `kernel.SCALARS`.
         num_tiles: int32 scalar.
         rows: int32 `[blocks, 8, lanes]`, row slots and row starts of a block of rows.
         decodes: int32 `[11, D]`, as `tiles`.
@@ -44,7 +44,7 @@ class PallasMetadata(NamedTuple):
         decode_rows: int32 `[D]`, their rows.
         decode_of_row: int32 `[T]`, the decode a row is, -1 for other rows.
         table: int32 `[S, 1, W]`, page and valid length in one.
-        pieces: int32 `[B, 6, R]`, see `pallas_write.plan_writes`.
+        pieces: int32 `[B, 6, R]`, see `write.plan_writes`.
         num_pieces: int32 `[B]`.
     """
 
@@ -69,7 +69,7 @@ class PallasTpuBackend(AttentionBackend):
     Attributes:
         interpret: of `pl.pallas_call`; None: only away from a TPU. Set it to False to compile for a
             TPU that is not there.
-        chip: the generation to compute for, a key of `pallas_blocks.CHIPS`; None: this process's TPU's.
+        chip: the generation to compute for, a key of `blocks.CHIPS`; None: this process's TPU's.
         table: tile sizes by chip and head size.
         most_rows: of a query tile; a power of two.
     """
@@ -127,21 +127,18 @@ class PallasTpuBackend(AttentionBackend):
         """KV heads are cut into this many parts, which the chip's cores compute in parallel."""
         return self.core.cores if self.spec.num_kv_heads % self.core.cores == 0 else 1
 
-    def _too_large(self, shape: kernel.Shape) -> bool:
+    def _too_large(self, shape: Shape) -> bool:
         """Whether a kernel leaves less than a quarter of its memory to the compiler."""
         return shape.vmem_bytes(self.spec.dtype.itemsize, self.spec.cache_dtype.itemsize) > 0.75 * self.core.vmem_bytes
 
-    def shape(self, rows: int) -> kernel.Shape:
+    def shape(self, rows: int) -> Shape:
         """Sizes of the kernel over blocks of `rows`, 1 for decodes."""
         spec, (_, slots, together) = self.spec, self.blocks
         heads, groups = spec.num_kv_heads // self.head_blocks, spec.num_heads // spec.num_kv_heads
-        while (
-            slots > max(kernel.LANES, spec.block_size)
-            and 4 * heads * slots * spec.head_dim * spec.cache_dtype.itemsize > KV_BYTES
-        ):
+        while slots > max(LANES, spec.block_size) and 4 * heads * slots * spec.head_dim * spec.cache_dtype.itemsize > KV_BYTES:
             slots //= 2
         packed = spec.head_dim == 64
-        return kernel.Shape(
+        return Shape(
             kv_heads=spec.num_kv_heads,
             groups=groups,
             head_dim=2 * spec.head_dim if packed else spec.head_dim,
@@ -189,7 +186,7 @@ class PallasTpuBackend(AttentionBackend):
         decodes = _scalars(batch, Tiles(decode_rows, np.ones_like(decode_rows)), self.shape(1).slots, size)
         decode_of_row = np.full(rows, -1, np.int32)
         decode_of_row[decode_rows] = np.arange(len(decode_rows))
-        by_row = np.zeros((blocks, 8, -(-size // kernel.LANES) * kernel.LANES), np.int32)
+        by_row = np.zeros((blocks, 8, -(-size // LANES) * LANES), np.int32)
         for field, values in enumerate((batch.row_slot, batch.row_start)):
             by_row[:, field, :size] = np.pad(values, (0, blocks * size - rows)).reshape(blocks, size)
         pieces, num_pieces = plan_writes(batch, self._write_rows(rows))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from chunkattn.cache.store import KVStore, Like
+    from chunkattn.cache.disk.store import KVStore, Like
 
 logger = logging.getLogger(__name__)
 

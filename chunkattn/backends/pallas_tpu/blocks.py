@@ -5,9 +5,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes the kernel is compiled for.
+
+    Attributes:
+        kv_heads: KV heads.
+        groups: query heads per KV head.
+        head_dim: lanes of a head of queries and of results: 128 or 256.
+        packed: K and V lie in the same 128 lanes (`head_dim` 64).
+        rows: rows of a block; 1 for decodes.
+        slots: slots of a KV tile, a multiple of 128 and of `block_size`.
+        block_size: slots of a page.
+        together: KV heads computed side by side; divides `heads`.
+        head_blocks: the grid's outer axis, over KV heads; chips of two cores run it in parallel.
+    """
+
+    kv_heads: int
+    groups: int
+    head_dim: int
+    packed: bool
+    rows: int
+    slots: int
+    block_size: int
+    together: int
+    head_blocks: int = 1
+
+    @property
+    def pages(self) -> int:
+        """Pages of a KV tile."""
+        return self.slots // self.block_size
+
+    @property
+    def heads(self) -> int:
+        """KV heads of a grid step."""
+        return self.kv_heads // self.head_blocks
+
+    def vmem_bytes(self, dtype_bytes: int, cache_bytes: int) -> int:
+        """Vector memory a kernel of this shape takes, without what the compiler keeps beside it."""
+        rows, folded = max(self.rows, 8), max(self.groups * self.rows, 8)
+        sums = self.heads * folded * (2 * LANES + self.head_dim) * 4
+        pages = 2 * self.heads * self.slots * self.lanes * cache_bytes
+        queries = 5 * self.heads * folded * self.head_dim * dtype_bytes  # in, out, both twice; and folded
+        scores = 2 * self.together * folded * self.slots * 4
+        return sums + pages + queries + scores + rows * self.slots * 4
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a slot of one KV head: K and V."""
+        return self.head_dim if self.packed else 2 * self.head_dim
 
 
 class Blocks(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-if TYPE_CHECKING:
-    from chunkattn.backends.pallas_kernel import Shape
+from chunkattn.backends.pallas_tpu.blocks import Shape
 
 LENGTH_BITS = 9
 """Low bits of a page-table entry: the page's valid slots (at most 256). The page is above them."""

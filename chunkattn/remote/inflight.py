@@ -11,7 +11,7 @@ from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
 from chunkattn.errors import CapacityError, DeadlineExceededError, EngineError
 
 if TYPE_CHECKING:
-    from chunkattn.engine.client import EngineClient
+    from chunkattn.remote.client import EngineClient
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from chunkattn.cache.store import KVStore
+    from chunkattn.cache.disk.store import KVStore
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import lmdb
 import lmdb.verify
 
-from chunkattn.cache.records import Damage
+from chunkattn.cache.disk.records import Damage
 from chunkattn.errors import ConfigError
 
 logger = logging.getLogger(__name__)

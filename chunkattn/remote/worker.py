@@ -1,7 +1,8 @@
-"""The engine's process, `python -m chunkattn.engine.worker ADDRESS`: started by `EngineClient`, driven by messages."""
+"""The engine's process, `python -m chunkattn.remote.worker ADDRESS`: started by `EngineClient`, driven by messages."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -14,9 +15,19 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from chunkattn import garbage
-from chunkattn.engine.clock import StepClock
-from chunkattn.engine.control import (
+from chunkattn.engine.messages import (
+    CachedTokens,
+    EngineOutput,
+    GenerateRequest,
+    PrecomputeRequest,
+    PrecomputeResult,
+    RequestFailed,
+    ScoreRequest,
+)
+from chunkattn.errors import RequestError
+from chunkattn.logs import make_handler
+from chunkattn.remote.coalesce import FinalOnly
+from chunkattn.remote.control_messages import (
     Abort,
     CacheQuery,
     CacheReply,
@@ -32,19 +43,8 @@ from chunkattn.engine.control import (
     Unpin,
     WarmupProgress,
 )
-from chunkattn.engine.final import FinalOnly
-from chunkattn.engine.messages import (
-    CachedTokens,
-    EngineOutput,
-    GenerateRequest,
-    PrecomputeRequest,
-    PrecomputeResult,
-    RequestFailed,
-    ScoreRequest,
-)
-from chunkattn.engine.wire import WireMessage, decode, encode
-from chunkattn.errors import RequestError
-from chunkattn.logs import make_handler
+from chunkattn.remote.watchdog import StepClock
+from chunkattn.remote.wire import WireMessage, decode, encode
 
 if TYPE_CHECKING:
     from chunkattn.engine.core import EngineCore
@@ -82,7 +82,8 @@ class Worker:
         if start.config.warmup:
             self.core.warm_up(self._warmed)
         self._warms = start.warm_beside
-        garbage.settle()
+        gc.collect()
+        gc.freeze()  # later collections skip the modules and the model, which stay
         self._send([Ready(self.core.limits)])
         return start.heartbeat_s
 

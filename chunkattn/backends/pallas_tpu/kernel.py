@@ -24,9 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkattn.backends.pallas_pages import Pages
+from chunkattn.backends.pallas_tpu.blocks import LANES, Shape
+from chunkattn.backends.pallas_tpu.pages import Pages
 
-LANES = 128
 SCALARS = BLOCK, LOW, HIGH, SEQ, FIRST_END, SECOND_START, SECOND_END, MIN_SLOT, LAST, MAX_START, PREFIX_END = range(11)
 """Rows of the scalars of query tiles, int32 `[len(SCALARS), Q]`:
 
@@ -38,57 +38,6 @@ _MASKED = -1e38
 """Added to a score that is not seen; far below `_LEAST`, so its weight is zero."""
 _LEAST = -1e30
 """Start of the running maximum: finite, so that a row that has seen nothing yet stays finite."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes the kernel is compiled for.
-
-    Attributes:
-        kv_heads: KV heads.
-        groups: query heads per KV head.
-        head_dim: lanes of a head of queries and of results: 128 or 256.
-        packed: K and V lie in the same 128 lanes (`head_dim` 64).
-        rows: rows of a block; 1 for decodes.
-        slots: slots of a KV tile, a multiple of 128 and of `block_size`.
-        block_size: slots of a page.
-        together: KV heads computed side by side; divides `heads`.
-        head_blocks: the grid's outer axis, over KV heads; chips of two cores run it in parallel.
-    """
-
-    kv_heads: int
-    groups: int
-    head_dim: int
-    packed: bool
-    rows: int
-    slots: int
-    block_size: int
-    together: int
-    head_blocks: int = 1
-
-    @property
-    def pages(self) -> int:
-        """Pages of a KV tile."""
-        return self.slots // self.block_size
-
-    @property
-    def heads(self) -> int:
-        """KV heads of a grid step."""
-        return self.kv_heads // self.head_blocks
-
-    def vmem_bytes(self, dtype_bytes: int, cache_bytes: int) -> int:
-        """Vector memory a kernel of this shape takes, without what the compiler keeps beside it."""
-        rows, folded = max(self.rows, 8), max(self.groups * self.rows, 8)
-        sums = self.heads * folded * (2 * LANES + self.head_dim) * 4
-        pages = 2 * self.heads * self.slots * self.lanes * cache_bytes
-        queries = 5 * self.heads * folded * self.head_dim * dtype_bytes  # in, out, both twice; and folded
-        scores = 2 * self.together * folded * self.slots * 4
-        return sums + pages + queries + scores + rows * self.slots * 4
-
-    @property
-    def lanes(self) -> int:
-        """Lanes of a slot of one KV head: K and V."""
-        return self.head_dim if self.packed else 2 * self.head_dim
 
 
 def attend(
@@ -113,7 +62,7 @@ def attend(
         count: int32 scalar, tiles in use.
         q: `[blocks * rows, num_heads * head_dim]`, or for decodes `[Q, kv_heads, groups, head_dim]`.
         rows: int32 `[blocks, 8, lanes]`, row slots and row starts of a block in its first two rows; None for decodes.
-        table: int32 `[S, 1, W]`, entries as `pallas_pages.LENGTH_BITS` says.
+        table: int32 `[S, 1, W]`, entries as `pages.LENGTH_BITS` says.
         pool: `[pages, kv_heads, block_size, lanes]`.
         shape: sizes.
         scale: multiplies the scores.

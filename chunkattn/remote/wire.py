@@ -8,8 +8,8 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from chunkattn.engine.control import FromWorker, ToWorker
 from chunkattn.engine.messages import EngineOutput, Message
+from chunkattn.remote.control_messages import FromWorker, ToWorker
 
 WireMessage = Message | ToWorker | EngineOutput | FromWorker
 

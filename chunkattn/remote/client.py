@@ -13,8 +13,19 @@ import zmq
 
 from chunkattn import errors
 from chunkattn.config import EngineConfig
-from chunkattn.engine.call import Call
-from chunkattn.engine.control import (
+from chunkattn.engine.messages import (
+    CachedTokens,
+    EngineLimits,
+    Message,
+    PrecomputeRequest,
+    PrecomputeResult,
+    PromptLogprobsOutput,
+    RequestFailed,
+    ScoreResult,
+    TokenOutput,
+)
+from chunkattn.errors import ChunkAttnError, EngineDeadError, QueueFullError, RequestError
+from chunkattn.remote.control_messages import (
     Abort,
     CacheQuery,
     CacheReply,
@@ -33,20 +44,9 @@ from chunkattn.engine.control import (
     Unpin,
     WarmupProgress,
 )
-from chunkattn.engine.messages import (
-    CachedTokens,
-    EngineLimits,
-    Message,
-    PrecomputeRequest,
-    PrecomputeResult,
-    PromptLogprobsOutput,
-    RequestFailed,
-    ScoreResult,
-    TokenOutput,
-)
-from chunkattn.engine.process import WorkerProcess, describe_exit
-from chunkattn.engine.wire import WireMessage, decode
-from chunkattn.errors import ChunkAttnError, EngineDeadError, QueueFullError, RequestError
+from chunkattn.remote.inflight import Call
+from chunkattn.remote.process import WorkerProcess, describe_exit
+from chunkattn.remote.wire import WireMessage, decode
 
 logger = logging.getLogger(__name__)
 

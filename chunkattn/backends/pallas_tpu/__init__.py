@@ -1,0 +1,1 @@
+"""Chunk attention for TPUs, in Pallas."""

@@ -1,0 +1,1 @@
+"""The K/V store: K/V of prompt parts on disk."""

@@ -1,0 +1,1 @@
+"""Calls: arguments to jobs, engine outputs to results."""
