@@ -35,8 +35,8 @@ def score_tokens(
     Args:
         query: tokens of the query, leading special tokens included.
         items: tokens of every item.
-        max_pack_tokens: see `chunkattn.scoring.ScoreJob`.
-        max_dense_tokens: see `chunkattn.scoring.ScoreJob`.
+        max_pack_tokens: see `chunkattn.scoring.QueryItems`.
+        max_dense_tokens: see `chunkattn.scoring.QueryItems`.
         block_size: tokens of a KV page; for empty items `prefill_extend` computes the query's last page again.
     """
     own = sum(items)

@@ -9,23 +9,29 @@ from functools import partial
 from numbers import Real
 from secrets import token_hex
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from tqdm import tqdm
 
-from chunkattn.calls.frontend import Frontend, as_list, make_config
-from chunkattn.calls.output import OutputBuilder
-from chunkattn.config import SamplingParams
+from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.generate import GenerateJob, generate_job
+from chunkattn.calls.job import Job
+from chunkattn.calls.precompute import precompute_job
+from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, rerank_job, score_job
+from chunkattn.config import SamplingParams, make_config
 from chunkattn.engine.build import open_files
-from chunkattn.engine.messages import EngineLimits, EngineOutput, GenerateRequest, Message, PromptLogprobsOutput, TokenOutput
+from chunkattn.engine.messages import EngineLimits, EngineOutput, Message
 from chunkattn.errors import EngineDeadError, RequestError
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
+from chunkattn.parsers.arguments import as_list
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.remote.client import EngineClient
 from chunkattn.remote.control_messages import Checkpoint
 from chunkattn.remote.inflight import Call
 from chunkattn.scoring.rerank import RerankTemplate
+
+T = TypeVar("T")
 
 _SHORT = 1024
 """Characters of a prompt that is tokenized where it is: a fraction of a millisecond, where a thread costs twice that."""
@@ -62,7 +68,7 @@ class AsyncLLM:
         self.client = EngineClient(self.config, self._connect, self._warming)
         self._bar: tqdm | None = None
         self._frontend: Frontend | None = None
-        self._generations: dict[str, tuple[Call, OutputBuilder | None]] = {}
+        self._generations: dict[str, tuple[Call, GenerateJob | None]] = {}
 
     # Life
 
@@ -201,13 +207,12 @@ class AsyncLLM:
             DeadlineExceededError: `timeout` has passed.
         """
 
-        def parse() -> list[ParsedPrompt]:
-            if isinstance(prompt, ParsedPrompt):
-                return self.frontend.salted([prompt], cache_salt)
-            return self.frontend.parse([prompt], chunk_aware, cache_salt)
+        def make() -> GenerateJob:
+            parsed = [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware)
+            return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
 
         short = isinstance(prompt, str) and len(prompt) <= _SHORT
-        return self._generate(parse, sampling_params, request_id, priority, timeout, final_only, snapshots, short)
+        return self._generate(make, request_id, timeout, snapshots, short)
 
     def chat(
         self,
@@ -242,19 +247,32 @@ class AsyncLLM:
             ChunkAttnError: as `generate`.
         """
 
-        def parse() -> list[ParsedPrompt]:
-            return self.frontend.parse_chat([as_list(messages, "messages")], documents, chat_template_kwargs, cache_salt)
+        def make() -> GenerateJob:
+            parsed = self.frontend.parse_chat([as_list(messages, "messages")], documents, chat_template_kwargs)
+            return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
 
-        return self._generate(parse, sampling_params, request_id, priority, timeout, final_only, snapshots)
+        return self._generate(make, request_id, timeout, snapshots)
+
+    def stream(
+        self, job: GenerateJob, *, timeout: float | None = None, snapshots: bool = True
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a job of one prompt that `generate_job` has made, yielding as `generate` does.
+
+        Args:
+            job: of this engine's `frontend`.
+            timeout: see `generate`.
+            snapshots: see `generate`.
+
+        Raises:
+            ChunkAttnError: as `generate`.
+        """
+        return self._generate(lambda: job, None, timeout, snapshots, short=True)
 
     async def _generate(
         self,
-        parse: Callable[[], list[ParsedPrompt]],
-        params: SamplingParams | None,
+        make: Callable[[], GenerateJob],
         request_id: str | None,
-        priority: int,
         timeout: float | None,
-        final_only: bool,
         snapshots: bool,
         short: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -264,46 +282,31 @@ class AsyncLLM:
         with self.client.call(_check_timeout(timeout)) as call:
             self._generations[name] = call, None
             try:
-
-                def prepare() -> list[tuple[GenerateRequest, OutputBuilder]]:
-                    return self.frontend.generation(parse(), params, priority)
-
-                ((request, builder),) = prepare() if short else await call.prepare(prepare)
+                job = make() if short else await call.prepare(make)
                 if call.done:  # aborted before it began
                     return
+                (builder,) = job.builders
                 builder.output.request_id = name
-                self._generations[name] = call, builder
-                request = replace(request, final_only=final_only and not request.sampling.stop)
-                call.send([request], lambda event: self._take(builder, event), quiet=final_only)
+                self._generations[name] = call, job
+                (requests,) = job.stages()
+                call.send(requests, partial(self._take, job), quiet=job.final_only)
                 ended = False
                 while not ended:
                     await call.wait()
                     ended = builder.finished  # before the caller gets its turn, in which more may come
-                    if ended or not final_only:
+                    if ended or not job.final_only:
                         output = builder.read()
                         yield snapshot(output) if snapshots and not ended else output
             finally:
                 del self._generations[name]
-
-    def _take(self, builder: OutputBuilder, event: EngineOutput) -> bool:
-        if isinstance(event, PromptLogprobsOutput):
-            builder.add_prompt_logprobs(event)
-        # What the engine made of a sample before it heard of its stop string is dropped.
-        elif (
-            isinstance(event, TokenOutput)
-            and builder.output.outputs[event.sample].finish_reason is None
-            and builder.add_tokens(event)
-        ):
-            self.client.stop(event.request_id, event.sample)
-        return builder.finished
 
     async def abort(self, request_id: str) -> None:
         """End a generation, wherever it is awaited; its last output says `finish_reason="abort"`.
 
         Ids not running are ignored, for it may just have finished. One that has not begun ends without any output.
         """
-        call, builder = self._generations.get(request_id, (None, None))
-        for completion in builder.read().outputs if builder else []:
+        call, job = self._generations.get(request_id, (None, None))
+        for completion in job.result()[0].outputs if job else []:
             completion.finish_reason = completion.finish_reason or "abort"
         if call is not None:
             call.abort()
@@ -311,19 +314,29 @@ class AsyncLLM:
     # Scoring
 
     @overload
-    async def score(
-        self, query: str | Sequence[int] | None = None, items: Any = None, *_: Any, **options: Any
+    async def score(  # type: ignore[overload-overlap]  # a str is a Sequence[str], too
+        self,
+        query: Query | None = None,
+        items: Items | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> ScoreOutput: ...
 
     @overload
     async def score(
-        self, query: Sequence[str] | Sequence[Sequence[int]], items: Any, *_: Any, **options: Any
+        self,
+        query: ListedQueries,
+        items: Items | ListedItems,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> list[ScoreOutput]: ...
 
     async def score(
         self,
-        query: Any = None,
-        items: Any = None,
+        query: Query | ListedQueries | None = None,
+        items: Items | ListedItems | None = None,
         *,
         labels: Sequence[str] | None = None,
         label_token_ids: Sequence[int] | None = None,
@@ -356,21 +369,23 @@ class AsyncLLM:
             RequestError: malformed query, items or labels; nothing has been sent then.
             ChunkAttnError: as `generate`.
         """
-        with self.client.call(_check_timeout(timeout)) as call:
-            plan = partial(
-                self.frontend.score_call,
+        return await self._run(
+            partial(
+                score_job,
+                self.frontend,
                 query,
                 items,
-                labels,
-                label_token_ids,
+                labels=labels,
+                label_token_ids=label_token_ids,
                 apply_softmax=apply_softmax,
                 item_first=item_first,
                 algorithm=algorithm,
                 packed_ids=packed_ids,
                 cache_salt=cache_salt,
                 priority=priority,
-            )
-            return await asyncio.to_thread((await _run(call, plan)).output)
+            ),
+            timeout,
+        )
 
     async def rerank(
         self,
@@ -410,20 +425,22 @@ class AsyncLLM:
             RequestError: an argument is invalid, or a document too long and not cut; nothing has been sent then.
             ChunkAttnError: as `generate`.
         """
-        with self.client.call(_check_timeout(timeout)) as call:
-            plan = partial(
-                self.frontend.rerank_call,
+        return await self._run(
+            partial(
+                rerank_job,
+                self.frontend,
                 query,
                 documents,
-                template,
-                top_n=top_n,
+                top_n,
                 instruction=instruction,
+                template=template,
                 max_tokens_per_doc=max_tokens_per_doc,
                 algorithm=algorithm,
                 cache_salt=cache_salt,
                 priority=priority,
-            )
-            return await asyncio.to_thread((await _run(call, plan)).output)
+            ),
+            timeout,
+        )
 
     # The cache
 
@@ -457,17 +474,19 @@ class AsyncLLM:
             CapacityError: `pin` and not all of them fit; nothing stays pinned then.
             ChunkAttnError: as `generate`.
         """
-        with self.client.call(_check_timeout(timeout)) as call:
-            job = await call.prepare(
-                self.frontend.precompute, prefix, documents, cache_salt, pin, chat_template_kwargs, priority
-            )
-            try:
-                await _run(call, lambda: job)
-            except BaseException:
-                call.abort()  # first, so that nothing gets pinned after the engine has heard of the unpinning
-                self.client.unpin(job.request_ids)
-                raise
-            return job.report()
+        return await self._run(
+            partial(
+                precompute_job,
+                self.frontend,
+                prefix,
+                documents,
+                cache_salt=cache_salt,
+                pin=pin,
+                template_options=chat_template_kwargs,
+                priority=priority,
+            ),
+            timeout,
+        )
 
     async def lookup(
         self,
@@ -507,10 +526,19 @@ class AsyncLLM:
         return await self._ask_cache(prefix, documents, cache_salt, chat_template_kwargs, forget=True)
 
     async def _ask_cache(
-        self, prefix: Any, documents: Any, salt: str | None, options: Mapping[str, Any] | None, *, forget: bool
+        self,
+        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        documents: Sequence[str] | Sequence[Sequence[int]],
+        cache_salt: str | None,
+        template_options: Mapping[str, Any] | None,
+        *,
+        forget: bool,
     ) -> CacheReport:
+        make = partial(
+            precompute_job, self.frontend, prefix, documents, cache_salt=cache_salt, template_options=template_options
+        )
         with self.client.call() as call:
-            job = await call.prepare(self.frontend.precompute, prefix, documents, salt, False, options)
+            job = await call.prepare(make)
             stages = job.stages()
             while (stage := await call.prepare(next, stages, None)) is not None:
                 job.note(stage, await self.client.look_up(stage, forget=forget))
@@ -532,45 +560,37 @@ class AsyncLLM:
         self.frontend.scores.forget_cached()
         return await self.client.reset_cache()
 
+    # The engine's loop
 
-class _Staged(Protocol):
-    """Requests of one call, sent to the engine stage by stage."""
+    async def _run(self, make: Callable[[], Job[T]], timeout: float | None) -> T:
+        """Make a job and run its stages one after the other. Whatever takes long on the CPU runs in a thread.
 
-    def stages(self) -> Iterator[Sequence[Message]]: ...
+        Raises:
+            ChunkAttnError: the job or a stage cannot be made, or as `Call.finish`.
+        """
 
-    def add(self, event: Any) -> object: ...
+        def begin() -> tuple[Job[T], Iterator[Sequence[Message]], Sequence[Message] | None]:
+            job = make()
+            stages = iter(job.stages())
+            return job, stages, next(stages, None)
 
+        with self.client.call(_check_timeout(timeout)) as call:
+            job, stages, stage = await call.prepare(begin)
+            try:
+                while stage is not None:
+                    await call.finish(stage, partial(self._take, job))
+                    stage = await call.prepare(next, stages, None)
+            except BaseException:
+                call.abort()  # first, so that nothing gets pinned after the engine has heard of the unpinning
+                self.client.unpin(job.pins)
+                raise
+            return await asyncio.to_thread(job.result)
 
-J = TypeVar("J", bound=_Staged)
-
-
-async def _run(call: Call, plan: Callable[[], J]) -> J:
-    """Plan a job and run it; a stage is made, in a thread, when the one before has ended.
-
-    Raises:
-        ChunkAttnError: whatever the plan raises, a stage that cannot be made, or as `Call.finish`.
-    """
-
-    def begin() -> tuple[J, Iterator[Sequence[Message]], Sequence[Message] | None]:
-        job = plan()
-        stages = job.stages()
-        return job, stages, next(stages, None)
-
-    job, stages, stage = await call.prepare(begin)
-    while stage is not None:
-        await call.finish(stage, _each(job.add))
-        stage = await call.prepare(next, stages, None)
-    return job
-
-
-def _each(add: Callable[[Any], object]) -> Callable[[Any], bool]:
-    """For requests with one output each."""
-
-    def take(event: Any) -> bool:
-        add(event)
-        return True
-
-    return take
+    def _take(self, job: Job[T], output: EngineOutput) -> bool:
+        taken = job.take(output)
+        if taken.stop is not None:
+            self.client.stop(output.request_id, taken.stop)
+        return taken.ended
 
 
 def snapshot(output: RequestOutput) -> RequestOutput:

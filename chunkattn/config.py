@@ -203,6 +203,18 @@ def _listed(name: str, value: Any, most: int) -> list[Any]:
     return list(value)
 
 
+def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
+    """Return an engine's configuration from options by name.
+
+    Raises:
+        ConfigError: an option is unknown or invalid.
+    """
+    known = {f.name for f in fields(EngineConfig)}
+    if unknown := sorted(set(options) - known):
+        raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(known))}")
+    return EngineConfig(model=model, **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue a prompt. Names, defaults and meanings are vLLM's; None is accepted for an empty list or map.

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
-from typing import Any, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, Unpack, overload
 
 from tqdm import tqdm
 
-from chunkattn.calls.frontend import Frontend, make_config
-from chunkattn.calls.precompute import PrecomputeJob
-from chunkattn.config import SamplingParams
+from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.generate import generate_job
+from chunkattn.calls.job import Job
+from chunkattn.calls.precompute import precompute_job
+from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, rerank_job, score_job
+from chunkattn.config import SamplingParams, make_config
 from chunkattn.engine.build import build_core, open_files
-from chunkattn.engine.messages import (
-    EngineOutput,
-    Message,
-    PrecomputeResult,
-    PromptLogprobsOutput,
-    RequestFailed,
-    ScoreResult,
-    TokenOutput,
-)
+from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
 from chunkattn.errors import CapacityError, EngineError
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
-from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.scoring import ScoringJob
-from chunkattn.scoring.queries import ScoringJobs
-from chunkattn.scoring.rerank import RerankJob, RerankTemplate
+from chunkattn.scoring.rerank import RerankTemplate
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +98,8 @@ class LLM:
                 batch has run then.
             EngineError: a step failed.
         """
-        parsed = self.frontend.parse(prompts, chunk_aware, cache_salt)
-        return self._generate(parsed, sampling_params, priority, use_tqdm)
+        parsed = self.frontend.parse(prompts, chunk_aware)
+        return self._run(generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
 
     def chat(
         self,
@@ -135,29 +128,8 @@ class LLM:
             RequestError: no user message, no usable chat template, or as `generate`.
             EngineError: a step failed.
         """
-        parsed = self.frontend.parse_chat(messages, documents, chat_template_kwargs, cache_salt)
-        return self._generate(parsed, sampling_params, priority, use_tqdm)
-
-    def _generate(
-        self,
-        prompts: list[ParsedPrompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int],
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        jobs = self.frontend.generation(prompts, params, priority)
-        builders = {request.request_id: builder for request, builder in jobs}
-        requests = [request for request, _ in jobs]
-        with _progress(len(requests), use_tqdm, "prompts") as bar, closing(self._drive(requests)) as events:
-            for event in events:
-                builder = builders[event.request_id]
-                if isinstance(event, PromptLogprobsOutput):
-                    builder.add_prompt_logprobs(event)
-                elif isinstance(event, TokenOutput):
-                    if builder.add_tokens(event):
-                        self.core.stop(event.request_id, event.sample)
-                    bar.update(builder.finished)
-        return [b.read() for b in builders.values()]
+        parsed = self.frontend.parse_chat(messages, documents, chat_template_kwargs)
+        return self._run(generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
 
     # The cache
 
@@ -190,23 +162,10 @@ class LLM:
             CapacityError: `pin` and not all of them fit beside what is pinned already; nothing stays pinned then.
             EngineError: a step failed.
         """
-        job = self.frontend.precompute(prefix, documents, cache_salt, pin, chat_template_kwargs)
-        try:
-            with _progress(job.num_requests, use_tqdm, "documents") as bar:
-                for event in self._drive_stages(job.stages()):
-                    if isinstance(event, PrecomputeResult):
-                        job.add(event)
-                        bar.update()
-                        self._let_disk_catch_up()
-        except BaseException:
-            with self._lock:
-                self.core.unpin(job.request_ids)
-            raise
-        return job.report()
-
-    def _let_disk_catch_up(self) -> None:
-        if self.core.disk is not None:
-            self.core.disk.catch_up()
+        job = precompute_job(
+            self.frontend, prefix, documents, cache_salt=cache_salt, pin=pin, template_options=chat_template_kwargs
+        )
+        return self._run(job, use_tqdm)
 
     def lookup(
         self,
@@ -221,8 +180,7 @@ class LLM:
         Raises:
             RequestError: as `precompute`.
         """
-        job = self.frontend.precompute(prefix, documents, cache_salt, False, chat_template_kwargs)
-        return self._look_up(job, forget=False)
+        return self._look_up(prefix, documents, cache_salt, chat_template_kwargs, forget=False)
 
     def forget(
         self,
@@ -242,10 +200,18 @@ class LLM:
         Raises:
             RequestError: as `precompute`.
         """
-        job = self.frontend.precompute(prefix, documents, cache_salt, False, chat_template_kwargs)
-        return self._look_up(job, forget=True)
+        return self._look_up(prefix, documents, cache_salt, chat_template_kwargs, forget=True)
 
-    def _look_up(self, job: PrecomputeJob, *, forget: bool) -> CacheReport:
+    def _look_up(
+        self,
+        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        documents: Sequence[str] | Sequence[Sequence[int]],
+        cache_salt: str | None,
+        template_options: Mapping[str, Any] | None,
+        *,
+        forget: bool,
+    ) -> CacheReport:
+        job = precompute_job(self.frontend, prefix, documents, cache_salt=cache_salt, template_options=template_options)
         for stage in job.stages():
             with self._lock:
                 job.note(stage, [self.core.look_up(request, forget=forget) for request in stage])
@@ -275,17 +241,19 @@ class LLM:
     # Scoring
 
     @overload
-    def score(self, query: str | Sequence[int] | None = None, items: Any = None, *_: Any, **options: Any) -> ScoreOutput: ...
+    def score(  # type: ignore[overload-overlap]  # a str is a Sequence[str], too
+        self, query: Query | None = None, items: Items | None = None, *, use_tqdm: bool = True, **options: Unpack[ScoreOptions]
+    ) -> ScoreOutput: ...
 
     @overload
     def score(
-        self, query: Sequence[str] | Sequence[Sequence[int]], items: Any, *_: Any, **options: Any
+        self, query: ListedQueries, items: Items | ListedItems, *, use_tqdm: bool = True, **options: Unpack[ScoreOptions]
     ) -> list[ScoreOutput]: ...
 
     def score(
         self,
-        query: Any = None,
-        items: Any = None,
+        query: Query | ListedQueries | None = None,
+        items: Items | ListedItems | None = None,
         *,
         labels: Sequence[str] | None = None,
         label_token_ids: Sequence[int] | None = None,
@@ -323,11 +291,12 @@ class LLM:
             RequestError: malformed query, items or labels; nothing has run then.
             EngineError: a step failed.
         """
-        job = self.frontend.score_call(
+        job = score_job(
+            self.frontend,
             query,
             items,
-            labels,
-            label_token_ids,
+            labels=labels,
+            label_token_ids=label_token_ids,
             apply_softmax=apply_softmax,
             item_first=item_first,
             algorithm=algorithm,
@@ -335,8 +304,7 @@ class LLM:
             cache_salt=cache_salt,
             priority=priority,
         )
-        self._run_scores(job, use_tqdm)
-        return job.output()
+        return self._run(job, use_tqdm)
 
     def rerank(
         self,
@@ -376,53 +344,59 @@ class LLM:
             RequestError: an argument is invalid, or a document too long and not cut; nothing has run then.
             EngineError: a step failed.
         """
-        job = self.frontend.rerank_call(
+        job = rerank_job(
+            self.frontend,
             query,
             documents,
-            template,
-            top_n=top_n,
+            top_n,
             instruction=instruction,
+            template=template,
             max_tokens_per_doc=max_tokens_per_doc,
             algorithm=algorithm,
             cache_salt=cache_salt,
             priority=priority,
         )
-        self._run_scores(job, use_tqdm)
-        return job.output()
-
-    def _run_scores(self, job: ScoringJob | ScoringJobs | RerankJob, use_tqdm: bool) -> None:
-        with _progress(job.num_items, use_tqdm, "items") as bar:
-            for event in self._drive_stages(job.stages()):
-                if isinstance(event, (ScoreResult, PrecomputeResult)):
-                    bar.update(job.add(event))
+        return self._run(job, use_tqdm)
 
     # The engine's loop
 
-    def _drive_stages(self, stages: Iterable[Sequence[Message]]) -> Generator[EngineOutput, None, None]:
-        """Run stages one after the other; each is made when the one before has ended."""
-        for stage in stages:
-            with closing(self._drive(stage)) as events:
-                yield from events
+    def _run(self, job: Job[T], use_tqdm: bool) -> T:
+        """Run a job's stages one after the other. Nothing of a job that fails stays behind."""
+        try:
+            with _progress(job.total, use_tqdm, job.unit) as bar:
+                for stage in job.stages():
+                    self._run_stage(stage, job, bar)
+        except BaseException:
+            with self._lock:
+                self.core.unpin(job.pins)
+            raise
+        return job.result()
 
-    def _drive(self, requests: Sequence[Message]) -> Generator[EngineOutput, None, None]:
-        """Run requests to their end, yielding what the engine produces. Whatever happens, none is left behind."""
+    def _run_stage(self, requests: Sequence[Message], job: Job[T], bar: tqdm) -> None:
         wanted = {request.request_id for request in requests}
         with self._lock:
             try:
                 for request in requests:
-                    self.core.add(request)
+                    self.core.add(request, checked=True)
                 while self.core.has_work:
-                    for event in self.core.step():
-                        if event.request_id not in wanted:
-                            continue
-                        if isinstance(event, RequestFailed):
-                            if event.param:
-                                raise CapacityError(event.reason, param=event.param)
-                            raise EngineError(f"request {event.request_id} failed in a step: {event.reason}")
-                        yield event
+                    outputs = self.core.step()
+                    for output in outputs:
+                        if output.request_id in wanted:
+                            self._take(output, job)
+                            bar.update(job.done - bar.n)
+                    if self.core.disk is not None and self.core.has_precomputed(outputs):
+                        self.core.disk.catch_up()
             finally:
                 for request in requests:
                     self.core.abort(request.request_id)
+
+    def _take(self, output: EngineOutput, job: Job[T]) -> None:
+        if isinstance(output, RequestFailed):
+            if output.param:
+                raise CapacityError(output.reason, param=output.param)
+            raise EngineError(f"request {output.request_id} failed in a step: {output.reason}")
+        if (stop := job.take(output).stop) is not None:
+            self.core.stop(output.request_id, stop)
 
 
 def _progress(total: int, wanted: bool, unit: str) -> tqdm:

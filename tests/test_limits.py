@@ -12,6 +12,9 @@ from pydantic import ValidationError
 from chunkattn import ChunkedPrompt, SamplingParams
 from chunkattn.accounting import generation_tokens, score_tokens
 from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.generate import generate_job
+from chunkattn.calls.precompute import precompute_job
+from chunkattn.calls.score import score_job
 from chunkattn.config import EngineConfig
 from chunkattn.engine.build import open_files
 from chunkattn.engine.intake import Intake
@@ -28,8 +31,6 @@ from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
 from chunkattn.server.routes import documents, generation, scoring, tokens
 from chunkattn.server.state import ServerState
-
-SCORE = {"apply_softmax": False, "item_first": False, "packed_ids": None, "cache_salt": None, "priority": 0}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def refuse(*_, **__):
 
 
 def score(made, query, items, algorithm=None, **options):
-    return made.score_call(query, items, None, [5, 6], **(SCORE | options), algorithm=algorithm)
+    return score_job(made, query, items, label_token_ids=[5, 6], algorithm=algorithm, **options)
 
 
 # Chunks
@@ -76,14 +77,14 @@ def test_chunks_are_counted_before_they_are_tokenized(frontend, prompt, monkeypa
     made = frontend(max_chunks_per_prompt=8)
     monkeypatch.setattr(PartEncoder, "__call__", refuse)
     with pytest.raises(RequestError, match="9 chunks, max_chunks_per_prompt is 8"):
-        made.parse(prompt, True, None)
+        made.parse(prompt, True)
 
 
 def test_separator_ids_and_documents_are_counted(frontend, monkeypatch):
     made = frontend(max_chunks_per_prompt=8)
     ids = made.parser.encode(" # # ") * 10 + [5]
     with pytest.raises(RequestError, match="9 chunks, max_chunks_per_prompt is 8"):
-        made.parse({"prompt_token_ids": ids}, True, None)
+        made.parse({"prompt_token_ids": ids}, True)
     monkeypatch.setattr(PartEncoder, "__call__", refuse)
     with pytest.raises(RequestError, match="9 chunks, max_chunks_per_prompt is 8") as caught:
         made.parse_chat([{"role": "user", "content": "q"}], [""] * 9, None, None)
@@ -91,16 +92,16 @@ def test_separator_ids_and_documents_are_counted(frontend, monkeypatch):
 
 
 def test_as_many_chunks_as_allowed_are_parsed(frontend):
-    (parsed,) = frontend(max_chunks_per_prompt=8).parse("a # # " + "b # # " * 8 + "q", True, None)
+    (parsed,) = frontend(max_chunks_per_prompt=8).parse("a # # " + "b # # " * 8 + "q", True)
     assert parsed.layout.num_chunks == 8
 
 
 def test_documents_to_precompute_are_counted(frontend, monkeypatch):
     made = frontend(max_items_per_request=8, max_chunks_per_prompt=2)
-    made.precompute("a", ["b"] * 8, None, False)  # chunks of a prompt are another limit
+    precompute_job(made, "a", ["b"] * 8)  # chunks of a prompt are another limit
     monkeypatch.setattr(PartEncoder, "__call__", refuse)
     with pytest.raises(RequestError, match="9 documents exceed max_items_per_request 8"):
-        made.precompute("a", ["b"] * 9, None, False)
+        precompute_job(made, "a", ["b"] * 9)
 
 
 # Lists of a request
@@ -141,9 +142,8 @@ def test_labels_are_bounded(frontend):
     for given in ({"labels": ["a"] * 1025}, {"label_token_ids": [1] * 1025}):
         with pytest.raises(ValidationError, match="at most 1024"):
             ScoreBody.model_validate({"query": "q", "items": ["a"], **given})
-        asked = {"labels": None, "label_token_ids": None, **given}
         with pytest.raises(RequestError, match="at most 1024"):
-            frontend().score_call("q", ["a"], **asked, **SCORE, algorithm=None)
+            score_job(frontend(), "q", ["a"], **given)
 
 
 # Salts
@@ -152,14 +152,14 @@ def test_labels_are_bounded(frontend):
 def test_a_salt_is_bounded_and_reaches_the_engine_as_a_digest(frontend):
     made, params = frontend(), SamplingParams(max_tokens=1)
     with pytest.raises(RequestError, match="257 characters, at most 256") as caught:
-        made.parse("x", None, "s" * 257)
+        generate_job(made, made.parse("x", None), params, cache_salt="s" * 257)
     assert caught.value.param == "cache_salt"
     with pytest.raises(RequestError, match="no valid Unicode"):
-        made.parse("x", None, "\ud800")
+        generate_job(made, made.parse("x", None), params, cache_salt="\ud800")
 
     def salts(salt):
-        ((generate, _),) = made.generation(made.parse("x", None, salt), params)
-        cached = [*chain.from_iterable(made.precompute("a", ["b"], salt, False).stages())]
+        ((generate,),) = generate_job(made, made.parse("x", None), params, cache_salt=salt).stages()
+        cached = [*chain.from_iterable(precompute_job(made, "a", ["b"], cache_salt=salt).stages())]
         scored = [*chain.from_iterable(score(made, "a", ["b"], cache_salt=salt).stages())]
         return {request.cache_salt for request in (generate, *cached, *scored)}
 
@@ -175,7 +175,7 @@ def test_a_salt_is_bounded_and_reaches_the_engine_as_a_digest(frontend):
 def test_costs_are_those_of_what_is_laid_out(frontend):
     made = frontend(max_num_batched_tokens=128)
     query, items = [7] * 100, [[8] * (n % 40) for n in range(300)]
-    told = made.scores.job(query, items, [], False).tokens()
+    told = made.scores.query_items(query, items, [], False).tokens()
     for name, cost in told.items():
         requests = [*chain.from_iterable(score(made, query, items, name).stages())]
         rows = sum(len(r.layout) - (r.layout.prefix_len if getattr(r, "share_prefix", False) else 0) for r in requests)
@@ -207,12 +207,12 @@ def test_a_call_that_costs_too_much_is_refused_before_it_is_laid_out(frontend, m
 
 def test_prompts_samples_and_documents_count(frontend):
     made = frontend(max_tokens_per_call=100)
-    prompts = made.parse([{"prompt_token_ids": [5] * 10}] * 2, False, None)
-    assert len(made.generation(prompts, SamplingParams(n=4, max_tokens=10))) == 2
+    prompts = made.parse([{"prompt_token_ids": [5] * 10}] * 2, False)
+    assert generate_job(made, prompts, SamplingParams(n=4, max_tokens=10)).total == 2
     with pytest.raises(CapacityError, match="are 108 tokens, max_tokens_per_call is 100"):
-        made.generation(prompts, SamplingParams(n=4, max_tokens=11))
+        generate_job(made, prompts, SamplingParams(n=4, max_tokens=11))
     with pytest.raises(CapacityError, match="are 101 tokens, max_tokens_per_call is 100"):
-        made.precompute([5] * 41, [[6] * 30] * 2, None, False)
+        precompute_job(made, [5] * 41, [[6] * 30] * 2)
 
 
 def test_queries_times_items_are_bounded_before_they_are_tokenized(frontend, monkeypatch):
@@ -265,7 +265,7 @@ def test_a_stage_is_made_when_it_is_asked_for(frontend, monkeypatch):
         assert laid_out == []
         assert len(next(stages)) < len(laid_out) + 1 < 12
     laid_out.clear()
-    stages = made.precompute([7] * 10, [[8] * 300] * 10, None, False).stages()
+    stages = precompute_job(made, [7] * 10, [[8] * 300] * 10).stages()
     assert [len(stage) for stage in stages] == [1] * 10
 
 
@@ -283,23 +283,23 @@ def test_whole_calls_are_checked_when_they_are_planned(frontend):
 def test_errors_name_parts_as_the_caller_knows_them(frontend):
     made = frontend(max_chunk_len=4)
     with pytest.raises(RequestError, match="chunk 1 has 5 tokens, max_chunk_len is 4") as caught:
-        made.generation(made.parse(ChunkedPrompt([1], [[2], [3] * 5], [4]), None, None), None)
+        generate_job(made, made.parse(ChunkedPrompt([1], [[2], [3] * 5], [4]), None), None)
     assert caught.value.part == "chunk 1"
     for strategy in ("shared", "offset"):
         made = frontend(max_chunk_len=4, position_strategy=strategy)
         with pytest.raises(RequestError) as caught:
-            made.precompute([1], [[2], [3] * 5], None, False)
+            precompute_job(made, [1], [[2], [3] * 5])
         assert str(caught.value) == "document 1 has 5 tokens, max_chunk_len is 4"
         assert (caught.value.part, caught.value.param) == ("document 1", "documents")
     with pytest.raises(RequestError, match=r"document 1\[0\] is not a token id") as caught:
-        made.precompute([1], [[2], ["x"]], None, False)
+        precompute_job(made, [1], [[2], ["x"]])
     assert caught.value.part == "document 1"
 
 
 def test_the_prefix_is_named(frontend):
     made = frontend()
     with pytest.raises(CapacityError) as caught:
-        made.precompute([1] * 20_000, [[2]], None, False)
+        precompute_job(made, [1] * 20_000, [[2]])
     assert caught.value.part == "prefix"
     layout = make_layout([1] * 20_000, [], [2])
     assert isinstance(layout, ChunkLayout)
@@ -311,15 +311,15 @@ def test_the_prefix_is_named(frontend):
 
 def test_priorities_fit_64_bits(frontend):
     made = frontend()
-    prompts = made.parse("x", None, None)
-    assert made.generation(prompts, None, -(2**63))
+    prompts = made.parse("x", None)
+    assert generate_job(made, prompts, None, -(2**63))
     for priority in (2**63, -(2**63) - 1):
         with pytest.raises(RequestError, match="64 bits"):
-            made.generation(prompts, None, priority)
+            generate_job(made, prompts, None, priority)
         with pytest.raises(RequestError, match="64 bits"):
             score(made, "a", ["b"], priority=priority)
         with pytest.raises(RequestError, match="64 bits"):
-            made.precompute("a", ["b"], None, False, priority=priority)
+            precompute_job(made, "a", ["b"], priority=priority)
 
 
 def state(made=None, **options):

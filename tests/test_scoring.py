@@ -14,7 +14,7 @@ from chunkattn.engine.rates import tile_area
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring import ALGORITHMS, ScoreJob
+from chunkattn.scoring import ALGORITHMS, QueryItems
 from chunkattn.scoring.algorithms import AUTO, packed_segment, prefill_extend
 from chunkattn.scoring.cost import predict
 from chunkattn.scoring.selector import STEADY, refusals, select_algorithm
@@ -85,9 +85,9 @@ def test_many_items_are_split_into_packs(count, engine, oracle, monkeypatch):
     rng = np.random.default_rng(10)
     items = [rng.integers(0, VOCAB, rng.integers(0, 6)).tolist() for _ in range(count)]
     llm = engine("qwen3")
-    job = llm.frontend.scores.job
+    make = llm.frontend.scores.query_items
     sizes = {"max_pack_tokens": 300, "max_dense_tokens": 200, "max_batch_tokens": 100}
-    monkeypatch.setattr(llm.frontend.scores, "job", lambda *args: replace(job(*args), **sizes))
+    monkeypatch.setattr(llm.frontend.scores, "query_items", lambda *args: replace(make(*args), **sizes))
     expected = one_forward_per_item(oracle("qwen3"), [1, 2, 3], items, [4, 5])
     for algorithm in SHARING:
         result = llm.score([1, 2, 3], items, label_token_ids=[4, 5], algorithm=algorithm)
@@ -97,17 +97,17 @@ def test_many_items_are_split_into_packs(count, engine, oracle, monkeypatch):
 
 def test_packs_respect_their_size():
     items = [[1] * n for n in (5, 100, 3, 3, 0, 9)]
-    parts = list(packed_segment(ScoreJob([7] * 10, items, max_pack_tokens=30)))
+    parts = list(packed_segment(QueryItems([7] * 10, items, max_pack_tokens=30)))
     assert [len(p.layout) for p in parts] == [15, 110, 25]
     assert [sorted(p.items) for p in parts] == [[0], [1], [2, 3, 4, 5]]
-    parts = list(prefill_extend(ScoreJob([7] * 10, items, max_batch_tokens=15)))
+    parts = list(prefill_extend(QueryItems([7] * 10, items, max_batch_tokens=15)))
     assert [(p.layout.prefix_len, len(p.layout), sorted(p.items)) for p in parts] == [
         (10, 15, [0]),
         (10, 110, [1]),
         (10, 25, [2, 3, 5]),
         (0, 10, [4]),
     ]
-    *_, empty = prefill_extend(ScoreJob([7] * 40, [[], [1], []]))
+    *_, empty = prefill_extend(QueryItems([7] * 40, [[], [1], []]))
     assert (empty.layout.prefix_len, len(empty.layout), empty.rows.tolist(), empty.items) == (32, 40, [39, 39], [0, 2])
 
 
@@ -286,20 +286,20 @@ def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
 
 def test_auto_takes_what_is_cheapest():
     """The two workloads every scoring system is asked about, and what changes the answer."""
-    long, short = ScoreJob([1] * 2000, [[2] * 20] * 500), ScoreJob([1] * 100, [[2] * 100] * 10)
+    long, short = QueryItems([1] * 2000, [[2] * 20] * 500), QueryItems([1] * 100, [[2] * 100] * 10)
     assert chosen(long) == "prefill_extend"
     assert chosen(short) == "packed_segment"
     # The same whatever the cache holds, where little is to be gained from it; else what gains.
     assert chosen(short, cached=True) == "packed_segment"
-    assert chosen(ScoreJob([1] * 2000, [[2] * 20] * 3)) == "prefill_extend"
+    assert chosen(QueryItems([1] * 2000, [[2] * 20] * 3)) == "prefill_extend"
     huge_step = replace(SLOW, step=1.0)
-    assert [chosen(ScoreJob([1] * 900, [[2] * 20] * 5), huge_step, cached=c) for c in (False, True)] == [
+    assert [chosen(QueryItems([1] * 900, [[2] * 20] * 5), huge_step, cached=c) for c in (False, True)] == [
         "packed_segment",
         "prefill_extend",
     ]
     assert chosen(long, caching=False) == "packed_segment"
     assert chosen(long, sliding_window=64) == "serial"
-    assert chosen(ScoreJob([1] * 2000, [[2]] * 3, item_first=True)) == "serial"
+    assert chosen(QueryItems([1] * 2000, [[2]] * 3, item_first=True)) == "serial"
 
 
 def test_auto_says_what_it_expected(engine):

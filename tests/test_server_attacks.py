@@ -16,6 +16,8 @@ import uvicorn
 import uvloop
 from fastapi.testclient import TestClient
 
+from chunkattn import async_llm
+from chunkattn.server import document_store
 from chunkattn.server.answers import json_answer
 from chunkattn.server.app import create_app
 from chunkattn.server.document_store import Documents
@@ -34,7 +36,7 @@ def add(documents, name="a", text="A text.", **options):
 def test_a_late_forget_spares_a_document_added_again(llm, monkeypatch):
     """The forgetting is held where its request has been decided on and not yet sent."""
     entered, go, slow = threading.Event(), threading.Event(), False
-    precompute = llm.frontend.precompute
+    precompute = document_store.precompute_job
 
     def held(*args, **options):
         if slow and not entered.is_set():
@@ -42,7 +44,8 @@ def test_a_late_forget_spares_a_document_added_again(llm, monkeypatch):
             assert go.wait(60)
         return precompute(*args, **options)
 
-    monkeypatch.setattr(llm.frontend, "precompute", held)
+    for module in (async_llm, document_store):
+        monkeypatch.setattr(module, "precompute_job", held)
 
     async def main():
         nonlocal slow

@@ -23,7 +23,7 @@ from chunkattn.engine.messages import PrecomputeRequest, PrecomputeResult, Score
 from chunkattn.engine.runner import Runner
 from chunkattn.errors import EngineError, RequestError
 from chunkattn.outputs import ScoreOutput
-from chunkattn.scoring import ALGORITHMS, ScoreJob, ScorePlanner, ScoringJob
+from chunkattn.scoring import ALGORITHMS, QueryItems, QueryPlan, ScorePlanner
 from chunkattn.scoring.selector import refusals
 
 LABELS = 9454, 2753
@@ -124,11 +124,11 @@ class ScoreBench:
         """Random items."""
         return [self.ids(workload.item_len) for _ in range(workload.items)]
 
-    def job(self, query: list[int], items: list[list[int]]) -> ScoreJob:
+    def job(self, query: list[int], items: list[list[int]]) -> QueryItems:
         """As the engine's options bound it."""
-        return self.planner.job(query, items, [], False)
+        return self.planner.query_items(query, items, [], False)
 
-    def plan(self, query: list[int], items: list[list[int]], algorithm: str) -> ScoringJob:
+    def plan(self, query: list[int], items: list[list[int]], algorithm: str) -> QueryPlan:
         """The requests of an algorithm."""
         return self.planner.plan(
             self.job(query, items),

@@ -1,20 +1,27 @@
-"""`PrecomputeJob`: documents on their way into the cache."""
+"""`PrecomputeJob`: documents to requests that fill the cache, and what is cached to a `CacheReport`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from chunkattn.engine.messages import CachedTokens, EngineLimits, PrecomputeRequest, PrecomputeResult
-from chunkattn.errors import CapacityError
+from chunkattn.accounting import precompute_tokens
+from chunkattn.calls.frontend import Frontend, check_priorities
+from chunkattn.calls.job import Taken
+from chunkattn.engine.messages import CachedTokens, EngineLimits, EngineOutput, PrecomputeRequest, PrecomputeResult
+from chunkattn.errors import CapacityError, RequestError
 from chunkattn.outputs import CachedDocument, CacheReport
+from chunkattn.parsers.arguments import salt_key
+from chunkattn.rope.positions import make_layout
+from chunkattn.scoring.planner import STAGE_STEPS
 
 _MAX_STAGE_LAYOUT = 1 << 20
 """Tokens of the requests of one stage, the prefix in each: 8 bytes a token."""
 
 
 class PrecomputeJob:
-    """The requests that fill the cache, made stage by stage, and the report of what they did.
+    """A call of `precompute`, `lookup` or `forget`; see `chunkattn.calls.job.Job`.
 
     Args:
         request: makes the request of a group of documents, given their numbers; None where it holds no token.
@@ -26,8 +33,10 @@ class PrecomputeJob:
         limits: of the engine.
 
     Attributes:
-        request_ids: of all requests made so far.
+        pins: ids of the requests made so far, if they pin.
     """
+
+    unit = "documents"
 
     def __init__(
         self,
@@ -42,14 +51,10 @@ class PrecomputeJob:
     ) -> None:
         self._request, self._groups, self._prefix, self._documents = request, groups, prefix, documents
         self._pin, self._max_stage_tokens, self.limits = pin, max_stage_tokens, limits
-        self.request_ids: list[str] = []
+        self.pins: list[str] = []
+        self.total, self.done = len(groups), 0
         self._places: dict[int, tuple[str, int]] = {}  # of every document: its request, and its chunk there
         self._cached: dict[str, CachedTokens] = {}
-
-    @property
-    def num_requests(self) -> int:
-        """Number of requests."""
-        return len(self._groups)
 
     def stages(self) -> Iterator[list[PrecomputeRequest]]:
         """Make the requests of one stage after the other."""
@@ -64,19 +69,23 @@ class PrecomputeJob:
                 yield stage
                 stage, tokens, laid_out = [], 0, 0
             self._places |= {number: (request.request_id, place) for place, number in enumerate(group)}
-            self.request_ids.append(request.request_id)
+            if self._pin:
+                self.pins.append(request.request_id)
             stage.append(request)
             tokens, laid_out = tokens + size, laid_out + len(request.layout)
         if stage:
             yield stage
 
-    def add(self, event: PrecomputeResult) -> None:
-        """Take one request's result."""
-        self._cached[event.request_id] = event.cached
+    def take(self, output: EngineOutput) -> Taken:
+        """Take the result of one request."""
+        if isinstance(output, PrecomputeResult):
+            self._cached[output.request_id] = output.cached
+            self.done += 1
+        return Taken(ended=True)
 
     def found(self) -> CacheReport:
-        """Return the report of a job whose requests were looked up, not computed; `note` has told what there is."""
-        report = self.report()
+        """Return the report of a job whose requests were looked up, not computed; see `note`."""
+        report = self.result()
         return replace(report, documents=[replace(d, done=d.was_cached) for d in report.documents])
 
     def note(self, stage: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
@@ -89,7 +98,7 @@ class PrecomputeJob:
         Raises:
             CapacityError: it does not.
         """
-        report = self.report()
+        report = self.result()
         if report.fits < len(report.documents):
             raise CapacityError(
                 f"{len(report.documents)} documents of {report.total_bytes} bytes cannot all be pinned: the pool of "
@@ -97,8 +106,8 @@ class PrecomputeJob:
                 param="documents",
             )
 
-    def report(self) -> CacheReport:
-        """Sizes of the parts, and how many of the documents the pool holds."""
+    def result(self) -> CacheReport:
+        """Return the sizes of the parts, and how many of the documents the pool holds."""
         limits, documents, fits = self.limits, [], 0
         page = -(-len(self._prefix) // limits.block_size)
         room, seen = limits.num_pages - page, set()
@@ -117,5 +126,72 @@ class PrecomputeJob:
             documents=documents,
             pool_bytes=limits.num_pages * limits.page_bytes,
             fits=fits,
-            pin_ids=tuple(name for name in self.request_ids if self._pin and name in self._cached),
+            pin_ids=tuple(name for name in self.pins if name in self._cached),
         )
+
+
+def precompute_job(
+    frontend: Frontend,
+    prefix: Any,
+    documents: Any,
+    *,
+    cache_salt: str | None = None,
+    pin: bool = False,
+    template_options: Mapping[str, Any] | None = None,
+    priority: int = 0,
+) -> PrecomputeJob:
+    """Check a call of `precompute`, `lookup` or `forget`.
+
+    Raises:
+        RequestError: a part is malformed or too long, or there are more than `max_items_per_request` documents.
+        CapacityError: more than `max_tokens_per_call`, or `pin` and the pool is too small for all documents.
+    """
+    config = frontend.config
+    if not config.enable_prefix_caching:
+        raise RequestError("this engine keeps nothing: enable_prefix_caching is False", param="documents")
+    if not isinstance(pin, bool):
+        raise RequestError(f"pin must be True or False, got {pin!r}", param="pin")
+    (rank,), salt = check_priorities(priority, 1), salt_key(cache_salt)
+    if isinstance(documents, Sequence) and not isinstance(documents, str):
+        frontend.check_count(len(documents), "documents")
+    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, template_options)
+    if not prefix_ids and not chunks:
+        raise RequestError("there is neither a prefix nor a document", param="documents")
+    # Under shared positions every document stands alone; else all of them are one sequence.
+    alone = config.position_strategy == "shared" and chunks
+    groups = [[number] for number in range(len(chunks))] if alone else [list(range(len(chunks)))]
+    frontend.check_tokens(precompute_tokens(len(prefix_ids), [*map(len, chunks)]), "prefix and documents", "documents")
+
+    def request(group: Sequence[int]) -> PrecomputeRequest | None:
+        layout = make_layout(prefix_ids, [chunks[number] for number in group], [], config.position_strategy)
+        if not len(layout):
+            return None  # an empty document behind an empty prefix
+        return PrecomputeRequest(frontend.new_id(), layout, salt, pin, priority=rank)
+
+    for group in groups:  # each is thrown away: the layouts of many documents would need much memory
+        _check(frontend, request(group), group)
+    job = PrecomputeJob(
+        request,
+        groups,
+        prefix_ids,
+        chunks,
+        pin=pin,
+        max_stage_tokens=STAGE_STEPS * config.max_num_batched_tokens,
+        limits=frontend.limits,
+    )
+    if pin:
+        job.check_room()
+    return job
+
+
+def _check(frontend: Frontend, request: PrecomputeRequest | None, group: Sequence[int]) -> None:
+    """Check a request by the names of the documents that are its chunks."""
+    if request is None:
+        return
+    try:
+        frontend.intake.check(request)
+    except RequestError as error:
+        part = error.part
+        if part and part.startswith("chunk "):
+            part = f"document {group[int(part.removeprefix('chunk '))]}"
+        raise error.renamed(part, "documents") from None

@@ -102,8 +102,12 @@ class EngineCore:
 
     # Requests
 
-    def add(self, message: Message) -> None:
+    def add(self, message: Message, *, checked: bool = False) -> None:
         """Queue a request.
+
+        Args:
+            message: its chunks in the user's order.
+            checked: the caller's `Intake` has checked it.
 
         Raises:
             RequestError: as `Intake.check`, or its id is in use.
@@ -193,6 +197,14 @@ class EngineCore:
             if self.disk is not None:
                 self.disk.forget(request)
         return cached_tokens(request)
+
+    def has_precomputed(self, outputs: Iterable[EngineOutput]) -> bool:
+        """Return whether a document has just been computed and nothing but documents is left to compute.
+
+        Computing outruns the K/V store, which drops what it cannot write in time: a driver waits for the store then.
+        """
+        computed = any(isinstance(output, PrecomputeResult) for output in outputs)
+        return computed and all(request.precompute for request in self.requests.values())
 
     def reset_prefix_cache(self) -> bool:
         """Unpin and forget everything cached. Returns whether every page is free: False while requests run."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from chunkattn.config import MAX_SALT_CHARS
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
+from chunkattn.parsers.arguments import check_ids, check_salt
 from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
@@ -261,52 +260,3 @@ class PromptParser:
         if not question:
             raise RequestError("the question is empty", param="prompt")
         return make_layout(prefix, chunks, question, self.strategy)
-
-
-def check_salt(salt: Any) -> str | None:
-    """Return a cache salt: None, or a text of 1 to `MAX_SALT_CHARS` characters.
-
-    Raises:
-        RequestError: anything else, or no valid Unicode.
-    """
-    if salt is None:
-        return None
-    if not isinstance(salt, str) or not salt:
-        raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
-    if len(salt) > MAX_SALT_CHARS:
-        text = f"cache_salt has {len(salt)} characters, at most {MAX_SALT_CHARS} are allowed; send a hash of it"
-        raise RequestError(text, param="cache_salt")
-    try:
-        salt.encode()
-    except UnicodeEncodeError as error:  # a lone surrogate
-        raise RequestError(f"cache_salt {salt!r} is no valid Unicode", param="cache_salt") from error
-    return salt
-
-
-def salt_key(salt: Any) -> str | None:
-    """Return the digest of a cache salt, of one size whatever the salt's, for messages to the engine.
-
-    Raises:
-        RequestError: as `check_salt`.
-    """
-    checked = check_salt(salt)
-    return None if checked is None else hashlib.blake2b(checked.encode(), digest_size=16).hexdigest()
-
-
-def check_ids(ids: Any, name: str, param: str = "prompt") -> list[int]:
-    """Token ids as a list of ints that fit int32; bounds of the vocabulary are the engine's to check.
-
-    Args:
-        ids: whatever the user gave.
-        name: what messages call it.
-        param: the argument it came in.
-
-    Raises:
-        RequestError: not a sequence of non-negative integers.
-    """
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
-        raise RequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param=param)
-    for index, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
-            raise RequestError(f"[{index}] is not a token id: {token!r}", param=param, part=name)
-    return [int(t) for t in ids]

@@ -195,7 +195,8 @@ class EngineClient:
 
     def unpin(self, request_ids: Iterable[str]) -> None:
         """Let the cache evict what these precompute requests pinned; an engine started since holds nothing of it."""
-        self.tell([Unpin(tuple(request_ids))])
+        if names := tuple(request_ids):
+            self.tell([Unpin(names)])
 
     def tell(self, messages: Sequence[ToWorker]) -> None:
         """Send what needs no answer; an engine that is not ready has nothing to be told."""

@@ -20,7 +20,6 @@ from chunkattn.engine.messages import (
     EngineOutput,
     GenerateRequest,
     PrecomputeRequest,
-    PrecomputeResult,
     RequestFailed,
     ScoreRequest,
 )
@@ -141,7 +140,7 @@ class Worker:
         match message:
             case GenerateRequest() | ScoreRequest() | PrecomputeRequest():
                 try:
-                    self.core.add(message)
+                    self.core.add(message, checked=True)
                 except RequestError as error:
                     return RequestFailed(message.request_id, str(error), error.param)
                 if isinstance(message, GenerateRequest):
@@ -172,11 +171,8 @@ class Worker:
             return CachedTokens(0, (0,) * request.layout.num_chunks, 0)
 
     def _let_disk_catch_up(self, outputs: Iterable[EngineOutput]) -> None:
-        """Precomputing outruns the KV store, which then drops parts: wait for it while nothing else is to be done."""
-        disk = self.core.disk
-        if disk is None or not any(isinstance(o, PrecomputeResult) for o in outputs):
-            return
-        if all(r.precompute for r in self.core.requests.values()):
+        """Wait for the K/V store until a message comes; see `EngineCore.has_precomputed`."""
+        if (disk := self.core.disk) is not None and self.core.has_precomputed(outputs):
             self._clock.begin("writing")
             for _ in range(_DISK_WAIT_S * 10):
                 if disk.catch_up(timeout=0.1) or self._inbox.poll(0):

@@ -1,6 +1,6 @@
 """Scoring: one query, many items, label log-probabilities as if each item were sent alone."""
 
-from chunkattn.scoring.algorithms import ALGORITHMS, ScoreJob, ScorePart
-from chunkattn.scoring.planner import ScorePlanner, ScoringJob
+from chunkattn.scoring.algorithms import ALGORITHMS, QueryItems, ScorePart
+from chunkattn.scoring.planner import QueryPlan, ScorePlanner
 
-__all__ = ["ALGORITHMS", "ScoreJob", "ScorePart", "ScorePlanner", "ScoringJob"]
+__all__ = ["ALGORITHMS", "QueryItems", "QueryPlan", "ScorePart", "ScorePlanner"]

@@ -17,7 +17,7 @@ from chunkattn.rope.positions import make_layout
 
 
 @dataclass(frozen=True)
-class ScoreJob:
+class QueryItems:
     """Token ids of a query and its items.
 
     Attributes:
@@ -70,14 +70,14 @@ class ScorePart:
     items: list[int]
 
 
-def serial(job: ScoreJob) -> Iterator[ScorePart]:
+def serial(job: QueryItems) -> Iterator[ScorePart]:
     """The definition: every item a plain sequence of its own with the query."""
     for index, item in enumerate(job.items):
         ids = job.leading + (item + job.query if job.item_first else job.query + item)
         yield ScorePart(make_layout([], [], ids), np.asarray([len(ids) - 1]), [index])
 
 
-def packed_segment(job: ScoreJob) -> Iterator[ScorePart]:
+def packed_segment(job: QueryItems) -> Iterator[ScorePart]:
     """The query once a pack, behind it as many items as the pack holds, each isolated from the others.
 
     Read at each item's last token; an empty item at the query's.
@@ -85,12 +85,12 @@ def packed_segment(job: ScoreJob) -> Iterator[ScorePart]:
     return _packs(job, job.max_pack_tokens - len(job.prefix))
 
 
-def packed_dense(job: ScoreJob) -> Iterator[ScorePart]:
+def packed_dense(job: QueryItems) -> Iterator[ScorePart]:
     """As `packed_segment`, in packs small enough for a mask over all their pairs."""
     return _packs(job, job.max_dense_tokens - len(job.prefix))
 
 
-def prefill_extend(job: ScoreJob) -> Iterator[ScorePart]:
+def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
     """The items in batches behind the query, which is in the cache.
 
     A cached token has no logits, so for empty items the query's last page of tokens is computed again.
@@ -103,7 +103,7 @@ def prefill_extend(job: ScoreJob) -> Iterator[ScorePart]:
         yield ScorePart(make_layout(prefix[:cut], [prefix[cut:]], [], "shared"), np.full(len(empty), last), empty)
 
 
-def _packs(job: ScoreJob, most: int, picked: Sequence[int] | None = None) -> Iterator[ScorePart]:
+def _packs(job: QueryItems, most: int, picked: Sequence[int] | None = None) -> Iterator[ScorePart]:
     """Sequences of the query and up to `most` tokens of items, of `picked` ones in this order."""
     if job.item_first:
         raise ValueError("item_first leaves no shared prefix to pack behind")
@@ -116,7 +116,7 @@ def _packs(job: ScoreJob, most: int, picked: Sequence[int] | None = None) -> Ite
         yield ScorePart(layout, ends[order], [picked[first + place] for place in order])
 
 
-ALGORITHMS: dict[str, Callable[[ScoreJob], Iterator[ScorePart]]] = {
+ALGORITHMS: dict[str, Callable[[QueryItems], Iterator[ScorePart]]] = {
     "packed_segment": packed_segment,
     "prefill_extend": prefill_extend,
     "serial": serial,

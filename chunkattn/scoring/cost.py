@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from chunkattn.accounting import groups
 from chunkattn.engine.buckets import bucket_for, buckets, trimmed
 from chunkattn.engine.rates import TILE_ROWS, TILE_SLOTS, StepRates
-from chunkattn.scoring.algorithms import ScoreJob
+from chunkattn.scoring.algorithms import QueryItems
 
 
-def predict(job: ScoreJob, rates: StepRates, budget: int, *, query_cached: bool) -> dict[str, float]:
+def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: bool) -> dict[str, float]:
     """Seconds of every algorithm of `AUTO`, by name.
 
     Args:

@@ -6,8 +6,8 @@ from collections.abc import Sequence, Sized
 
 from chunkattn.config import MAX_LABELS, check_size
 from chunkattn.errors import RequestError
+from chunkattn.parsers.arguments import check_ids
 from chunkattn.parsers.encode import PartEncoder
-from chunkattn.parsers.prompt import check_ids
 
 
 def resolve_labels(

@@ -18,7 +18,7 @@ from chunkattn.errors import CapacityError
 from chunkattn.layout import ChunkLayout
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, ScoreJob
+from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, QueryItems
 from chunkattn.scoring.cost import predict
 from chunkattn.scoring.selector import Choice, check_algorithm, refusals, select_algorithm
 
@@ -35,7 +35,7 @@ Stage = list[PrecomputeRequest | ScoreRequest]
 """Requests that are sent together, when all of the stage before have ended."""
 
 
-class ScoringJob:
+class QueryPlan:
     """One query's scoring: the requests, made stage by stage, and the output as results come in.
 
     Args:
@@ -51,7 +51,7 @@ class ScoringJob:
 
     def __init__(
         self,
-        job: ScoreJob,
+        job: QueryItems,
         choice: Choice,
         request: Callable[[ChunkLayout, np.ndarray | None], PrecomputeRequest | ScoreRequest],
         max_stage_tokens: int,
@@ -159,14 +159,14 @@ class ScorePlanner:
             while sum(self._cached.values()) > self.limits.kv_tokens and len(self._cached) > 1:
                 self._cached.popitem(last=False)
 
-    def job(self, query: list[int], items: list[list[int]], leading: list[int], item_first: bool) -> ScoreJob:
+    def query_items(self, query: list[int], items: list[list[int]], leading: list[int], item_first: bool) -> QueryItems:
         """A job within this engine's sizes."""
         prefix, budget, limits = len(leading) + len(query), self.config.max_num_batched_tokens, self.limits
         room, block = limits.kv_tokens // 4, limits.block_size
         beside_query = max_request_tokens(limits) + prefix // -block * block
         # Room for a few decodes of others in the same step.
         batch = budget - _OTHERS if budget >= 8 * _OTHERS else budget
-        return ScoreJob(
+        return QueryItems(
             query,
             items,
             leading,
@@ -179,7 +179,7 @@ class ScorePlanner:
             block_size=block,
         )
 
-    def too_costly(self, jobs: Sequence[ScoreJob]) -> dict[str, str]:
+    def too_costly(self, jobs: Sequence[QueryItems]) -> dict[str, str]:
         """Return why an algorithm cannot serve a call of these jobs within `max_tokens_per_call`, for those that cannot."""
         totals: Counter[str] = Counter()
         for job in jobs:
@@ -193,7 +193,7 @@ class ScorePlanner:
 
     def plan(
         self,
-        job: ScoreJob,
+        job: QueryItems,
         algorithm: str | None,
         labels: tuple[int, ...],
         *,
@@ -203,14 +203,14 @@ class ScorePlanner:
         new_id: Callable[[], str],
         too_costly: Mapping[str, str],
         check: Callable[[PrecomputeRequest | ScoreRequest], None] = lambda _: None,
-    ) -> ScoringJob:
+    ) -> QueryPlan:
         """Choose a job's algorithm; nothing is laid out before a stage is asked for.
 
         Args:
             job: what is scored.
             algorithm: a name, or None for the engine's default.
             labels: token ids to read.
-            apply_softmax: see `ScoringJob`.
+            apply_softmax: see `QueryPlan`.
             cache_salt: of the requests.
             priority: of the requests.
             new_id: makes their ids.
@@ -264,7 +264,7 @@ class ScorePlanner:
         columns = len(labels) if classes is None else classes
         note = partial(self._note, query=asked, tokens=len(job.prefix))
         most = STAGE_STEPS * config.max_num_batched_tokens
-        return ScoringJob(job, choice, request, most, columns, apply_softmax, classes is not None, note)
+        return QueryPlan(job, choice, request, most, columns, apply_softmax, classes is not None, note)
 
 
 def max_request_tokens(limits: EngineLimits) -> int:
@@ -279,7 +279,7 @@ def _remember(known: OrderedDict[bytes, T], key: bytes, value: T) -> None:
         known.popitem(last=False)
 
 
-def _digests(job: ScoreJob, cache_salt: str | None) -> tuple[bytes, bytes]:
+def _digests(job: QueryItems, cache_salt: str | None) -> tuple[bytes, bytes]:
     """What tells a query from others, and a query with so many items of such lengths, for whom shares its cache.
 
     Not the items themselves: one's contents must not choose the others' algorithm.

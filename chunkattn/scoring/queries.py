@@ -2,59 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from chunkattn.engine.messages import PrecomputeResult, ScoreResult
 from chunkattn.errors import RequestError
-from chunkattn.outputs import ScoreOutput
-from chunkattn.scoring.planner import ScoringJob, Stage
-
-
-class ScoringJobs:
-    """Several queries' scoring; driven as one `ScoringJob` is.
-
-    Args:
-        jobs: one a query.
-        max_stage_tokens: stages that could be sent together are, up to so many tokens.
-    """
-
-    def __init__(self, jobs: list[ScoringJob], max_stage_tokens: int) -> None:
-        self._jobs, self._max_stage_tokens = jobs, max_stage_tokens
-        self._of: dict[str, ScoringJob] = {}  # of the requests that are on their way
-
-    @property
-    def num_items(self) -> int:
-        """Number of items over all queries."""
-        return sum(job.num_items for job in self._jobs)
-
-    def stages(self) -> Iterator[Stage]:
-        """Make the requests of one stage after the other, one job behind the other."""
-        waiting: Stage = []
-        tokens = 0
-        for job in self._jobs:
-            for stage in job.stages():
-                self._of |= {request.request_id: job for request in stage}
-                size = sum(len(request.layout) for request in stage)
-                if waiting and not (job.independent and tokens + size <= self._max_stage_tokens):
-                    yield waiting
-                    waiting, tokens = [], 0
-                if job.independent:
-                    waiting, tokens = waiting + stage, tokens + size
-                else:
-                    yield stage
-        if waiting:
-            yield waiting
-
-    def add(self, event: ScoreResult | PrecomputeResult) -> int:
-        """Take one request's result. Returns how many items it has scored."""
-        return self._of.pop(event.request_id).add(event)
-
-    def output(self) -> list[ScoreOutput]:
-        """The scores of every query, once every result is in."""
-        return [job.output() for job in self._jobs]
 
 
 def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:

@@ -21,7 +21,6 @@ from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.parsers.special_tokens import ControlTokens
-from chunkattn.scoring.planner import ScoringJob
 
 logger = logging.getLogger(__name__)
 
@@ -207,18 +206,6 @@ class RerankPlan:
         order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[: self.top_n]
         results = [RerankResult(i, relevance[i], self.documents[i], self.truncated[i]) for i in order]
         return RerankOutput(results, self.template, result.algorithm, result.usage)
-
-
-class RerankJob:
-    """One reranking: its requests and its output; driven as a `ScoringJob` is."""
-
-    def __init__(self, plan: RerankPlan, scoring: ScoringJob) -> None:
-        self._plan, self._scoring = plan, scoring
-        self.num_items, self.stages, self.add = scoring.num_items, scoring.stages, scoring.add
-
-    def output(self) -> RerankOutput:
-        """The ranking, once every result is in."""
-        return self._plan.ranked(self._scoring.output())
 
 
 def plan_rerank(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, ScoreJob
+from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, QueryItems
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Choice:
     predicted_seconds: Mapping[str, float]
 
 
-def refusals(job: ScoreJob, *, sliding_window: int | None, caching: bool, dense_refusal: str | None = None) -> dict[str, str]:
+def refusals(job: QueryItems, *, sliding_window: int | None, caching: bool, dense_refusal: str | None = None) -> dict[str, str]:
     """Why an algorithm cannot serve a job, for those that cannot."""
     reason = None
     if job.item_first:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from chunkattn.calls.precompute import precompute_job
 from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
 from chunkattn.server.errors import ApiError
 from chunkattn.server.options import ServerConfig
@@ -376,7 +377,8 @@ class Documents:
     def _requests(self, content: Content) -> list[PrecomputeRequest]:
         """Return the request for a document, as a list that is empty if the document and its prefix are."""
         salt, prefix, chunk = content
-        return next(self.llm.frontend.precompute(_ids(prefix), [_ids(chunk)], salt, False).stages(), [])
+        job = precompute_job(self.llm.frontend, _ids(prefix), [_ids(chunk)], cache_salt=salt)
+        return next(job.stages(), [])
 
 
 def _missing(document_id: str) -> ApiError:

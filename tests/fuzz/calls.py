@@ -12,6 +12,9 @@ import numpy as np
 
 from chunkattn import ChunkedPrompt, ChunkLayout, SamplingParams, make_layout
 from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.generate import generate_job
+from chunkattn.calls.precompute import precompute_job
+from chunkattn.calls.score import rerank_job, score_job
 from chunkattn.engine.messages import (
     EngineOutput,
     GenerateRequest,
@@ -56,26 +59,26 @@ class Generate:
             assert np.array_equal(getattr(parsed.layout, name), getattr(expected, name)), (
                 f"{describe(self)} is parsed wrong: {name}"
             )
-        ((request, _),) = frontend.generation([parsed], self.sampling, self.priority)
-        return [[request]], None
+        job = generate_job(frontend, [parsed], self.sampling, self.priority, cache_salt=self.salt)
+        return [list(stage) for stage in job.stages()], None
 
     def _parse(self, frontend: Frontend) -> list[Any]:
         prefix, chunks, question = self.prompt
         if self.form == "ids":
-            return frontend.parse({"prompt_token_ids": list(question)}, False, self.salt)
+            return frontend.parse({"prompt_token_ids": list(question)}, False)
         if self.form == "chunked":
-            return frontend.parse(ChunkedPrompt(list(prefix), list(map(list, chunks)), list(question)), None, self.salt)
+            return frontend.parse(ChunkedPrompt(list(prefix), list(map(list, chunks)), list(question)), None)
         if self.form == "separated ids":
             ids = list(prefix)
             for part in (*chunks, question):
                 ids += [SEPARATOR_ID, SEPARATOR_ID, *part]
-            return frontend.parse({"prompt_token_ids": ids}, True, self.salt)
+            return frontend.parse({"prompt_token_ids": ids}, True)
         if self.form == "text":
             parts = [question] if self.prompt.plain else self.prompt.parts
-            return frontend.parse(" # # ".join(map(words, parts)), None, self.salt)
+            return frontend.parse(" # # ".join(map(words, parts)), None)
         system = [{"role": "system", "content": words(prefix)}] if prefix else []
         documents = [words(chunk) for chunk in chunks] or None
-        return frontend.parse_chat([*system, {"role": "user", "content": words(question)}], documents, None, self.salt)
+        return frontend.parse_chat([*system, {"role": "user", "content": words(question)}], documents, None)
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,10 @@ class Score:
         options = {"algorithm": self.algorithm, "cache_salt": self.salt, "priority": self.priority}
         if self.rerank:
             documents = [words(item) for item in self.items]
-            options |= {"top_n": None, "instruction": None, "max_tokens_per_doc": None}
-            job: Any = frontend.rerank_call(words(self.query), documents, PLAIN, **options)
+            job: Any = rerank_job(frontend, words(self.query), documents, template=PLAIN, **options)
         else:
-            options |= {"apply_softmax": False, "item_first": self.item_first, "packed_ids": None}
-            job = frontend.score_call(list(self.query), list(map(list, self.items)), None, list(self.labels), **options)
+            options |= {"item_first": self.item_first, "label_token_ids": list(self.labels)}
+            job = score_job(frontend, list(self.query), list(map(list, self.items)), **options)
         return [list(stage) for stage in job.stages()], job
 
     def sequences(self) -> list[Ids]:
@@ -121,7 +123,8 @@ class Precompute:
     def requests(self, frontend: Frontend) -> tuple[list[list[Message]], Any]:
         """One request a document, or one for all."""
         documents = list(map(list, self.documents))
-        job = frontend.precompute(list(self.prefix), documents, self.salt, self.pin, None, self.priority)
+        options = {"cache_salt": self.salt, "pin": self.pin, "priority": self.priority}
+        job = precompute_job(frontend, list(self.prefix), documents, **options)
         return [list(stage) for stage in job.stages()], job
 
 
@@ -201,7 +204,7 @@ class Call:
         elif isinstance(event, PromptLogprobsOutput):
             self.prompt_logprobs = event
         elif isinstance(event, (ScoreResult, PrecomputeResult)):
-            self.job.add(event)
+            self.job.take(event)
             self.open.discard(event.request_id)
 
 

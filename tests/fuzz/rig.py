@@ -13,7 +13,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from chunkattn.cache.disk.store import MIN_BYTES, KVStore
-from chunkattn.calls.frontend import Frontend, make_config
+from chunkattn.calls.frontend import Frontend
+from chunkattn.config import make_config
 from chunkattn.engine.build import build_core, open_files
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier

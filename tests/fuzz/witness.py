@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn import ChunkLayout, SamplingParams, make_layout
-from chunkattn.calls.frontend import make_config
+from chunkattn.config import make_config
 from chunkattn.engine.build import build_core, open_files
 from chunkattn.engine.messages import ScoreRequest, ScoreResult
 from tests.checkpoints import VOCAB, Oracle
@@ -159,7 +159,7 @@ def _check_prompt(call: Call, layout: ChunkLayout, rows: np.ndarray, witness: Wi
 def _check_scores(call: Call, ask: Score, witness: Witness) -> None:
     rows = [witness.logprobs(make_layout([], [], ids))[-1] for ids in ask.sequences()]
     expected = np.stack(rows)[:, list(ask.labels)].astype(np.float64)
-    output = call.job.output()
+    output = call.job.result()
     where = f"against {witness.name}"
     if ask.rerank:
         relevance = np.zeros(len(rows))

@@ -14,10 +14,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from chunkattn.async_llm import snapshot
+from chunkattn.calls.generate import GenerateJob, generate_job
 from chunkattn.config import SamplingParams
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
-from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server import logprobs
 from chunkattn.server.answers import JsonResponse
@@ -150,37 +150,40 @@ class Completion(Answer):
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """One a prompt."""
         body, limit = self.body, self.state.most_prompts
-        prompts: Sequence[Prompt | ParsedPrompt] = body.prompts()
+        prompts = body.prompts()
         if not 0 < len(prompts) <= limit:
             raise ApiError(
                 400, f"there are {len(prompts)} prompts; give between 1 and {limit}", param="prompt", code="invalid_value"
             )
         self.caller.take(len(prompts))
-        if len(prompts) > 1:  # so that a bad one is told by its number, and before others begin
-            prompts = await asyncio.to_thread(self._parsed, body.prompts())
+        llm, timeout = self.state.llm, self.state.config.request_timeout_s
+        if len(prompts) > 1:  # checked together, before the first begins
+            jobs = await asyncio.to_thread(self._jobs, prompts)
+            return [llm.stream(job, timeout=timeout, snapshots=False) for job in jobs]
         return [
-            self.state.llm.generate(
-                prompt,
+            llm.generate(
+                prompts[0],
                 self.params,
                 chunk_aware=body.chunk_aware,
                 cache_salt=self.caller.salt(body.cache_salt),
                 priority=body.priority,
-                timeout=self.state.config.request_timeout_s,
+                timeout=timeout,
                 final_only=not body.stream,
                 snapshots=False,
             )
-            for prompt in prompts
         ]
 
-    def _parsed(self, prompts: Sequence[Prompt]) -> list[ParsedPrompt]:
-        frontend, parsed = self.state.llm.frontend, []
+    def _jobs(self, prompts: Sequence[Prompt]) -> list[GenerateJob]:
+        """One job for each prompt; an error names the prompt by its number."""
+        frontend, body, jobs = self.state.llm.frontend, self.body, []
+        options: dict[str, Any] = {"cache_salt": self.caller.salt(body.cache_salt), "final_only": not body.stream}
         for number, prompt in enumerate(prompts):
             try:
-                parsed += frontend.parse([prompt], self.body.chunk_aware, self.caller.salt(self.body.cache_salt))
-                frontend.generation(parsed[-1:], self.params, self.body.priority)
+                parsed = frontend.parse([prompt], body.chunk_aware)
+                jobs.append(generate_job(frontend, parsed, self.params, body.priority, **options))
             except RequestError as error:
                 raise type(error)(f"prompt {number}: {error}", param=error.param) from None
-        return parsed
+        return jobs
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Of the request."""

@@ -53,11 +53,13 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
     if isinstance(body.query, list) and body.query and not isinstance(body.query[0], int):
         _check_queries(state, len(body.query))
     _check_size(state, body)
+    query: Any = body.query
+    items: Any = body.items
     output: ScoreOutput | list[ScoreOutput] = await unless_gone(
         request,
         state.llm.score(
-            body.query,
-            body.items,
+            query,
+            items,
             labels=body.labels,
             label_token_ids=body.label_token_ids,
             apply_softmax=body.apply_softmax,

@@ -119,7 +119,7 @@ def _check_shown(tokens: int, param: str) -> None:
 
 
 def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None) -> Response:
-    (parsed,) = state.llm.frontend.parse([prompt], chunk_aware, None)
+    (parsed,) = state.llm.frontend.parse([prompt], chunk_aware)
     layout, parts = parsed.layout, []
     _check_shown(len(layout), "prompt")
     for segment in layout.segments:

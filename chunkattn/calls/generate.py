@@ -1,0 +1,101 @@
+"""`GenerateJob`: prompts to requests, and tokens to `RequestOutput`s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from chunkattn.accounting import generation_tokens
+from chunkattn.calls.frontend import Frontend, check_priorities
+from chunkattn.calls.job import Taken
+from chunkattn.calls.output import OutputBuilder
+from chunkattn.config import SamplingParams
+from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenOutput
+from chunkattn.errors import RequestError
+from chunkattn.outputs import RequestOutput
+from chunkattn.parsers import ParsedPrompt
+from chunkattn.parsers.arguments import check_salt, one_each, salt_key
+
+
+class GenerateJob:
+    """A call of `generate` or `chat`; see `chunkattn.calls.job.Job`.
+
+    Attributes:
+        builders: one for each prompt, in order.
+        final_only: the caller wants each prompt's last output alone.
+    """
+
+    unit = "prompts"
+
+    def __init__(
+        self, requests: Sequence[GenerateRequest], builders: Sequence[OutputBuilder], *, final_only: bool = False
+    ) -> None:
+        self._requests, self.builders, self.final_only = requests, builders, final_only
+        self._by_id = {request.request_id: builder for request, builder in zip(requests, builders, strict=True)}
+        self.total, self.done = len(requests), 0
+        self.pins: Sequence[str] = ()
+
+    def stages(self) -> Iterator[Sequence[GenerateRequest]]:
+        """All requests at once."""
+        yield self._requests
+
+    def take(self, output: EngineOutput) -> Taken:
+        """Take tokens, or the log-probabilities of a prompt."""
+        builder, stop = self._by_id[output.request_id], None
+        if isinstance(output, PromptLogprobsOutput):
+            builder.add_prompt_logprobs(output)
+        # The engine may compute a few tokens of a sample more before it learns of the sample's stop string.
+        elif isinstance(output, TokenOutput) and builder.output.outputs[output.sample].finish_reason is None:
+            stop = output.sample if builder.add_tokens(output) else None
+            self.done += builder.finished
+        return Taken(builder.finished, stop)
+
+    def result(self) -> list[RequestOutput]:
+        """Return one output for each prompt, in order."""
+        return [builder.read() for builder in self.builders]
+
+
+def generate_job(
+    frontend: Frontend,
+    prompts: Sequence[ParsedPrompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    priority: int | Sequence[int] = 0,
+    *,
+    cache_salt: str | None = None,
+    final_only: bool = False,
+) -> GenerateJob:
+    """Check a call of `generate` and make its requests.
+
+    Args:
+        frontend: of the engine.
+        prompts: parsed.
+        params: for all prompts, or one each; None for the defaults.
+        priority: for all prompts, or one each.
+        cache_salt: of the prompts that have none of their own.
+        final_only: see `AsyncLLM.generate`.
+
+    Raises:
+        RequestError: an argument is invalid, or the lists differ in length.
+        CapacityError: a prompt cannot fit, or together they exceed `max_tokens_per_call`.
+    """
+    salt = check_salt(cache_salt)
+    listed = one_each(SamplingParams() if params is None else params, SamplingParams, len(prompts), "sampling_params")
+    # Where max_tokens is None, one token a sample is certain.
+    costs = (generation_tokens(len(q.layout), p.n, p.max_tokens or 1) for q, p in zip(prompts, listed, strict=True))
+    frontend.check_tokens(sum(costs), "prompts and max_tokens of all samples", "prompt")
+    requests, builders = [], []
+    for prompt, param, rank in zip(prompts, listed, check_priorities(priority, len(prompts)), strict=True):
+        if param.stop and frontend.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop")
+        request = GenerateRequest(
+            frontend.new_id(),
+            prompt.layout,
+            param,
+            frontend.eos_token_ids,
+            salt_key(prompt.cache_salt or salt),
+            rank,
+            final_only and not param.stop,
+        )
+        frontend.intake.check(request)
+        requests.append(request)
+        builders.append(OutputBuilder(request, prompt.text, frontend.tokenizer, frontend.decode))
+    return GenerateJob(requests, builders, final_only=final_only)

@@ -1,0 +1,89 @@
+"""Checks of arguments: lists, token ids and cache salts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from chunkattn.config import MAX_SALT_CHARS
+from chunkattn.errors import RequestError
+
+
+def as_list(values: Any, name: str) -> list[Any]:
+    """Return any iterable but text as a list.
+
+    Raises:
+        RequestError: not iterable, or one text or mapping where several values are expected.
+    """
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} must be a list, got {type(values).__name__}", param=name)
+    return list(values)
+
+
+def one_each(value: Any, kind: type, count: int, name: str) -> list[Any]:
+    """Return `count` values: of a list its own, else `value` again and again.
+
+    Raises:
+        RequestError: of another type, or a list of another length.
+    """
+    what = "an integer" if kind is Integral else kind.__name__
+    listed = value if isinstance(value, (list, tuple)) else [value] * count
+    for entry in listed:
+        if not isinstance(entry, kind) or isinstance(entry, bool):
+            raise RequestError(f"{name} must be {what}, or a list of such, got {type(entry).__name__}", param=name)
+    if len(listed) != count:
+        raise RequestError(f"{len(listed)} {name} for {count} prompts", param=name)
+    return list(listed)
+
+
+def check_salt(salt: Any) -> str | None:
+    """Return a cache salt: None, or a text of 1 to `MAX_SALT_CHARS` characters.
+
+    Raises:
+        RequestError: anything else, or no valid Unicode.
+    """
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not salt:
+        raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
+    if len(salt) > MAX_SALT_CHARS:
+        text = f"cache_salt has {len(salt)} characters, at most {MAX_SALT_CHARS} are allowed; send a hash of it"
+        raise RequestError(text, param="cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate
+        raise RequestError(f"cache_salt {salt!r} is no valid Unicode", param="cache_salt") from error
+    return salt
+
+
+def salt_key(salt: Any) -> str | None:
+    """Return the digest of a cache salt, of one size whatever the salt's, for messages to the engine.
+
+    Raises:
+        RequestError: as `check_salt`.
+    """
+    checked = check_salt(salt)
+    return None if checked is None else hashlib.blake2b(checked.encode(), digest_size=16).hexdigest()
+
+
+def check_ids(ids: Any, name: str, param: str = "prompt") -> list[int]:
+    """Return token ids as a list of ints that fit int32; bounds of the vocabulary are the engine's to check.
+
+    Args:
+        ids: whatever the user gave.
+        name: what messages call it.
+        param: the argument it came in.
+
+    Raises:
+        RequestError: not a sequence of non-negative integers.
+    """
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+        raise RequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param=param)
+    for index, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
+            raise RequestError(f"[{index}] is not a token id: {token!r}", param=param, part=name)
+    return [int(t) for t in ids]
