@@ -33,7 +33,8 @@ def textbook() -> list[dict[str, Any]]:
     steps, build = [], core.batches.build
 
     def note(spans: list) -> Any:
-        batch = build(spans)
+        plan = build(spans)
+        batch = plan.batch
         steps.append(
             {
                 "spans": ", ".join(f"{s.sequence.request.request_id}[{s.start}:{s.end}]" for s in spans),
@@ -42,7 +43,7 @@ def textbook() -> list[dict[str, Any]]:
                 "padding": len(batch.token_ids) - batch.num_rows,
             }
         )
-        return batch
+        return plan
 
     core.batches.build = note  # type: ignore[method-assign]
     while core.has_work:

@@ -472,7 +472,7 @@ def test_a_step_makes_no_copy_of_the_pool(dtype, checkpoint):
     core, runner = llm.core, llm.core.runner
     core.add(GenerateRequest("r", make_layout([], [], [1, 2, 3]), GREEDY))
     core.scheduler.admit()
-    batch = core.batches.build(core.scheduler.plan())
+    batch = core.batches.build(core.scheduler.plan()).batch
     compiled = runner._step.lower(runner._params, runner.caches, batch.token_ids, batch.positions, batch.metadata).compile()
     memory, pool = compiled.memory_analysis(), sum(a.nbytes for layer in runner.caches for a in layer)
     assert memory.alias_size_in_bytes >= pool > 60 << 20

@@ -19,7 +19,7 @@ def engine_logits(llm, layout):
     try:
         logits = np.zeros((len(layout), VOCAB), np.float32)
         while spans := core.scheduler.plan():
-            hidden = core.runner.forward(core.batches.build(spans))
+            hidden = core.runner.forward(core.batches.build(spans).batch)
             rows = np.concatenate([request.user_index[span.start : span.end] for span in spans])
             logits[rows] = core.runner.logits(hidden)[: len(rows)]
             core.scheduler.commit(spans)

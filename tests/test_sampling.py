@@ -19,11 +19,11 @@ from transformers.generation.logits_process import (
 
 from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.calls.detokenizer import Detokenizer
-from chunkattn.engine.batch import SampleRow
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits, GenerateRequest, StepRates
 from chunkattn.engine.request import Sequence
-from chunkattn.engine.sampling import apply_edits, edit_input, truncate
+from chunkattn.engine.sampling import apply_edits, truncate
+from chunkattn.engine.sampling_plan import SampleRow, edit_input
 from chunkattn.models.loader import DEMO_FOLDER
 
 V = 300

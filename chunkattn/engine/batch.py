@@ -8,30 +8,20 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkattn.backends.base import AttentionBackend, AttentionBatch, Metadata
-from chunkattn.config import SamplingParams
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.rates import tile_area
 from chunkattn.engine.request import Request, Sequence
+from chunkattn.engine.sampling_plan import SampleRow, SamplingPlan, plan_sampling
 from chunkattn.engine.scheduler import Span
 
 
-class SampleRow(NamedTuple):
-    """Sample the next token of `sequence` at a row of the step. `sample` tells the request's samples apart."""
+class ReadRow(NamedTuple):
+    """A row of the step that is read for a request.
 
-    row: int
-    sequence: Sequence
-    sample: int
-
-    @property
-    def params(self) -> SamplingParams:
-        """The request's; only generation requests are sampled."""
-        params = self.sequence.request.sampling
-        assert params is not None
-        return params
-
-
-class LogprobRow(NamedTuple):
-    """Read log-probabilities at a row: for a scoring row or prompt token (`place`) of a request."""
+    Attributes:
+        place: of a scoring request the index among its rows; of prompt log-probabilities the index of the token whose
+            log-probability the row gives.
+    """
 
     row: int
     request: Request
@@ -40,26 +30,58 @@ class LogprobRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step.
+    """Everything the device needs of one step: arrays and plain numbers.
 
     Attributes:
         token_ids, positions: int32 `[T]`, padded to a bucket.
         num_rows: rows in use.
         metadata: the backend's description of the same rows.
-        samples: rows to sample at.
-        scores: rows of scoring requests; `place` is the index among the request's rows.
-        prompt_logprobs: rows before a prompt token asked about; `place` is that token's index.
         area: rows times slots of the tiles its attention visits.
+        sampling: blocks of rows to sample at.
+        score_rows: rows to read labels or classes at.
+        labels: token ids to read at each of them; empty for a classifier.
+        target_rows: rows to read a prompt token's log-probability at.
+        targets: that token's id for each of them.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
     num_rows: int
     metadata: Metadata
+    area: int = 0
+    sampling: tuple[SamplingPlan, ...] = ()
+    score_rows: tuple[int, ...] = ()
+    labels: tuple[tuple[int, ...], ...] = ()
+    target_rows: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> bool:
+        """True when the host waits for values of this step."""
+        return bool(self.sampling or self.score_rows or self.target_rows)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step's batch, and the sequences and requests that its results belong to.
+
+    Attributes:
+        spans: tokens that the step computes; empty for a `packed_dense` request.
+        samples: in the order of the rows of `batch.sampling`.
+        scores: in the order of `batch.score_rows`.
+        prompt_logprobs: in the order of `batch.target_rows`.
+    """
+
+    batch: StepBatch
+    spans: list[Span]
     samples: list[SampleRow]
-    scores: list[LogprobRow]
-    prompt_logprobs: list[LogprobRow]
-    area: int
+    scores: list[ReadRow]
+    prompt_logprobs: list[ReadRow]
+
+    @property
+    def requests(self) -> list[Request]:
+        """Requests of the step."""
+        return [*dict.fromkeys([s.sequence.request for s in self.spans] + [r.request for r in self.scores])]
 
 
 class BatchBuilder:
@@ -78,8 +100,9 @@ class BatchBuilder:
         max_spans: int,
         max_table_pages: int,
         block_size: int,
+        vocab_size: int,
     ) -> None:
-        self.backend = backend
+        self.backend, self.vocab_size = backend, vocab_size
         self.max_spans = max_spans
         self.block_size = block_size
         self.token_buckets = token_buckets
@@ -93,7 +116,7 @@ class BatchBuilder:
     def empty(self, rows: int, width: int) -> StepBatch:
         """A step of nothing but padding, which writes no page."""
         token_ids, positions, attention = self._arrays(rows, width, 0)
-        return StepBatch(token_ids, positions, 0, self.backend.build_metadata(attention), [], [], [], 0)
+        return StepBatch(token_ids, positions, 0, self.backend.build_metadata(attention))
 
     def _arrays(self, rows: int, width: int, used: int) -> tuple[np.ndarray, np.ndarray, AttentionBatch]:
         """Token ids, positions and attention of a step, zero but for the page lengths."""
@@ -103,14 +126,14 @@ class BatchBuilder:
         attention = AttentionBatch(used, row_seq, row_slot, row_start, prefix_end, block_tables, page_len, self.block_size)
         return token_ids, positions, attention
 
-    def build(self, spans: list[Span]) -> StepBatch:
-        """Arrays and readouts of one step; every span is a sequence of its own to the backend."""
+    def build(self, spans: list[Span]) -> StepPlan:
+        """Make the arrays of one step; every span is a sequence of its own to the backend."""
         total = sum(s.end - s.start for s in spans)
         width = bucket_for(max(s.sequence.num_pages for s in spans), self.width_buckets)
         token_ids, positions, attention = self._arrays(bucket_for(total, self.token_buckets), width, total)
         samples: list[SampleRow] = []
-        scores: list[LogprobRow] = []
-        prompt_logprobs: list[LogprobRow] = []
+        scores: list[ReadRow] = []
+        prompt_logprobs: list[ReadRow] = []
         first = 0
         for index, (sequence, start, end) in enumerate(spans):
             request, plan, last = sequence.request, sequence.request.plan, first + end - start
@@ -135,12 +158,27 @@ class BatchBuilder:
                     continue
                 low, high = np.searchsorted(wanted[0], (start, end))
                 found += [
-                    LogprobRow(first + int(r) - start, request, int(i))
+                    ReadRow(first + int(r) - start, request, int(i))
                     for r, i in zip(wanted[0][low:high], wanted[1][low:high], strict=True)
                 ]
             first = last
-        metadata = self.backend.build_metadata(attention)
-        return StepBatch(token_ids, positions, total, metadata, samples, scores, prompt_logprobs, tile_area(attention))
+        batch = StepBatch(
+            token_ids,
+            positions,
+            total,
+            self.backend.build_metadata(attention),
+            tile_area(attention),
+            tuple(plan_sampling(samples, self.vocab_size)),
+            *score_reads(scores),
+            target_rows=tuple(r.row for r in prompt_logprobs),
+            targets=tuple(int(r.request.layout.token_ids[r.place]) for r in prompt_logprobs),
+        )
+        return StepPlan(batch, spans, samples, scores, prompt_logprobs)
+
+
+def score_reads(scores: list[ReadRow]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return the rows to read scores at, and the label token ids of each."""
+    return tuple(r.row for r in scores), tuple(r.request.score.label_token_ids for r in scores if r.request.score)
 
 
 def _score_rows(request: Request) -> np.ndarray | None:

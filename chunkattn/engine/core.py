@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-import jax
 from prometheus_client import generate_latest
 
+from chunkattn.backends.packed_dense import MaskMetadata
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
-from chunkattn.engine.batch import BatchBuilder, StepBatch
+from chunkattn.engine.batch import BatchBuilder, StepBatch, StepPlan
 from chunkattn.engine.dense import DensePacks
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.intake import Intake
@@ -29,9 +30,10 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.readout import RowCollector, cached_tokens, prompt_tokens
+from chunkattn.engine.readout import Readouts, cached_tokens, prompt_tokens
 from chunkattn.engine.request import Request, Sequence
-from chunkattn.engine.runner import Runner
+from chunkattn.engine.runner import Runner, StepResult
+from chunkattn.engine.sampling_plan import SampleRow
 from chunkattn.engine.scheduler import Scheduler, Span
 from chunkattn.engine.warmup import WarmUp
 from chunkattn.errors import RequestError
@@ -40,6 +42,25 @@ logger = logging.getLogger(__name__)
 
 _DISK_WAIT_S = 0.02
 """Longest pause of a step that has nothing to compute while parts are read from disk."""
+
+
+@dataclass
+class _Step:
+    """The step under way.
+
+    Attributes:
+        outputs: made so far.
+        began: on the clock of `time.perf_counter`, seconds.
+        compiled: programs compiled before it.
+        requests: requests that an exception would blame.
+        spans: tokens that it computes.
+    """
+
+    outputs: list[EngineOutput]
+    began: float
+    compiled: int
+    requests: list[Request] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
 
 class EngineCore:
@@ -86,14 +107,16 @@ class EngineCore:
             max_spans=self.scheduler.max_spans,
             max_table_pages=self.limits.max_table_pages,
             block_size=config.block_size,
+            vocab_size=runner.spec.vocab_size,
         )
         self.warm_ups = WarmUp(runner, self.batches, self.meter, with_store=disk is not None)
         self.requests: dict[str, Request] = {}
         self.metrics = EngineMetrics()
-        self._readouts: dict[str, RowCollector] = {}
+        self._readouts = Readouts()
         self._pins: dict[str, Request] = {}
         self._undelivered: list[EngineOutput] = []  # of a step that was interrupted
         self._arrivals = 0
+        self._dense_next = False  # `packed_dense` requests and the others take turns
 
     @property
     def has_work(self) -> bool:
@@ -118,11 +141,7 @@ class EngineCore:
         request = self.intake.prepare(message, arrival=self._arrivals)
         request.added_at = time.perf_counter()
         self.requests[request.request_id] = request
-        params = request.sampling
-        if request.score is not None:
-            self._readouts[request.request_id] = RowCollector(len(request.score.rows))
-        elif params is not None and params.prompt_logprobs is not None and (wanted := len(request.layout.known_rows)):
-            self._readouts[request.request_id] = RowCollector(wanted)
+        self._readouts.expect(request)
         if request.score is not None and request.score.algorithm == "packed_dense":
             self.dense.waiting.append(request)
         elif self.disk is None or not self.disk.read_ahead(request, self.scheduler.placement.look_up):
@@ -154,7 +173,7 @@ class EngineCore:
         if self.disk is not None:
             self.disk.drop(request)
         self.requests.pop(request.request_id, None)
-        self._readouts.pop(request.request_id, None)
+        self._readouts.forget(request.request_id)
         self._count_end(request, outcome)
 
     def _count_end(self, request: Request, outcome: str) -> None:
@@ -215,102 +234,103 @@ class EngineCore:
     # Steps
 
     def step(self) -> list[EngineOutput]:
-        """Run one step and return what it produced: often nothing, while prompts are being computed.
+        """Run one step and return its outputs: often none, while prompts are being computed.
 
         An exception drops the KV pool: all requests are recomputed. The requests of the failed step run again, each
         alone, and those that fail alone fail.
         """
-        outputs, self._undelivered = self._undelivered, []
-        concerned: list[Request] = []
-        spans: list[Span] = []
+        step = _Step(self._undelivered, time.perf_counter(), self.runner.compiles.total())
+        self._undelivered = []
         try:
-            self._step(outputs, concerned, spans)
-            self.isolation.step_done(self._is_alive, len(spans))
+            if plan := self._plan(step):
+                result = self.runner.run(plan.batch)
+                self._hand_on(plan, result, step)
+            self.isolation.step_done(self._is_alive, len(step.spans))
         except Exception as error:
-            logger.exception("a step of %d requests failed", len(concerned))
-            self.metrics.failed_steps.inc()
-            answered = {output.request_id for output in outputs}
-            concerned = [r for r in dict.fromkeys(concerned) if self._is_alive(r) or r.request_id not in answered]
-            failed = self.isolation.blame(concerned or [*self.requests.values(), *self._pins.values()], spans)
-            self._recover(failed)
-            names, reason = {r.request_id for r in failed}, f"{type(error).__name__}: {error}"
-            outputs = [o for o in outputs if o.request_id not in names]
-            outputs += [RequestFailed(name, reason) for name in sorted(names)]
-        except BaseException:  # an interrupt: nobody's fault, but the donated pool may be just as lost
-            self._undelivered = outputs
+            return self._blame(error, step)
+        except BaseException:  # an interrupt blames no request, but the donated pool may be just as lost
+            self._undelivered = step.outputs
             self._recover([])
             raise
-        return outputs
+        return step.outputs
+
+    def _plan(self, step: _Step) -> StepPlan | None:
+        """Place waiting requests and plan a step: the scheduler's spans, or one `packed_dense` request in its turn."""
+        self._take_read()
+        self._admit(step)
+        while request := self.scheduler.stuck:
+            step.outputs.append(self._fail_stuck(request))
+            self._admit(step)
+        self._finish_precomputed(step.outputs)
+        step.requests = []
+        if not (plan := self._plan_dense(step) if self._dense_next else None):
+            step.spans = self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
+            step.requests = [span.sequence.request for span in step.spans]
+            plan = self.batches.build(step.spans) if step.spans else self._plan_dense(step)
+        self._dense_next = bool(step.spans)
+        if plan is None:
+            self._take_read(_DISK_WAIT_S)  # instead of asking the scheduler again and again
+        else:
+            self.metrics.host_time.observe(time.perf_counter() - step.began)
+            self.meter.add(step.began, len(plan.batch.token_ids), plan.batch.area)
+        return plan
+
+    def _plan_dense(self, step: _Step) -> StepPlan | None:
+        if not self.dense.waiting or self.scheduler.alone:
+            return None
+        step.requests = self.dense.waiting[:1]
+        return self.dense.build(self.dense.waiting[0])
+
+    def _hand_on(self, plan: StepPlan, result: StepResult, step: _Step) -> None:
+        """Give the results of a step to its requests, and end those that are complete."""
+        for _, request, _ in plan.scores:
+            self.metrics.scored.labels(request.score.algorithm if request.score else "").inc()
+        step.outputs += self._readouts.take(plan, result, self.meter)
+        self._count(plan)
+        self.scheduler.commit(plan.spans)
+        if self.disk is not None:
+            self.disk.save(plan.spans)
+        self._fork(plan.samples)
+        for span in plan.spans:
+            if span.sequence.request.score and span.end == span.sequence.num_tokens:
+                self._finish(span.sequence)
+        for row, token, logprobs in zip(plan.samples, result.tokens, result.logprobs, strict=True):
+            self._accept(row, token, logprobs, step.outputs)
+        if not plan.spans:
+            self._end(step.requests[0], "finished")
+        self._finish_precomputed(step.outputs)
+        self._measure(plan.batch, result, step)
+        self.metrics.steps.inc()
+        self.metrics.step_time.observe(time.perf_counter() - step.began)
+
+    def _blame(self, error: Exception, step: _Step) -> list[EngineOutput]:
+        """Recover from an exception. Returns the step's outputs, and a failure of every request that has failed alone."""
+        logger.exception("a step of %d requests failed", len(step.requests))
+        self.metrics.failed_steps.inc()
+        answered = {output.request_id for output in step.outputs}
+        concerned = [r for r in dict.fromkeys(step.requests) if self._is_alive(r) or r.request_id not in answered]
+        failed = self.isolation.blame(concerned or [*self.requests.values(), *self._pins.values()], step.spans)
+        self._recover(failed)
+        names, reason = {r.request_id for r in failed}, f"{type(error).__name__}: {error}"
+        outputs = [output for output in step.outputs if output.request_id not in names]
+        return outputs + [RequestFailed(name, reason) for name in sorted(names)]
 
     def _is_alive(self, request: Request) -> bool:
         return request.request_id in self.requests or request.request_id in self._pins
 
-    def _step(self, outputs: list[EngineOutput], concerned: list[Request], spans: list[Span]) -> None:
-        began = time.perf_counter()
-        self._take_read()
-        self._admit(concerned)
-        while request := self.scheduler.stuck:
-            outputs.append(self._fail_stuck(request))
-            self._admit(concerned)
-        self._finish_precomputed(outputs)
-        concerned.clear()
-        spans += self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
-        if not spans:
-            if not self.dense.waiting:
-                self._take_read(_DISK_WAIT_S)  # instead of asking the scheduler again and again
-            self._dense_step(outputs, concerned, spans)
-            return
-        concerned += [s.sequence.request for s in spans]
-        batch = self.batches.build(spans)
-        self.metrics.host_time.observe(time.perf_counter() - began)
-        compiled = self.runner.compiles.total()
-        self.meter.add(began, len(batch.token_ids), batch.area)
-        hidden = self.runner.forward(batch)
-        tokens, logprobs = self.runner.sample(hidden, batch.samples)
-        self._collect(hidden, batch, outputs)
-        self._count(spans, batch)
-        self.scheduler.commit(spans)
-        if self.disk is not None:
-            self.disk.save(spans)
-        self._fork(batch)
-        for span in spans:
-            if span.sequence.request.score and span.end == span.sequence.num_tokens:
-                self._finish(span.sequence)
-        for row, token, logprob in zip(batch.samples, tokens, logprobs, strict=True):
-            self._accept(row.sequence.request, row.sample, token, logprob, outputs)
-        self._finish_precomputed(outputs)
-        self._measure(compiled, hidden, batch)
-        self.metrics.steps.inc()
-        self.metrics.step_time.observe(time.perf_counter() - began)
-        self._dense_step(outputs, concerned, spans)
-
-    def _dense_step(self, outputs: list[EngineOutput], concerned: list[Request], spans: list[Span]) -> None:
-        """One pack under a dense mask, if one waits: so they and everybody else take turns."""
-        if not self.dense.waiting or self.scheduler.alone:
-            return
-        spans.clear()
-        request = self.dense.waiting[0]
-        concerned[:] = [request]
-        self.meter.forget()
-        batch = self.dense.build(request)
-        self._collect(self.runner.forward_dense(batch), batch, outputs)
-        self.metrics.tokens.labels("score").inc(batch.num_rows)
-        self.metrics.padding.inc(len(batch.token_ids) - batch.num_rows)
-        self._end(request, "finished")
-
-    def _measure(self, compiled: int, hidden: jax.Array, batch: StepBatch) -> None:
-        """Take note of what steps took, when their results are here and nothing was compiled for them."""
+    def _measure(self, batch: StepBatch, result: StepResult, step: _Step) -> None:
+        """Note the time of the steps whose results have arrived, unless a program was compiled meanwhile."""
         if not self.requests:
-            hidden.block_until_ready()  # what comes next must not be taken for this
-        if self.runner.compiles.total() > compiled:
+            result.hidden.block_until_ready()  # the next step's time begins after this one's end
+        if self.runner.compiles.total() > step.compiled or isinstance(batch.metadata, MaskMetadata):
             self.meter.forget()
-        elif not self.requests or batch.samples or batch.scores or batch.prompt_logprobs:
+        elif not self.requests or batch.reads:
             self.meter.finish()
 
-    def _admit(self, concerned: list[Request]) -> None:
-        """Place what fits, and fetch what the disk has of it."""
+    def _admit(self, step: _Step) -> None:
+        """Place the waiting requests that fit, and fetch their parts from disk."""
         while request := self.scheduler.admit():
-            concerned.append(request)
+            step.requests.append(request)
             if not request.computed.any() and not request.sequences[0].output_ids:
                 self.metrics.queue_time.observe(time.perf_counter() - request.added_at)
             if self.disk is not None:
@@ -328,19 +348,16 @@ class EngineCore:
             for request in disk.close():
                 self.scheduler.add(request)
 
-    def _fork(self, batch: StepBatch) -> None:
-        """Prompts just completed split into their samples before the first tokens are taken."""
+    def _fork(self, samples: list[SampleRow]) -> None:
+        """Split the requests whose prompts are complete into their samples, before their first tokens are taken."""
         copies = []
-        for request in dict.fromkeys(r.sequence.request for r in batch.samples if r.sample != r.sequence.sample):
+        for request in dict.fromkeys(r.sequence.request for r in samples if r.sample != r.sequence.sample):
             copies += self.scheduler.placement.fork(request)
         self.runner.copy_pages(copies)
 
-    def _accept(
-        self, request: Request, sample: int, token: int, logprobs: TokenLogprobs | None, outputs: list[EngineOutput]
-    ) -> None:
+    def _accept(self, row: SampleRow, token: int, logprobs: TokenLogprobs | None, outputs: list[EngineOutput]) -> None:
         """Append a sampled token and end its sequence when it is the last."""
-        params, now = request.sampling, time.perf_counter()
-        assert params is not None
+        request, sample, params, now = row.sequence.request, row.sample, row.params, time.perf_counter()
         sequence = next(s for s in request.sequences if s.sample == sample)
         number, cached = len(sequence.output_ids) + 1, None
         if number == 1:
@@ -390,35 +407,6 @@ class EngineCore:
         )
         return RequestFailed(request.request_id, reason, "prompt")
 
-    def _collect(self, hidden: jax.Array, batch: StepBatch, outputs: list[EngineOutput]) -> None:
-        """Read the rows asked about; requests whose last row this was are answered."""
-        if batch.scores:
-            rows, scored = [r.row for r in batch.scores], [r.request.score for r in batch.scores]
-            if self.limits.num_labels is None:
-                values = self.runner.label_logprobs(hidden, rows, [s.label_token_ids for s in scored if s])
-            else:
-                values = [*self.runner.class_logits(hidden, rows)]
-            for (_, request, place), value in zip(batch.scores, values, strict=True):
-                if request.score:
-                    self.metrics.scored.labels(request.score.algorithm).inc()
-                if collector := self._note(request, place, value):
-                    outputs.append(collector.score_result(request, self.meter.rates))
-        if batch.prompt_logprobs:
-            targets = [int(r.request.layout.token_ids[r.place]) for r in batch.prompt_logprobs]
-            read = self.runner.token_logprobs(hidden, [r.row for r in batch.prompt_logprobs], targets)
-            for i, (_, request, place) in enumerate(batch.prompt_logprobs):
-                row = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
-                if collector := self._note(request, int(request.user_index[place]), row):
-                    outputs.append(collector.prompt_output(request))
-
-    def _note(self, request: Request, index: int, row: object) -> RowCollector | None:
-        """Note a row; returns the request's collector, no longer kept here, when this was its last."""
-        collector = self._readouts.get(request.request_id)
-        if collector is None:  # answered before its sequence had to start over
-            return None
-        collector.rows[index] = row
-        return self._readouts.pop(request.request_id) if len(collector.rows) == collector.wanted else None
-
     def _recover(self, failed: Iterable[Request]) -> None:
         """Drop the donated pool and the requests that failed; the others start over on a fresh pool.
 
@@ -431,7 +419,7 @@ class EngineCore:
                 logger.warning("precomputed documents of request %s are no longer pinned", request.request_id)
             if self.requests.pop(request.request_id, None):
                 self._count_end(request, "failed")
-            self._readouts.pop(request.request_id, None)
+            self._readouts.forget(request.request_id)
         reading = self.disk.reading if self.disk is not None else frozenset()
         paged = [r for r in self.requests.values() if r not in self.dense.waiting and r not in reading]
         self.dense.waiting = [r for r in self.dense.waiting if r.request_id in self.requests]
@@ -467,13 +455,13 @@ class EngineCore:
         self._update_totals()
         return generate_latest(self.metrics.registry).decode()
 
-    def _count(self, spans: list[Span], batch: StepBatch) -> None:
-        rows = batch.num_rows
+    def _count(self, plan: StepPlan) -> None:
+        spans, rows = plan.spans, plan.batch.num_rows
         decodes = sum(s.end - s.start == 1 and s.start >= len(s.sequence.request.layout) for s in spans)
-        scored = sum(s.end - s.start for s in spans if s.sequence.request.score)
+        scored = sum(s.end - s.start for s in spans if s.sequence.request.score) if spans else rows
         for kind, count in (("decode", decodes), ("score", scored), ("prefill", rows - decodes - scored)):
             self.metrics.tokens.labels(kind).inc(count)
-        self.metrics.padding.inc(len(batch.token_ids) - rows)
+        self.metrics.padding.inc(len(plan.batch.token_ids) - rows)
 
     def _update_totals(self) -> None:
         """What others count, and what stands at this moment."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from chunkattn.backends.base import AttentionBatch
 from chunkattn.backends.packed_dense import PackedDenseBackend
-from chunkattn.engine.batch import LogprobRow, StepBatch
+from chunkattn.engine.batch import ReadRow, StepBatch, StepPlan, score_reads
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.request import Request
 from chunkattn.engine.runner import Runner
@@ -32,8 +32,8 @@ class DensePacks:
         if request in self.waiting:
             self.waiting.remove(request)
 
-    def build(self, request: Request) -> StepBatch:
-        """The pass of one request that the intake has let in."""
+    def build(self, request: Request) -> StepPlan:
+        """Make the step of one request alone."""
         layout, plan = request.layout, request.plan
         used = len(layout)
         rows = bucket_for(used, self._sizes)
@@ -47,5 +47,6 @@ class DensePacks:
         backend.max_multi_item_seq_len = self._limit
         metadata = backend.build_metadata(attention)
         assert request.score is not None
-        scores = [LogprobRow(int(row), request, place) for place, row in enumerate(request.score.rows)]
-        return StepBatch(token_ids, positions, used, metadata, [], scores, [], area=0)
+        scores = [ReadRow(int(row), request, place) for place, row in enumerate(request.score.rows)]
+        read, labels = score_reads(scores)
+        return StepPlan(StepBatch(token_ids, positions, used, metadata, score_rows=read, labels=labels), [], [], scores, [])

@@ -6,8 +6,58 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.engine.messages import CachedTokens, PromptLogprobsOutput, ScoreResult, StepRates, TokenLogprobs
+from chunkattn.engine.batch import StepPlan
+from chunkattn.engine.messages import (
+    CachedTokens,
+    EngineOutput,
+    PromptLogprobsOutput,
+    ScoreResult,
+    StepRates,
+    TokenLogprobs,
+)
+from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.request import Request
+from chunkattn.engine.runner import StepResult
+
+
+class Readouts:
+    """Rows read for the requests that have asked for scores or prompt log-probabilities, until each has all of its rows."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, RowCollector] = {}
+
+    def expect(self, request: Request) -> None:
+        """Take note of a new request."""
+        params = request.sampling
+        if request.score is not None:
+            self._open[request.request_id] = RowCollector(len(request.score.rows))
+        elif params is not None and params.prompt_logprobs is not None and (wanted := len(request.layout.known_rows)):
+            self._open[request.request_id] = RowCollector(wanted)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what was read for a request, if anything."""
+        self._open.pop(request_id, None)
+
+    def take(self, plan: StepPlan, result: StepResult, meter: RateMeter) -> list[EngineOutput]:
+        """Take the rows of one step. Returns the outputs of the requests whose last row is among them."""
+        outputs: list[EngineOutput] = []
+        for (_, request, place), values in zip(plan.scores, result.scores, strict=True):
+            if collector := self._note(request, place, values):
+                outputs.append(collector.score_result(request, meter.rates))
+        if (read := result.prompt_logprobs) is not None:
+            for i, (_, request, place) in enumerate(plan.prompt_logprobs):
+                row = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
+                if collector := self._note(request, int(request.user_index[place]), row):
+                    outputs.append(collector.prompt_output(request))
+        return outputs
+
+    def _note(self, request: Request, index: int, row: object) -> RowCollector | None:
+        """Note a row; returns the request's collector, no longer kept here, when this was its last."""
+        collector = self._open.get(request.request_id)
+        if collector is None:  # answered before its sequence had to start over
+            return None
+        collector.rows[index] = row
+        return self._open.pop(request.request_id) if len(collector.rows) == collector.wanted else None
 
 
 class RowCollector:

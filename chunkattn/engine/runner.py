@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -16,35 +17,53 @@ import numpy as np
 from flax import nnx
 
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
-from chunkattn.backends.packed_dense import PackedDenseBackend
-from chunkattn.engine.batch import SampleRow, StepBatch
+from chunkattn.backends.packed_dense import MaskMetadata, PackedDenseBackend
+from chunkattn.engine.batch import StepBatch
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.fingerprint import fingerprint
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.sampling import (
+    READ_ROWS,
+    ROW_BUCKETS,
     Edits,
     Readout,
     SampleInput,
     apply_edits,
     choose,
-    edit_input,
     edit_widths,
     empty_edits,
     empty_input,
     read,
     read_labels,
-    sample_input,
 )
+from chunkattn.engine.sampling_plan import SamplingPlan
 from chunkattn.models.decoder import Decoder
 
 T = TypeVar("T")
 Params = list[jax.Array]
 """The model's arrays, in the order of its tree."""
 
-READ_ROWS = 64
-"""Most rows whose logits exist at once: bounds the `[rows, vocab]` float32 array."""
 LABEL_WIDTHS = (2, 8)
 """Labels a row that one program reads; longer lists are picked on the host."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Values of one step, in the order of the rows of its `StepBatch`.
+
+    Attributes:
+        hidden: float32 `[T, hidden]`, on the device; the step has run when it is ready.
+        tokens: the sampled tokens.
+        logprobs: of each sampled token, None where none are asked for.
+        scores: float32, log-probabilities of each row's labels, or its class logits.
+        prompt_logprobs: of the targets; None where there is none.
+    """
+
+    hidden: jax.Array
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    scores: Seq[np.ndarray]
+    prompt_logprobs: TokenLogprobs | None
 
 
 class Runner:
@@ -65,11 +84,9 @@ class Runner:
         # Plain leaves: a call flattens its arguments, and nnx's variables, one by one, in Python.
         self._params, self._state = jax.tree.flatten(state)
         self.dtype = model.dtype
-        self._row_buckets = buckets(8, READ_ROWS, 8)
         self._page_buckets = buckets(8, READ_ROWS, 2)
         # The pool is donated: writing a token must not copy it.
         self._step = jax.jit(self._trace_step, donate_argnums=1)
-        self._dense = jax.jit(self._trace_dense)
         self._copy = jax.jit(self._trace_copy, donate_argnums=0)
         self._gather = jax.jit(self._trace_gather)
         self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
@@ -89,8 +106,20 @@ class Runner:
         self.caches: list[KVCache] = []  # let go of an old pool before there are two
         self.caches = [self.backend.allocate(self.num_pages) for _ in range(self.spec.num_layers)]
 
+    def run(self, batch: StepBatch) -> StepResult:
+        """Run one step and read everything that its batch asks for."""
+        hidden = self.forward(batch)
+        tokens, logprobs = self.sample(hidden, batch.sampling)
+        scores: Seq[np.ndarray] = ()
+        if batch.score_rows and self.spec.num_labels is not None:
+            scores = [*self.class_logits(hidden, batch.score_rows)]
+        elif batch.score_rows:
+            scores = self.label_logprobs(hidden, batch.score_rows, batch.labels)
+        targets = self.token_logprobs(hidden, batch.target_rows, batch.targets) if batch.target_rows else None
+        return StepResult(hidden, tokens, logprobs, scores, targets)
+
     def forward(self, batch: StepBatch) -> jax.Array:
-        """Run one step; hidden states float32 `[T, hidden]`."""
+        """Return the hidden states of one step, float32 `[T, hidden]`."""
         hidden, self.caches = self._step(self._params, self.caches, batch.token_ids, batch.positions, batch.metadata)
         return hidden
 
@@ -114,10 +143,6 @@ class Runner:
         """The one that attends under a dense mask, over the same heads; only where it supports the model."""
         return PackedDenseBackend(self.backend.spec)
 
-    def forward_dense(self, batch: StepBatch) -> jax.Array:
-        """Run one step of `dense_backend`, which reads and writes no page; hidden states float32 `[T, hidden]`."""
-        return self._dense(self._params, batch.token_ids, batch.positions, batch.metadata)
-
     def lower(self, batch: StepBatch, num_pages: int, where: jax.sharding.Sharding) -> jax.stages.Lowered:
         """The step's program for a device that need not be here, over a pool of `num_pages`: to compile ahead of time."""
         caches = [jax.eval_shape(lambda: self.backend.allocate(num_pages)) for _ in range(self.spec.num_layers)]
@@ -136,7 +161,7 @@ class Runner:
         """Copy whole pages `(from, to)` in every layer."""
         for first in range(0, len(pairs), READ_ROWS):
             block = np.asarray(pairs[first : first + READ_ROWS], np.int32)
-            padding = np.full((bucket_for(len(block), self._row_buckets) - len(block), 2), (0, self.num_pages), np.int32)
+            padding = np.full((bucket_for(len(block), ROW_BUCKETS) - len(block), 2), (0, self.num_pages), np.int32)
             self.caches = self._copy(self.caches, *np.concatenate([block, padding]).T)
 
     @property
@@ -181,12 +206,12 @@ class Runner:
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the picking of rows from a step's hidden states `[T, hidden]`."""
-        for size in self._row_buckets:
+        for size in ROW_BUCKETS:
             self._pick(hidden, [0] * size)
 
     def warm_readouts(self) -> Iterator[None]:
         """Compile every program that reads picked rows or moves pages, one at each `next`, but those of `packed_dense`."""
-        for size in self._row_buckets:
+        for size in ROW_BUCKETS:
             picked = jnp.zeros((size, self.spec.hidden_size), jnp.float32)
             if self.spec.num_labels is not None:
                 yield self._wait(self._classify(self._params, picked))
@@ -228,23 +253,20 @@ class Runner:
         form = (self.spec, self.backend.name, self.backend.spec, self.page_shapes)
         return fingerprint(form, ((str(path), leaf) for path, leaf in weights))
 
-    def sample(self, hidden: jax.Array, rows: list[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """The next token of every row, and its log-probabilities where asked for."""
+    def sample(self, hidden: jax.Array, plans: Seq[SamplingPlan]) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Return the next token of every row, and its log-probabilities where asked for."""
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        for first in range(0, len(rows), READ_ROWS):
-            block = rows[first : first + READ_ROWS]
-            size, vocab = bucket_for(len(block), self._row_buckets), self.spec.vocab_size
-            given, edits = sample_input(block, size, vocab), edit_input(block, size, vocab)
-            wanted = [r.params.logprobs for r in block]
+        for plan in plans:
+            given, wanted = plan.given, plan.num_logprobs
             with_logprobs = any(w is not None for w in wanted)
-            picked = self._pick(hidden, [r.row for r in block])
-            if edits is None:
+            picked = self._pick(hidden, plan.rows)
+            if plan.edits is None:
                 chosen, readout = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
             else:  # in three programs: every width of the edits compiles a small one of its own
                 logits = self._logits(self._params, picked)
-                chosen, readout = self._choose(logits, self._edit(logits, edits), given, with_logprobs=with_logprobs)
-            tokens += np.asarray(chosen)[: len(block)].tolist()
+                chosen, readout = self._choose(logits, self._edit(logits, plan.edits), given, with_logprobs=with_logprobs)
+            tokens += np.asarray(chosen)[: len(plan.rows)].tolist()
             values = jax.device_get(readout)
             logprobs += [None if w is None else _to_logprobs(values, slice(i, i + 1), w) for i, w in enumerate(wanted)]
         return tokens, logprobs
@@ -298,7 +320,7 @@ class Runner:
 
     def _pick(self, hidden: jax.Array, rows: Seq[int]) -> jax.Array:
         """The hidden states of up to `READ_ROWS` rows, padded to a bucket: what follows is compiled for that alone."""
-        padded = np.zeros(bucket_for(len(rows), self._row_buckets), np.int32)
+        padded = np.zeros(bucket_for(len(rows), ROW_BUCKETS), np.int32)
         padded[: len(rows)] = rows
         return self._gather(hidden, padded)
 
@@ -311,25 +333,19 @@ class Runner:
     def _trace_step(
         self, params: Params, caches: list[KVCache], token_ids: jax.Array, positions: jax.Array, metadata: Metadata
     ) -> tuple[jax.Array, list[KVCache]]:
-        self.compiles["step"] += 1
+        dense = isinstance(metadata, MaskMetadata)
+        self.compiles["dense" if dense else "step"] += 1
         caches, scale = list(caches), 1 / math.sqrt(self.spec.head_dim)
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            if dense:  # it reads and writes no page
+                return self.dense_backend.forward(q, k, v, None, metadata, scale=scale)[0]
             out, caches[layer] = self.backend.forward(
                 q, k, v, caches[layer], metadata, scale=scale, window=self.spec.windows[layer]
             )
             return out
 
         return self._model(params)(token_ids, positions, attend), caches
-
-    def _trace_dense(self, params: Params, token_ids: jax.Array, positions: jax.Array, metadata: Metadata) -> jax.Array:
-        self.compiles["dense"] += 1
-        scale = 1 / math.sqrt(self.spec.head_dim)
-
-        def attend(_: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return self.dense_backend.forward(q, k, v, None, metadata, scale=scale)[0]
-
-        return self._model(params)(token_ids, positions, attend)
 
     def _trace_copy(self, caches: list[KVCache], source: jax.Array, target: jax.Array) -> list[KVCache]:
         self.compiles["copy"] += 1

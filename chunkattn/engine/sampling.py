@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import StepArray
-from chunkattn.engine.batch import SampleRow
-from chunkattn.engine.buckets import bucket_for, buckets
+from chunkattn.engine.buckets import buckets
 
-LOWEST_TEMPERATURE = 0.01
-"""Temperatures between 0 and this are taken as this, as in vLLM: dividing by less loses the logits' digits."""
-_NO_IDS = np.zeros(0, np.int64)
+READ_ROWS = 64
+"""Highest number of rows whose logits exist at once: bounds the float32 `[rows, vocab]` array."""
+ROW_BUCKETS = buckets(8, READ_ROWS, 8)
+"""Sizes of a block of rows."""
 _LEAST_EDITS = 64
 
 
@@ -66,37 +66,11 @@ class Readout(NamedTuple):
     top: StepArray
 
 
-def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleInput | None:
-    """Return the arrays of a block of rows, padded to `size`; None when every row takes its likeliest token."""
-    params = [row.params for row in block]
-    if all(p.greedy for p in params):
-        return None
-
-    def column(values: list[Any], dtype: type, fill: float) -> np.ndarray:
-        return np.asarray(values + [fill] * (size - len(values)), dtype)
-
-    seeds = [row.sequence.request.seed for row in block]
-    folds = [(row.sample, len(row.sequence.output_ids)) for row in block]
-    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 and not p.greedy else vocab_size for p in params]
-    return SampleInput(
-        column([p.temperature and max(p.temperature, LOWEST_TEMPERATURE) for p in params], np.float32, 0.0),
-        _padded([(s >> 32, s & 0xFFFFFFFF) for s in seeds], size, np.uint32),
-        _padded(folds, size, np.int32),
-        column(top_k, np.int32, vocab_size),
-        column([1.0 if p.greedy else p.top_p for p in params], np.float32, 1.0),
-        column([0.0 if p.greedy else p.min_p for p in params], np.float32, 0.0),
-    )
-
-
 def empty_input(size: int, vocab_size: int) -> SampleInput:
     """The arrays of a block of `size` rows of no request, to compile with."""
     pairs = (np.zeros((size, 2), np.uint32), np.zeros((size, 2), np.int32))
     ones = np.ones(size, np.float32)
     return SampleInput(ones, *pairs, np.full(size, vocab_size, np.int32), ones, np.zeros(size, np.float32))
-
-
-def _padded(rows: list[tuple[int, int]], size: int, dtype: type) -> np.ndarray:
-    return np.asarray(rows + [(0, 0)] * (size - len(rows)), dtype)
 
 
 def edit_widths(vocab_size: int) -> tuple[int, ...]:
@@ -114,49 +88,6 @@ def empty_edits(size: int, width: int, vocab_size: int) -> Edits:
         *np.ones((1, size, 1), np.float32),
         *np.zeros((2, size, 1), np.float32),
     )
-
-
-def edit_input(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
-    """Return the logits each row changes, or None when none does."""
-    per_row = [_edited_ids(row) for row in block]
-    longest = max(map(len, per_row))
-    if not longest:
-        return None
-    edits = empty_edits(size, bucket_for(longest, edit_widths(vocab_size)), vocab_size)
-    for i, (row, ids) in enumerate(zip(block, per_row, strict=True)):
-        params, output = row.params, np.asarray(row.sequence.output_ids, np.int64)
-        edits.repetition[i] = params.repetition_penalty
-        edits.presence[i], edits.frequency[i] = params.presence_penalty, params.frequency_penalty
-        places = slice(0, len(ids))
-        edits.ids[i, places] = ids
-        # Every output id is among the edited ones when a penalty needs it.
-        edits.count[i, places] = np.bincount(np.searchsorted(ids, output[np.isin(output, ids)]), minlength=len(ids))
-        edits.seen[i, places] = (edits.count[i, places] > 0) | np.isin(ids, row.sequence.request.prompt_ids)
-        for token, bias in _biases(row).items():
-            edits.bias[i, np.searchsorted(ids, token)] = bias
-    return edits
-
-
-def _biases(row: SampleRow) -> dict[int, float]:
-    """Token id to what is added to its logit; -inf bans it."""
-    params = row.params
-    if len(row.sequence.output_ids) >= params.min_tokens:
-        return dict(params.logit_bias)
-    ends = (*row.sequence.request.eos_token_ids, *params.stop_token_ids)
-    return dict(params.logit_bias) | dict.fromkeys(ends, -np.inf)
-
-
-def _edited_ids(row: SampleRow) -> np.ndarray:
-    """Ascending distinct token ids whose logits this row changes."""
-    params = row.params
-    parts: list[np.ndarray | list[int]] = [[*_biases(row)]]
-    if params.repetition_penalty != 1:
-        parts.append(row.sequence.request.prompt_ids)
-    if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
-        parts.append(row.sequence.output_ids)
-    elif not parts[0]:  # most rows, at every step
-        return _NO_IDS
-    return np.unique(np.concatenate([np.asarray(p, np.int64) for p in parts]))
 
 
 def apply_edits(logits: jax.Array, edits: Edits) -> jax.Array:

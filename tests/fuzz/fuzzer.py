@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from chunkattn import SamplingParams
-from chunkattn.engine.batch import StepBatch
+from chunkattn.engine.batch import StepPlan
 from chunkattn.engine.scheduler import Span
 from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Precompute, Score
 from tests.fuzz.ledger import Ledger
@@ -206,7 +206,7 @@ class Fuzzer:
         batches, victim = self.session.core.batches, self._some(self.session.in_flight)
         original = type(batches).build
 
-        def build(spans: list[Span]) -> StepBatch:
+        def build(spans: list[Span]) -> StepPlan:
             if any(span.sequence.request.request_id in victim.open for span in spans):
                 raise RuntimeError("injected")
             return original(batches, spans)

@@ -1,0 +1,132 @@
+"""`SamplingPlan`: the arrays with which a step samples up to `READ_ROWS` rows, made of their requests' parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from chunkattn.config import SamplingParams
+from chunkattn.engine.buckets import bucket_for
+from chunkattn.engine.request import Sequence as Sample
+from chunkattn.engine.sampling import READ_ROWS, ROW_BUCKETS, Edits, SampleInput, edit_widths, empty_edits
+
+LOWEST_TEMPERATURE = 0.01
+"""Temperatures between 0 and this count as this, as in vLLM: dividing by less loses the logits' digits."""
+_NO_IDS = np.zeros(0, np.int64)
+
+
+class SampleRow(NamedTuple):
+    """A row of the step whose next token is sampled for `sequence`; `sample` is the number among the request's samples."""
+
+    row: int
+    sequence: Sample
+    sample: int
+
+    @property
+    def params(self) -> SamplingParams:
+        """Parameters of the row's request, a generation request."""
+        params = self.sequence.request.sampling
+        assert params is not None
+        return params
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """One block of rows.
+
+    Attributes:
+        rows: rows of the step, at most `READ_ROWS`.
+        given: parameters, padded to one of `ROW_BUCKETS`; None when every row takes its likeliest token.
+        edits: changes of single logits, padded likewise; None when no row has any.
+        num_logprobs: for each row how many log-probabilities to return; None for none.
+    """
+
+    rows: tuple[int, ...]
+    given: SampleInput | None
+    edits: Edits | None
+    num_logprobs: tuple[int | None, ...]
+
+
+def plan_sampling(rows: Sequence[SampleRow], vocab_size: int) -> Iterator[SamplingPlan]:
+    """Yield the plans of all rows, block by block."""
+    for first in range(0, len(rows), READ_ROWS):
+        block = rows[first : first + READ_ROWS]
+        size = bucket_for(len(block), ROW_BUCKETS)
+        yield SamplingPlan(
+            tuple(r.row for r in block),
+            sample_input(block, size, vocab_size),
+            edit_input(block, size, vocab_size),
+            tuple(r.params.logprobs for r in block),
+        )
+
+
+def sample_input(block: Sequence[SampleRow], size: int, vocab_size: int) -> SampleInput | None:
+    """Return the arrays of a block of rows, padded to `size`; None when every row takes its likeliest token."""
+    params = [row.params for row in block]
+    if all(p.greedy for p in params):
+        return None
+
+    def column(values: list[Any], dtype: type, fill: float) -> np.ndarray:
+        return np.asarray(values + [fill] * (size - len(values)), dtype)
+
+    seeds = [row.sequence.request.seed for row in block]
+    folds = [(row.sample, len(row.sequence.output_ids)) for row in block]
+    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 and not p.greedy else vocab_size for p in params]
+    return SampleInput(
+        column([p.temperature and max(p.temperature, LOWEST_TEMPERATURE) for p in params], np.float32, 0.0),
+        _padded([(s >> 32, s & 0xFFFFFFFF) for s in seeds], size, np.uint32),
+        _padded(folds, size, np.int32),
+        column(top_k, np.int32, vocab_size),
+        column([1.0 if p.greedy else p.top_p for p in params], np.float32, 1.0),
+        column([0.0 if p.greedy else p.min_p for p in params], np.float32, 0.0),
+    )
+
+
+def _padded(rows: list[tuple[int, int]], size: int, dtype: type) -> np.ndarray:
+    return np.asarray(rows + [(0, 0)] * (size - len(rows)), dtype)
+
+
+def edit_input(block: Sequence[SampleRow], size: int, vocab_size: int) -> Edits | None:
+    """Return the logits each row changes, or None when none does."""
+    per_row = [_edited_ids(row) for row in block]
+    longest = max(map(len, per_row))
+    if not longest:
+        return None
+    edits = empty_edits(size, bucket_for(longest, edit_widths(vocab_size)), vocab_size)
+    for i, (row, ids) in enumerate(zip(block, per_row, strict=True)):
+        params, output = row.params, np.asarray(row.sequence.output_ids, np.int64)
+        edits.repetition[i] = params.repetition_penalty
+        edits.presence[i], edits.frequency[i] = params.presence_penalty, params.frequency_penalty
+        places = slice(0, len(ids))
+        edits.ids[i, places] = ids
+        # Every output id is among the edited ones when a penalty needs it.
+        edits.count[i, places] = np.bincount(np.searchsorted(ids, output[np.isin(output, ids)]), minlength=len(ids))
+        edits.seen[i, places] = (edits.count[i, places] > 0) | np.isin(ids, row.sequence.request.prompt_ids)
+        for token, bias in _biases(row).items():
+            edits.bias[i, np.searchsorted(ids, token)] = bias
+    return edits
+
+
+def _biases(row: SampleRow) -> dict[int, float]:
+    """Token id to what is added to its logit; -inf bans it."""
+    params = row.params
+    if len(row.sequence.output_ids) >= params.min_tokens:
+        return dict(params.logit_bias)
+    ends = (*row.sequence.request.eos_token_ids, *params.stop_token_ids)
+    return dict(params.logit_bias) | dict.fromkeys(ends, -np.inf)
+
+
+def _edited_ids(row: SampleRow) -> np.ndarray:
+    """Ascending distinct token ids whose logits this row changes."""
+    params = row.params
+    parts: list[np.ndarray | list[int]] = [[*_biases(row)]]
+    if params.repetition_penalty != 1:
+        parts.append(row.sequence.request.prompt_ids)
+    if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
+        parts.append(row.sequence.output_ids)
+    elif not parts[0]:  # most rows, at every step
+        return _NO_IDS
+    return np.unique(np.concatenate([np.asarray(p, np.int64) for p in parts]))
