@@ -214,7 +214,7 @@ class LLM:
         job = precompute_job(self.frontend, prefix, documents, cache_salt=cache_salt, template_options=template_options)
         for stage in job.stages():
             with self._lock:
-                job.note(stage, [self.core.look_up(request, forget=forget) for request in stage])
+                job.note(stage, [self.core.look_up(request, forget=forget, checked=True) for request in stage])
         return job.found()
 
     def unpin(self, report: CacheReport) -> None:

@@ -87,7 +87,7 @@ def test_separator_ids_and_documents_are_counted(frontend, monkeypatch):
         made.parse({"prompt_token_ids": ids}, True)
     monkeypatch.setattr(PartEncoder, "__call__", refuse)
     with pytest.raises(RequestError, match="9 chunks, max_chunks_per_prompt is 8") as caught:
-        made.parse_chat([{"role": "user", "content": "q"}], [""] * 9, None, None)
+        made.parse_chat([{"role": "user", "content": "q"}], [""] * 9, None)
     assert caught.value.param == "documents"
 
 

@@ -33,6 +33,7 @@ class Steps:
         layout = make_layout([], [], parts) if isinstance(parts, list) else make_layout(*parts)
         sampling = SamplingParams(max_tokens=max_tokens, n=fields.pop("n", 1))
         message = GenerateRequest(name, layout, sampling, **fields)
+        self.intake.check(message)
         self.requests[name] = self.intake.prepare(message, arrival=len(self.requests))
         self.scheduler.add(self.requests[name])
 

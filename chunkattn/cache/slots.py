@@ -83,3 +83,14 @@ def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_ch
         block_size=block_size,
         aligned=aligned,
     )
+
+
+def num_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_chunks: bool = False) -> int:
+    """Return the slots of a prompt that `plan_slots` lays out with the same arguments, holes before the last token included."""
+    lens = [s.end - s.start for s in layout.segments if s.end > s.start]
+    if not lens or not aligned:
+        return sum(lens)
+    if packed_chunks:
+        prefix = layout.prefix_len
+        return sum(lens) if prefix == sum(lens) else -(-prefix // block_size) * block_size + sum(lens) - prefix
+    return sum(-(-n // block_size) * block_size for n in lens[:-1]) + lens[-1]

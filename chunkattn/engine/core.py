@@ -137,6 +137,8 @@ class EngineCore:
         """
         if message.request_id in self.requests or message.request_id in self._pins:
             raise RequestError(f"request_id {message.request_id!r} is already in use", param="request_id")
+        if not checked:
+            self.intake.check(message)
         self._arrivals += 1
         request = self.intake.prepare(message, arrival=self._arrivals)
         request.added_at = time.perf_counter()
@@ -193,17 +195,20 @@ class EngineCore:
             if request := self._pins.pop(request_id, None):
                 self.scheduler.remove(request)
 
-    def look_up(self, message: PrecomputeRequest, *, forget: bool = False) -> CachedTokens:
+    def look_up(self, message: PrecomputeRequest, *, forget: bool = False, checked: bool = False) -> CachedTokens:
         """How much of a prefix and its chunks is in memory now.
 
         Args:
             message: as for `add`; nothing is computed.
+            checked: see `add`.
             forget: give the chunks up, or the prefix if there is no chunk, in memory as soon as nobody uses them and
                 on disk; a prefix that other chunks stand behind stays for them.
 
         Raises:
             RequestError: as `Intake.check`.
         """
+        if not checked:
+            self.intake.check(message)
         request = self.intake.prepare(message, arrival=0)
         request.computed[:] = True
         parts = self.scheduler.placement.look_up(request)

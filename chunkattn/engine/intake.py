@@ -1,11 +1,14 @@
-"""From messages to requests: every limit checked, chunks put in the engine's order."""
+"""`Intake`: checks messages against every limit, and makes requests of them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from chunkattn.cache.slots import plan_slots
-from chunkattn.config import EngineConfig, SamplingParams
+from chunkattn.config import EngineConfig
+from chunkattn.engine.footprint import Footprint, footprint_of, is_aligned
 from chunkattn.engine.messages import EngineLimits, GenerateRequest, Message, PrecomputeRequest, ScoreRequest
 from chunkattn.engine.request import Request
 from chunkattn.errors import CapacityError, RequestError
@@ -13,7 +16,7 @@ from chunkattn.layout import ChunkLayout
 
 
 class Intake:
-    """Makes requests of messages. Depends on configuration and limits alone, so callers have one of their own."""
+    """Depends on configuration and limits alone, so that callers check with one of their own."""
 
     def __init__(self, config: EngineConfig, limits: EngineLimits) -> None:
         self.config, self.limits = config, limits
@@ -25,7 +28,15 @@ class Intake:
             RequestError: malformed; the error names the part, its size and the limit.
             CapacityError: it can never fit this engine.
         """
-        self.prepare(message, arrival=0)
+        self._check_layout(message.layout)
+        if isinstance(message, GenerateRequest):
+            self._check_generate(message)
+        elif isinstance(message, ScoreRequest):
+            self._check_score(message)
+            if message.algorithm == "packed_dense":
+                self._check_dense(message)
+                return  # it takes no pages
+        self._check_pages(message)
 
     def check_generates(self) -> None:
         """Check that the checkpoint is a language model.
@@ -39,63 +50,82 @@ class Intake:
             )
 
     def prepare(self, message: Message, *, arrival: int) -> Request:
-        """The request of a message.
+        """Make the request of a message that has been checked.
 
         Args:
             message: its chunks in the user's order.
             arrival: its place among all requests, which seeds its random numbers if it has no seed; 0 if it is not to run.
-
-        Raises:
-            RequestError: as `check`.
         """
-        layout = message.layout
-        self._check_layout(layout)
-        if isinstance(message, ScoreRequest):
-            request = self._score(message, arrival)
-        elif isinstance(message, PrecomputeRequest):
-            request = self._request(message, arrival, cache_salt=message.cache_salt, precompute=message)
-        else:
-            request = self._generate(message, arrival)
-        if isinstance(message, ScoreRequest) and message.algorithm == "packed_dense":
-            self._check_dense(message)
-            return request  # it takes no pages
-        if request.pages_per_sample > self.limits.max_table_pages:
-            raise CapacityError(
-                f"the prompt of {len(layout)} tokens, repeated chunks and all, fills {request.pages_per_sample} entries of a "
-                f"page table, which has {self.limits.max_table_pages}; send less or raise kv_cache_memory_bytes",
-                param="prompt",
-            )
-        if request.total_pages > self.limits.num_pages:
-            what = " with its n and max_tokens" if request.sampling else ""
-            raise CapacityError(
-                f"the prompt of {len(layout)} tokens{what} needs {request.total_pages} KV pages of {self.limits.block_size} "
-                f"tokens, the pool has {self.limits.num_pages}; send less or raise kv_cache_memory_bytes",
-                param="items" if request.score else "max_tokens" if request.sampling else "prompt",
-            )
-        return request
-
-    def _request(self, message: Message, arrival: int, **fields: object) -> Request:
-        """A request whose chunks, when it has more than one, are in canonical order if positions allow."""
         layout, index, order = message.layout, np.arange(len(message.layout)), [*range(message.layout.num_chunks)]
+        scores = isinstance(message, ScoreRequest)
         # Items of a scoring request stay where they are, so that one's content cannot move another.
-        if self.config.position_strategy == "shared" and layout.num_chunks > 1 and not isinstance(message, ScoreRequest):
+        if self.config.position_strategy == "shared" and layout.num_chunks > 1 and not scores:
             order = layout.canonical_order()
             index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
-        # Without chunks there is nothing to share but the beginning; and a sliding window counts slots, so no holes.
-        aligned = layout.num_chunks > 0 and (not isinstance(message, ScoreRequest) or message.share_prefix)
-        defaults: dict = {"max_tokens": 0, "seed": 0, "shares": self.config.enable_prefix_caching}
+        footprint = footprint_of(message, self.limits.block_size)
+        plan = plan_slots(layout, self.limits.block_size, aligned=is_aligned(message), packed_chunks=scores)
         return Request(
             message.request_id,
             layout,
-            plan_slots(layout, self.limits.block_size, aligned=aligned, packed_chunks=isinstance(message, ScoreRequest)),
+            footprint,
+            plan,
             index,
             order,
             arrival,
             message.priority,
-            **(defaults | fields),
+            **self._options(message, footprint, arrival),
         )
 
-    def _score(self, message: ScoreRequest, arrival: int) -> Request:
+    def _options(self, message: Message, footprint: Footprint, arrival: int) -> dict[str, Any]:
+        """What a request has according to its kind."""
+        caches = self.config.enable_prefix_caching
+        common = {"cache_salt": message.cache_salt, "max_tokens": 0, "seed": 0}
+        if isinstance(message, PrecomputeRequest):
+            return common | {"shares": caches, "precompute": message}
+        if isinstance(message, ScoreRequest):
+            return common | {"shares": caches and message.share_prefix, "score": message}
+        params, seed = message.sampling, message.sampling.seed
+        if seed is None and arrival:
+            seed = int(np.random.SeedSequence([self.config.seed, arrival]).generate_state(1, np.uint64)[0])
+        # Every prompt token has to be computed for its log-probability.
+        shares = caches and not params.skip_reading_prefix_cache and params.prompt_logprobs is None
+        return common | {
+            "max_tokens": self._max_tokens(message, footprint),
+            "seed": seed or 0,
+            "shares": shares,
+            "sampling": params,
+            "eos_token_ids": frozenset(message.eos_token_ids),
+        }
+
+    def _max_tokens(self, message: GenerateRequest, footprint: Footprint) -> int:
+        """Most tokens to generate; without a limit of the caller's, as many as positions and pages allow."""
+        room = self.limits.max_model_len - message.layout.next_position
+        return message.sampling.max_tokens or max(min(footprint.most_tokens(self.limits.num_pages), room), 1)
+
+    def _check_pages(self, message: Message) -> None:
+        limits, tokens = self.limits, len(message.layout)
+        footprint = footprint_of(message, limits.block_size)
+        longest = self._max_tokens(message, footprint) if isinstance(message, GenerateRequest) else 0
+        if isinstance(message, GenerateRequest) and message.sampling.min_tokens > longest:
+            text = f"min_tokens {message.sampling.min_tokens} exceeds the {longest} that fit"
+            raise RequestError(text, param="min_tokens")
+        if (entries := footprint.pages_per_sample(longest)) > limits.max_table_pages:
+            raise CapacityError(
+                f"the prompt of {tokens} tokens, repeated chunks and all, fills {entries} entries of a "
+                f"page table, which has {limits.max_table_pages}; send less or raise kv_cache_memory_bytes",
+                param="prompt",
+            )
+        if (pages := footprint.total_pages(longest)) > limits.num_pages:
+            kind, param = "", "prompt"
+            if isinstance(message, GenerateRequest):
+                kind, param = " with its n and max_tokens", "max_tokens"
+            raise CapacityError(
+                f"the prompt of {tokens} tokens{kind} needs {pages} KV pages of {limits.block_size} "
+                f"tokens, the pool has {limits.num_pages}; send less or raise kv_cache_memory_bytes",
+                param="items" if isinstance(message, ScoreRequest) else param,
+            )
+
+    def _check_score(self, message: ScoreRequest) -> None:
         if bool(message.label_token_ids) == (self.limits.num_labels is not None):
             reason = "a language model needs label_token_ids, a sequence classifier takes none"
             raise RequestError(reason, param="label_token_ids")
@@ -105,8 +135,6 @@ class Intake:
             raise RequestError(
                 f"row {first} lies in the shared prefix of {prefix} tokens: cached tokens have no logits", param="rows"
             )
-        shares = message.share_prefix and self.config.enable_prefix_caching
-        return self._request(message, arrival, shares=shares, cache_salt=message.cache_salt, score=message)
 
     def _check_dense(self, message: ScoreRequest) -> None:
         if self.limits.dense_refusal:
@@ -116,38 +144,6 @@ class Intake:
             raise CapacityError(
                 f"a pack of {tokens} tokens under a dense mask exceeds max_multi_item_seq_len {limit}", param="items"
             )
-
-    def _generate(self, message: GenerateRequest, arrival: int) -> Request:
-        self.check_generates()
-        params = message.sampling
-        self._check_sampling(params, message.layout)
-        seed = params.seed
-        if seed is None and arrival:
-            seed = int(np.random.SeedSequence([self.config.seed, arrival]).generate_state(1, np.uint64)[0])
-        request = self._request(
-            message,
-            arrival,
-            max_tokens=params.max_tokens or 1,
-            seed=seed or 0,
-            # Every prompt token has to be computed for its log-probability.
-            shares=self.config.enable_prefix_caching
-            and not params.skip_reading_prefix_cache
-            and params.prompt_logprobs is None,
-            cache_salt=message.cache_salt,
-            sampling=params,
-            eos_token_ids=frozenset(message.eos_token_ids),
-        )
-        request.max_tokens = params.max_tokens or self._most_tokens(request)
-        if params.min_tokens > request.max_tokens:
-            raise RequestError(f"min_tokens {params.min_tokens} exceeds the {request.max_tokens} that fit", param="min_tokens")
-        return request
-
-    def _most_tokens(self, request: Request) -> int:
-        """What `max_tokens=None` resolves to: as many as positions and pages allow."""
-        room = self.limits.num_pages - request.shared_pages + request.repeated_pages
-        pages = room // request.samples + request.shared_pages
-        slots = pages * self.limits.block_size - request.plan.end + 1  # the last token is never computed
-        return max(min(slots, self.limits.max_model_len - request.layout.next_position), 1)
 
     def _check_layout(self, layout: ChunkLayout) -> None:
         for segment in layout.segments:
@@ -183,7 +179,9 @@ class Intake:
             text = f": token id {ids[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab}"
             raise RequestError(text, param=param or name, part=name)
 
-    def _check_sampling(self, params: SamplingParams, layout: ChunkLayout) -> None:
+    def _check_generate(self, message: GenerateRequest) -> None:
+        self.check_generates()
+        params, layout = message.sampling, message.layout
         room = self.limits.max_model_len - layout.next_position
         if room < (params.max_tokens or 1):
             wanted = f"max_tokens {params.max_tokens}" if params.max_tokens else "even one token more"

@@ -66,7 +66,7 @@ class Placement:
         else:
             root = request.root = request.root or self.trie.private_root()
         sequence.root = self.trie.acquire(root)
-        return self._walk(sequence, create=False)
+        return self._walk(sequence)
 
     def _let_go(self, sequence: Sequence, found: list[Part], *, used: bool = True) -> None:
         assert sequence.root is not None
@@ -79,25 +79,28 @@ class Placement:
         if missing + headroom > self.trie.num_available:
             self._let_go(sequence, found)
             return False
-        # Still held from the first walk, so that making blocks evicts none of those found.
-        sequence.parts, _ = self._walk(sequence, create=True)
-        self.trie.release(held_by(found))
+        sequence.parts, _ = self._walk(sequence, found)
         pages = [block.page for part in sequence.parts for block in part.blocks]
         sequence.num_pages = len(pages)
         sequence.pages = np.zeros(request.pages_per_sample, np.int32)
         sequence.pages[: len(pages)] = pages
         return True
 
-    def _walk(self, sequence: Sequence, *, create: bool) -> tuple[list[Part], int]:
-        """Follow the prompt through the trie, holding what is found; what is missing is made, or else counted."""
+    def _walk(self, sequence: Sequence, found: list[Part] | None = None) -> tuple[list[Part], int]:
+        """Hold the blocks of a prompt that are in the trie, and count the others.
+
+        With the parts that an earlier walk has found, make the other blocks instead. The found ones stay held meanwhile,
+        so that making blocks evicts none of them.
+        """
         request, parts, missing, first = sequence.request, [], 0, 0
         prefix: Block | None = sequence.root
         ends: list[Block | None] = []
         for number, (kind, start, end) in enumerate(request.parts):
             grows = number == len(request.parts) - 1 and request.sampling is not None
             size = (sequence.num_tokens if grows else end) - start
-            part = Part(start, first, (prefix, *ends) if kind == QUESTION_ID else (prefix,))
-            last = self._follow(sequence, part, number, size, grows, create)
+            part = found[number] if found else Part(start, first, ())
+            part.parents = (prefix, *ends) if kind == QUESTION_ID else (prefix,)
+            last = self._follow(sequence, part, number, size, grows, create=found is not None)
             parts.append(part)
             first += -(-size // self.block_size)
             if number not in request.repeats:  # a repeated chunk finds the blocks of the first
@@ -108,15 +111,17 @@ class Placement:
                 ends.append(last)
         return parts, missing
 
-    def _follow(self, sequence: Sequence, part: Part, number: int, size: int, grows: bool, create: bool) -> Block | None:
-        """Fill in a part's blocks. Returns the last one, or None when it was neither found nor made."""
-        request, parents = sequence.request, part.parents
-        block: Block | None = None
+    def _follow(self, sequence: Sequence, part: Part, number: int, size: int, grows: bool, *, create: bool) -> Block | None:
+        """Go on with a part's blocks behind those it has. Returns the last one, or None if it is neither found nor made."""
+        request, block = sequence.request, part.blocks[-1] if part.blocks else None
+        parents = part.parents if block is None else (block,)
+        for kept in part.blocks if create else ():
+            kept.keep |= request.shares  # a new user cancels a pending forget
         total = -(-size // self.block_size)
         # The last prompt token is computed by every request itself: cached tokens have no logits.
         private = request.score is not None and request.parts[number][0] == QUESTION_ID
         shared = 0 if private else (size - 1) // self.block_size if grows else total
-        for index in range(total):
+        for index in range(len(part.blocks), total):
             start, block = index * self.block_size, None
             width = self.block_size if grows else min(size - start, self.block_size)
             known = [p for p in parents if p is not None]
@@ -125,14 +130,15 @@ class Placement:
                 block = known[0].children.get(key)
                 if block is not None:
                     self.trie.acquire(block)
-                    block.keep |= create and request.shares  # wanted again, should it have been about to be forgotten
+                    block.keep |= create and request.shares
                 elif create:
                     block = self._new(request, width)
                     self.trie.link(block, tuple(known), key)
             elif create:
                 block = self._new(request, width)
-            if block is not None:
-                part.blocks.append(block)
+            if block is None:
+                return None
+            part.blocks.append(block)
             parents = (block,)
         return block
 

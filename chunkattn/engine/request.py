@@ -10,6 +10,7 @@ import numpy as np
 from chunkattn.cache.slots import SlotPlan
 from chunkattn.cache.trie import Block
 from chunkattn.config import SamplingParams
+from chunkattn.engine.footprint import Footprint
 from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
 from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout
 
@@ -20,6 +21,7 @@ class Request:
 
     Attributes:
         layout: chunks in canonical order when the engine's strategy allows it.
+        footprint: pages it needs.
         plan: slots of the layout.
         user_index: int64 `[T]`, for every token here its token index in the user's order.
         chunk_order: for every chunk here its number in the user's order.
@@ -41,6 +43,7 @@ class Request:
 
     request_id: str
     layout: ChunkLayout
+    footprint: Footprint
     plan: SlotPlan
     user_index: np.ndarray
     chunk_order: list[int]
@@ -102,27 +105,15 @@ class Request:
                 seen.add(key)
         return frozenset(repeats)
 
-    @cached_property
-    def repeated_pages(self) -> int:
-        """Entries of the page table that name a page for another time."""
-        return sum(
-            -(-(end - start) // self.plan.block_size) for n, (_, start, end) in enumerate(self.parts) if n in self.repeats
-        )
-
-    @property
-    def shared_pages(self) -> int:
-        """Full pages of the prompt, which all samples share."""
-        return self.plan.end // self.plan.block_size
-
     @property
     def pages_per_sample(self) -> int:
-        """Pages of one sample at its longest; the last token generated is never computed."""
-        return self.plan.pages_for(max(self.max_tokens - 1, 0))
+        """Pages of one sample at its longest."""
+        return self.footprint.pages_per_sample(self.max_tokens)
 
     @property
     def total_pages(self) -> int:
         """Pages of all samples at their longest, whatever the cache holds."""
-        return self.shared_pages - self.repeated_pages + self.samples * (self.pages_per_sample - self.shared_pages)
+        return self.footprint.total_pages(self.max_tokens)
 
     @cached_property
     def parts(self) -> list[tuple[int, int, int]]:
