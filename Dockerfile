@@ -1,5 +1,5 @@
 # docker build -t chunkattn .    (--build-arg EXTRAS=cuda or EXTRAS=tpu: with JAX for that accelerator)
-# How to run it: docs/serving.md, "Docker".
+# How to run it: docs/guides/serving.md, "Docker".
 
 FROM python:3.12-slim AS build
 ARG EXTRAS=""

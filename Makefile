@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-ci test-slow test-tpu test-tpu-all test-browser test-all lint eval clean
+.PHONY: run test test-ci test-slow test-tpu test-tpu-all test-browser test-all lint docs eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -48,6 +48,9 @@ lint: .venv/.installed-test  ## style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: .venv/.installed-docs  ## the documentation in build/docs; a broken link or anchor fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 eval: .venv/.installed  ## the demo model on held-out worlds
 	$(BIN)/python -m training.evaluate
 
@@ -67,6 +70,11 @@ clean:
 .venv/.installed-test: .venv/.installed
 	@echo "Installing the test tools (PyTorch among them) into .venv"
 	@$(BIN)/pip install --quiet --editable '.[test]'
+	@touch $@
+
+.venv/.installed-docs: .venv/.installed
+	@echo "Installing MkDocs into .venv"
+	@$(BIN)/pip install --quiet --editable '.[docs]'
 	@touch $@
 
 # The libtpu that `.[tpu]` would install: the one that the installed JAX's own extra asks for.

@@ -65,7 +65,8 @@ def test_worlds_are_true():
 def test_the_demo_s_own_people_are_held_out():
     """What the demo command, the examples and the README show is about names never seen in training."""
     text = " ".join([*DEMO_DOCUMENTS, *DEMO_QUESTIONS, DEMO_QUERY])
-    text += " ".join((ROOT / f).read_text() for f in ("README.md", "docs/usage.md", "examples/rag.py", "examples/rerank.py"))
+    pages = ("README.md", "docs/quickstart.md", "docs/guides/rag.md", "docs/guides/reranking.md")
+    text += " ".join((ROOT / f).read_text() for f in (*pages, "examples/rag.py", "examples/rerank.py"))
     names = set(re.findall(r"\b((?:[BDFGKLMNPRSTVZ][aeiou])(?:[bdfgklmnprstvz][aeiou]){1,2})\b", text))
     assert len(names) >= 12
     names -= {"More", "None"}  # English

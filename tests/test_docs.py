@@ -1,30 +1,63 @@
-"""The documentation's Python runs, and so does every `chunkattn` command in it."""
+"""The documentation is true: its code and commands run, its links lead somewhere, its reference tables are complete."""
 
+import ast
 import re
 import shlex
+import tomllib
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
+from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
+import chunkattn
 from chunkattn.cli import app
+from chunkattn.config import EngineConfig
+from chunkattn.engine.metrics import EngineMetrics
+from chunkattn.server.middleware import HttpMetrics
+from chunkattn.server.options import ServerConfig
+from docs import hooks
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "usage.md", ROOT / "docs" / "cache.md"]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
+QUICK = {"README.md", "docs/guides/rag.md"}
+"""Pages whose code runs among the quick tests."""
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def read(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def reference(name):
+    """A page of the reference, with its tables."""
+    return hooks.expand(read(f"docs/reference/{name}.md"))
 
 
 def blocks(page, language):
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", read(page), flags=re.DOTALL)
+
+
+def having(language):
+    return [page for page in PAGES if blocks(page, language)]
+
+
+# Code and commands
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=() if p.stem != "usage" else pytest.mark.telling, id=p.name) for p in PAGES]
+    "page", [pytest.param(p, marks=() if name_of(p) in QUICK else pytest.mark.telling, id=name_of(p)) for p in having("python")]
 )
 def test_python(page, capsys):
     names = {}
-    code = blocks(page, "python")
-    assert code
-    for block in code:
+    for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), names)
     if page.name == "README.md":
         answer, scores = capsys.readouterr().out.splitlines()
@@ -32,21 +65,239 @@ def test_python(page, capsys):
         assert [s > 0.5 for s in map(float, scores.strip("[]").split(","))] == [False, True]
 
 
+RUN = ("README.md", "docs/quickstart.md", "docs/guides/rag.md", "docs/guides/reranking.md", "docs/reference/cli.md")
+"""Pages whose `chunkattn` commands run; those of other pages need a checkpoint, a key file or hours."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_commands(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", RUN)
+def test_commands_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("chunkattn.server.run.serve", lambda *_: None)  # it would not end; tests of the server start it
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "nila.txt").write_text("Nila lives in Tunise.\n")
-    commands = [line for b in blocks(page, "bash") for line in b.splitlines() if line.startswith("chunkattn ")]
-    assert len(commands) >= 3
-    for command in commands:
-        result = CliRunner().invoke(app, shlex.split(command, comments=True)[1:])
-        assert result.exit_code == 0, f"{command}: {result.output}"
+    commands = [words for words in bash_commands(page) if words[0] == "chunkattn"]
+    assert commands
+    for words in commands:
+        result = CliRunner().invoke(app, words[1:])
+        assert result.exit_code == 0, f"{words}: {result.output}"
 
 
-def test_links_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+def bash_commands(page):
+    """The commands of a page's bash blocks, in words. A line that is indented continues the one before."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    starts = [line for line in lines if line and line[0] not in ' "{}#']
+    return [shlex.split(line.partition("-d '{")[0], comments=True) for line in starts]
+
+
+def inline_commands(page):
+    """Commands that stand within a sentence or a table."""
+    text = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
+    spans = re.findall(r"`((?:chunkattn |make |python -m (?:benchmarks|training)\.)[^`]+)`", text)
+    return [shlex.split(span) for span in spans]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_exist(page):
+    for words in [*bash_commands(page), *inline_commands(page)]:
+        check_command(words)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "chunkattn generate --file prompt.txt",
+        "chunkattn cache clean",
+        "python -m benchmarks.steps --geometri small",
+        "python -m benchmarks.nothing",
+        "CHUNKATTN_API_KEI=x chunkattn serve",
+        "make tests",
+        "pip install -e '.[gpu]'",
+        "curl -s localhost:8000/v1/rank",
+        "frobnicate",
+    ],
+)
+def test_a_wrong_command_is_noticed(wrong):
+    with pytest.raises(AssertionError):
+        check_command(shlex.split(wrong))
+
+
+def check_command(words):
+    """Check that a command, and each of its flags, exists."""
+    said = " ".join(words)
+    for variable in re.findall(r"\bCHUNKATTN_\w+", said):
+        assert variable in environment(), f"{said}: no option reads {variable}"
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    ends = [place for place, word in enumerate(words) if word in ("<", ">", "|")]
+    name, *rest = words[: ends[0]] if ends else words
+    flags = {word.partition("=")[0] for word in rest if re.match(r"-{1,2}[A-Za-z]", word)}
+    if name == "chunkattn":
+        found = [c for c in hooks.commands() if rest[: len(c.split())] == c.split()]
+        groups = {command.split()[0] for command in hooks.commands()}
+        assert found or (len(rest) == 1 and rest[0] in groups), f"{said}: no such command"
+        assert flags - {"--help"} <= (flags_of(found[0]) if found else set()), f"{said}: no such flag"
+    elif name in ("python", ".venv/bin/python") and rest[0] == "-m":
+        assert flags - {"-m", "--help"} <= script_flags(rest[1]), f"{said}: no such flag"
+    elif name in ("python", ".venv/bin/python"):
+        assert (ROOT / rest[0]).exists(), said
+    elif name == "make":
+        assert re.search(rf"^{rest[0]}:", read("Makefile"), flags=re.MULTILINE), said
+    elif name in ("pip", ".venv/bin/pip"):
+        extras = set(tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"])
+        assert set(re.findall(r"\[(\w+)\]", said)) <= extras, said
+    elif name == "curl":
+        path = next(word for word in rest if word.startswith("localhost:8000")).removeprefix("localhost:8000")
+        assert any(re.fullmatch(re.sub(r"{\w+}", "[^/]+", known), path) for _, known, _ in hooks.routes()), said
+    else:
+        assert name in ("docker", ".ci/run"), said
+
+
+def flags_of(command):
+    return {flag for p in hooks.commands()[command].params for flag in (*p.opts, *p.secondary_opts)}
+
+
+def environment():
+    return {p.envvar for p in hooks.commands()["serve"].params}
+
+
+@cache
+def script_flags(module):
+    """Flags that a script of the repository adds to its parser."""
+    file = ROOT / (module.replace(".", "/") + ".py")
+    assert file.exists(), f"there is no {module}"
+    calls = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call)]
+    added = [c.args for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument"]
+    return {arg.value for args in added for arg in args if isinstance(arg, ast.Constant)}
+
+
+def test_options_in_yaml_exist():
+    files = [yaml.safe_load(block) for page in PAGES for block in blocks(page, "yaml")]
+    assert files
+    for options in files:
+        assert set(options) <= {p.name for p in hooks.commands()["serve"].params}
+
+
+def test_flags_that_migrants_are_told_exist():
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", read("docs/guides/migrate.md"), flags=re.MULTILINE)
+    told = {f for left, right in rows for f in re.findall(r"`(--[\w-]+)", left if right.startswith("the same") else right)}
+    assert len(told) > 20
+    assert told <= flags_of("serve")
+
+
+# Links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for link, _, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]*))?\)", read(page)):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), f"{link}#{anchor}"
+
+
+@cache
+def anchors(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+    return slugs | set(re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE))
+
+
+def test_every_page_is_in_the_navigation():
+    text = re.sub(r"^.*!!python.*$", "", read("mkdocs.yml"), flags=re.MULTILINE)
+    listed = re.findall(r"\b([\w/-]+\.md)\b", text.partition("\nnav:")[2])
+    assert sorted(listed) == sorted([*(str(p.relative_to(ROOT / "docs")) for p in DOCS), *hooks.REPOSITORY_PAGES.values()])
+
+
+# Reference
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
+def test_every_option_is_on_its_page(config):
+    page = reference("options")
+    for option in fields(config):
+        assert f"`{option.name}`" in page
+        if option.name != "model":  # the argument of the command
+            assert f"`--{option.name.replace('_', '-')}`" in page
+
+
+def test_every_command_and_flag_is_on_its_page():
+    page = reference("cli")
+    sections = dict(re.findall(r"^## chunkattn (.*?)\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL))
+    assert set(sections) == set(hooks.commands())
+    for command, text in sections.items():
+        shown = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+        for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", shown)) - {"--help"}:
+            assert f"`{flag}`" in text, f"{command} {flag}"
+        for flag in flags_of(command):
+            named = flag if flag.startswith("-") else flag.upper()
+            assert f"`{named}`" in text, f"{command} {named}"
+
+
+def test_every_script_is_on_its_page():
+    scripts = [f.stem for f in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in f.read_text()]
+    assert scripts
+    for script in scripts:
+        assert f"`python -m benchmarks.{script}`" in read("docs/reference/cli.md")
+
+
+def test_every_metric_is_on_its_page():
+    page = reference("metrics")
+    for holder in (EngineMetrics(), HttpMetrics()):
+        types = re.findall(r"^# TYPE (\w+) (\w+)$", generate_latest(holder.registry).decode(), flags=re.MULTILINE)
+        names = [name for name, _ in types if not name.endswith("_created")]
+        assert names
+        for name in names:
+            assert f"`{name}`" in page
+
+
+def test_every_route_is_on_its_page():
+    page = reference("http")
+    routers = (ROOT / "chunkattn" / "server" / "routes").glob("*.py")
+    declared = [m for file in routers for m in re.findall(r"@router\.(\w+)\(\s*\"([^\"]*)\"", file.read_text())]
+    assert len(declared) == len(hooks.routes()) - 1  # OpenAPI's is FastAPI's own
+    for method, path, _ in hooks.routes():
+        assert f"`{method} {path}`" in page
+
+
+def test_every_body_and_field_is_on_its_page():
+    text = read("docs/reference/http.md")
+    for name in hooks.bodies():
+        assert f"<!-- table: body {name} -->" in text
+        rows = hooks.expand(f"<!-- table: body {name} -->").splitlines()[2:]
+        assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_every_public_name_is_on_its_page():
+    shown = set(re.findall(r"^::: chunkattn\.(\w+)$", read("docs/reference/python.md"), flags=re.MULTILINE))
+    assert set(chunkattn.__all__) <= shown
+
+
+# Form
+
+
+def test_every_page_begins_with_what_its_reader_can_do():
+    for page in [*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        if page.name != "index.md":
+            assert re.match(r"# .+\n\nAfter this page ", page.read_text(encoding="utf-8")), page.name
+
+
+def test_a_decision_has_three_lines():
+    sections = re.split(r"^###? .*\n", read("docs/decisions.md"), flags=re.MULTILINE)[1:]
+    starts = ["- **Decision.**", "- **Reason.**", "- **What would change it.**"]
+    for section in filter(str.strip, sections):
+        assert [line[: len(start)] for line, start in zip(section.strip().split("\n"), starts, strict=True)] == starts
+
+
+@pytest.mark.skipif(not (ROOT / "chunkattn" / "calls").exists(), reason="the documents name the files of the new layout")
+def test_files_that_are_named_exist():
+    named = re.findall(
+        r"`((?:chunkattn|examples|tests|docs|training)/[\w/]+\.(?:py|sh)|chunkattn/[\w/]+/)`", read("CONTRIBUTING.md")
+    )
+    assert len(named) > 15
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    architecture = read("docs/concepts/architecture.md")
+    named = re.findall(r"`([a-z_]+/[\w/]*(?:\.py)?)`", architecture)
+    assert [path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "chunkattn"))] == []

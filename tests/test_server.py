@@ -493,7 +493,7 @@ def test_examples_run(server, example):
     assert "Pegelu" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/api.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/guides/reranking.md", "docs/reference/http.md"])
 def test_documented_calls(server, page):
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     calls = [

@@ -1,6 +1,6 @@
 """An upper bound on what the cache may hold: whose K/V has been asked for, by salt and content.
 
-The K/V of a token depends on the tokens and positions before it, as docs/semantics.md has it. The ledger states that
+The K/V of a token depends on the tokens and positions before it, as docs/concepts/semantics.md has it. The ledger states that
 dependence without blocks, pages or keys: a token is a *path*, its context and every token from the context's start to it.
 """
 
