@@ -6,6 +6,7 @@ import shlex
 import tomllib
 from dataclasses import fields
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.server.middleware import HttpMetrics
 from chunkattn.server.options import ServerConfig
-from docs import hooks
 
 ROOT = Path(__file__).parent.parent
+_SPEC = spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+hooks = module_from_spec(_SPEC)
+_SPEC.loader.exec_module(hooks)
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
 QUICK = {"README.md", "docs/guides/rag.md"}
