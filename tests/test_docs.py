@@ -310,13 +310,29 @@ def test_a_decision_has_three_lines():
         assert [line[: len(start)] for line, start in zip(section.strip().split("\n"), starts, strict=True)] == starts
 
 
-@pytest.mark.skipif(not (ROOT / "chunkattn" / "calls").exists(), reason="the documents name the files of the new layout")
+NEW_LAYOUT = pytest.mark.skipif(
+    not (ROOT / "chunkattn" / "calls").exists(), reason="the documents name the files of the new layout"
+)
+
+
+@NEW_LAYOUT
 def test_files_that_are_named_exist():
-    named = re.findall(
-        r"`((?:chunkattn|examples|tests|docs|training)/[\w/]+\.(?:py|sh)|chunkattn/[\w/]+/)`", read("CONTRIBUTING.md")
-    )
+    named = re.findall(r"`((?:chunkattn|examples|tests|docs)/[\w/]+(?:\.py|/))`", read("CONTRIBUTING.md"))
     assert len(named) > 15
     assert [path for path in named if not (ROOT / path).exists()] == []
-    architecture = read("docs/concepts/architecture.md")
-    named = re.findall(r"`([a-z_]+/[\w/]*(?:\.py)?)`", architecture)
+    named = re.findall(r"`([a-z_]+/[\w/]*(?:\.py)?)`", read("docs/concepts/architecture.md"))
     assert [path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "chunkattn"))] == []
+
+
+@NEW_LAYOUT
+def test_the_house_is_as_drawn():
+    rows = re.findall(r"^\| `(chunkattn/[\w/]*)` \| .* \| (.*) \|$", read("docs/concepts/architecture.md"), flags=re.MULTILINE)
+    drawn = {folder: set(listed.split(", ")) for folder, listed in rows}
+    house: dict[str, set[str]] = {}
+    for file in (ROOT / "chunkattn").rglob("*.py"):
+        if not file.stem.startswith("__"):
+            house.setdefault(f"{file.parent.relative_to(ROOT)}/", set()).add(file.stem)
+    missing = {folder: modules - drawn.get(folder, set()) for folder, modules in house.items()}
+    gone = {folder: modules - house.get(folder, set()) for folder, modules in drawn.items()}
+    assert {folder: modules for folder, modules in missing.items() if modules} == {}
+    assert {folder: modules for folder, modules in gone.items() if modules} == {}
