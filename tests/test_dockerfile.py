@@ -19,7 +19,7 @@ from chunkattn.server.options import ServerConfig
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-DOCS = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+DOCS = (ROOT / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

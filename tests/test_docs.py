@@ -310,12 +310,6 @@ def test_a_decision_has_three_lines():
         assert [line[: len(start)] for line, start in zip(section.strip().split("\n"), starts, strict=True)] == starts
 
 
-NEW_LAYOUT = pytest.mark.skipif(
-    not (ROOT / "chunkattn" / "calls").exists(), reason="the documents name the files of the new layout"
-)
-
-
-@NEW_LAYOUT
 def test_files_that_are_named_exist():
     named = re.findall(r"`((?:chunkattn|examples|tests|docs)/[\w/]+(?:\.py|/))`", read("CONTRIBUTING.md"))
     assert len(named) > 15
@@ -324,7 +318,6 @@ def test_files_that_are_named_exist():
     assert [path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "chunkattn"))] == []
 
 
-@NEW_LAYOUT
 def test_the_house_is_as_drawn():
     rows = re.findall(r"^\| `(chunkattn/[\w/]*)` \| .* \| (.*) \|$", read("docs/concepts/architecture.md"), flags=re.MULTILINE)
     drawn = {folder: set(listed.split(", ")) for folder, listed in rows}
