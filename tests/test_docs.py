@@ -218,7 +218,6 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.telling
 def test_the_site_builds(tmp_path):
-    pytest.importorskip("mkdocs", reason="needs the extra docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
     variables = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=120)
