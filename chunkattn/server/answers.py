@@ -1,4 +1,4 @@
-"""JSON answers, the large ones written beside the event loop."""
+"""JSON responses. Large bodies are encoded in a thread, so the event loop stays free."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import msgspec
 from fastapi import Response
 
 _LARGE = 4096
-"""Values of an answer that is encoded in a thread."""
+"""Number of values above which an answer is encoded in a thread."""
 _PIECE = 16_384
-"""Values encoded at once: the encoder holds Python's lock, and the event loop waits for that."""
+"""Values encoded per call. The encoder holds the GIL for one call, and the event loop waits for the GIL."""
 
 
 class JsonResponse(Response):
-    """An answer encoded by msgspec, several times as fast as `json`."""
+    """JSON response encoded by msgspec, several times as fast as `json`."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The bytes of the body."""
+        """Return the body as UTF-8 JSON."""
         return msgspec.json.encode(content)
 
 
 async def json_answer(body: dict[str, Any], values: int) -> Response:
-    """An answer, encoded where nobody waits for it.
+    """Return a JSON response; encode a large body in a thread.
 
     Args:
-        body: the answer.
-        values: about how many numbers it holds.
+        body: content of the answer.
+        values: approximate count of numbers in `body`; more than 4096 select the thread.
     """
     if values <= _LARGE:
         return JsonResponse(body)
@@ -42,7 +42,7 @@ async def json_answer(body: dict[str, Any], values: int) -> Response:
 
 
 def _in_pieces(rows: Sequence[Any]) -> msgspec.Raw:
-    """A list, some entries at a time."""
+    """Encode a list in pieces of at most `_PIECE` values each."""
     width = max(1, len(rows[0])) if rows and isinstance(rows[0], list) else 1
     step = max(1, _PIECE // width)
     parts = [msgspec.json.encode(rows[n : n + step])[1:-1] for n in range(0, len(rows), step)]

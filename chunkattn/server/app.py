@@ -1,4 +1,4 @@
-"""The ASGI app."""
+"""Construction of the ASGI app."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The answer; with `stream`, events whose data is JSON, and at last `[DONE]`.",
+        "description": "The answer. With `stream`: server-sent events whose data is JSON, then `[DONE]`.",
         "content": {"text/event-stream": {"itemSchema": _EVENT}},
     }
 }
 
 
 class _App(FastAPI):
-    """FastAPI that describes the server as it is: 400 where FastAPI has 422, and the key if one is asked for."""
+    """FastAPI app whose schema lists 400 where FastAPI lists 422, and the API key if the server needs one."""
 
     def openapi(self) -> dict[str, Any]:
-        """The routes in OpenAPI's terms."""
+        """Return the OpenAPI schema of the routes."""
         told = super().openapi()
         for operations in told["paths"].values():
             for operation in operations.values():
@@ -45,18 +45,18 @@ class _App(FastAPI):
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
-    """An app over an engine, which whoever serves the app starts and closes.
+    """Return the app that serves an engine. The caller opens and closes the engine.
 
     Args:
-        llm: answers 503 until it is started.
-        config: how to answer; host and port are not looked at.
+        llm: engine behind the routes. Routes that need it answer 503 until it has started.
+        config: options of the server. The app ignores `port`; `host` decides which Host headers it accepts.
     """
     state = ServerState(llm, config or ServerConfig())
     app = _App(
         title="chunkattn",
         version=chunkattn.__version__,
         description="LLM inference for prompts made of many independent pieces.",
-        docs_url=None,  # pages that load scripts from elsewhere
+        docs_url=None,  # the docs pages load scripts from other hosts
         redoc_url=None,
         responses=answers(401, 403, 413, 500),
     )

@@ -1,4 +1,4 @@
-"""JSON bodies: large ones are decoded by msgspec, for the event loop waits while a body is decoded."""
+"""JSON request bodies. msgspec decodes large ones, because the event loop waits during decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 _LARGE = 1 << 16
-"""Bytes. Up to this many, `json` tells better what is wrong and where."""
+"""Size in bytes up to which `json` decodes a body: its errors name the position of the fault."""
 
 
 class _JsonRequest(Request):
@@ -26,10 +26,10 @@ class _JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route for large JSON bodies; pass it to a router as `route_class`."""
+    """Route for large JSON bodies; pass the class to a router as `route_class`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler that FastAPI made, given a request of our own kind."""
+        """Return FastAPI's handler, wrapped so that the request decodes its own body."""
         handler = super().get_route_handler()
 
         async def answer(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Documents whose K/V clients have asked to keep: by id and salt, pinned or not, until they expire or are deleted."""
+"""Registry of cached documents: clients add them by id and salt, pin them, give them a lifetime and delete them."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S = 1.0
-_AT_ONCE = 4
-"""Documents the engine is asked to forget side by side, however many expire together."""
-_MOST_TOKENS = 1 << 21
-"""Of one request, the prefix again for every document, as the engine is told them."""
-_LOOKED_UP = 100
-"""Documents of one question to the engine, which answers it between two steps."""
+_FORGET_RETRY_S = 1.0
+_MAX_CONCURRENT_FORGETS = 4
+"""Forget calls that are sent to the engine at the same time, however many documents expire together."""
+_MAX_TOKENS_PER_POST = 1 << 21
+"""Token limit of one POST. The prefix counts once per document, because every engine message repeats it."""
+_LOOKUP_BATCH = 100
+"""Documents per lookup message. The engine answers a message between two steps."""
 
 _ID_BYTES = 4
 
 Content = tuple[str | None, bytes, bytes]
-"""Salt, and int32 token ids of prefix and document: what K/V is kept by."""
+"""Key of a document's K/V: salt, then the int32 token ids of prefix and document as bytes."""
 
 
 @dataclass(eq=False)
 class StoredDocument:
-    """A document behind its prefix.
+    """Document behind its prefix, as a client stored it.
 
     Attributes:
-        content: what it is.
-        num_bytes: of the document's K/V pages.
-        owner: name of the API key it belongs to; None where names do not count.
-        created, expires: seconds since the epoch; `expires` is None for one that stays.
-        pin: what holds its pages, and the engine's number of restarts when it did: with an engine its pins are gone.
-        timer: of its expiry.
+        id: name of the document, unique within its salt.
+        content: salt, prefix ids and document ids.
+        num_bytes: size in bytes of the document's K/V pages.
+        owner: name of the API key that owns the document; None for a server without a key file.
+        created: creation time in seconds since the epoch.
+        expires: expiry time in seconds since the epoch; None for a document without a lifetime.
+        pin: pin id, and the engine's restart count when the pin was made. A restart of the engine drops all pins.
+        timer: scheduled expiry.
     """
 
     id: str
@@ -62,41 +64,41 @@ class StoredDocument:
 
     @property
     def cache_salt(self) -> str | None:
-        """Whom it is shared with."""
+        """Return the salt; requests with the same salt share the document."""
         return self.content[0]
 
     @property
     def lens(self) -> tuple[int, int]:
-        """Tokens of the prefix and its own."""
+        """Return the token counts of the prefix and of the document."""
         return len(self.content[1]) // _ID_BYTES, len(self.content[2]) // _ID_BYTES
 
 
 class Documents:
-    """All of a server's. Those of one salt are unknown under another.
+    """Registry of all documents of a server. A document is visible under its own salt only.
 
-    Their K/V lives in the engine's cache as any other and may be evicted, unless pinned; this remembers what they are, so that
-    it can be told and undone.
+    The K/V of a document lives in the engine's cache and may be evicted unless the document is pinned. The registry stores ids
+    and contents, so the server can list documents and have the engine forget them.
 
     Args:
-        llm: computes and keeps.
-        config: how many there may be, and how many pages they may pin.
+        llm: engine that computes and caches the K/V.
+        config: options with the limits on documents and pinned pages.
     """
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
         self._stored: dict[tuple[str | None, str], StoredDocument] = {}
-        self._wanted: Counter[Content] = Counter()  # by how many documents, those on their way among them
-        self._owed: set[Content] = set()  # to be forgotten once nobody wants it
-        self._coming: Counter[str | None] = Counter()
-        self._pinning: Counter[tuple[str | None, Content]] = Counter()  # with the owner, as long as they are computed
-        self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._wanted: Counter[Content] = Counter()  # users per content: stored documents and calls in flight
+        self._owed: set[Content] = set()  # contents to forget when their last user leaves
+        self._coming: Counter[str | None] = Counter()  # documents in computation, by owner
+        self._pinning: Counter[tuple[str | None, Content]] = Counter()  # pins in computation, by owner and content
+        self._turn = asyncio.Semaphore(_MAX_CONCURRENT_FORGETS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def get(self, document_id: str, cache_salt: str | None) -> StoredDocument:
-        """One of them.
+        """Return a document.
 
         Raises:
-            ApiError: 404, there is none.
+            ApiError: 404, no document has this id under this salt.
         """
         found = self._stored.get((cache_salt, document_id))
         if found is None:
@@ -104,10 +106,15 @@ class Documents:
         return found
 
     def page(self, cache_salt: str | None, after: str | None, limit: int) -> tuple[list[StoredDocument], bool]:
-        """Up to `limit` of a salt's behind the one with the id `after`, oldest first; and whether there are more.
+        """Return up to `limit` documents of a salt, oldest first, and whether more follow.
+
+        Args:
+            cache_salt: salt of the documents.
+            after: id of the document before the first one returned; None starts at the oldest.
+            limit: number of documents to return at most.
 
         Raises:
-            ApiError: 404, there is no document `after`.
+            ApiError: 404, no document has the id `after`.
         """
         own = [d for d in self._stored.values() if d.cache_salt == cache_salt]
         first = 0 if after is None else own.index(self.get(after, cache_salt)) + 1
@@ -127,26 +134,29 @@ class Documents:
         timeout: float,
         owner: str | None = None,
     ) -> list[tuple[StoredDocument, bool]]:
-        """Compute documents and remember them, in place of others with their ids; and whether each was cached before.
+        """Compute and store documents. A new document replaces the stored one of the same id.
 
         Args:
-            prefix: text, token ids, or the messages before the first of the user's.
-            texts: text or token ids each.
-            ids: of each; None makes one of its content.
-            cache_salt: whom they are shared with.
-            pin: keep them in memory whatever else needs pages.
-            ttl_s: seconds until they are deleted.
-            priority: the lower goes first.
-            options: for the chat template.
-            timeout: seconds it may take.
-            owner: name of the API key they belong to.
+            prefix: text, token ids, or the chat messages before the first user message.
+            texts: text or token ids of each document.
+            ids: id of each document; None derives an id from the content.
+            cache_salt: salt whose requests share the documents.
+            pin: whether to protect the K/V from eviction.
+            ttl_s: lifetime in seconds; None for no limit.
+            priority: priority of the computation; a lower value is scheduled first.
+            options: variables of the chat template.
+            timeout: time limit of the computation in seconds.
+            owner: name of the API key that owns the documents.
+
+        Returns:
+            Each document, with whether its K/V was already cached.
 
         Raises:
-            ApiError: 400, one is empty, two have one id, or there are too many documents or pins.
-            ChunkAttnError: as `AsyncLLM.precompute`; nothing is remembered then.
+            ApiError: 400, a document is empty, two share an id, or a limit on documents, tokens or pins is exceeded.
+            ChunkAttnError: `AsyncLLM.precompute` failed; no document is stored.
         """
         if self.llm.config.position_strategy != "shared":
-            text = "documents are kept one by one under position_strategy 'shared' alone: else their K/V is of one prompt"
+            text = "documents can be cached one by one only under position_strategy 'shared'; else their K/V is of one prompt"
             raise ApiError(400, text, code="unsupported_parameter")
         if (count := len(texts)) > (most := self.llm.config.max_items_per_request):
             text = f"{count} documents exceed max_items_per_request {most}"
@@ -177,7 +187,7 @@ class Documents:
         finally:
             self._coming[owner] -= new
             self._pinning -= Counter(pinning)
-        # From here on nothing waits before all of it has happened.
+        # No await from here to the end of the loop: the registry changes as a whole.
         added, forgetting = [], list[asyncio.Task[None]]()
         for number, (name, content, told) in enumerate(zip(names, contents, report.documents, strict=True)):
             document = StoredDocument(name, content, told.num_bytes, owner)
@@ -201,7 +211,11 @@ class Documents:
         cache_salt: str | None,
         options: dict[str, Any],
     ) -> tuple[list[str], list[Content]]:
-        """Ids and contents, checked."""
+        """Return the ids and contents of new documents.
+
+        Raises:
+            ApiError: 400, a document is empty, repeats an id or a content, or the token limit is exceeded.
+        """
         prefix_ids, chunks = self.llm.frontend.parser.parse_cache(prefix, texts, options)
         start, seen = _bytes(prefix_ids), dict[str, int]()
         digest = hashlib.blake2b(start, digest_size=12, person=b"prefix")
@@ -211,8 +225,8 @@ class Documents:
             if not chunk:
                 raise ApiError(400, f"documents.{number} is empty", param="documents", code="invalid_value")
             contents.append((cache_salt, start, _bytes(chunk)))
-            if (size := size + len(prefix_ids) + len(chunk)) > _MOST_TOKENS:
-                text = f"documents, each with the prefix, have more than {_MOST_TOKENS} tokens; send fewer at once"
+            if (size := size + len(prefix_ids) + len(chunk)) > _MAX_TOKENS_PER_POST:
+                text = f"documents, each with the prefix, have more than {_MAX_TOKENS_PER_POST} tokens; send fewer at once"
                 raise ApiError(400, text, param="documents", code="too_many_documents")
             own = hashlib.blake2b(contents[-1][2], digest_size=12, key=digest.digest())
             name = given or f"doc-{own.hexdigest()}"
@@ -222,7 +236,11 @@ class Documents:
         return list(seen), contents
 
     def _check_count(self, owner: str | None, new: int) -> None:
-        """Check that so many more documents may be remembered."""
+        """Check that `new` more documents fit the limits.
+
+        Raises:
+            ApiError: 400, a limit is exceeded.
+        """
         if owner is not None:
             own = sum(d.owner == owner for d in self._stored.values()) + self._coming[owner]
             if own + new > (most := self.config.max_cached_documents_per_key):
@@ -233,7 +251,11 @@ class Documents:
             raise ApiError(400, text, param="documents", code="too_many_documents")
 
     def _check_pins(self, owner: str | None, contents: Sequence[Content]) -> None:
-        """Check that contents may be pinned beside what is pinned already."""
+        """Check that `contents` can be pinned beside the present pins.
+
+        Raises:
+            ApiError: 400, the pinned pages would exceed a share of the pool.
+        """
         pinned = [(d.owner, d.content) for d in self._stored.values() if self.is_pinned(d)]
         held = {*pinned, *+self._pinning}
         limits = [("max_pinned_share", self.config.max_pinned_share, {content for _, content in held})]
@@ -250,21 +272,26 @@ class Documents:
                 raise ApiError(400, text, param="documents", code="too_many_pins")
 
     def _pages(self, contents: set[Content]) -> int:
-        """KV pages of documents and their prefixes, each once."""
+        """Return the KV pages of documents and their prefixes; a shared prefix counts once."""
         prefixes = {content[:2] for content in contents}
         size = self.llm.config.block_size * _ID_BYTES
         return sum(-(-len(ids) // size) for _, ids in prefixes) + sum(-(-len(content[2]) // size) for content in contents)
 
     def is_pinned(self, document: StoredDocument) -> bool:
-        """Whether the engine was told to hold its pages, and has not been replaced since."""
+        """Return whether the present engine process holds the document's pin."""
         return document.pin is not None and document.pin[1] == self.llm.client.restarts and self.llm.client.is_ready
 
     async def pin(self, document: StoredDocument, wanted: bool, timeout: float) -> None:
-        """Hold its pages, computing what is missing, or let them be evicted.
+        """Pin a document, computing evicted K/V again, or unpin it.
+
+        Args:
+            document: stored document.
+            wanted: True to pin, False to unpin.
+            timeout: time limit in seconds.
 
         Raises:
-            ApiError: 404, it was deleted meanwhile; 400, the pins would exceed their share of the pool.
-            ChunkAttnError: as `AsyncLLM.precompute`.
+            ApiError: 404, the document was deleted meanwhile; 400, the pins would exceed their share of the pool.
+            ChunkAttnError: `AsyncLLM.precompute` failed.
         """
         if not wanted:
             self._unpin(document)
@@ -286,10 +313,14 @@ class Documents:
             self._let_go(document.content)
 
     def expire(self, document: StoredDocument, ttl_s: float | None) -> None:
-        """Have a document deleted in so many seconds, or never.
+        """Set a document's lifetime, replacing an earlier one.
+
+        Args:
+            document: stored document.
+            ttl_s: seconds from now until the document is deleted; None for no limit.
 
         Raises:
-            ApiError: 404, it was deleted meanwhile.
+            ApiError: 404, the document was deleted meanwhile.
         """
         if ttl_s is not None and not self._is_stored(document):
             raise _missing(document.id)
@@ -305,26 +336,27 @@ class Documents:
         self._dismiss(document)
 
     async def delete(self, document: StoredDocument) -> None:
-        """Forget a document here and in the engine: in memory when no request uses it any more, and on disk.
+        """Delete a document and have the engine forget its K/V.
 
-        Once begun, it goes on whatever becomes of the caller.
+        The engine frees the pages when no request uses them any more, and deletes the K/V on disk. The deletion continues if
+        the caller is cancelled.
         """
         del self._stored[document.cache_salt, document.id]
         if forgetting := self._dismiss(document):
             await asyncio.shield(forgetting)
 
     async def cached(self, documents: Sequence[StoredDocument]) -> list[bool]:
-        """Whether all of each one's K/V is in memory now."""
+        """Return for each document whether all of its K/V is in memory now."""
         found: dict[StoredDocument, bool] = {}
         groups: dict[tuple[str | None, bytes], list[StoredDocument]] = {}
         for document in documents:
             groups.setdefault(document.content[:2], []).append(document)
-        parts = ((k, g[n : n + _LOOKED_UP]) for k, g in groups.items() for n in range(0, len(g), _LOOKED_UP))
+        parts = ((k, g[n : n + _LOOKUP_BATCH]) for k, g in groups.items() for n in range(0, len(g), _LOOKUP_BATCH))
         for (salt, prefix), group in parts:
             try:
                 report = await self.llm.lookup(_ids(prefix), [_ids(d.content[2]) for d in group], cache_salt=salt)
                 found |= {d: told.was_cached for d, told in zip(group, report.documents, strict=True)}
-            except (EngineDeadError, RequestError):  # nothing is in an engine that is no more, or is another
+            except (EngineDeadError, RequestError):  # a dead engine holds nothing; a new one may refuse the ids
                 found |= dict.fromkeys(group, False)
         return [found[document] for document in documents]
 
@@ -332,7 +364,7 @@ class Documents:
         return self._stored.get((document.cache_salt, document.id)) is document
 
     def _dismiss(self, document: StoredDocument) -> asyncio.Task[None] | None:
-        """One that is no longer stored waits for nothing and holds nothing; its K/V is forgotten unless it is wanted."""
+        """Cancel the timer and the pin of a removed document; forget its K/V when the last user leaves."""
         self.expire(document, None)
         self._unpin(document)
         self._owed.add(document.content)
@@ -344,7 +376,7 @@ class Documents:
         document.pin = None
 
     def _let_go(self, content: Content) -> asyncio.Task[None] | None:
-        """One less wants it; the last one has it forgotten if that is owed."""
+        """Remove one user of a content; start the pending forget if it was the last."""
         self._wanted[content] -= 1
         if self._wanted[content]:
             return None
@@ -357,25 +389,25 @@ class Documents:
         return task
 
     async def _forget(self, content: Content) -> None:
-        """Have the engine forget K/V, unless somebody wants it again; what is on disk waits for an engine."""
+        """Have the engine forget a content, unless it has a new user. Without an engine, retry until there is one."""
         while content in self._owed and content not in self._wanted:
             try:
                 async with self._turn:
                     requests = await asyncio.to_thread(self._requests, content)
                     if content in self._wanted or content not in self._owed:
                         return
-                    # Nothing waits between this decision and the sending: a request that comes later is sent later.
+                    # No await between this check and the sending, so a later request reaches the engine later.
                     self._owed.discard(content)
                     await self.llm.client.look_up(requests, forget=True)
             except RequestError as error:
                 logger.warning("a document cannot be forgotten: %s", error)
                 self._owed.discard(content)
-            except ChunkAttnError:  # no engine
+            except ChunkAttnError:  # the engine is not running
                 self._owed.add(content)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_FORGET_RETRY_S)
 
     def _requests(self, content: Content) -> list[PrecomputeRequest]:
-        """Return the request for a document, as a list that is empty if the document and its prefix are."""
+        """Return the engine requests of a document; the list is empty if document and prefix are empty."""
         salt, prefix, chunk = content
         job = precompute_job(self.llm.frontend, _ids(prefix), [_ids(chunk)], cache_salt=salt)
         return next(job.stages(), [])

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers, all in OpenAI's shape."""
+"""Errors as HTTP answers in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _LONGEST_TEXT = 500
 
 
 class ApiError(Exception):
-    """An answer other than the one asked for.
+    """Error that a route answers with.
 
     Args:
-        status: of HTTP.
-        message: for people.
-        param: the field of the request it is about.
-        code: for programs.
-        headers: beside the usual.
+        status: HTTP status.
+        message: text for people.
+        param: name of the request field at fault.
+        code: identifier for programs.
+        headers: additional response headers.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str) -> None:
@@ -45,14 +45,19 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """`{"error": ...}`."""
+        """Return the response body, `{"error": {...}}`."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         param = None if self.param is None else _clean(self.param)
         return {"error": {"message": _clean(self.message), "type": kind, "param": param, "code": self.code}}
 
 
 def api_error(error: Exception, request_id: str) -> ApiError:
-    """What a client is told of an error; of defects only the request's id."""
+    """Return the answer to an error. Internal defects are logged; their answer holds the request id alone.
+
+    Args:
+        error: any exception.
+        request_id: id of the HTTP request.
+    """
     match error:
         case ApiError():
             return error
@@ -80,10 +85,10 @@ def _code(status: int) -> str | None:
 
 
 def _validation_error(found: Sequence[Any]) -> ApiError:
-    """The first thing wrong with a body, by the field's name."""
+    """Return the answer to pydantic's errors: the first one, under the field's name."""
     first = next((error for error in found if error["type"] == "extra_forbidden"), found[0])
-    where = [str(part) for part in first["loc"][1:]]  # behind "body", "query" or "path"
-    # Of a union every branch complains; the first names are the fields, what follows the branches.
+    where = [str(part) for part in first["loc"][1:]]  # the first part is "body", "query" or "path"
+    # Every branch of a union reports an error. The first names are fields; union branches follow them.
     name = where[0] if where else None
     match first["type"]:
         case "json_invalid":
@@ -103,7 +108,7 @@ def _validation_error(found: Sequence[Any]) -> ApiError:
 
 
 def _clean(text: str) -> str:
-    """Without lone surrogates, which JSON can bring in and UTF-8 cannot bring out."""
+    """Replace lone surrogates: JSON can escape them, UTF-8 cannot encode them."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -113,9 +118,9 @@ def _short(error: object) -> str:
 
 
 def _release(error: BaseException) -> None:
-    """Clear the frames of an error that has been answered: they hold the request's body, and some hold the error itself."""
+    """Clear the frames of an answered error: they keep the request body alive, and some keep the error alive."""
     found: list[Any] = [error]
-    if isinstance(error, RequestValidationError):  # the validators' own errors
+    if isinstance(error, RequestValidationError):  # pydantic keeps the validators' exceptions in `ctx`
         found += [detail.get("ctx", {}).get("error") for detail in error.errors()]
     while found:
         one = found.pop()
@@ -126,7 +131,7 @@ def _release(error: BaseException) -> None:
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of a route end as `ApiError` does."""
+    """Register handlers that answer every error of a route in the format of `ApiError`."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         told = api_error(error, request.state.request_id)

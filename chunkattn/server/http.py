@@ -1,4 +1,4 @@
-"""HTTP/1.1 as httptools parses it, with bounds on what a connection may send, keep and take its time with."""
+"""HTTP/1.1 connections parsed by httptools, with limits on size, count, time and rate."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from chunkattn.server.options import ServerConfig
 logger = logging.getLogger(__name__)
 
 LONGEST_HEAD = 1 << 16
-"""Bytes of a request line with its headers, and of the trailers of a body; longer ones are answered with 400."""
+"""Size limit in bytes of a request line with its headers, and of a body's trailers; longer ones are answered with 400."""
 LOWEST_RATE = 256
-"""Bytes per second that a body must arrive with, and an answer be read with."""
+"""Lowest rate in bytes per second at which a client must send a body, and read an answer."""
 _CHECK_S = 0.25
 _PROBE_S, _LONGEST_PROBE_S = 0.1, 5.0
 _LOG_EVERY_S = 10.0
@@ -27,11 +27,13 @@ _LOG_EVERY_S = 10.0
 
 @dataclass
 class ConnectionLimits:
-    """State that all connections of a server share.
+    """State shared by all connections of a server.
 
     Attributes:
-        config: of the server.
-        most: connections at once; the operating system may allow fewer than `max_connections`.
+        config: options of the server.
+        most: limit on open connections; lower than `max_connections` if the operating system allows fewer files.
+        refused: connections refused since the start.
+        logged: time of the last log line about refusals, in seconds of the monotonic clock.
     """
 
     config: ServerConfig
@@ -40,14 +42,14 @@ class ConnectionLimits:
     logged: float = float("-inf")
 
     def note_refused(self) -> None:
-        """Log connections over the limit, one line in 10 s."""
+        """Count a connection over the limit; log one line per 10 s."""
         self.refused += 1
         if (now := time.monotonic()) - self.logged >= _LOG_EVERY_S:
             logger.warning("connections over max_connections %d are refused with 503: %d so far", self.most, self.refused)
             self.logged = now
 
     async def watch(self, connections: Iterable[Any]) -> None:
-        """End connections that keep to no time limit, for ever."""
+        """Check the time limits of all connections every 0.25 s; run until cancelled."""
         while True:
             await asyncio.sleep(_CHECK_S)
             for connection in list(connections):
@@ -55,27 +57,27 @@ class ConnectionLimits:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection. httptools itself would gather headers without an end, and uvicorn wait for them."""
+    """HTTP connection with limits. httptools gathers headers without a bound, and uvicorn waits for them without one."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
         self._moved = False
         self._fed = self._told = 0
-        self._phase: str | None = "headers"  # what is awaited from the client: "headers", "body" or nothing
+        self._phase: str | None = "headers"  # awaited from the client: "headers", "body" or nothing
         self._since, self._received = time.monotonic(), 0
-        self._writing: tuple[float, int, int] | None = None  # since when bytes wait, how many, and how many were read since
+        self._writing: tuple[float, int, int] | None = None  # start of the wait, buffered bytes then, bytes read since
         self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connects."""
+        """Accept a connection, or refuse it with 503 over the limit."""
         super().connection_made(transport)
         if len(self.connections) > self._limits.most:
             self._limits.note_refused()
             self._refuse(503, "the server has too many connections; try again", "too_many_connections")
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the client's."""
+        """Parse received bytes; answer 400 if a head exceeds `LONGEST_HEAD`."""
         if self.transport.is_closing():
             return
         if self._phase is None:
@@ -87,10 +89,10 @@ class BoundedHttp(HttpToolsProtocol):
             self.send_400_response(f"The request line and headers exceed {LONGEST_HEAD} bytes.")
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. It may have left, or wait for the answer to what it has sent.
+        """Handle the client's end of sending. The client may have left, or may wait for its answer.
 
         Returns:
-            Whether the connection stays open.
+            True to keep the connection open.
         """
         if self.cycle is None or self.cycle.response_complete or self.cycle.more_body or self._half_closed:
             return False
@@ -99,7 +101,7 @@ class BoundedHttp(HttpToolsProtocol):
         return True
 
     def _probe(self, pause: float) -> None:
-        """Send an interim response: a client that has left answers with a reset, one that waits skips it."""
+        """Send an interim response: the connection of a client that left is reset, a waiting client skips it."""
         if self.transport.is_closing() or self.cycle.response_started:
             return
         if not self.pipeline and self.cycle.scope["http_version"] == "1.1":
@@ -112,7 +114,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._phase, self._since, self._received = phase, time.monotonic(), 0
 
     def check_time(self, now: float) -> None:
-        """End the connection if the client takes too long."""
+        """Close the connection if the client exceeds a time limit.
+
+        Args:
+            now: time in seconds of the monotonic clock.
+        """
         config, waiting = self._limits.config, self.transport.get_write_buffer_size()
         if not waiting:
             self._writing = None
@@ -120,7 +126,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._writing = now, waiting, 0
         else:
             since, before, read = self._writing
-            read += max(before - waiting, 0)  # the answer fills the buffer again meanwhile
+            read += max(before - waiting, 0)  # approximate: the answer refills the buffer meanwhile
             if now - since <= config.write_timeout_s:
                 self._writing = since, waiting, read
             elif read < LOWEST_RATE * config.write_timeout_s:
@@ -133,13 +139,13 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing() or self._phase is None:
             return
         if self._phase == "headers":
-            if answering:  # those of the next request
+            if answering:  # the header timeout of the next request starts after this answer
                 self._since = now
             elif now - self._since > config.header_timeout_s:
                 self._refuse(
                     408, f"the request's headers took longer than header_timeout_s {config.header_timeout_s:g}", "timeout"
                 )
-        elif self.flow.read_paused:  # it is us who do not read
+        elif self.flow.read_paused:  # the server paused reading, so the client's timeout restarts
             self._await("body")
         elif now - self._since > config.body_timeout_s:
             if self._received < LOWEST_RATE * config.body_timeout_s:
@@ -149,7 +155,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self._await("body")
 
     def _refuse(self, status: int, text: str, code: str) -> None:
-        """Answer and close, unless another answer has begun."""
+        """Answer with an error and close; close alone if another answer has begun."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             kind = "invalid_request_error" if status < 500 else "server_error"
             body = json.dumps({"error": {"message": text, "type": kind, "param": None, "code": code}}).encode()
@@ -161,15 +167,15 @@ class BoundedHttp(HttpToolsProtocol):
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:
-        """A request."""
+        """Begin a request."""
         super().on_message_begin()
         self._told = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or behind a body a trailer.
+        """Add a header, or a trailer behind the body.
 
         Raises:
-            ValueError: they are too long; the parser makes it an error of the client's.
+            ValueError: the headers exceed `LONGEST_HEAD`; the parser turns this into a 400.
         """
         self._told += len(name) + len(value)
         if self._told > LONGEST_HEAD:
@@ -177,23 +183,23 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request begins."""
+        """Start the request once its headers are complete."""
         self._moved = True
         self._await("body")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """More of the body."""
+        """Add a piece of the body."""
         self._moved = True
         self._received += len(body)
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
-        """More of the body is announced."""
+        """Note the head of a chunk of the body."""
         self._moved = True
 
     def on_message_complete(self) -> None:
-        """The request ends."""
+        """End the request."""
         self._moved = True
         self._await(None)
         super().on_message_complete()

@@ -1,4 +1,4 @@
-"""Named API keys, and the places of the queue that each name holds."""
+"""Named API keys, and the queue places that each name holds."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _KEY = re.compile(r"[\x21-\x7e]+")
 
 
 class Keys:
-    """The keys of a server, found by what a client sends.
+    """API keys of a server.
 
     Args:
-        api_key: the key of the name "default", if there is one.
-        file: one `name:key` a line; blank lines and lines that begin with # are skipped.
+        api_key: key of the name "default"; None for no such key.
+        file: path of a file with one `name:key` a line. Blank lines and lines that begin with # are skipped.
 
     Raises:
         ConfigError: the file cannot be read, or a line is malformed.
@@ -36,7 +36,7 @@ class Keys:
         self._names = self._read()
 
     def _read(self) -> dict[bytes, str]:
-        """Names by the digest of their keys, so that a look-up's time tells nothing about a key."""
+        """Return names by the digests of their keys, so the time of a lookup reveals nothing about a key."""
         found = {} if self._api_key is None else {_digest(self._api_key): DEFAULT_NAME}
         if self._file is None:
             return found
@@ -48,7 +48,7 @@ class Keys:
             if not line or line.startswith("#"):
                 continue
             name, _, key = line.partition(":")
-            where = f"api_key_file {self._file}, line {number}"  # never the line itself: it may hold a key
+            where = f"api_key_file {self._file}, line {number}"  # the line may hold a key, so errors leave it out
             if not _NAME.fullmatch(name) or not _KEY.fullmatch(key):
                 raise ConfigError(
                     f"{where} must be name:key, the name of 1 to 64 letters, digits or _.@-, the key without spaces"
@@ -59,16 +59,16 @@ class Keys:
                 raise ConfigError(f"{where}: {name!r} has the key of {found[_digest(key)]!r}; give every name a key of its own")
             found[_digest(key)] = name
         if not found:
-            raise ConfigError(f"api_key_file {self._file} holds no key, so nobody could come in")
+            raise ConfigError(f"api_key_file {self._file} holds no key, so every request would be refused; add a name:key line")
         return found
 
     @property
     def needed(self) -> bool:
-        """True if a request must bring a key."""
+        """Return whether a request must bring a key."""
         return bool(self._names)
 
     def reload(self) -> None:
-        """Read the file again; the keys stay as they are if it is invalid, or if there is none."""
+        """Read the key file again; keep the present keys if the file is invalid, or if there is none."""
         if self._file is None:
             logger.warning("SIGHUP is ignored: there is no api_key_file to read again")
             return
@@ -80,9 +80,13 @@ class Keys:
             logger.warning("api_key_file is read again: %d keys", len(self._names))
 
     def name_of(self, authorization: str) -> str | None:
-        """The name whose key an Authorization header holds, if any: a bearer token, or the password of HTTP Basic."""
+        """Return the name of the key in an Authorization header, or None if the key is unknown.
+
+        Args:
+            authorization: a bearer token, or HTTP Basic with the key as password.
+        """
         scheme, _, given = authorization.partition(" ")
-        if scheme.lower() == "basic":  # what browsers ask people for
+        if scheme.lower() == "basic":  # browsers prompt for it
             try:
                 given = base64.b64decode(given, validate=True).decode().partition(":")[2]
             except ValueError:
@@ -98,10 +102,11 @@ def _digest(key: str) -> bytes:
 
 @dataclass
 class Shares:
-    """Places of the engine's queue held by each name.
+    """Queue places held by each name.
 
     Attributes:
-        most: places that one name may hold at once; without names, one request.
+        most: number of places that one name may hold at once; without names, the limit of one request.
+        held: places held now, by name.
     """
 
     most: int
@@ -110,12 +115,12 @@ class Shares:
 
 @dataclass
 class Caller:
-    """The client of one HTTP request: the name of its key and the queue places it holds until the answer ends.
+    """Client of one HTTP request: the name of its key, and the queue places it holds until the answer ends.
 
     Attributes:
-        name: of the API key; None where keys do not keep clients apart.
-        shares: of the server.
-        places: of the queue that this request holds.
+        name: name of the API key; None for a server without a key file.
+        shares: queue places of all clients.
+        places: number of queue places that this request holds.
     """
 
     name: str | None
@@ -123,19 +128,23 @@ class Caller:
     places: int = 0
 
     def salt(self, given: str | None) -> str | None:
-        """The cache salt of the engine: another for every name, whatever salt a client gives."""
+        """Return the engine's cache salt. Salts of different names differ, whatever salt the client gives.
+
+        Args:
+            given: salt from the request.
+        """
         if self.name is None:
             return given
         if given is None:
             return self.name
         digest = hashlib.blake2b(given.encode("utf-8", "surrogatepass"), digest_size=16)
-        return f"{self.name}:{digest.hexdigest()}"  # a name holds no colon
+        return f"{self.name}:{digest.hexdigest()}"  # unambiguous: a name holds no colon
 
     def take(self, places: int) -> None:
-        """Take places in the queue, until `leave`.
+        """Take queue places; `leave` returns them.
 
         Raises:
-            ApiError: 429, the name would hold more than its share.
+            ApiError: 429, the name would exceed its share of the queue.
         """
         held = self.places if self.name is None else self.shares.held[self.name]
         if held + places > self.shares.most:
@@ -149,7 +158,7 @@ class Caller:
             self.shares.held[self.name] += places
 
     def leave(self) -> None:
-        """Give all places back."""
+        """Return all queue places of this request."""
         if self.name is not None:
             self.shares.held[self.name] -= self.places
             if not self.shares.held[self.name]:

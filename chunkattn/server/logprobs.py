@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in the formats of OpenAI's two APIs and of vLLM."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Entry = dict[int, Logprob] | None
 def legacy(
     token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, offsets: Sequence[int], decode: Callable[[int], str]
 ) -> dict[str, Any]:
-    """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset` of a completion.
+    """Return the `logprobs` of a completion: `tokens`, `token_logprobs`, `top_logprobs` and `text_offset`.
 
     Args:
-        token_ids: of the tokens told.
-        entries: log-probabilities by token id; None where there are none, as for the first prompt token.
-        num_top: how many of the likeliest were asked for; the token itself is always among them.
-        offsets: where each token's text begins.
-        decode: text of a token.
+        token_ids: tokens to report.
+        entries: log-probabilities by token id for each token; None for a token without any, as the first prompt token.
+        num_top: number of likeliest tokens requested. The token itself is always included.
+        offsets: character offset of each token's text.
+        decode: function from a token id to its text.
     """
     values, tops = [], []
     for token, entry in zip(token_ids, entries, strict=True):
@@ -37,7 +37,7 @@ def legacy(
 
 
 def _by_text(token: int, entry: dict[int, Logprob], num_top: int, decode: Callable[[int], str]) -> dict[str, float]:
-    """Tokens of equal text (bytes of a character) share one place: the likeliest's."""
+    """Return the log-probabilities by text. Tokens of equal text (bytes of a character) share the likeliest one's entry."""
     found: dict[str, float] = {}
     for other, value in sorted(entry.items(), key=lambda pair: pair[1].rank):
         if value.rank <= num_top or other == token:
@@ -46,7 +46,14 @@ def _by_text(token: int, entry: dict[int, Logprob], num_top: int, decode: Callab
 
 
 def chat(token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], num_top: int, texts: TokenTexts) -> dict[str, Any]:
-    """`content` of a chat choice's `logprobs`."""
+    """Return the `logprobs` of a chat choice.
+
+    Args:
+        token_ids: generated tokens.
+        entries: log-probabilities by token id for each token.
+        num_top: number of likeliest tokens requested.
+        texts: texts of the tokens.
+    """
 
     def told(token: int, value: Logprob) -> dict[str, Any]:
         return {"token": texts.piece(token), "logprob": value.logprob, "bytes": list(texts.raw(token))}
@@ -60,7 +67,7 @@ def chat(token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], num_to
 
 
 def prompt(entries: Sequence[Entry] | None) -> list[dict[str, Any] | None] | None:
-    """VLLM's `prompt_logprobs`: of every prompt token, by token id."""
+    """Return vLLM's `prompt_logprobs`: for each prompt token, the log-probabilities by token id as a string."""
     if entries is None:
         return None
     return [None if entry is None else {str(t): asdict(value) for t, value in entry.items()} for entry in entries]

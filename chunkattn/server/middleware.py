@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out: its id, the key, the size limit, log and metrics."""
+"""Middleware around every request: request id, API key, Host check, size limit, access log and metrics."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ logger = logging.getLogger("chunkattn.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN_PATHS = ("/health", "/livez", "/readyz")
-"""Routes that need no key: probes have none."""
+"""Routes open without a key, because health probes have none."""
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
 
 
 class HttpMetrics:
-    """What the server counts, in a Prometheus registry of its own. Times are in seconds.
+    """Metrics of the HTTP server, in a Prometheus registry of its own. Times are in seconds.
 
     Attributes:
+        registry: the Prometheus registry.
         running: requests being answered.
+        requests: counter of answered requests, by route and status.
+        seconds: histogram of the time from a request to the end of its answer, by route.
     """
 
     def __init__(self) -> None:
@@ -52,8 +55,8 @@ class HttpMetrics:
 class Gate:
     """ASGI middleware around the whole app.
 
-    Gives every request an id (the client's own `X-Request-Id` if it is printable), asks for the API key, cuts long bodies
-    off, and answers whatever nobody else has caught with a 500 that says nothing but the id.
+    The gate gives every request an id (the client's own `X-Request-Id` if it is printable), checks the API key, and cuts off
+    long bodies. It answers an uncaught exception with a 500 that holds the request id alone.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: HttpMetrics, keys: Keys, shares: Shares) -> None:
@@ -61,7 +64,7 @@ class Gate:
         self._local_only = not keys.needed and _is_loopback(config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or pass it on."""
+        """Answer one request, or pass it to the app."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -69,7 +72,7 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         name = self.keys.name_of(headers.get("authorization", "")) if self.keys.needed else None
-        # One key alone keeps nobody apart: names count where there is a file of them.
+        # Names separate clients only if a file defines several.
         caller = Caller(name if self.config.api_key_file is not None else None, self.shares)
         scope.setdefault("state", {}).update(request_id=request_id, caller=caller)
         received = 0
@@ -106,7 +109,7 @@ class Gate:
             self._note(scope, status, request_id, time.perf_counter() - began)
 
     def _refuse(self, scope: Scope, headers: Headers, name: str | None) -> ApiError | None:
-        """Why the request is answered here and now, if it is."""
+        """Return the refusal of a request before routing, or None."""
         if len(headers.getlist("host")) > 1:
             return ApiError(400, "the request has several Host headers; send one", code="invalid_host")
         if self.keys.needed and name is None and scope["path"] not in OPEN_PATHS:
@@ -124,17 +127,17 @@ class Gate:
         return HTTPException(413, f"the body exceeds max_body_bytes {self.config.max_body_bytes}")
 
     def _note(self, scope: Scope, status: int, request_id: str, seconds: float) -> None:
-        # Paths are the clients' to choose, routes are few; 499 is a client that left.
+        # Label by route: clients choose paths freely, and the number of routes is bounded. 499 is a client that left.
         route, status = getattr(scope.get("route"), "path", "other"), status or 499
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.seconds.labels(route).observe(seconds)
-        path = ascii(scope["path"])[1:-1]  # no line of the client's own in the log
+        path = ascii(scope["path"])[1:-1]  # escapes newlines, so a client cannot forge a log line
         told = {"id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
         logger.info("%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)", told, extra={"request": told})
 
 
 def _names_this_machine(host: str) -> bool:
-    """Whether a Host header does. A page elsewhere whose name was made to lead here (DNS rebinding) sends its own."""
+    """Return whether a Host header names this machine. A DNS-rebinding page sends its own name."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     return _is_loopback(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
 

@@ -1,4 +1,4 @@
-"""Options of the HTTP server, beside the engine's."""
+"""Options of the HTTP server. Those of the engine are in `chunkattn.config`."""
 
 from __future__ import annotations
 
@@ -11,34 +11,40 @@ LOG_FORMATS = ("text", "json")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How to listen, to whom, and what one request may ask for.
+    """Options of the HTTP server: address, access, and limits on requests.
 
     Attributes:
-        host: address to listen on; only this machine can reach the default.
-        port: to listen on; 0 takes a free one.
-        api_key: what clients must send as bearer token, or as the password of HTTP Basic; None lets everybody in.
-        served_model_name: in `/v1/models`, answers and requests; None is the model's path or id.
-        request_timeout_s: seconds until a request is aborted and answered with 504.
-        max_body_bytes: longest request body; longer ones are answered with 413.
-        max_prompts_per_request: longest list of prompts, and of queries, in one request.
-        max_cached_documents: documents of `/v1/cache/documents` that are remembered at once.
-        priority_range: clients may send priorities from minus this to this; 0 allows the default alone.
-        allow_packed_dense: take `algorithm: "packed_dense"`, a baseline whose every pack holds all other requests up.
-        drain_timeout_s: seconds that requests get to end after SIGTERM.
-        log_format: "text" or "json", for the engine's process too; one line a request either way.
+        host: address to listen on. The default accepts connections from this machine only.
+        port: port to listen on; 0 picks a free one.
+        api_key: key that clients must send as bearer token, or as the password of HTTP Basic. A server without
+            any key accepts every client.
+        served_model_name: model name in `/v1/models`, requests and answers; by default the hub id, or the folder's name.
+        request_timeout_s: time limit of a request in seconds; a longer one is aborted and answered with 504.
+        max_body_bytes: size limit of a request body in bytes; a longer one is answered with 413.
+        max_prompts_per_request: number of prompts, or of queries, that one request may hold.
+        max_cached_documents: number of documents that `/v1/cache/documents` stores at once.
+        priority_range: largest absolute priority that a request may set; 0 allows only the default priority.
+        allow_packed_dense: accept `algorithm: "packed_dense"`. The baseline is off by default, because each of its packs
+            delays all other requests.
+        drain_timeout_s: time in seconds that running requests have to finish after SIGTERM.
+        log_format: format of the log, "text" or "json", for the engine process too; one line a request in both.
         api_key_file: file of named API keys, one `name:key` a line, read again at SIGHUP. Clients of different names share no
-            cache and no documents, and each name has its quotas; None leaves `api_key` alone.
-        max_queue_share: share of `max_queued_requests` that the requests of one API key of the file may hold; without a file,
-            one request.
-        max_pinned_share: share of the KV pool's pages that pinned documents may hold, those of all keys together.
-        max_pinned_share_per_key: the same for each API key of the file.
-        max_cached_documents_per_key: documents that are remembered for each API key of the file.
-        max_connections: connections at once; further ones are answered with 503. Lowered where the file limit is too low.
-        header_timeout_s: seconds for the headers of a request, from its first byte or the connection's beginning.
-        body_timeout_s: seconds in which a body must go on, by 256 bytes for each of them; else it is answered with 408.
-        max_answer_values: numbers that one answer may hold: queries x items x labels, or prompts x samples x tokens x
-            log-probabilities.
-        write_timeout_s: seconds in which a client must read on, by 256 bytes for each of them; else it is cut off.
+            cache and no documents, and each name has its quotas. Without one, only `api_key` is accepted.
+        max_queue_share: share of `max_queued_requests` that the requests of one named API key may hold; without a key file,
+            the share of one request.
+        max_pinned_share: share of the KV pool's pages that the pinned documents of all keys together may hold.
+        max_pinned_share_per_key: share of the KV pool's pages that the pinned documents of one named API key may hold.
+        max_cached_documents_per_key: number of stored documents of one named API key.
+        max_connections: number of open connections; further ones are answered with 503. The process's limit on open files
+            may lower it.
+        header_timeout_s: time limit in seconds for the headers of a request, from its first byte or from the opening of the
+            connection.
+        body_timeout_s: period in seconds in which a client must send 256 bytes of the body per second on average; a slower
+            one is answered with 408.
+        max_answer_values: number of values that one answer may hold: queries x items x labels, or prompts x samples x tokens
+            x log-probabilities.
+        write_timeout_s: period in seconds in which a client must read 256 bytes of its answer per second on average; a slower
+            one is disconnected.
     """
 
     host: str = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""A process that serves: engine and HTTP side by side, and how it ends."""
+"""The serving process: start of engine and HTTP server, signals, draining and shutdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import uvicorn
 
 try:
     import uvloop
-except ImportError:  # there is none for Windows
+except ImportError:  # uvloop does not support Windows
     uvloop = None  # type: ignore[assignment]
 from chunkattn import logs
 from chunkattn.async_llm import AsyncLLM
@@ -32,15 +32,18 @@ from chunkattn.server.state import ServerState
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep an idle connection (httpx 5 s): who closes first must not be the one that is about to be asked."""
+"""Idle time in seconds before the server closes a connection, longer than clients keep one (httpx: 5 s).
+
+A server that closes first may lose a request that the client is about to send.
+"""
 
 
 _OTHER_FILES = 128
-"""Files and sockets of a server beside its connections."""
+"""Files and sockets that a server needs beside its connections."""
 
 
 class Server(uvicorn.Server):
-    """Drains at the first signal: what runs may end, nothing new begins. Stops at the second."""
+    """HTTP server that drains at the first signal and stops at the second. A draining server finishes running requests."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
@@ -48,7 +51,7 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal."""
+        """Drain at the first signal; stop at the second."""
         if self._state.draining or not self.started:
             self.should_exit = self.force_exit = True
             return
@@ -69,15 +72,15 @@ class Server(uvicorn.Server):
 
 
 def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
-    """Serve until a signal ends it. Requests are answered from the start on, with 503 until the engine is ready.
+    """Serve until a signal stops the process. Requests get a 503 until the engine is ready.
 
     Args:
-        options: of `AsyncLLM`, the model among them.
-        config: of the server.
+        options: arguments of `AsyncLLM`, including the model.
+        config: options of the server.
 
     Raises:
-        ConfigError, ModelError, BackendError: the engine cannot be built, or the address cannot be listened on.
-        EngineDeadError: its process died three times while it started.
+        ConfigError, ModelError, BackendError: the engine cannot be built, or the address cannot be bound.
+        EngineDeadError: the engine process died three times during start.
     """
     _set_up_logs(config.log_format)
     listening = _listen(config)
@@ -90,7 +93,7 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
 
 async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> None:
     address, port = listening.getsockname()[:2]
-    app = create_app(llm, replace(config, host=address))  # of a name, what it stands for
+    app = create_app(llm, replace(config, host=address))  # resolved, so the app knows whether it is a loopback address
     if hasattr(signal, "SIGHUP"):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.server.keys.reload)
     limits = ConnectionLimits(config, _raise_file_limit(config.max_connections))
@@ -111,7 +114,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and not starting.exception():
             gc.collect()
-            gc.freeze()  # later collections skip the modules and the model, which stay
+            gc.freeze()  # later collections skip the long-lived modules and model
             shown = f"[{address}]" if ":" in address else address
             print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
             await serving
@@ -127,10 +130,10 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
 
 
 def _raise_file_limit(connections: int) -> int:
-    """Allow as many open files as the system grants this process. Returns the connections that leave room for the rest."""
+    """Raise the limit on open files to the hard limit; return how many connections the limit allows."""
     try:
         import resource
-    except ImportError:  # there is none for Windows
+    except ImportError:  # Windows has no such limit
         return connections
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):
@@ -147,7 +150,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
-        # Connections inherit it. asyncio sets it where it made the socket itself; without, events wait for the client's ACK.
+        # Connections inherit TCP_NODELAY. asyncio sets it only on sockets it made; without it events wait for an ACK.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except OSError as error:

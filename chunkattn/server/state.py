@@ -1,4 +1,4 @@
-"""What the routes share."""
+"""State and helpers shared by the routes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ DEMO_NAME = "chunkattn-demo"
 
 @dataclass
 class ServerState:
-    """One server's engine and options.
+    """State of one server: engine, options, metrics and registries.
 
     Attributes:
-        draining: SIGTERM has come; what runs may end, nothing new begins.
-        started: seconds since the epoch.
+        llm: the engine.
+        config: options of the server.
+        metrics: metrics of the HTTP server.
+        draining: True after SIGTERM: running requests finish, new ones are refused.
+        started: start time in seconds since the epoch.
     """
 
     llm: AsyncLLM
@@ -48,28 +51,28 @@ class ServerState:
 
     @cached_property
     def keys(self) -> Keys:
-        """The API keys."""
+        """Return the API keys."""
         return Keys(self.config.api_key, self.config.api_key_file)
 
     @cached_property
     def shares(self) -> Shares:
-        """Places in the queue that each API key holds."""
+        """Return the queue places that each API key holds."""
         return Shares(max(1, int(self.config.max_queue_share * self.llm.config.max_queued_requests)))
 
     @cached_property
     def documents(self) -> Documents:
-        """Those that clients have asked to keep."""
+        """Return the registry of stored documents."""
         return Documents(self.llm, self.config)
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """Of the model's tokens; the engine has been started."""
+        """Return the texts of the model's tokens. The engine must have been started."""
         frontend = self.llm.frontend
         return TokenTexts(frontend.tokenizer, frontend.parser.encode.leading_ids)
 
     @cached_property
     def model_name(self) -> str:
-        """The model's name in answers; of a local folder only the last part of its path."""
+        """Return the model's name in answers; for a local folder the last part of its path."""
         model = self.llm.config.model
         if model is not None and (folder := Path(model).expanduser()).is_dir():
             model = folder.resolve().name
@@ -77,14 +80,14 @@ class ServerState:
 
     @property
     def most_prompts(self) -> int:
-        """In one request; each takes a place in the engine's queue."""
+        """Return how many prompts one request may hold. Each takes a place in the engine's queue."""
         return min(self.config.max_prompts_per_request, self.shares.most)
 
     def check_model(self, name: str | None) -> None:
-        """Check the model a request names, if it names one.
+        """Check the model name of a request; None is accepted.
 
         Raises:
-            ApiError: 404, it is another.
+            ApiError: 404, the server serves another model.
         """
         if name is not None and name != self.model_name:
             text = f"the model {name!r} is not served here; it is {self.model_name!r}"
@@ -93,8 +96,12 @@ class ServerState:
     def check_priority(self, priority: int, default: int = 0) -> None:
         """Check a client's priority.
 
+        Args:
+            priority: priority from the request.
+            default: the route's default, which is always allowed.
+
         Raises:
-            ApiError: 400, it is neither the default nor within `priority_range`.
+            ApiError: 400, the priority is outside `priority_range` and differs from the default.
         """
         most = self.config.priority_range
         if priority != default and abs(priority) > most:
@@ -103,15 +110,15 @@ class ServerState:
             raise ApiError(400, text, param="priority", code="invalid_value")
 
     def check_answer_values(self, values: int, less: str, param: str) -> None:
-        """Check the numbers that an answer would hold, before any work.
+        """Check the size of an answer before any work.
 
         Args:
-            values: numbers of scores or log-probabilities.
-            less: what a client may ask for less of.
-            param: the field to change.
+            values: number of scores or log-probabilities in the answer.
+            less: nouns for the error message, of which the client should ask for fewer.
+            param: name of the request field to change.
 
         Raises:
-            ApiError: 400, there are more than `max_answer_values`.
+            ApiError: 400, `values` exceeds `max_answer_values`.
         """
         if values > (most := self.config.max_answer_values):
             text = f"the answer would hold {values} numbers, max_answer_values is {most}; ask for fewer {less}"
@@ -119,23 +126,23 @@ class ServerState:
 
     @property
     def readiness(self) -> str:
-        """`"starting"`, `"ready"`, `"degraded"` (the engine is being started again) or `"draining"`."""
+        """Return `"starting"`, `"ready"`, `"degraded"` (the engine is restarting) or `"draining"`."""
         if self.draining:
             return "draining"
         return {"starting": "starting", "ready": "ready"}.get(self.llm.state, "degraded")
 
     def check_ready(self) -> None:
-        """Check that new work is taken.
+        """Check that the server accepts new work.
 
         Raises:
-            ApiError: 503, it is not.
+            ApiError: 503, the server is starting, degraded or draining.
         """
         if (state := self.readiness) != "ready":
             raise ApiError(503, f"the server is {state}; try again", code=f"server_{state}", **{"Retry-After": "1"})
 
 
-async def get_state(request: Request) -> ServerState:  # async, or it would run in a thread
-    """The server's state."""
+async def get_state(request: Request) -> ServerState:  # async: FastAPI runs synchronous dependencies in a thread
+    """Return the server's state."""
     return request.app.state.server
 
 
@@ -151,15 +158,19 @@ CallerOf = Annotated[Caller, Depends(get_caller)]
 
 
 def new_id(kind: str) -> str:
-    """An id as OpenAI's: the kind of answer, and 32 digits."""
+    """Return a random id in OpenAI's format: `kind`, a hyphen and 32 hexadecimal digits."""
     return f"{kind}-{token_hex(16)}"
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Await work for as long as the client does.
+    """Await work, and cancel it if the client disconnects.
+
+    Args:
+        request: the client's request, whose body has been read.
+        work: awaitable that makes the answer.
 
     Raises:
-        ApiError: 499, the client has left; the work has been cancelled. Nobody will read it.
+        ApiError: 499, the client has left and the work is cancelled. No client reads this answer.
     """
     here, gone = asyncio.current_task(), False
     assert here is not None
@@ -175,7 +186,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     try:
         return await work
     except asyncio.CancelledError:
-        if gone and here.cancelling() == 1:  # by nobody else
+        if gone and here.cancelling() == 1:  # the watcher alone cancelled this task
             raise ApiError(499, "the client has left") from None
         raise
     finally:
@@ -185,11 +196,11 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. A client that leaves cancels what makes them at once, not at the next garbage collection.
+    """Response of server-sent events. A client's disconnection closes the generators at once, before garbage collection.
 
     Args:
-        events: made of `source`.
-        source: has begun already, so it has to be closed even if `events` never begins.
+        events: generator of event texts, made from `source`.
+        source: generator that has begun already, so it must be closed even if `events` never begins.
     """
 
     media_type = "text/event-stream"
@@ -199,14 +210,14 @@ class EventStream(StreamingResponse):
         self._events, self._source = events, source
 
     async def stream_response(self, send: Send) -> None:
-        """Send all events."""
+        """Send all events, then close both generators."""
         async with aclosing(self._source), aclosing(self._events):
             await super().stream_response(send)
 
 
 async def merged(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """What several generators yield, with their numbers, as it comes. The first error ends all of them."""
-    if len(streams) == 1:  # needs no task for each value
+    """Yield the values of several generators as they arrive, each with its generator's index. The first error ends all."""
+    if len(streams) == 1:  # one generator needs no task per value
         async with aclosing(streams[0]):
             async for value in streams[0]:
                 yield 0, value

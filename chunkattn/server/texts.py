@@ -1,4 +1,4 @@
-"""Texts of single tokens as they stand in a text, and what of a growing text can be sent."""
+"""Texts and character offsets of tokens, and the parts of a growing text that can be sent."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 class Offsets:
-    """Where each token of a growing text begins; the bytes of one character begin together.
+    """Character offsets of the tokens of a growing text. Tokens that are bytes of one character begin at the same offset.
 
     Args:
-        tokenizer: None for an engine that has none.
-        begin: where the first token begins.
-        context: tokens before the text.
-        skip_special_tokens: whether those have no text.
+        tokenizer: tokenizer of the model; None for an engine without one.
+        begin: offset of the first token.
+        context: token ids before the text.
+        skip_special_tokens: whether special tokens have no text.
 
     Attributes:
-        end: where the next token begins.
+        end: offset of the next token.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Offsets:
             self._text = Detokenizer(tokenizer, list(context), skip_special_tokens=skip_special_tokens)
 
     def take(self, token: int) -> int:
-        """Where this token begins."""
+        """Add a token and return its offset."""
         begin = self.end
         if self._text is None:
             self.end += len(_name(token))
@@ -59,7 +59,7 @@ class Offsets:
         return begin
 
     def finish(self) -> int:
-        """Where the text ends, a piece of a character included."""
+        """Return the end of the text, an incomplete character included."""
         if self._text is not None:
             self._text.flush()
             self.end = self._begin + len(self._text.text)
@@ -67,16 +67,16 @@ class Offsets:
 
 
 def _name(token: int) -> str:
-    """What stands for the text of a token where there is no tokenizer."""
+    """Return the text of a token for an engine without a tokenizer."""
     return f"token_id:{token}"
 
 
 class TokenTexts:
-    """Texts of tokens; some tokenizers drop the space before a token that stands alone, so it is decoded behind another.
+    """Texts of single tokens. A token is decoded behind another, because some tokenizers drop the space of a first token.
 
     Args:
-        tokenizer: None for an engine that has none.
-        leading_ids: put before a text; they are no part of it.
+        tokenizer: tokenizer of the model; None for an engine without one.
+        leading_ids: special token ids that the tokenizer puts before a text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, leading_ids: Sequence[int]) -> None:
@@ -92,29 +92,32 @@ class TokenTexts:
         return str(self.tokenizer.decode([*self._before, token])).removeprefix(self._text_before)
 
     def _raw(self, token: int) -> bytes:
-        """The bytes of a token, which may be a piece of a character only."""
+        """Return the bytes of a token, which may be a part of a character."""
         text = self.piece(token)
         if self.tokenizer is None or _UNKNOWN not in text:
             return text.encode("utf-8", "replace")
         symbol = str(self.tokenizer.convert_ids_to_tokens(token))
-        if byte := _BYTE.fullmatch(symbol):  # as SentencePiece names it
+        if byte := _BYTE.fullmatch(symbol):  # SentencePiece's name of a byte
             return bytes.fromhex(byte[1])
-        if all(letter in _BYTE_OF for letter in symbol):  # as byte-level BPE does
+        if all(letter in _BYTE_OF for letter in symbol):  # byte-level BPE's letters
             return bytes(_BYTE_OF[letter] for letter in symbol)
         return text.encode("utf-8", "replace")
 
     def whole(self, token_ids: Sequence[int]) -> str:
-        """Text of many tokens.
+        """Return the text of a token sequence.
 
         Raises:
-            ApiError: there is no tokenizer.
+            ApiError: 400, the engine has no tokenizer.
         """
         if self.tokenizer is None:
             raise ApiError(400, "this engine has no tokenizer, so there is no text of tokens", code="no_tokenizer")
         return str(self.tokenizer.decode(list(token_ids)))
 
     def prompt_offsets(self, output: RequestOutput) -> tuple[list[int], int]:
-        """Where the text of each prompt token begins, and where the last one ends. Of text, every part is one by itself."""
+        """Return the offset of each prompt token, and the end of the last one.
+
+        Each part of a text prompt is decoded by itself, as it was tokenized.
+        """
         ids, entries = output.prompt_token_ids, output.prompt_logprobs or []
         is_text = output.prompt is not None
         leading = len(self._leading) if is_text and ids[: len(self._leading)] == self._leading else 0
@@ -128,7 +131,7 @@ class TokenTexts:
 
 @dataclass
 class Part:
-    """What is new of a sample."""
+    """Text, tokens and log-probabilities that a sample has gained since its previous part."""
 
     text: str
     token_ids: list[int]
@@ -138,13 +141,13 @@ class Part:
 
 
 class Tail:
-    """Cuts the growing text of one sample into parts. What may be the beginning of a stop string is held back.
+    """Cutter of one sample's growing text into parts. It holds back text that may begin a stop string.
 
     Args:
         stop: stop strings of the request.
 
     Attributes:
-        offsets: of its tokens, for whoever tells them.
+        offsets: offsets of the sample's tokens, if log-probabilities are reported.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -154,7 +157,7 @@ class Tail:
         self.offsets: Offsets | None = None
 
     def take(self, sample: CompletionOutput) -> Part | None:
-        """What is new, if anything."""
+        """Return the new part of a sample, or None without one."""
         end = len(sample.text) if sample.finish_reason else max(len(sample.text) - self._held, self._chars)
         text, ids, ends = sample.text[self._chars : end], sample.token_ids[self._tokens :], sample.finish_reason is not None
         if not (text or ids or ends) or self._ended:
@@ -165,12 +168,12 @@ class Tail:
 
 
 def usage(outputs: Sequence[RequestOutput], *, generated: int | None = None, chunks: bool = False) -> dict[str, object]:
-    """OpenAI's usage of a request's prompts.
+    """Return OpenAI's `usage` object.
 
     Args:
-        outputs: one a prompt.
-        generated: tokens to tell instead of those generated.
-        chunks: tell the cached tokens of every chunk, too.
+        outputs: output of each prompt.
+        generated: completion tokens to report instead of the generated ones.
+        chunks: whether to report the cached tokens of every chunk.
     """
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
     completion = sum(len(s.token_ids) for o in outputs for s in o.outputs) if generated is None else generated

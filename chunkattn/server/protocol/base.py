@@ -1,4 +1,4 @@
-"""What all bodies have in common."""
+"""Fields and base classes shared by all request bodies."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from chunkattn.server.errors import ApiError
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
-"""Lists stop at the first wrong entry: an error for each of a million would take more memory than the body."""
+"""Validation of a list stops at its first wrong entry: an error per entry of a long list would outgrow the body."""
 
 CacheSalt = Annotated[
     Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None,
-    Field(description="Share the cache with requests of the same salt alone."),
+    Field(description="Salt of the cache; only requests of the same salt share cached K/V."),
 ]
 StopTexts = Annotated[
     list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)
@@ -36,17 +36,17 @@ LabelIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_LABELS)]
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length"}
 _RESERVED |= {"messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"}
 _RESERVED |= {"template_options", "tokenizer", "tokenizer_kwargs", "tools", "truncation"}
-"""What is no variable of a chat template but an argument on the way to it."""
+"""Arguments of `apply_chat_template` and of the parser, which a client must not set as template variables."""
 
 
 class Entry(BaseModel):
-    """An entry of a long list: no Python code runs for each of them. Unknown names are errors."""
+    """Entry of a long list, validated without Python code per entry. Unknown names are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Strict(Entry):
-    """A JSON object. Unknown names are errors that name them; null means left out."""
+    """JSON object. An unknown name is an error that names it; null counts as absent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -62,9 +62,10 @@ class Strict(Entry):
 
 
 def check_template_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what is no variable of a chat template.
+    """Refuse names that are no variables of a chat template, above all a template: it is a program, and may never end.
 
-    A template of the client's own, above all: it is a program, and need not end.
+    Args:
+        options: values of `chat_template_kwargs`.
 
     Raises:
         ValueError: a name is reserved.
@@ -78,10 +79,10 @@ TemplateOptions = Annotated[dict[str, Any], AfterValidator(check_template_option
 
 
 class Body(Strict):
-    """A request."""
+    """Fields of every request body."""
 
-    model: Annotated[str | None, Field(description="The served model's name; may be left out.")] = None
-    user: Annotated[str | None, Field(description="Accepted, and without effect.")] = None
+    model: Annotated[str | None, Field(description="Name of the served model; optional.")] = None
+    user: Annotated[str | None, Field(description="Accepted for compatibility; has no effect.")] = None
 
 
 _SAMPLING = (
@@ -101,22 +102,22 @@ _SAMPLING = (
     "ignore_eos",
     "skip_special_tokens",
 )
-"""Passed on as they are."""
+"""Fields passed to `SamplingParams` unchanged."""
 
 
-_DIGITS = 12
-"""Of a token id: no more are read."""
+_MAX_ID_DIGITS = 12
+"""Length from which a `logit_bias` key is left a string, so no long integer is parsed."""
 
 
 class StreamOptions(Strict):
-    """What a stream tells beside the text."""
+    """Options of a stream."""
 
-    include_usage: Annotated[bool, Field(description="A last event without choices, with the usage.")] = False
-    continuous_usage_stats: Annotated[bool, Field(description="The usage so far in every event.")] = False
+    include_usage: Annotated[bool, Field(description="Send a last event without choices that holds the usage.")] = False
+    continuous_usage_stats: Annotated[bool, Field(description="Include the usage so far in every event.")] = False
 
 
 class Sampling(Body):
-    """How to continue a prompt; names, meanings and defaults are those of `SamplingParams`."""
+    """Fields that describe how to continue a prompt; names, meanings and defaults are those of `SamplingParams`."""
 
     n: int = 1
     temperature: float = 1.0
@@ -134,12 +135,12 @@ class Sampling(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: Annotated[int | None, Field(description="Log-probabilities of this many likeliest prompt tokens.")] = None
+    prompt_logprobs: Annotated[int | None, Field(description="Number of likeliest tokens to report per prompt token.")] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt = None
-    priority: Annotated[int, Field(description="The lower goes first.")] = 0
-    return_chunk_usage: Annotated[bool, Field(description="Cached tokens of every chunk, in the usage.")] = False
+    priority: Annotated[int, Field(description="Requests of lower priority values are scheduled first.")] = 0
+    return_chunk_usage: Annotated[bool, Field(description="Report the cached tokens of every chunk in the usage.")] = False
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Sampling:
@@ -150,17 +151,19 @@ class Sampling(Body):
         return self
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
-        """The engine's parameters.
+        """Return the engine's parameters.
 
         Args:
-            max_tokens: most tokens to generate; None is as many as fit.
-            logprobs: likeliest tokens at each step.
-            prompt_logprobs: where the body asks for none.
+            max_tokens: number of tokens to generate at most; None for as many as fit.
+            logprobs: number of likeliest tokens to report per generated token; None for no log-probabilities.
+            prompt_logprobs: default for a body without `prompt_logprobs`.
 
         Raises:
-            RequestError: one is out of range.
+            RequestError: a parameter is out of range.
         """
-        bias: dict[Any, float] = {int(k) if k.isdecimal() and len(k) < _DIGITS else k: v for k, v in self.logit_bias.items()}
+        bias: dict[Any, float] = {
+            int(k) if k.isdecimal() and len(k) < _MAX_ID_DIGITS else k: v for k, v in self.logit_bias.items()
+        }
         return SamplingParams(
             **{name: getattr(self, name) for name in _SAMPLING},
             logit_bias=bias,

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/cache/documents`."""
+"""Request bodies of `/v1/cache/documents`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def _check_ttl(value: float) -> float:
     return value
 
 
-Seconds = Annotated[float, AfterValidator(_check_ttl), Field(description="Seconds until it is deleted.")]
+Seconds = Annotated[float, AfterValidator(_check_ttl), Field(description="Seconds until the document is deleted.")]
 
 
 class CacheBody(Body):
     """Documents to compute ahead of use, behind a prefix."""
 
-    prefix: Annotated[str | TokenIds, Field(description="As it will stand in the prompts.")] = ""
+    prefix: Annotated[str | TokenIds, Field(description="Prefix of the prompts that will use the documents.")] = ""
     messages: Annotated[
         Messages | None,
-        Field(description="For chats, instead of prefix: the messages before the first of the user's."),
+        Field(description="Messages before the first user message, for chats; instead of prefix."),
     ] = None
     documents: Annotated[list[str | TokenIds | Document], Field(fail_fast=True)]
-    pin: Annotated[bool, Field(description="Keep them in memory whatever else needs it.")] = False
+    pin: Annotated[bool, Field(description="Protect the documents' K/V from eviction.")] = False
     ttl_s: Seconds | None = None
-    priority: Annotated[int, Field(description="The lower goes first; by default behind those who wait for an answer.")] = 1
+    priority: Annotated[int, Field(description="Lower values are scheduled first. The default is after generation.")] = 1
     cache_salt: CacheSalt = None
     chat_template_kwargs: TemplateOptions
 
@@ -50,23 +50,23 @@ class CacheBody(Body):
         return self
 
     def ids(self) -> list[str | None]:
-        """The documents' ids, as far as they have one."""
+        """Return the id of each document; None for one without."""
         return [d.id if isinstance(d, Document) else None for d in self.documents]
 
     def texts(self) -> list[Any]:
-        """Text or token ids of each document."""
+        """Return text or token ids of each document."""
         return [d.plain() if isinstance(d, Document) else d for d in self.documents]
 
     def start(self) -> Any:
-        """What stands before the documents."""
+        """Return the messages or the prefix; an absent prefix is empty text or empty ids, as the documents are."""
         if self.messages is not None:
             return [m.plain() for m in self.messages]
         return self.prefix or ([] if isinstance(self.documents[0], list) else "")
 
 
 class ChangeBody(Body):
-    """What to change of a document."""
+    """Changes to a stored document."""
 
     pinned: bool | None = None
-    ttl_s: Annotated[Seconds | Literal["never"] | None, Field(description="Seconds from now on, or 'never'.")] = None
+    ttl_s: Annotated[Seconds | Literal["never"] | None, Field(description="Lifetime in seconds from now, or 'never'.")] = None
     cache_salt: CacheSalt = None

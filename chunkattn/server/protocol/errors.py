@@ -1,4 +1,4 @@
-"""What every error looks like, and which a route can give."""
+"""Format of error answers, and their description by status."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from pydantic import BaseModel, Field
 _WHEN = {
     400: "The request is malformed, or can never fit.",
     401: "The API key is missing or wrong.",
-    403: "A server without a key answers to this machine's own names alone.",
-    404: "What the request names is not here.",
+    403: "A server without an API key answers only to the names of its own machine.",
+    404: "The named model, document, route or file does not exist.",
     413: "The body exceeds max_body_bytes.",
-    429: "Too many requests are on their way, in all or of one API key; try again.",
+    429: "The queue is full, or the API key holds its share of the queue; try again.",
     500: "The request failed in the server.",
-    503: "The server takes no work now; try again.",
-    504: "request_timeout_s has passed.",
+    503: "The server accepts no work now; try again.",
+    504: "The request took longer than request_timeout_s.",
 }
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """Description of one error."""
 
-    message: Annotated[str, Field(description="For people.")]
+    message: Annotated[str, Field(description="Text for people.")]
     type: Literal["invalid_request_error", "authentication_error", "not_found_error", "rate_limit_error", "server_error"]
-    param: Annotated[str | None, Field(description="The field of the request it is about.")]
-    code: Annotated[str | None, Field(description="For programs.")]
+    param: Annotated[str | None, Field(description="Name of the request field at fault.")]
+    code: Annotated[str | None, Field(description="Identifier for programs.")]
 
 
 class ErrorResponse(BaseModel):
-    """Every answer that is an error, as OpenAI's are."""
+    """Body of every error answer, in OpenAI's format."""
 
     error: ErrorDetail
 
 
 def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Errors of these statuses, for OpenAPI."""
+    """Return the OpenAPI descriptions of error answers.
+
+    Args:
+        *statuses: HTTP statuses that a route can answer with.
+    """
     return {status: {"model": ErrorResponse, "description": _WHEN[status]} for status in statuses}

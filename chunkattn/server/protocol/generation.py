@@ -1,4 +1,4 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`."""
+"""Request bodies of `/v1/completions` and `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from chunkattn.server.protocol.base import Entry, Sampling, Strict, TemplateOpti
 
 
 class Chunks(Strict):
-    """A prompt in parts, all text or all token ids; never split again, so a document cannot forge a boundary."""
+    """Prompt in parts, all text or all token ids. The server never splits a part, so a document cannot forge a boundary."""
 
     prefix: str | TokenIds = ""
     documents: Texts | TokenLists
     question: str | TokenIds
 
     def prompt(self) -> ChunkedPrompt:
-        """As the engine takes it; an absent prefix is empty text or empty ids, as the question is."""
+        """Return the prompt; an absent prefix is empty text or empty ids, as the question is."""
         prefix: str | TokenIds = self.prefix or ("" if isinstance(self.question, str) else [])
         return ChunkedPrompt(prefix, self.documents, self.question)
 
 
 class CompletionBody(Sampling):
-    """`/v1/completions`."""
+    """Request body of `/v1/completions`."""
 
     prompt: Annotated[
         str | TokenIds | Texts | TokenLists,
-        Field(description="Text or token ids, or a list of either; split at the separator where chunk_aware."),
+        Field(description="Text or token ids, or a list of either; split at the separator if chunk_aware."),
     ] = ""
-    chunks: Annotated[Chunks | None, Field(description="The prompt in parts, instead of prompt.")] = None
+    chunks: Annotated[Chunks | None, Field(description="The prompt in parts; instead of prompt.")] = None
     chunk_aware: Annotated[
-        bool | None, Field(description="Split prompts at the separator; the engine's default when absent.")
+        bool | None, Field(description="Split prompts at the separator; by default the engine's enable_chunk_aware.")
     ] = None
     max_tokens: int = 16
-    echo: Annotated[bool, Field(description="Begin with the prompt; with logprobs, its log-probabilities too.")] = False
-    logprobs: Annotated[int | None, Field(description="Log-probabilities of this many likeliest tokens.")] = None
+    echo: Annotated[bool, Field(description="Return the prompt before the text, with its log-probabilities if asked.")] = False
+    logprobs: Annotated[int | None, Field(description="Number of likeliest tokens to report per token.")] = None
     suffix: None = None
 
     @model_validator(mode="after")
@@ -51,7 +51,7 @@ class CompletionBody(Sampling):
         return self
 
     def prompts(self) -> list[Prompt]:
-        """Every prompt of the request."""
+        """Return every prompt of the request."""
         if self.chunks is not None:
             return [self.chunks.prompt()]
         if isinstance(self.prompt, str):
@@ -65,14 +65,14 @@ MAX_MESSAGES = 4096
 
 
 class ContentPart(Entry):
-    """A part of a message's content; text alone is supported."""
+    """Part of a message's content. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Strict):
-    """One message of a conversation."""
+    """Message of a conversation."""
 
     role: str
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
@@ -80,7 +80,7 @@ class Message(Strict):
     type: Literal["text"] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """For the chat template: the content as one text."""
+        """Return the message for the chat template, with its content as one text."""
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
         return {"role": self.role, "content": text, **({"name": self.name} if self.name is not None else {})}
 
@@ -89,28 +89,28 @@ Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGE
 
 
 class Document(Entry):
-    """A document as an object: its title stands on a line above its text."""
+    """Document as an object. The title becomes the line before the text."""
 
     id: str | None = None
     title: str | None = None
     text: str
 
     def plain(self) -> str:
-        """The text of its chunk."""
+        """Return the text of the document's chunk."""
         return self.text if self.title is None else f"{self.title}\n{self.text}"
 
 
 class TextFormat(Strict):
-    """The only format there is: text."""
+    """Response format; only text is supported."""
 
     type: Literal["text"]
 
 
 class ChatBody(Sampling):
-    """`/v1/chat/completions`."""
+    """Request body of `/v1/chat/completions`."""
 
     messages: Messages
-    documents: Annotated[list[str | Document] | None, Field(fail_fast=True, description="They become the chunks.")] = None
+    documents: Annotated[list[str | Document] | None, Field(fail_fast=True, description="Chunks of the prompt.")] = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -129,13 +129,13 @@ class ChatBody(Sampling):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens to generate; None is as many as fit."""
+        """Return the number of tokens to generate at most; None for as many as fit."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def chunks(self) -> list[str] | None:
-        """Texts of the documents."""
+        """Return the text of each document, or None without documents."""
         return None if self.documents is None else [d if isinstance(d, str) else d.plain() for d in self.documents]
 
     def template_options(self) -> dict[str, Any]:
-        """For the chat template."""
+        """Return the variables of the chat template."""
         return {"add_generation_prompt": self.add_generation_prompt, **self.chat_template_kwargs}

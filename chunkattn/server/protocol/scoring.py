@@ -1,4 +1,4 @@
-"""Bodies of the scoring and reranking routes, in every dialect spoken."""
+"""Request bodies of the scoring and reranking routes, in the dialects of this project, vLLM, Cohere and Jina."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ManyTokenLists = Annotated[list[TokenLists], Field(fail_fast=True)]
 
 
 class GenerativeScoringBody(Body):
-    """`/generative_scoring`, as vLLM has it: one query, many items, the first label's score each."""
+    """Request body of vLLM's `/generative_scoring`: one query and many items, scored by the first label."""
 
     query: str | TokenIds
     items: Texts | TokenLists
@@ -28,21 +28,21 @@ class GenerativeScoringBody(Body):
 
 
 class ScoreBody(Body):
-    """`/v1/score`. Either `query` and `items` (scores of labels), or a pairwise call (relevance of texts to each other)."""
+    """Request body of `/v1/score`: `query` and `items` for label scores, or two lists of texts for pairwise relevance."""
 
     query: Annotated[
         str | TokenIds | Texts | TokenLists | None, Field(description="Text or token ids, or a list of either.")
     ] = None
     items: Annotated[
         Texts | TokenLists | ManyTexts | ManyTokenLists | str | None,
-        Field(description="Texts or token ids; for a list of queries also a list of items each."),
+        Field(description="Texts or token ids. A list of queries may come with a list of items per query."),
     ] = None
-    labels: Annotated[LabelTexts | None, Field(description="Texts of one token each; or")] = None
+    labels: Annotated[LabelTexts | None, Field(description="Labels as texts of one token each; or label_token_ids.")] = None
     label_token_ids: LabelIds | None = None
     apply_softmax: bool = False
     item_first: bool = False
-    return_logprobs: Annotated[bool, Field(description="The labels' log-probabilities beside the scores.")] = False
-    packed_ids: Annotated[TokenIds | None, Field(description="Query and items around delimiters, instead of both.")] = None
+    return_logprobs: Annotated[bool, Field(description="Return the labels' log-probabilities with the scores.")] = False
+    packed_ids: Annotated[TokenIds | None, Field(description="Query and items joined by delimiters; instead of both.")] = None
     algorithm: str | None = None
     text_1: OneOrMany | None = None
     text_2: OneOrMany | None = None
@@ -73,14 +73,14 @@ class ScoreBody(Body):
 
     @property
     def pairwise(self) -> bool:
-        """Whether texts are judged by their relevance to each other."""
+        """Return whether the call asks for the relevance of texts to each other."""
         return self.text_1 is not None or self.queries is not None
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """Queries and documents of a pairwise call, as lists.
+        """Return the queries and the documents of a pairwise call.
 
         Raises:
-            ValueError: items are no texts, or neither one query nor as many as documents.
+            ValueError: an item is no text, or the number of queries is neither one nor that of the documents.
         """
         first = self.text_1 if self.text_1 is not None else self.queries
         second: Any = next(v for v in (self.text_2, self.documents, self.items) if v is not None)
@@ -93,7 +93,7 @@ class ScoreBody(Body):
 
 
 class RerankDocument(BaseModel):
-    """A document as an object. What else it holds is not ranked by."""
+    """Document as an object. Only `text` affects the ranking; other fields are returned as given."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, JsonValue]
@@ -102,7 +102,7 @@ class RerankDocument(BaseModel):
 
 
 class RerankBody(Body):
-    """`/v1/rerank`: Cohere's and Jina's."""
+    """Request body of `/v1/rerank`, in the format of Cohere and Jina."""
 
     query: str
     documents: Annotated[list[str | RerankDocument], Field(fail_fast=True)]
@@ -127,5 +127,5 @@ class RerankBody(Body):
         return self
 
     def texts(self) -> list[str]:
-        """What is ranked."""
+        """Return the text of each document."""
         return [d if isinstance(d, str) else d.text for d in self.documents]

@@ -1,4 +1,4 @@
-"""`/v1/cache/documents`: documents computed ahead of use, by id and salt."""
+"""Routes of `/v1/cache/documents`: documents computed ahead of use, by id and salt."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["cache"], prefix="/v1/cache/documents")
 
-Salt = Annotated[str | None, Query(description="The salt it was computed under.")]
+Salt = Annotated[str | None, Query(description="Salt of the document.")]
 
 
 @router.post("")
 async def add(body: CacheBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
-    """Compute the K/V of documents behind a prefix and remember them, in place of earlier ones with the same ids."""
+    """Compute and store the K/V of documents behind a prefix. A new document replaces one of the same id."""
     state.check_model(body.model)
     state.check_ready()
     state.check_priority(body.priority, CacheBody.model_fields["priority"].default)
@@ -55,10 +55,10 @@ async def listed(
     state: State,
     caller: CallerOf,
     cache_salt: Salt = None,
-    after: Annotated[str | None, Query(description="Those behind the one with this id.")] = None,
+    after: Annotated[str | None, Query(description="Id of the document before the first one returned.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 100,
 ) -> dict[str, Any]:
-    """The documents of a salt, the oldest first."""
+    """List the documents of a salt, oldest first."""
     caller.take(1)
     documents, more = state.documents.page(caller.salt(cache_salt), after, limit)
     return {"object": "list", "data": await _told(state, documents), "has_more": more}
@@ -66,14 +66,14 @@ async def listed(
 
 @router.get("/{document_id}")
 async def one(document_id: str, state: State, caller: CallerOf, cache_salt: Salt = None) -> dict[str, Any]:
-    """One document."""
+    """Return one document."""
     caller.take(1)
     return (await _told(state, [state.documents.get(document_id, caller.salt(cache_salt))]))[0]
 
 
 @router.patch("/{document_id}")
 async def change(document_id: str, body: ChangeBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
-    """Pin a document, computing what of it has been evicted, or unpin it; and have it expire."""
+    """Pin a document, computing evicted K/V again, or unpin it; set its lifetime."""
     state.check_model(body.model)
     state.check_ready()
     document = state.documents.get(document_id, caller.salt(body.cache_salt))
@@ -87,21 +87,21 @@ async def change(document_id: str, body: ChangeBody, request: Request, state: St
 
 @router.delete("/{document_id}")
 async def delete(document_id: str, state: State, caller: CallerOf, cache_salt: Salt = None) -> dict[str, Any]:
-    """Forget a document: its K/V is gone from memory when no request uses it any more, and from disk."""
+    """Delete a document: its K/V leaves memory when no request uses it any more, and the disk."""
     state.check_ready()
     document = state.documents.get(document_id, caller.salt(cache_salt))
     try:
         async with asyncio.timeout(state.config.request_timeout_s):
             await state.documents.delete(document)
     except TimeoutError:
-        text = "it is no longer listed; its K/V is forgotten as soon as there is an engine"
+        text = "the document is no longer listed; its K/V is forgotten as soon as the engine answers"
         raise ApiError(504, text, code="timeout") from None
     return {"id": document_id, "object": "cache.document.deleted", "deleted": True}
 
 
 async def _told(state: ServerState, documents: Sequence[StoredDocument]) -> list[dict[str, Any]]:
     cached = await state.documents.cached(documents)
-    # A failed step may have cost a document its pin.
+    # A failed step drops cached K/V, pinned documents included.
     pinned = [is_cached and state.documents.is_pinned(d) for d, is_cached in zip(documents, cached, strict=True)]
     return [_entry(*found) for found in zip(documents, cached, pinned, strict=True)]
 

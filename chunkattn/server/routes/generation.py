@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`."""
+"""Routes of `/v1/completions` and `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -37,21 +37,29 @@ B = TypeVar("B", bound=Sampling)
 
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request, state: State) -> Response:
-    """Continue prompts: text, token ids, lists of either, or one in parts (`chunks`)."""
+    """Continue prompts: text, token ids, lists of either, or one prompt in parts (`chunks`)."""
     return await _answer(Completion, body, request, state)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request, state: State) -> Response:
-    """Answer a conversation, over `documents` if there are any."""
+    """Answer a conversation, with `documents` as chunks if there are any."""
     return await _answer(Chat, body, request, state)
 
 
 class Answer(ABC):
-    """One request for text, and the shapes of its answer.
+    """Request for generated text, and the builder of its answer.
+
+    Args:
+        body: body of the request.
+        state: state of the server.
+        caller: client of the request.
 
     Attributes:
-        params: how to continue its prompts.
+        kind: prefix of the answer's id.
+        object_name: `object` of a whole answer.
+        chunk_name: `object` of a stream's event.
+        params: sampling parameters of all prompts.
     """
 
     kind: str
@@ -65,26 +73,27 @@ class Answer(ABC):
 
     @abstractmethod
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
-        """One a prompt; none has begun.
+        """Return a generator of outputs per prompt; none has begun.
 
         Raises:
+            ApiError: 400, the number of prompts is out of range; 429, the client exceeds its share of the queue.
             RequestError: a parameter is out of range.
         """
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        """A finished sample."""
+        """Return the choice of a finished sample."""
 
     @abstractmethod
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
-        """The first choice of a sample's stream, before any text, if there is one."""
+        """Return the choice that opens a sample's stream before any text, or None."""
 
     @abstractmethod
     def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """A choice with what is new of a sample."""
+        """Return a choice with the new part of a sample."""
 
     def check_size(self) -> None:
-        """Check that the log-probabilities of the answer do not grow too many.
+        """Check the number of log-probabilities in the answer.
 
         Raises:
             ApiError: 400, prompts x samples x tokens x log-probabilities exceed `max_answer_values`.
@@ -99,30 +108,34 @@ class Answer(ABC):
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of the request."""
+        """Return the number of prompts."""
         return 1
 
     @property
     @abstractmethod
     def prompt_size(self) -> int:
-        """Characters or token ids of all prompts: no prompt has more tokens, but for those of its template."""
+        """Return the characters or token ids of all prompts: a bound on their tokens, except for template tokens."""
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
-        """Of the request."""
+        """Return the usage of the request."""
         return usage(outputs, chunks=self.options.return_chunk_usage)
 
     def common(self, name: str) -> dict[str, Any]:
-        """What every object of the answer holds."""
+        """Return the fields common to all objects of the answer.
+
+        Args:
+            name: value of `object`.
+        """
         return {"id": self.id, "object": name, "created": self.created, "model": self.state.model_name}
 
     def indexed(self, number: int, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
-        """The samples of a prompt with their numbers in the answer."""
+        """Yield the samples of a prompt with their indices in the answer."""
         for sample in output.outputs:
             yield number * self.options.n + sample.index, sample
 
 
 class Completion(Answer):
-    """`/v1/completions`."""
+    """Request to `/v1/completions`."""
 
     kind, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
@@ -135,12 +148,12 @@ class Completion(Answer):
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of the request."""
+        """Return the number of prompts."""
         return len(self.body.prompts())
 
     @property
     def prompt_size(self) -> int:
-        """Characters or token ids of all prompts."""
+        """Return the characters or token ids of all prompts."""
         if self.body.chunks is not None:
             chunks = self.body.chunks
             return len(chunks.prefix) + len(chunks.question) + sum(map(len, chunks.documents))
@@ -148,7 +161,7 @@ class Completion(Answer):
         return sum(1 if isinstance(part, int) else len(part) for part in listed)
 
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
-        """One a prompt."""
+        """Return a generator of outputs per prompt."""
         body, limit = self.body, self.state.most_prompts
         prompts = body.prompts()
         if not 0 < len(prompts) <= limit:
@@ -157,7 +170,7 @@ class Completion(Answer):
             )
         self.caller.take(len(prompts))
         llm, timeout = self.state.llm, self.state.config.request_timeout_s
-        if len(prompts) > 1:  # checked together, before the first begins
+        if len(prompts) > 1:  # check all prompts before the first begins
             jobs = await asyncio.to_thread(self._jobs, prompts)
             return [llm.stream(job, timeout=timeout, snapshots=False) for job in jobs]
         return [
@@ -174,7 +187,7 @@ class Completion(Answer):
         ]
 
     def _jobs(self, prompts: Sequence[Prompt]) -> list[GenerateJob]:
-        """One job for each prompt; an error names the prompt by its number."""
+        """Return a job for each prompt. Errors name the prompt by its number."""
         frontend, body, jobs = self.state.llm.frontend, self.body, []
         options: dict[str, Any] = {"cache_salt": self.caller.salt(body.cache_salt), "final_only": not body.stream}
         for number, prompt in enumerate(prompts):
@@ -186,12 +199,12 @@ class Completion(Answer):
         return jobs
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
-        """Of the request."""
-        generated = None if self.body.max_tokens else 0  # one token was made, to read the prompt's log-probabilities
+        """Return the usage; max_tokens 0 reports no completion tokens."""
+        generated = None if self.body.max_tokens else 0  # the engine generates one token to read the prompt's logprobs
         return usage(outputs, generated=generated, chunks=self.body.return_chunk_usage)
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        """A finished sample."""
+        """Return the choice of a finished sample."""
         text, kept, reason, stop = sample.text, len(sample.token_ids), sample.finish_reason, sample.stop_reason
         if not self.body.max_tokens:
             text, kept, reason, stop = "", 0, "length", None
@@ -212,7 +225,7 @@ class Completion(Answer):
         return self._choice(index, text, told, reason, stop, output)
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
-        """The first choice of a sample, if there is one before its text."""
+        """Return a choice with the prompt under `echo`, or None."""
         if not self.body.echo:
             return None
         told = None
@@ -223,7 +236,7 @@ class Completion(Answer):
         return self._choice(index, self._prompt_text(output), told, None, None)
 
     def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """What is new of a sample."""
+        """Return a choice with the new part of a sample."""
         told, generates = None, self.body.max_tokens > 0
         if part.logprobs is not None and generates:
             tail.offsets = tail.offsets or self._offsets(output, 0)
@@ -248,13 +261,13 @@ class Completion(Answer):
         return self.texts.whole(output.prompt_token_ids) if output.prompt is None else output.prompt
 
     def _prompt_offsets(self, output: RequestOutput) -> tuple[list[int], int]:
-        """Of the prompt's tokens, the same for all samples."""
+        """Return the offsets of the prompt's tokens and their end; all samples share them."""
         if output.request_id not in self._known_offsets:
             self._known_offsets[output.request_id] = self.texts.prompt_offsets(output)
         return self._known_offsets[output.request_id]
 
     def _offsets(self, output: RequestOutput, begin: int) -> Offsets:
-        """Of the tokens generated."""
+        """Return offsets for generated tokens, the first at `begin`."""
         skip = self.body.skip_special_tokens
         return Offsets(self.texts.tokenizer, begin, output.prompt_token_ids, skip_special_tokens=skip)
 
@@ -263,7 +276,7 @@ class Completion(Answer):
 
 
 class Chat(Answer):
-    """`/v1/chat/completions`."""
+    """Request to `/v1/chat/completions`."""
 
     kind, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -275,11 +288,11 @@ class Chat(Answer):
 
     @property
     def prompt_size(self) -> int:
-        """Characters of the messages and documents."""
+        """Return the characters of all messages and documents."""
         return sum(len(m.plain()["content"]) for m in self.body.messages) + sum(map(len, self.body.chunks() or ()))
 
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
-        """The conversation's."""
+        """Return the generator of the conversation's outputs."""
         body = self.body
         self.caller.take(1)
         conversation = self.state.llm.chat(
@@ -296,7 +309,7 @@ class Chat(Answer):
         return [conversation]
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        """A finished sample."""
+        """Return the choice of a finished sample."""
         told = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
         message = {"role": "assistant", "content": sample.text, "refusal": None}
         made = {
@@ -310,11 +323,11 @@ class Chat(Answer):
         return made if self.body.prompt_logprobs is None else {**made, "prompt_logprobs": prompt}
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
-        """The first choice of a sample, if there is one before its text."""
+        """Return the choice with the assistant's role, which opens a sample's stream."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """What is new of a sample."""
+        """Return a choice with the new part of a sample."""
         told = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
         delta = {"content": part.text} if part.text or told else {}
         made = {"index": index, "delta": delta, "logprobs": told, "finish_reason": part.finish_reason}
@@ -332,7 +345,7 @@ async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, req
     answer.check_size()
     if not answer.options.stream:
         return await unless_gone(request, _whole(answer))
-    # Whatever is wrong with a request shows before its first token: a stream begins with a status, and cannot take it back.
+    # Await the first output before the response: errors up to there still get an HTTP status of their own.
     first, rest = await unless_gone(request, _begun(answer))
     return EventStream(_events(answer, first, rest, request.state.request_id), rest)
 
@@ -351,7 +364,7 @@ async def _whole(answer: Answer) -> Response:
         return JSONResponse({**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)})
 
     def build_large() -> Response:
-        # One choice at a time: the encoder holds Python's lock, and the event loop waits for that.
+        # Encode one choice per call: the encoder holds the GIL for a call, and the event loop waits for the GIL.
         numbered = ((i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o))
         choices = b",".join(msgspec.json.encode(answer.choice(*one)) for one in numbered)
         body = {**answer.common(answer.object_name), "choices": msgspec.Raw(b"[" + choices + b"]")}
@@ -379,8 +392,8 @@ async def _events(
 
     async def events(number: int, output: RequestOutput) -> Iterable[str]:
         if number not in last and answer.params.prompt_logprobs is not None:
-            copy = snapshot(output)  # the original grows meanwhile
-            return await asyncio.to_thread(lambda: list(made(number, copy)))  # as `_whole`
+            copy = snapshot(output)  # the engine keeps extending the original
+            return await asyncio.to_thread(lambda: list(made(number, copy)))  # many log-probabilities, as in `_whole`
         return made(number, output)
 
     def made(number: int, output: RequestOutput) -> Iterator[str]:

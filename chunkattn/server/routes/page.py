@@ -1,4 +1,4 @@
-"""The page for people: a few static files, and nothing from elsewhere."""
+"""Routes of the browser page: a few static files without external resources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEADERS = {
 
 
 def _load() -> dict[str, tuple[bytes, str]]:
-    """Content and media type of every file of the page, by name."""
+    """Return content and media type of every file of the page, by name."""
     found = {}
     for file in (files("chunkattn.server") / "static").iterdir():
         media_type = _MEDIA_TYPES.get(file.name.rpartition(".")[2])
@@ -32,19 +32,19 @@ def _load() -> dict[str, tuple[bytes, str]]:
     return found
 
 
-# Read once: a name of the client's is looked up here, and never becomes a path.
+# Read once, so a client's name is looked up in a dict and never becomes a path.
 _FILES = _load()
 
 
 @router.get("/", response_class=Response, responses=_PAGE)
 async def page() -> Response:
-    """The page itself."""
+    """Return the page."""
     return _answer("index.html")
 
 
 @router.get("/static/{name}", include_in_schema=False)
 async def static(name: str) -> Response:
-    """A file of the page."""
+    """Return a static file of the page."""
     return _answer(name)
 
 

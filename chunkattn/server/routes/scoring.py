@@ -1,4 +1,4 @@
-"""`/v1/score`, `/generative_scoring` and `/v1/rerank`."""
+"""Routes of `/v1/score`, `/generative_scoring` and `/v1/rerank`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ router = APIRouter(route_class=JsonRoute, tags=["scoring"])
 
 @router.post("/generative_scoring")
 async def generative_scoring(body: GenerativeScoringBody, request: Request, state: State, caller: CallerOf) -> Response:
-    """The probability of the first label after query and item, an item each."""
+    """Score items by the probability of the first label after query and item."""
     _check(state, body)
     state.check_answer_values(len(body.items) * len(body.label_token_ids), "items or labels at once", "items")
     caller.take(1)
@@ -44,7 +44,7 @@ async def generative_scoring(body: GenerativeScoringBody, request: Request, stat
 @router.post("/score", include_in_schema=False)
 @router.post("/v1/score")
 async def score(body: ScoreBody, request: Request, state: State, caller: CallerOf) -> Response:
-    """The probability of labels after query and item; or, of `text_1` and `text_2`, their relevance to each other."""
+    """Score items by the probability of labels after query and item, or pairs of texts by their relevance."""
     _check(state, body)
     if body.pairwise:
         listed = await unless_gone(request, _pairwise(body, state, caller))
@@ -91,7 +91,7 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
 @router.post("/v2/rerank", include_in_schema=False)
 @router.post("/v1/rerank")
 async def rerank(body: RerankBody, request: Request, state: State, caller: CallerOf) -> Response:
-    """Documents by their relevance to a query, the best first."""
+    """Rank documents by their relevance to a query, the best first."""
     _check(state, body)
     caller.take(1)
     output = await unless_gone(
@@ -128,11 +128,15 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
 
 
 def _check_size(state: ServerState, body: ScoreBody) -> None:
-    """Check that the answer does not grow too large: queries x items x labels, twice with log-probabilities."""
+    """Check the size of the answer: queries x items x labels, twice with log-probabilities.
+
+    Raises:
+        ApiError: 400, the answer would exceed `max_answer_values`.
+    """
     listed = isinstance(body.query, list) and bool(body.query) and not isinstance(body.query[0], int)
-    items: list[Any] = body.items if isinstance(body.items, list) else body.packed_ids or []  # no more items than ids
+    items: list[Any] = body.items if isinstance(body.items, list) else body.packed_ids or []  # ids bound the number of items
     if listed and any(isinstance(i, list) and i and isinstance(i[0], (str, list)) for i in items):
-        count = sum(len(own) for own in items if isinstance(own, list))  # a list of items for each query
+        count = sum(len(own) for own in items if isinstance(own, list))  # one list of items per query
     else:
         count = len(items) * (len(body.query or []) if listed else 1)
     values = count * len(body.labels or body.label_token_ids or [0]) * (1 + body.return_logprobs)
@@ -145,13 +149,13 @@ def _check_queries(state: ServerState, count: int) -> None:
 
 
 def _how(body: GenerativeScoringBody | ScoreBody | RerankBody, state: ServerState, caller: Caller) -> dict[str, Any]:
-    """What all calls are asked."""
+    """Return the arguments of every scoring call."""
     told = {"algorithm": body.algorithm, "cache_salt": caller.salt(body.cache_salt), "priority": body.priority}
     return {**told, "timeout": state.config.request_timeout_s}
 
 
 def _relevance(body: ScoreBody | RerankBody) -> dict[str, Any]:
-    """What calls that rank are asked besides."""
+    """Return the arguments of calls that judge relevance."""
     told = {"instruction": body.instruction, "template": body.template}
     return {**told, "max_tokens_per_doc": body.max_tokens_per_doc}
 
@@ -161,12 +165,12 @@ def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankB
     state.check_ready()
     state.check_priority(body.priority)
     if body.algorithm == "packed_dense" and not state.config.allow_packed_dense:
-        text = "packed_dense is off on this server: it is a baseline to compare with; its option is allow_packed_dense"
+        text = "packed_dense is a baseline for comparison, and off on this server; the option allow_packed_dense allows it"
         raise ApiError(400, text, param="algorithm", code="invalid_value")
 
 
 async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict[str, Any]:
-    """Relevance of each document to its query, by the rerank template."""
+    """Return the relevance of each document to its query under the rerank template."""
     try:
         queries, documents = body.pairs()
     except ValueError as error:
@@ -200,7 +204,7 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
 
 
 def _listed(state: ServerState, values: Sequence[float], usages: Sequence[ScoreUsage], kind: str) -> dict[str, Any]:
-    """VLLM's list of scores."""
+    """Return scores in vLLM's format."""
     return {
         "id": new_id(kind),
         "object": "list",

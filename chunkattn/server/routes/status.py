@@ -1,4 +1,4 @@
-"""What is served, and how it is: models, health, metrics, version."""
+"""Routes of models, health, metrics and version."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ router = APIRouter(tags=["status"])
 
 _OPEN: dict[str, Any] = {"security": []}
 _NOT_READY: dict[int | str, dict[str, Any]] = {
-    503: {"description": "No requests are taken, and why not.", "content": {"application/json": {"schema": {}}}}
+    503: {"description": "The server accepts no requests, and why.", "content": {"application/json": {"schema": {}}}}
 }
 _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 @router.get("/v1/models")
 async def models(state: State) -> dict[str, Any]:
-    """The one model served."""
+    """List the one served model."""
     return {"object": "list", "data": [_model(state)]}
 
 
 @router.get("/v1/models/{name:path}", responses=answers(404))
 async def model(name: str, state: State) -> dict[str, Any]:
-    """The model of that name."""
+    """Return the model of a name."""
     state.check_model(name)
     return _model(state)
 
@@ -49,14 +49,14 @@ def _model(state: ServerState) -> dict[str, Any]:
 
 @router.get("/livez", openapi_extra=_OPEN)
 async def livez() -> dict[str, str]:
-    """200 while the server answers at all."""
+    """Return 200 while the server runs."""
     return {"status": "alive"}
 
 
 @router.get("/readyz", responses=_NOT_READY, openapi_extra=_OPEN)
 @router.get("/health", responses=_NOT_READY, openapi_extra=_OPEN)
 async def readyz(state: State) -> Response:
-    """200 when requests are taken; else 503, and why not."""
+    """Return 200 when requests are accepted, else 503 with the reason."""
     status, client = state.readiness, state.llm.client
     body: dict[str, Any] = {"status": status, "engine": client.state, "engine_restarts": client.restarts}
     if status == "starting" and client.warmup is not None:
@@ -66,7 +66,7 @@ async def readyz(state: State) -> Response:
 
 @router.get("/metrics", response_class=Response, responses=_METRICS)
 async def metrics(state: State) -> Response:
-    """The engine's metrics and the server's, as Prometheus reads them; the server's alone while there is no engine."""
+    """Return the metrics of engine and server in Prometheus's text format; without an engine, the server's alone."""
     try:
         text = await state.llm.metrics()
     except EngineDeadError:
@@ -76,5 +76,5 @@ async def metrics(state: State) -> Response:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """Of the package."""
+    """Return the version of the package."""
     return {"version": chunkattn.__version__}

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/inspect`: prompts as the engine sees them."""
+"""Routes of `/tokenize`, `/detokenize` and `/inspect`: prompts as the engine sees them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from chunkattn.server.state import ServerState, State
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
-_MOST_SHOWN = 1 << 16
-"""Tokens whose texts one answer tells."""
+_MAX_SHOWN_TOKENS = 1 << 16
+"""Number of tokens whose texts one answer may hold."""
 
 
 class TokenizeBody(Body):
-    """Text, or a conversation."""
+    """Text or conversation to tokenize."""
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -33,13 +33,13 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Token ids."""
+    """Token ids to decode."""
 
     tokens: TokenIds
 
 
 class InspectBody(Body):
-    """A prompt as `/v1/completions` takes one."""
+    """Prompt in the formats of `/v1/completions`."""
 
     prompt: str | TokenIds = ""
     chunks: Chunks | None = None
@@ -48,7 +48,7 @@ class InspectBody(Body):
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, state: State) -> Response:
-    """The ids of a text, or of a conversation under the chat template."""
+    """Return the token ids of a text, or of a conversation under the chat template."""
     state.check_model(body.model)
     state.check_ready()
     if (body.prompt is None) == (body.messages is None):
@@ -76,7 +76,7 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
-    """The text of token ids."""
+    """Return the text of token ids."""
     state.check_model(body.model)
     state.check_ready()
 
@@ -94,9 +94,9 @@ async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
 
 @router.post("/inspect")
 async def inspect(body: InspectBody, state: State) -> Response:
-    """The parts of a prompt, their tokens and position ids, and what each token sees.
+    """Return the parts of a prompt, their tokens and position ids, and which tokens each token sees.
 
-    Token `i` sees token `k` where `k <= i` and `k` is less than `prefix_len`, or at least `row_start[i]`.
+    Token `i` sees token `k` if `k <= i`, and `k < prefix_len` or `k >= row_start[i]`.
     """
     state.check_model(body.model)
     state.check_ready()
@@ -108,13 +108,13 @@ async def inspect(body: InspectBody, state: State) -> Response:
 
 
 def _check_shown(tokens: int, param: str) -> None:
-    """Check that the texts of so many tokens may be told.
+    """Check the number of tokens whose texts an answer would hold.
 
     Raises:
-        ApiError: 400, more than `_MOST_SHOWN`.
+        ApiError: 400, more than `_MAX_SHOWN_TOKENS`.
     """
-    if tokens > _MOST_SHOWN:
-        text = f"{param} has {tokens} tokens; the texts of up to {_MOST_SHOWN} are shown"
+    if tokens > _MAX_SHOWN_TOKENS:
+        text = f"{param} has {tokens} tokens; the texts of up to {_MAX_SHOWN_TOKENS} are shown"
         raise ApiError(400, text, param=param, code="invalid_value")
 
 
