@@ -1,9 +1,9 @@
-/** Requests to the server, and its errors. */
+/** Requests to the server, and errors from it. */
 
 export class ApiError extends Error {
   /**
-   * @param {string} message for people
-   * @param {{param?: ?string, code?: ?string}} about the field it is about, and a code for programs
+   * @param {string} message text for people
+   * @param {{param?: ?string, code?: ?string}} about name of the request field at fault, and an identifier for programs
    */
   constructor(message, { param = null, code = null } = {}) {
     super(message);
@@ -12,7 +12,7 @@ export class ApiError extends Error {
   }
 }
 
-/** The error in an answer's body, `{"error": {"message", "param", "code"}}`. */
+/** Return the error in an answer's body, `{"error": {"message", "param", "code"}}`. */
 export function errorIn(body, otherwise) {
   const told = body?.error;
   return new ApiError(told?.message ?? otherwise, told ?? {});
@@ -20,8 +20,8 @@ export function errorIn(body, otherwise) {
 
 /**
  * POST a body as JSON.
- * @returns {Promise<Response>} of a success
- * @throws {ApiError} of anything else; an aborted request throws its AbortError
+ * @returns {Promise<Response>} the answer, if its status is a success
+ * @throws {ApiError} any other outcome; an aborted request throws its AbortError
  */
 export async function post(path, body, signal) {
   let response;
@@ -37,7 +37,7 @@ export async function post(path, body, signal) {
     throw new ApiError("The server cannot be reached.", { code: "unreachable" });
   }
   if (response.ok) return response;
-  // A proxy in between may answer with something else than JSON.
+  // A proxy may answer with other content than JSON.
   const told = await response.json().catch(() => null);
   throw errorIn(told, `The server answered with status ${response.status}.`);
 }

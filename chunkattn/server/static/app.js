@@ -1,4 +1,4 @@
-/** The page's parts, put together. */
+/** Set up the parts of the page. */
 
 import { PromptEditor } from "./editor.js";
 import { setUpGenerate } from "./generate.js";

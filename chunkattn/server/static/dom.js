@@ -1,8 +1,8 @@
-/** Small helpers around the DOM. Text goes in as text, never as markup. */
+/** DOM helpers. They insert text as text nodes, so a text cannot become markup. */
 
 export const byId = (id) => document.getElementById(id);
 
-/** A new element. Attributes that are true are set empty, those that are false or null are left out. */
+/** Return a new element. A true attribute is set empty; a false or null one is left out. */
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -12,7 +12,7 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** Set a text that is read aloud when it changes, and only then. */
+/** Set a text if it differs: screen readers announce every assignment. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -23,22 +23,22 @@ export function fillList(list, entries) {
 }
 
 /**
- * A bar: a track, and a filled share of it.
- * @param {number} share from 0 to 1, of the track
- * @param {number} width from 0 to 1, of the room there is
+ * Return a bar: a track with a filled share.
+ * @param {number} share filled share of the track, 0 to 1
+ * @param {number} width share of the available width, 0 to 1
  */
 export function bar(share, width = 1) {
   const filled = element("span", { class: "filled" });
   const track = element("span", { class: "track", "aria-hidden": "true" }, filled);
-  // CSSOM, as the content security policy allows no style attributes.
+  // Set through CSSOM: the content security policy forbids style attributes.
   filled.style.width = `${100 * share}%`;
   track.style.width = `${100 * width}%`;
   return track;
 }
 
 /**
- * Do something unless it is being done; meanwhile the button says so.
- * It is not `disabled`, which would take the keyboard's focus away from it.
+ * Run `work` unless it runs already; mark the button as disabled meanwhile.
+ * The mark is `aria-disabled`, because a `disabled` button loses the keyboard's focus.
  */
 export async function whileBusy(button, work) {
   if (button.getAttribute("aria-disabled") === "true") return;

@@ -1,18 +1,18 @@
-/** The prompt's editor: one text with separators, or its parts. */
+/** Editor of the prompt, as one text with separators or as parts. */
 
 import { byId, element } from "./dom.js";
 import { ErrorBox } from "./errors.js";
 import { EXAMPLES, SEPARATOR } from "./examples.js";
 import { partKind } from "./parts.js";
 
-/** A text in parts, as the server splits it under its default separator. */
+/** Split a text into parts as the server does under its default separator. */
 function partsOf(text) {
   const found = text.split(SEPARATOR);
   if (found.length < 3) return { prefix: "", documents: [], question: text };
   return { prefix: found[0], documents: found.slice(1, -1), question: found.at(-1) };
 }
 
-/** Without documents there is nothing to separate: the prompt is a plain one. */
+/** Join parts into a text. Without documents the result is a plain prompt. */
 function textOf({ prefix, documents, question }) {
   return documents.length ? [prefix, ...documents, question].join(SEPARATOR) : prefix + question;
 }
@@ -24,12 +24,12 @@ export class PromptEditor {
   #list = byId("documents");
   #made = 0;
 
-  /** Called after every change. */
+  /** Callback after every change. */
   onchange = () => {};
 
   constructor() {
     const errors = new ErrorBox(byId("prompt-errors"), { prompt: this.#text });
-    /** Of requests that carry the prompt. */
+    /** Error box of requests that carry the prompt. */
     this.errors = errors;
 
     byId("editor").addEventListener("input", () => this.onchange());
@@ -41,7 +41,7 @@ export class PromptEditor {
     this.#setUpExamples();
     byId("prompt-file").addEventListener("change", (event) => this.#readFiles(event.target));
 
-    byId("mode-text").checked = true; // some browsers restore the other one on reload
+    byId("mode-text").checked = true; // some browsers restore the other mode on reload
     this.load(EXAMPLES[0].parts);
   }
 
@@ -49,12 +49,12 @@ export class PromptEditor {
     return byId("mode-parts").checked;
   }
 
-  /** The prompt in parts, however it is edited. */
+  /** The prompt in parts, in either mode. */
   get parts() {
     return this.inParts ? this.#partsEdited() : partsOf(this.#text.value);
   }
 
-  /** The fields of a request that hold the prompt. */
+  /** Request fields that hold the prompt. */
   get request() {
     return this.inParts ? { chunks: this.parts } : { prompt: this.#text.value, chunk_aware: true };
   }
@@ -72,7 +72,7 @@ export class PromptEditor {
     }
   }
 
-  /** Show an error beside the prompt, if it is about the prompt. */
+  /** Show an error beside the prompt and return true, if the prompt caused the error. */
   claims(error) {
     const own = ["prompt", "chunks", "documents", "prefix"].includes(error.param);
     if (own) this.errors.show(error);
@@ -80,7 +80,7 @@ export class PromptEditor {
   }
 
   #switchTo(mode) {
-    // The radio buttons have changed already, so `this.parts` would read the new side.
+    // The radio buttons have changed already, so `this.parts` would read the new mode's editor.
     const old = mode === "parts" ? partsOf(this.#text.value) : this.#partsEdited();
     byId("text-editor").hidden = mode !== "text";
     byId("parts-editor").hidden = mode !== "parts";
@@ -101,11 +101,11 @@ export class PromptEditor {
     select.addEventListener("change", () => {
       if (select.value) this.load(EXAMPLES[Number(select.value)].parts);
       byId("forged").hidden = true;
-      select.value = ""; // so that the same one can be chosen again
+      select.value = ""; // allows the same choice again
     });
   }
 
-  /** Files replace the text, with separators between them; in parts, each file becomes a document. */
+  /** Load files: as text, joined by separators; as parts, one document per file. */
   async #readFiles(input) {
     this.errors.clear();
     try {
@@ -148,7 +148,7 @@ export class PromptEditor {
     if (!row || !before) return;
     before.before(row);
     this.#renumber();
-    // A node that is moved loses the focus; at an end the button is of no more use, its neighbour is.
+    // A moved node loses the focus. At either end the pressed button is disabled, so its neighbour gets the focus.
     const own = pressed.closest("li");
     (pressed.disabled ? own.querySelector("button:not(:disabled)") : pressed).focus();
   }

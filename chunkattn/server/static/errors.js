@@ -1,11 +1,11 @@
-/** Errors, shown next to what caused them. */
+/** Error messages beside the fields that caused them. */
 
 import { element } from "./dom.js";
 
 export class ErrorBox {
   /**
-   * @param {HTMLElement} home where errors go that are about no field
-   * @param {Object<string, HTMLElement>} fields controls by the name that the API knows them by
+   * @param {HTMLElement} home element for errors without a field
+   * @param {Object<string, HTMLElement>} fields controls by the API's field names
    */
   constructor(home, fields = {}) {
     this.home = home;

@@ -1,4 +1,4 @@
-/** Texts that the bundled demo model can answer; those of `chunkattn demo`. */
+/** Example prompts that the bundled demo model can answer, as in `chunkattn demo`. */
 
 export const SEPARATOR = " # # ";
 
@@ -11,7 +11,7 @@ const DOCUMENTS = [
 ];
 const QUESTIONS = ["Where does Lezudo live?", "Who is the friend of Mukaba?", "What is the job of Taraku?"];
 
-/** Prompts in parts, by their titles. */
+/** Prompts in parts, with titles. */
 export const EXAMPLES = QUESTIONS.map((question) => ({
   title: question,
   parts: { prefix: PREFIX, documents: DOCUMENTS, question: `${question} Answer:` },

@@ -1,4 +1,4 @@
-/** "Generate": the answer as it streams in, and what of the prompt came from the cache. */
+/** Tab "Generate": the streamed answer, and the cache hits of the prompt. */
 
 import { errorIn, post } from "./api.js";
 import { bar, byId, counted, element, fillList, seconds, setText, whileBusy } from "./dom.js";
@@ -30,14 +30,14 @@ export function setUpGenerate(editor) {
         setText(byId("generate-status"), "failed");
         if (!editor.claims(error)) errors.show(error);
       } finally {
-        if (document.activeElement === stop) start.focus(); // a disabled button cannot keep it
+        if (document.activeElement === stop) start.focus(); // a disabled button loses the focus
         stop.disabled = true;
       }
     });
   });
 }
 
-/** One run, from the request to the last event, or until the signal aborts it. */
+/** Run one request to its last event, or until the signal aborts it. */
 async function run(editor, signal) {
   const [output, status] = [byId("output"), byId("generate-status")];
   const { documents } = editor.parts;
@@ -46,13 +46,13 @@ async function run(editor, signal) {
     max_tokens: byId("max-tokens").valueAsNumber,
     temperature: byId("temperature").valueAsNumber,
     stream: true,
-    // The usage in every event, so that the hits show with the first token.
+    // Request the usage in every event, so the page shows cache hits with the first token.
     stream_options: { include_usage: true, continuous_usage_stats: true },
     return_chunk_usage: true,
   };
   const text = document.createTextNode("");
   output.replaceChildren(text);
-  output.setAttribute("aria-busy", "true"); // read it aloud when it is whole, not token by token
+  output.setAttribute("aria-busy", "true"); // screen readers announce the whole answer, not each token
   byId("hits").replaceChildren();
   fillList(byId("statistics"), []);
   setText(status, "waiting");
@@ -88,8 +88,8 @@ async function run(editor, signal) {
 }
 
 /**
- * The objects of a completion's stream.
- * @throws {ApiError} the request was refused, failed on its way, or broke off
+ * Yield the objects of a completion's stream.
+ * @throws {ApiError} the request was refused, failed, or broke off
  */
 async function* completionEvents(body, signal) {
   const response = await post("/v1/completions", body, signal);
@@ -101,30 +101,30 @@ async function* completionEvents(body, signal) {
       yield event;
     }
   } catch (error) {
-    if (error instanceof TypeError) throw errorIn(null, "The connection broke."); // as fetch calls it
+    if (error instanceof TypeError) throw errorIn(null, "The connection broke."); // fetch: broken connection
     throw error;
   }
   throw errorIn(null, "The answer broke off.");
 }
 
-/** Times of one run, as the browser sees them. */
+/** Times of one run, measured in the browser. */
 class Clock {
   #began = performance.now();
   #first = null;
   #last = null;
 
-  /** Note that this many tokens have come. */
+  /** Note the arrival of tokens. */
   note(tokens) {
     this.#last = { at: performance.now(), tokens };
     this.#first ??= this.#last;
   }
 
-  /** Of the first token, as text. */
+  /** Time to the first token, as text. */
   get wait() {
     return this.#first ? seconds(this.#first.at - this.#began) : "–";
   }
 
-  /** Tokens a second after the first, as text. */
+  /** Tokens per second after the first, as text. */
   get rate() {
     const tokens = this.#last ? this.#last.tokens - this.#first.tokens : 0;
     const time = this.#last ? this.#last.at - this.#first.at : 0;
@@ -143,7 +143,7 @@ function showStatistics(usage, clock, ended) {
   ]);
 }
 
-/** A bar for each document, as long as it has tokens; what is left is the prefix's and the question's. */
+/** Show a bar per document, as long as its tokens, and one for prefix and question together. */
 function showHits(usage, documents) {
   const { cached_tokens: cached, chunks = [] } = usage.prompt_tokens_details;
   const sum = (name) => chunks.reduce((total, chunk) => total + chunk[name], 0);
@@ -151,7 +151,7 @@ function showHits(usage, documents) {
     ...chunk,
     kind: partKind(`chunk ${index}`),
     name: String(index),
-    // Where the server splits by another separator than the page does, there is no text to tell.
+    // The texts are unknown if the server's separator differs from the page's.
     text: documents.length === chunks.length ? documents[index] : "",
   }));
   rows.push({
@@ -175,7 +175,7 @@ function hit({ tokens, cached_tokens: cached, kind, name, text }, longest) {
   );
 }
 
-/** The newest run comes first. */
+/** Add a row to the table of runs, newest first. */
 function noteRun(usage, clock) {
   runs += 1;
   const values = [runs, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, clock.wait, clock.rate];

@@ -1,4 +1,4 @@
-/** "Inspect": the prompt's parts as token chips, and its mask. */
+/** Tab "Inspect": the prompt's parts as token chips, and its mask. */
 
 import { postJson } from "./api.js";
 import { byId, counted, element, setText, whileBusy } from "./dom.js";
@@ -6,7 +6,7 @@ import { ErrorBox } from "./errors.js";
 import { Mask } from "./mask.js";
 import { partKind, visibleText } from "./parts.js";
 
-const CHIPS_AT_ONCE = 400; // of a part; a browser is slow with tens of thousands
+const CHIPS_AT_ONCE = 400; // per part; browsers are slow with tens of thousands of elements
 
 export function setUpInspect(editor) {
   const button = byId("inspect");
@@ -14,7 +14,7 @@ export function setUpInspect(editor) {
   const errors = new ErrorBox(byId("inspect-errors"));
   const mask = new Mask(byId("mask"), byId("mask-readout"));
   let changes = 0;
-  let shown = -1; // the number of changes when what is shown was asked for
+  let shown = -1; // value of the change counter when the shown inspection was requested
 
   editor.onchange = () => {
     changes += 1;
@@ -39,18 +39,18 @@ export function setUpInspect(editor) {
 }
 
 function show(told, mask) {
-  // A plain prompt is one part, which the API calls the question.
+  // A plain prompt has one part, which the API names the question.
   const parts = told.parts.map((part) => ({ ...part, title: told.chunked ? part.name : "prompt", kind: partKind(part.name) }));
   const chunks = parts.filter((part) => part.name.startsWith("chunk ")).length;
   const kind = told.chunked ? `${counted(parts.length, "part")} (${counted(chunks, "document")})` : "1 part, a plain prompt";
   const summary = `${counted(told.num_tokens, "token")} in ${kind}; highest position id ${told.max_position}`;
   setText(byId("inspect-summary"), summary);
   byId("parts").replaceChildren(...parts.map(block));
-  byId("inspection").hidden = false; // before the mask is drawn: what is hidden has no size
+  byId("inspection").hidden = false; // before drawing the mask: a hidden canvas has no size
   mask.show({ size: told.num_tokens, prefixLen: told.prefix_len, rowStart: told.row_start, parts });
 }
 
-/** One part: its name, and a chip for each token. */
+/** Return the block of one part: its name, and a chip per token. */
 function block(part) {
   const { tokens } = part;
   const span = tokens.length ? `, positions ${tokens[0].position} to ${tokens.at(-1).position}` : "";

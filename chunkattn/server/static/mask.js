@@ -1,29 +1,29 @@
-/** The attention mask as a picture: row i is the token that sees, column k the token that is seen. */
+/** Picture of the attention mask: row i is the query token, column k the key token. */
 
 import { setText } from "./dom.js";
 import { partColor, visibleText } from "./parts.js";
 
-const MOST_CELLS = 600; // a side; beyond it a cell stands for several tokens
+const MOST_CELLS = 600; // per side; in longer prompts a cell stands for several tokens
 const MARGIN = 30; // CSS pixels at the left and at the top, for captions and part strips
 const STRIP = 6;
-const FAINTEST = 60; // of 255, so that a cell with one visible pair is not lost
+const FAINTEST = 60; // of 255: keeps a cell with one visible pair recognisable
 const GRID_FROM = 9; // CSS pixels that a cell must have for lines between cells
 const LINE_FROM = 4; // CSS pixels that a part must have for a line at its end
 
 /**
- * @typedef {object} View what is drawn
+ * @typedef {object} View prompt to draw
  * @property {number} size tokens of the prompt
- * @property {number} prefixLen
- * @property {number[]} rowStart
+ * @property {number} prefixLen tokens of the prefix
+ * @property {number[]} rowStart first visible token behind the prefix, for each token
  * @property {{title: string, kind: string, first: number, tokens: {text: string, position: number}[]}[]} parts
  */
 
-/** Whether token i sees token k. @param {View} view */
+/** Return whether token i sees token k. @param {View} view */
 function sees(view, i, k) {
   return k <= i && (k < view.prefixLen || k >= view.rowStart[i]);
 }
 
-/** What `sees` says of row i, as two ranges `[from, to)` that do not overlap; the second may be empty. @param {View} view */
+/** Return the tokens that token i sees, as two disjoint ranges `[from, to)`; the second may be empty. @param {View} view */
 function rangesOf({ prefixLen, rowStart }, i) {
   const from = Math.max(prefixLen, rowStart[i]);
   return [
@@ -32,7 +32,7 @@ function rangesOf({ prefixLen, rowStart }, i) {
   ];
 }
 
-/** For every cell of a `cells` by `cells` grid, the share of its pairs that are visible. @param {View} view */
+/** Return the share of visible pairs for every cell of a `cells` by `cells` grid. @param {View} view */
 function visibleShares(view, cells) {
   const { size } = view;
   const shares = new Float32Array(cells * cells);
@@ -59,15 +59,15 @@ function visibleShares(view, cells) {
 export class Mask {
   /**
    * @param {HTMLCanvasElement} canvas
-   * @param {HTMLElement} readout what the cell pointed at says
+   * @param {HTMLElement} readout element that describes the selected cell
    */
   constructor(canvas, readout) {
     this.canvas = canvas;
     this.readout = readout;
     this.view = null;
-    this.summary = ""; // what the readout says while nothing is pointed at
-    this.at = null; // {i, k} pointed at
-    this.picture = null; // the cells, a pixel each, kept until their number or colours change
+    this.summary = ""; // text of the readout without a selection
+    this.at = null; // selected pair {i, k}
+    this.picture = null; // one pixel per cell, kept until the number or the colours of the cells change
 
     new ResizeObserver(() => this.draw()).observe(canvas);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
@@ -76,7 +76,7 @@ export class Mask {
     });
     for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, (event) => this.#pointed(event));
     canvas.addEventListener("pointerleave", (event) => {
-      if (event.pointerType === "mouse") this.point(null); // a finger leaves as soon as it is lifted
+      if (event.pointerType === "mouse") this.point(null); // keep the selection of a finger, which leaves when it is lifted
     });
     canvas.addEventListener("keydown", (event) => this.#keyed(event));
   }
@@ -95,7 +95,7 @@ export class Mask {
     this.point(null);
   }
 
-  /** Point at a pair of tokens, or at none. @param {?{i: number, k: number}} at */
+  /** Select a pair of tokens, or none. @param {?{i: number, k: number}} at */
   point(at) {
     this.at = at;
     this.draw();
@@ -129,7 +129,7 @@ export class Mask {
   #keyed(event) {
     const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [0, 0];
     if (!this.view || !(down || right)) return;
-    event.preventDefault(); // of scrolling
+    event.preventDefault(); // prevents scrolling
     const step = event.shiftKey ? 10 : 1;
     const bounded = (index) => Math.min(Math.max(index, 0), this.view.size - 1);
     const { i, k } = this.at ?? { i: this.view.size - 1, k: 0 };
@@ -158,7 +158,7 @@ export class Mask {
     if (this.at) this.#drawPointer(context, plot, styles);
   }
 
-  /** The cells, in the colour of the part that is seen. */
+  /** Paint the cells in the colour of the key token's part. */
   #paint(cells) {
     const shares = visibleShares(this.view, cells);
     const image = new ImageData(cells, cells);
@@ -176,7 +176,7 @@ export class Mask {
     return picture;
   }
 
-  /** Strips in the parts' colours along both axes, and lines where parts end. */
+  /** Draw strips in the parts' colours along both axes, and lines at the ends of parts. */
   #drawFrame(context, plot, styles) {
     const { size, parts } = this.view;
     if (plot / size >= GRID_FROM) {
@@ -213,12 +213,12 @@ export class Mask {
     context.fillText(`token k that is seen, 0 to ${last} →`, middle, 10, plot);
     context.save();
     context.translate(10, middle);
-    context.rotate(-Math.PI / 2); // read upwards, so the arrow that points down comes first
+    context.rotate(-Math.PI / 2); // the text reads upwards, so its first arrow points down
     context.fillText(`← token i that sees, 0 to ${last}`, 0, 0, plot);
     context.restore();
   }
 
-  /** The row and the column pointed at. */
+  /** Draw the selected row and column. */
   #drawPointer(context, plot, styles) {
     const cell = plot / this.view.size;
     const thick = Math.max(cell, 2);

@@ -1,20 +1,20 @@
-/** Kinds of parts, and their colours: those of the style sheet, which pictures need as numbers. */
+/** Kinds of parts, and their colours in the style sheet as numbers, for drawing. */
 
 const CHUNK_COLORS = 6;
 
-/** What the style sheet colours by: "prefix", "question", or the number of a chunk's colour. */
+/** Return the kind by which the style sheet colours a part: "prefix", "question", or the number of a chunk's colour. */
 export function partKind(name) {
   const number = /^chunk (\d+)$/.exec(name)?.[1];
   return number === undefined ? name : String(Number(number) % CHUNK_COLORS);
 }
 
-/** Of a part's kind, `[red, green, blue]` in the scheme, light or dark, that is shown. */
+/** Return the colour of a kind as `[red, green, blue]`, in the present scheme (light or dark). */
 export function partColor(kind) {
   const hex = getComputedStyle(document.documentElement).getPropertyValue(`--part-${kind}`).trim();
   return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 }
 
-/** A text with its white space and control characters visible. */
+/** Return a text with visible white space and control characters. */
 export function visibleText(text) {
   if (text === "") return "∅";
   return text

@@ -1,11 +1,11 @@
-/** "Score": items against a query, as bars. */
+/** Tab "Score": items against a query, as bars. */
 
 import { postJson } from "./api.js";
 import { bar, byId, counted, element, fillList, seconds, setText, whileBusy } from "./dom.js";
 import { ErrorBox } from "./errors.js";
 import { SCORE_EXAMPLE } from "./examples.js";
 
-/** What is shown: `{items, labels, scores}`, or null; kept to be sorted again. */
+/** The shown result `{items, labels, scores}`, or null; kept for sorting. */
 let shown = null;
 
 export function setUpScore() {
@@ -29,7 +29,7 @@ export function setUpScore() {
   });
 }
 
-/** The texts between separators, without empty ones. */
+/** Return the texts between separators, without empty ones. */
 function listed(text, separator) {
   return text.split(separator).map((part) => part.trim()).filter(Boolean);
 }
@@ -37,7 +37,7 @@ function listed(text, separator) {
 async function score(query, items, labels) {
   const began = performance.now();
   const body = { query, items, apply_softmax: true };
-  if (labels.length) body.labels = labels; // a classifier takes none
+  if (labels.length) body.labels = labels; // a classifier accepts no labels
   const told = await postJson("/v1/score", body);
   const took = performance.now() - began;
 

@@ -1,7 +1,7 @@
 /** Server-sent events over fetch; EventSource cannot send a POST. */
 
 /**
- * The data of each event as it comes. Reads may end anywhere: within an event, a line, or a character.
+ * Yield the data of each event as it arrives. A read may end within an event, a line, or a character.
  * @param {ReadableStream<Uint8Array>} stream
  */
 export async function* readEvents(stream) {
@@ -11,18 +11,18 @@ export async function* readEvents(stream) {
   try {
     for (;;) {
       const { value, done } = await reader.read();
-      if (done) return; // an event without its blank line is incomplete
-      // A "\r" that ends what has come may be half of a "\r\n".
+      if (done) return; // an event without its blank line is incomplete and dropped
+      // A "\r" at the end of a read may be half of a "\r\n".
       const lines = (rest + value).split(/\r\n|\n|\r(?!$)/);
       rest = lines.pop();
       for (const line of lines) {
         if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
-        if (line !== "") continue; // comments and other fields mean nothing here
+        if (line !== "") continue; // skip comments and other fields
         if (data.length) yield data.join("\n");
         data = [];
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // an aborted stream cannot be cancelled, and need not be
+    reader.cancel().catch(() => {}); // cancelling an aborted stream fails, which is harmless
   }
 }

@@ -1,4 +1,4 @@
-/** The header: which model is served, and whether the server takes requests. */
+/** Header of the page: the served model, and whether the server accepts requests. */
 
 import { byId, setText } from "./dom.js";
 
@@ -10,7 +10,7 @@ let lengthKnown = false;
 
 async function getJson(path) {
   const response = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
-  return response.json(); // a server that is not ready says so with 503, in JSON as well
+  return response.json(); // a server that is not ready answers 503 with the same JSON
 }
 
 async function showModel() {
@@ -18,7 +18,7 @@ async function showModel() {
   if (!model) return;
   setText(byId("model-name"), model.id);
   document.title = `${model.id} · chunkattn`;
-  lengthKnown = model.max_model_len != null; // not before the engine has started
+  lengthKnown = model.max_model_len != null; // unknown until the engine has started
   if (lengthKnown) setText(byId("model-length"), `${model.max_model_len.toLocaleString("en")} positions`);
 }
 
@@ -30,7 +30,7 @@ async function showHealth() {
     state = text = told.status;
     if (told.warmup) text += ` ${told.warmup.done}/${told.warmup.total}`;
   } catch {
-    // No answer, or none in time: unreachable.
+    // No answer in time: unreachable.
   }
   byId("health").dataset.state = state;
   setText(byId("health-text"), text);
@@ -39,10 +39,10 @@ async function showHealth() {
 
 async function poll() {
   clearTimeout(timer);
-  if (document.hidden) return; // nobody looks; visibilitychange goes on
+  if (document.hidden) return; // visibilitychange resumes the polling
   const ready = await showHealth();
   if (ready && !lengthKnown) await showModel().catch(() => {});
-  clearTimeout(timer); // another poll may have begun meanwhile
+  clearTimeout(timer); // another poll may have started one meanwhile
   timer = setTimeout(poll, INTERVAL_MS);
 }
 

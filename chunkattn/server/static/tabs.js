@@ -1,4 +1,4 @@
-/** The three tabs, as WAI-ARIA describes tabs; the address remembers which one is open. */
+/** The three tabs, after WAI-ARIA's tab pattern. The address's hash keeps the open tab. */
 
 const tabs = [...document.querySelectorAll("[role=tab]")];
 const nameOf = (tab) => tab.id.replace("tab-", "");
@@ -10,7 +10,7 @@ function open(tab) {
     each.tabIndex = chosen ? 0 : -1;
     document.getElementById(each.getAttribute("aria-controls")).hidden = !chosen;
   }
-  document.body.dataset.tab = nameOf(tab); // the style sheet hides the prompt's editor where it is of no use
+  document.body.dataset.tab = nameOf(tab); // the style sheet hides the prompt's editor on tabs without a prompt
 }
 
 function openByAddress() {
