@@ -1,4 +1,4 @@
-"""The commands: `chunkattn serve | generate | score | inspect | demo | cache | bench`."""
+"""Commands of the command line: `chunkattn serve | generate | score | inspect | demo | cache | bench`."""
 
 from chunkattn.cli import bench, bench_score, cache, prompts, serve
 from chunkattn.cli.common import app

@@ -1,4 +1,4 @@
-"""`chunkattn bench rag`."""
+"""Command `chunkattn bench rag`, and helpers of the benchmark commands."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
     from chunkattn.bench.rag import Case
 
-group = typer.Typer(no_args_is_help=True, help="Measure, side by side in one process.")
+group = typer.Typer(no_args_is_help=True, help="Run benchmarks that compare methods in one process.")
 app.add_typer(group, name="bench")
 
 Geometry = Annotated[str, typer.Option(help="Model shape, with random weights: qwen3-0.6b or small.")]
-JsonFile = Annotated[str | None, typer.Option("--json", help="Write the cases as JSON; '-' prints nothing else.")]
-Plot = Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")]
+JsonFile = Annotated[str | None, typer.Option("--json", help="File for the cases as JSON; '-' prints the JSON alone.")]
+Plot = Annotated[Path | None, typer.Option(help="File for a plot (.png, .svg, .pdf).")]
 
 
 @command(group)
 def rag(
-    documents: Annotated[list[int] | None, typer.Option(help="Numbers of documents; repeat it. Default: 4, 12.")] = None,
-    document_tokens: Annotated[list[int] | None, typer.Option(help="Their sizes; repeat it. Default: 500.")] = None,
-    prefix_tokens: Annotated[int, typer.Option(help="Size of the prefix.")] = 32,
-    question_tokens: Annotated[int, typer.Option(help="Size of the question.")] = 50,
+    documents: Annotated[list[int] | None, typer.Option(help="Number of documents; repeatable. Default: 4, 12.")] = None,
+    document_tokens: Annotated[list[int] | None, typer.Option(help="Tokens per document; repeatable. Default: 500.")] = None,
+    prefix_tokens: Annotated[int, typer.Option(help="Tokens of the prefix.")] = 32,
+    question_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 50,
     geometry: Geometry = "small",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    repeats: Annotated[int, typer.Option(help="Warm requests a case; a fifth as many cold ones.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Number of warm requests per case; cold requests are a fifth as many.")] = 5,
     json_file: JsonFile = None,
     plot: Plot = None,
 ) -> None:
-    """Time to the first token of an answer from documents: plain and chunk-aware, cold and warm."""
+    """Measure the time to the first token of an answer from documents: plain and chunk-aware, cold and warm."""
     from chunkattn.bench.geometry import GEOMETRIES
     from chunkattn.bench.rag import Workload, as_records, run
 
@@ -66,10 +66,10 @@ def rag(
 
 
 def check_options(geometry: str, dtype: str, json_file: str | None, plot: Path | None) -> None:
-    """Let what would fail at the end fail now.
+    """Check options before a benchmark runs, so a wrong one fails early.
 
     Raises:
-        ConfigError: an unknown geometry or dtype, or a file cannot be written.
+        ConfigError: the geometry or dtype is unknown, or a file cannot be written.
     """
     from chunkattn.bench.geometry import GEOMETRIES
 
@@ -104,7 +104,7 @@ def _table(cases: list[Case], title: str) -> Table:
 
 
 def _check_picture(path: Path) -> None:
-    """Check that a picture can be written there.
+    """Check that matplotlib can write a picture at a path.
 
     Raises:
         ConfigError: matplotlib is not installed, or the format is unknown.
@@ -136,10 +136,10 @@ def _plot(cases: list[Case], path: Path, geometry: str) -> None:
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Write a figure.
+    """Write a figure to a file.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         figure.savefig(path, dpi=130)

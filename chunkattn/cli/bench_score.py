@@ -1,4 +1,4 @@
-"""`chunkattn bench score`."""
+"""Command `chunkattn bench score`."""
 
 from __future__ import annotations
 
@@ -36,21 +36,25 @@ _COLORS = {
 
 @command(group)
 def score(
-    query: Annotated[list[int] | None, typer.Option(help="Tokens of the query; repeat it. Default: 2000.")] = None,
-    items: Annotated[list[int] | None, typer.Option(help="Numbers of items; repeat it. Default: 500.")] = None,
-    item_len: Annotated[list[int] | None, typer.Option(help="Tokens of an item; repeat it. Default: 20.")] = None,
-    algorithm: Annotated[list[str] | None, typer.Option(help="Algorithms; repeat it. Default: all.")] = None,
+    query: Annotated[list[int] | None, typer.Option(help="Tokens of the query; repeatable. Default: 2000.")] = None,
+    items: Annotated[list[int] | None, typer.Option(help="Number of items; repeatable. Default: 500.")] = None,
+    item_len: Annotated[list[int] | None, typer.Option(help="Tokens per item; repeatable. Default: 20.")] = None,
+    algorithm: Annotated[list[str] | None, typer.Option(help="Scoring algorithm; repeatable. Default: all.")] = None,
     geometry: Geometry = "small",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    repeats: Annotated[int, typer.Option(help="Timed rounds, after one that compiles.")] = 3,
-    serial_items: Annotated[int, typer.Option(help="Items that serial, and transformers, are timed on.")] = 4,
-    kv_tokens: Annotated[int | None, typer.Option(help="Size of the KV pool; by default one for packs of full length.")] = None,
+    repeats: Annotated[int, typer.Option(help="Number of timed rounds, after one round that compiles.")] = 3,
+    serial_items: Annotated[int, typer.Option(help="Number of items that serial and transformers are timed on.")] = 4,
+    kv_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the KV pool. Default: enough for packs of full length.")
+    ] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Time transformers and vLLM as well.")] = False,
-    peer_python: Annotated[list[Path] | None, typer.Option(help="Interpreters that have them; repeat it.")] = None,
+    peer_python: Annotated[
+        list[Path] | None, typer.Option(help="Python interpreter with a peer installed; repeatable.")
+    ] = None,
     json_file: JsonFile = None,
-    plot: Annotated[Path | None, typer.Option("--png", "--plot", help="Write a picture (.png, .svg, .pdf).")] = None,
+    plot: Annotated[Path | None, typer.Option("--png", "--plot", help="File for a plot (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Scoring by every algorithm: one query and many items, with the query in the cache and not."""
+    """Measure scoring by every algorithm: one query and many items, with a cold and with a cached query."""
     from chunkattn.bench.geometry import GEOMETRIES
     from chunkattn.bench.peers import PEERS, time_peer
     from chunkattn.bench.score import IN_ORDER, Workload, run
@@ -123,7 +127,7 @@ def _print(cases: list[Case], others: list[PeerCase], left_out: list[str], title
         table.add_row(other.peer, *figures, ratio)
     console.print(table)
     notes = [
-        "ratio: to serial; * is what auto takes",
+        "ratio: speed over serial; *: the algorithm that auto picks",
         f"matrix products: {cases[0].matmul_flops / 1e9:.0f} GFLOP/s at best, in the same process",
         f"programs compiled in timed rounds: {max(case.compiles for case in cases)}",
         *(f"{case.name}: {case.measured_items} items timed, and scaled" for case in cases if case.measured_items < case.items),
@@ -157,7 +161,7 @@ def _plot(cases: list[Case], others: list[PeerCase], path: Path, geometry: str) 
 
 
 def _panel(axes: Axes, rates: dict[str, dict[int, float]]) -> None:
-    """Lines over the number of items; bars where there is one number alone."""
+    """Draw lines over the number of items, or bars if every method has one number of items."""
     if max(map(len, rates.values())) > 1:
         for name, found in rates.items():
             axes.plot(*zip(*sorted(found.items()), strict=True), "o-", label=name, color=_COLORS[name])

@@ -1,4 +1,4 @@
-"""`chunkattn cache build | ls | gc`: the K/V of documents on disk."""
+"""Commands `chunkattn cache build | ls | gc`: the K/V of documents on disk."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from chunkattn.cli.common import (
 )
 from chunkattn.errors import ConfigError, RequestError
 
-group = typer.Typer(no_args_is_help=True, help="Keep the K/V of documents on disk, computed ahead of use.")
+group = typer.Typer(no_args_is_help=True, help="Compute the K/V of documents ahead of use and keep it on disk.")
 app.add_typer(group, name="cache")
 
-Store = Annotated[Path, typer.Option("--kv-store", help="The folder that keeps them.")]
+Store = Annotated[Path, typer.Option("--kv-store", help="Folder that keeps the K/V.")]
 BATCH = 16
-"""Documents computed between two moves of the progress bar, and at most pending for the disk."""
+"""Documents per call: the progress bar moves after each call, and at most one call's documents wait for the disk."""
 
 
 @command(group)
 def build(
-    folder: Annotated[Path, typer.Argument(help="Every matching file below it is one document.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the documents; every matching file is one document.")],
     kv_store: Store,
-    prefix: Annotated[str | None, typer.Option(help="The prefix the documents will stand behind.")] = None,
-    prefix_file: Annotated[Path | None, typer.Option(help="A file that holds the prefix.")] = None,
-    system: Annotated[str | None, typer.Option(help="For chats: the system message they will begin with.")] = None,
-    pattern: Annotated[str, typer.Option(help="Which files.")] = "**/*.txt",
-    cache_salt: Annotated[str | None, typer.Option(help="Share with requests of this salt alone.")] = None,
-    max_bytes: Annotated[int, typer.Option(help="Size of the folder that keeps them.")] = 16 << 30,
+    prefix: Annotated[str | None, typer.Option(help="Prefix of the prompts that will use the documents.")] = None,
+    prefix_file: Annotated[Path | None, typer.Option(help="File that holds the prefix.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chats that will use the documents.")] = None,
+    pattern: Annotated[str, typer.Option(help="Glob pattern of the files, relative to the folder.")] = "**/*.txt",
+    cache_salt: Annotated[str | None, typer.Option(help="Salt of the requests that may use the K/V.")] = None,
+    max_bytes: Annotated[int, typer.Option(help="Size limit of the K/V folder in bytes.")] = 16 << 30,
     position_strategy: Strategy = "shared",
     model: Model = None,
     dtype: Dtype = "auto",
@@ -53,7 +53,7 @@ def build(
     attention_backend: Backend = "auto",
     verbose: Verbose = False,
 ) -> None:
-    """Compute the K/V of a prefix and documents. A file's last line break is not part of its document."""
+    """Compute the K/V of a prefix and documents. A document ends before the last line break of its file."""
     log_to_stderr(verbose)
     given = [v for v in (prefix, prefix_file, system) if v is not None]
     if len(given) > 1:
@@ -89,7 +89,7 @@ def build(
                 batch = documents[first : first + BATCH]
                 try:
                     report = llm.precompute(start, batch, cache_salt=cache_salt, use_tqdm=False)
-                except RequestError as error:  # about "document 3" of this batch, or about no document
+                except RequestError as error:  # the error's part is "document 3" of this batch, or no document
                     kind, _, number = (error.part or "").partition(" ")
                     name = f"{files[first + int(number)]}: " if kind == "document" else ""
                     raise RequestError(f"{name}{error}") from error
@@ -121,9 +121,9 @@ def build(
 @command(group)
 def ls(
     kv_store: Store,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object an entry.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per entry.")] = False,
 ) -> None:
-    """List what is kept, most recently used first."""
+    """List the entries of a K/V folder, most recently used first."""
     with _open(kv_store) as store:
         entries, used = store.entries()[::-1], store.num_bytes
     if as_json:
@@ -143,12 +143,16 @@ def ls(
 @command(group)
 def gc(
     kv_store: Store,
-    max_bytes: Annotated[int | None, typer.Option(help="Remove the least recently used beyond this size.")] = None,
-    max_age_days: Annotated[float | None, typer.Option(help="Remove what was not used for so long.")] = None,
-    model: Annotated[str | None, typer.Option(help="Of this model alone: its tag, or what it begins with.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
+    max_bytes: Annotated[
+        int | None, typer.Option(help="Remove least recently used entries down to this size in bytes.")
+    ] = None,
+    max_age_days: Annotated[float | None, typer.Option(help="Remove entries not used for this number of days.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Remove entries of this model only: its tag, or the tag's beginning.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all entries.")] = False,
 ) -> None:
-    """Remove entries."""
+    """Remove entries from a K/V folder."""
     if (max_bytes or 0) < 0 or not (max_age_days or 0.0) >= 0:
         raise RequestError("--max-bytes and --max-age-days must not be negative")
     if everything == any(v is not None for v in (max_bytes, max_age_days, model)):
@@ -158,7 +162,7 @@ def gc(
         if model is not None:
             tags = {entry.model for entry in store.entries() if entry.model.startswith(model)}
             if len(tags) != 1:
-                raise RequestError(f"{len(tags)} models of {kv_store} begin with {model!r}")
+                raise RequestError(f"{len(tags)} models of {kv_store} have a tag that begins with {model!r}; one is needed")
             (model,) = tags
         if everything:
             store.clear()
@@ -169,10 +173,10 @@ def gc(
 
 
 def _open(folder: Path) -> KVStore:
-    """The store of a folder, without making one.
+    """Open the K/V store of a folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the folder holds no store.
     """
     if not (folder / "data.mdb").exists():
         raise ConfigError(f"{folder} holds no KV store")

@@ -1,4 +1,4 @@
-"""What the commands share: the app, its options, and how errors end."""
+"""The typer app, options shared by several commands, and error handling."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ console = Console(highlight=False)
 
 Model = Annotated[str | None, typer.Option(help="Local folder or hub id; the bundled demo model when left out.")]
 Separator = Annotated[str, typer.Option("--chunk-separator", help="Text between prefix, chunks and question.")]
-Strategy = Annotated[str, typer.Option("--position-strategy", help="shared or offset.")]
-PrefixPart = Annotated[str | None, typer.Option("--prefix", help="The prefix, as a part: never split at separators.")]
-Documents = Annotated[list[str] | None, typer.Option("--document", help="One chunk, as a part; repeat it.")]
-QuestionPart = Annotated[str | None, typer.Option("--question", help="The question, as a part.")]
-PromptText = Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.", show_default=False)]
+Strategy = Annotated[str, typer.Option("--position-strategy", help="Strategy of position ids: shared or offset.")]
+PrefixPart = Annotated[str | None, typer.Option("--prefix", help="Prefix as a part; parts are not split at separators.")]
+Documents = Annotated[list[str] | None, typer.Option("--document", help="Chunk as a part; repeatable.")]
+QuestionPart = Annotated[str | None, typer.Option("--question", help="Question as a part.")]
+PromptText = Annotated[str | None, typer.Argument(help="Text of the prompt; '-' reads standard input.", show_default=False)]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto (that of the model) or fp8.")]
+KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto (the model's dtype) or fp8.")]
 Backend = Annotated[str, typer.Option("--attention-backend", help="auto, pallas_tpu, xla, reference or a registered one.")]
 KVStore = Annotated[Path | None, typer.Option("--kv-store", help="Folder that keeps the K/V of prefixes and documents.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")]
 
 
 def command(group: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command of a group; our own errors become one line on stderr and exit code 2."""
+    """Register a command of a group. Errors of this package become one line on stderr and exit code 2."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
@@ -58,13 +58,17 @@ def command(group: typer.Typer) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def log_to_stderr(verbose: bool) -> None:
-    """Warnings, or what the engine does."""
+    """Log warnings to stderr; with `verbose` also what the engine does."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("chunkattn").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
 def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None, question: str | None) -> str | ChunkedPrompt:
-    """The prompt as text, or as parts when any part option is given."""
+    """Return the prompt as text, or as parts if any part option is given.
+
+    Raises:
+        RequestError: text and parts are both given, or neither.
+    """
     if prefix is None and not documents and question is None:
         if text is None:
             raise RequestError("give a prompt, or its parts with --prefix, --document and --question")
@@ -75,7 +79,7 @@ def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None,
 
 
 def make_llm(model: str | None, *, kv_store: Path | None = None, **options: Any) -> LLM:
-    """An engine; JAX is imported only now, so that `--help` is quick."""
+    """Return an engine. JAX is imported here, so `--help` starts fast."""
     from chunkattn.llm import LLM
 
     return LLM(model, kv_store=None if kv_store is None else str(kv_store), **options)

@@ -1,4 +1,4 @@
-"""`chunkattn generate | score | inspect | demo`."""
+"""Commands `chunkattn generate | score | inspect | demo`."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def generate(
     chunk_aware: Annotated[bool, typer.Option(help="Split the prompt at separators.")] = True,
     chunk_separator: Separator = " # # ",
     position_strategy: Strategy = "shared",
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus size.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Of the random numbers.")] = None,
-    n: Annotated[int, typer.Option("-n", help="Samples.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="Strings that end the text; repeat it.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Number of tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Probability mass of nucleus sampling.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random numbers.")] = None,
+    n: Annotated[int, typer.Option("-n", help="Number of samples.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")] = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
     attention_backend: Backend = "auto",
     kv_store: KVStore = None,
-    cache_salt: Annotated[str | None, typer.Option(help="Share the cache with prompts of this salt alone.")] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="Salt of the cache; prompts of one salt share cached K/V.")] = None,
     verbose: Verbose = False,
 ) -> None:
     """Continue a prompt: "prefix # # document # # document # # question"."""
@@ -74,29 +74,29 @@ def generate(
         kv_store=kv_store,
     )
     for sample in llm.generate(wanted, params, cache_salt=cache_salt)[0].outputs:
-        text = sample.text.removeprefix(" ")  # of the first word
+        text = sample.text.removeprefix(" ")  # the first word's leading space
         print(text if n == 1 else f"[{sample.index}] {text}")
     llm.close()
 
 
 @command(app)
 def score(
-    query: Annotated[str, typer.Argument(help="What every item is scored against.")],
-    items: Annotated[list[str], typer.Argument(help="The items; a single '-' reads one a line from standard input.")],
+    query: Annotated[str, typer.Argument(help="Query that every item is scored against.")],
+    items: Annotated[list[str], typer.Argument(help="Items; a single '-' reads one item per line from standard input.")],
     labels: Annotated[
-        list[str] | None, typer.Option("--labels", "--label", help="Texts of one token each, 'yes,no'; or repeat it.")
+        list[str] | None, typer.Option("--labels", "--label", help="Labels of one token each, as 'yes,no'; repeatable.")
     ] = None,
-    softmax: Annotated[bool, typer.Option(help="Normalise over the labels.")] = True,
-    item_first: Annotated[bool, typer.Option(help="Score item + query.")] = False,
+    softmax: Annotated[bool, typer.Option(help="Normalise the probabilities over the labels.")] = True,
+    item_first: Annotated[bool, typer.Option(help="Score item + query instead of query + item.")] = False,
     algorithm: Annotated[str, typer.Option(help="auto, serial, packed_segment, prefill_extend or packed_dense.")] = "auto",
-    sort: Annotated[bool, typer.Option(help="Best first, by the first label.")] = True,
+    sort: Annotated[bool, typer.Option(help="Sort by the first label's score, best first.")] = True,
     model: Model = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
     attention_backend: Backend = "auto",
     verbose: Verbose = False,
 ) -> None:
-    """Score items against a query: P(label | query + item), each as if sent alone; with a classifier, its classes."""
+    """Score items against a query: P(label | query + item), or a classifier's classes; each item as if sent alone."""
     log_to_stderr(verbose)
     if items == ["-"]:
         items = sys.stdin.read().splitlines()
@@ -130,9 +130,9 @@ def inspect(
     model: Model = None,
     chunk_separator: Separator = " # # ",
     position_strategy: Strategy = "shared",
-    plot: Annotated[Path | None, typer.Option(help="Write a picture of the mask and positions (.png, .svg, .pdf).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture of mask and positions (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Show how a prompt is parsed: parts, tokens, positions. Loads a tokenizer, no weights."""
+    """Show how a prompt is parsed: parts, tokens, positions. The command loads the tokenizer only."""
     from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
 
     tokenizer = load_tokenizer(model or str(DEMO_FOLDER))
@@ -158,12 +158,12 @@ DEMO_QUERY = "Find a person who lives in Kirora."
 
 @command(app)
 def demo() -> None:
-    """A question answered out of several documents, and the documents scored, by the bundled model."""
+    """Answer questions from several documents and score the documents, with the bundled model."""
     log_to_stderr(False)
-    out = partial(console.print, soft_wrap=True)  # lines break where the terminal does
-    out("[bold]chunkattn demo[/]: a tiny model, trained chunk-aware, reads about invented people it has never met\n")
+    out = partial(console.print, soft_wrap=True)  # leave line breaks to the terminal
+    out("[bold]chunkattn demo[/]: a tiny model, trained chunk-aware, reads about invented people absent from its training\n")
     llm = make_llm(None, enable_chunk_aware=True)
-    console.print("[bold]Documents[/] (each sees the prefix and itself, never another document)")
+    console.print("[bold]Documents[/] (each sees the prefix and itself)")
     for i, text in enumerate(DEMO_DOCUMENTS):
         out(f"  {i}  {text}")
     orders = [DEMO_DOCUMENTS, DEMO_DOCUMENTS[::-1]]

@@ -1,4 +1,4 @@
-"""`chunkattn serve`: every option of engine and server, from the command line, the environment or a YAML file."""
+"""Command `chunkattn serve`: all options of engine and server, from the command line, the environment or a YAML file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TYPES = {"str": str, "int": int, "float": float, "bool": bool}
 
 
 def _help_texts(cls: type) -> dict[str, str]:
-    """Of every attribute, from the class's docstring."""
+    """Return the help text of every attribute, from the class's docstring."""
     section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()).replace("`", "") for name, text in entries}
@@ -57,7 +57,7 @@ def _parameter(option: Field[Any], panel: str, text: str) -> inspect.Parameter:
 
 
 def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
-    """Defaults of the other options, from a YAML file of `option: value`."""
+    """Set the defaults of the other options from a YAML file of `option: value`."""
     if file is None:
         return None
     try:
@@ -80,7 +80,7 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
 
 
 def _with_options(function: Any) -> Any:
-    """Give a command every field of both configurations as an option."""
+    """Add every field of both configurations to a command as an option."""
     parameters = [
         p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
     ]
@@ -107,14 +107,14 @@ def serve(
     ] = None,
     **options: Any,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's clients expect it.
+    """Serve a model over HTTP, compatible with OpenAI's clients.
 
     Every option can also be set by an environment variable, CHUNKATTN_ and its name in capitals, or in the YAML file of
-    --config. The command line goes first, then the environment, then the file.
+    --config. The command line overrides the environment, and the environment overrides the file.
     """
     from chunkattn.server.run import serve as run
 
     if os.environ.get("CHUNKATTN_API_KEY") == "" and options["api_key"] is None:
-        raise ConfigError("CHUNKATTN_API_KEY is set but empty: anybody could come in; unset it if that is meant")
+        raise ConfigError("CHUNKATTN_API_KEY is set but empty, so every client would be accepted; unset it if that is meant")
     server = {f.name: options.pop(f.name) for f in fields(ServerConfig)}
     run({"model": model, **options}, ServerConfig(**server))
