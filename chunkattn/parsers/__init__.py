@@ -1,4 +1,4 @@
-"""Text or token ids to `ChunkLayout`."""
+"""Parsers from text, chat messages or token ids to a `ChunkLayout`."""
 
 from chunkattn.parsers.prompt import ChunkedPrompt, ParsedPrompt, PromptParser
 

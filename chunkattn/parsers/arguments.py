@@ -14,10 +14,10 @@ from chunkattn.errors import RequestError
 
 
 def as_list(values: Any, name: str) -> list[Any]:
-    """Return any iterable but text as a list.
+    """Return an iterable as a list.
 
     Raises:
-        RequestError: not iterable, or one text or mapping where several values are expected.
+        RequestError: `values` is not iterable, or is one text or mapping.
     """
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise RequestError(f"{name} must be a list, got {type(values).__name__}", param=name)
@@ -25,10 +25,16 @@ def as_list(values: Any, name: str) -> list[Any]:
 
 
 def one_each(value: Any, kind: type, count: int, name: str) -> list[Any]:
-    """Return `count` values: of a list its own, else `value` again and again.
+    """Return one value for each of `count` prompts: the entries of a list, or a single value repeated.
+
+    Args:
+        value: one value of type `kind`, or a list or tuple of `count` values.
+        kind: type of a value.
+        count: number of prompts.
+        name: name of the argument, for error messages.
 
     Raises:
-        RequestError: of another type, or a list of another length.
+        RequestError: a value has another type, or the list has another length.
     """
     what = "an integer" if kind is Integral else kind.__name__
     listed = value if isinstance(value, (list, tuple)) else [value] * count
@@ -44,7 +50,7 @@ def check_salt(salt: Any) -> str | None:
     """Return a cache salt: None, or a text of 1 to `MAX_SALT_CHARS` characters.
 
     Raises:
-        RequestError: anything else, or no valid Unicode.
+        RequestError: the salt is empty, too long, no text, or no valid Unicode.
     """
     if salt is None:
         return None
@@ -61,25 +67,25 @@ def check_salt(salt: Any) -> str | None:
 
 
 def salt_key(salt: Any) -> str | None:
-    """Return the digest of a cache salt, of one size whatever the salt's, for messages to the engine.
+    """Return the digest of a cache salt for messages to the engine: 32 hexadecimal digits, whatever the salt's length.
 
     Raises:
-        RequestError: as `check_salt`.
+        RequestError: the salt is invalid (see `check_salt`).
     """
     checked = check_salt(salt)
     return None if checked is None else hashlib.blake2b(checked.encode(), digest_size=16).hexdigest()
 
 
 def check_ids(ids: Any, name: str, param: str = "prompt") -> list[int]:
-    """Return token ids as a list of ints that fit int32; bounds of the vocabulary are the engine's to check.
+    """Return token ids as a list of ints that fit int32. The engine checks them against the vocabulary.
 
     Args:
-        ids: whatever the user gave.
-        name: what messages call it.
-        param: the argument it came in.
+        ids: argument of the caller.
+        name: name of the ids, for error messages.
+        param: name of the argument that holds the ids.
 
     Raises:
-        RequestError: not a sequence of non-negative integers.
+        RequestError: `ids` is no sequence of non-negative integers.
     """
     if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
         raise RequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param=param)

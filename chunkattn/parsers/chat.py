@@ -1,4 +1,4 @@
-"""Chat messages to the parts of a prompt."""
+"""Splitting of chat messages into the parts of a prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from chunkattn.parsers.special_tokens import ControlTokens
 
 TRUSTED_ROLES = ("system", "developer", "assistant")
-"""Roles whose contents the application vouches for; every other role is treated as `user` and `tool` are."""
+"""Roles whose contents the application vouches for. Contents of all other roles are untrusted, as of `user` and `tool`."""
 
 
 def split_chat(
@@ -29,19 +29,19 @@ def split_chat(
     """Render the chat template and cut it where the first user message's content begins.
 
     Args:
-        tokenizer: has the chat template.
-        messages: the conversation.
+        tokenizer: tokenizer with a chat template.
+        messages: messages of the conversation.
         control: tokens that untrusted contents must not become.
-        is_trusted: whether the contents of a role may become control tokens.
-        template_options: variables of the template.
+        is_trusted: function that returns whether the contents of a role may become control tokens.
+        **template_options: variables of the template.
 
     Returns:
-        The text before the cut (the prefix), and the rest with later turns and the generation prompt (the question),
-        each in pieces as `PlainEncoder.fill` takes them.
+        The text before the cut (the prefix), and the rest with later turns and the generation prompt (the question). Each is
+        in pieces for `PlainEncoder.fill`.
 
     Raises:
-        RequestError: no user message, no usable template, a template that moves the content, or one that changes
-            contents which hold a control token.
+        RequestError: there is no user message or no usable template, the template moves the content, or it changes contents
+            that hold a control token.
     """
     if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
         raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
@@ -51,7 +51,7 @@ def split_chat(
     if not isinstance(messages[first].get("content"), str):
         raise RequestError("the content of a user message must be a string", param="messages")
     marked = copy.deepcopy(list(map(dict, messages)))
-    mark = f"\u2063{uuid4().hex}\u2063"  # no text can hold it by chance or by intent
+    mark = f"\u2063{uuid4().hex}\u2063"  # random, so no text contains it
     marked[first]["content"] = mark
     text, probe = (_render(tokenizer, m, template_options) for m in (messages, marked))
     cut = probe.find(mark)
@@ -70,15 +70,15 @@ def _untrusted_starts(
     control: ControlTokens,
     options: dict[str, Any],
 ) -> list[int]:
-    """Where in the rendered text a control token must be broken: behind its first character, which untrusted text wrote.
+    """Return the positions in `text` that split control tokens written by untrusted contents, behind their first characters.
 
-    Empty if all control tokens of the text are the template's or trusted.
+    The list is empty if the template or trusted contents wrote all control tokens.
     """
     strings = [s for message, is_untrusted in zip(messages, untrusted, strict=True) if is_untrusted for s in _strings(message)]
     if not any(map(control.starts.search, strings)):
         return []
     taken = set(text)
-    mark = next((c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in taken), "")  # a private character
+    mark = next((c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in taken), "")  # a private-use character
     marked = [
         _marked(message, control, mark) if is_untrusted else message
         for message, is_untrusted in zip(messages, untrusted, strict=True)
@@ -102,20 +102,20 @@ def _untrusted_starts(
 
 
 def _pieces(text: str, start: int, end: int, bounds: Sequence[int]) -> list[str]:
-    """A part of the text, cut at the bounds inside it, with an empty piece at every odd place."""
+    """Return `text[start:end]` cut at the bounds inside it, with an empty untrusted piece at every odd place."""
     edges = [start, *(b for b in bounds if start < b < end), end]
     first, *rest = [text[left:right] for left, right in pairwise(edges)]
     return [first, *(piece for part in rest for piece in ("", part))]
 
 
 def _marked(message: Mapping[str, Any], control: ControlTokens, mark: str) -> dict[str, Any]:
-    """A message with a mark behind every character that could begin a control token."""
+    """Return a message with a mark behind every character that could begin a control token."""
     changed = {name: _map(value, lambda text: control.starts.sub(rf"\g<0>{mark}", text)) for name, value in message.items()}
     return {**changed, "role": message.get("role")}
 
 
 def _strings(value: Any) -> list[str]:
-    """All strings in a value, keys of mappings too."""
+    """Return all strings in a value, including keys of mappings."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
@@ -124,7 +124,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _map(value: Any, change: Callable[[str], str]) -> Any:
-    """A value with every string in it changed, keys of mappings too."""
+    """Return a value with every string in it changed, including keys of mappings."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -137,5 +137,5 @@ def _map(value: Any, change: Callable[[str], str]) -> Any:
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, **{"add_generation_prompt": True, **options})
-    except Exception as error:  # templates are programs: they raise what they like
+    except Exception as error:  # templates are programs and may raise anything
         raise RequestError(f"the chat template failed: {error}", param="messages") from error

@@ -1,7 +1,6 @@
-"""Pre-packed scoring sequences: `query<d>item 1<d>...item N<d>`.
+"""Packed scoring sequences `query<d>item 1<d>...item N<d>`, the form of SGLang's and FlashInfer's multi-item scoring.
 
-The form SGLang and FlashInfer use for multi-item scoring. The delimiter only marks
-boundaries here: it never enters the model, so no item ever sees one.
+The delimiter only marks boundaries here. It does not enter the model, so items cannot see it.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def parse_delimited(ids: Sequence[int], delimiter: int) -> tuple[list[int], list[list[int]]]:
-    """Query and items of a packed sequence; adjacent delimiters are an empty item.
+    """Return the query and the items of a packed sequence. Adjacent delimiters enclose an empty item.
 
     Raises:
-        RequestError: no delimiter, no query, or no delimiter at the end.
+        RequestError: the delimiter is absent, the query is empty, or the last id is another one.
     """
     if delimiter not in ids:
         raise RequestError(f"packed_ids hold no delimiter (id {delimiter})", param="packed_ids")
@@ -35,7 +34,7 @@ def parse_delimited(ids: Sequence[int], delimiter: int) -> tuple[list[int], list
 
 
 def pack_delimited(query: Sequence[int], items: Sequence[Sequence[int]], delimiter: int) -> list[int]:
-    """The packed sequence of a query and its items.
+    """Return the packed sequence of a query and its items.
 
     Raises:
         RequestError: the delimiter occurs inside the query or an item.
@@ -45,7 +44,7 @@ def pack_delimited(query: Sequence[int], items: Sequence[Sequence[int]], delimit
 
 
 def check_no_delimiter(query: Sequence[int], items: Sequence[Sequence[int]], delimiter: int) -> None:
-    """Refuse ids that could not be packed.
+    """Check that query and items can be packed.
 
     Raises:
         RequestError: the delimiter occurs inside the query or an item.
@@ -60,12 +59,12 @@ def check_no_delimiter(query: Sequence[int], items: Sequence[Sequence[int]], del
 
 
 class FlashInferParams(NamedTuple):
-    """FlashInfer's multi-item parameters of one packed sequence (batch of one).
+    """FlashInfer's multi-item parameters of one packed sequence (a batch of one).
 
     Attributes:
         prefix_len: uint32 `[1]`, tokens before the first delimiter.
-        token_pos_in_items: uint16 `[len]`, 0 at every delimiter, 1... within an item.
-        token_pos_in_items_len: tokens from the first delimiter on.
+        token_pos_in_items: uint16 `[len]`, 0 at every delimiter, then 1, 2... within an item.
+        token_pos_in_items_len: number of tokens from the first delimiter on.
         max_item_len: uint16 `[1]`, tokens of the longest item.
     """
 
@@ -76,13 +75,13 @@ class FlashInferParams(NamedTuple):
 
 
 def flashinfer_params(ids: Sequence[int], delimiter: int) -> FlashInferParams:
-    """What FlashInfer's prefill wants to know about a packed sequence.
+    """Return the parameters of FlashInfer's prefill for a packed sequence.
 
     >>> flashinfer_params([5, 5, 5, 0, 7, 0, 7, 7, 0], 0).token_pos_in_items.tolist()
     [0, 1, 0, 1, 2, 0]
 
     Raises:
-        RequestError: the sequence is malformed (see `parse_delimited`) or an item exceeds uint16.
+        RequestError: the sequence is malformed (see `parse_delimited`), or an item's length exceeds uint16.
     """
     query, items = parse_delimited(ids, delimiter)
     longest = max(map(len, items), default=0)
@@ -93,10 +92,10 @@ def flashinfer_params(ids: Sequence[int], delimiter: int) -> FlashInferParams:
 
 
 def check_delimiter(tokenizer: PreTrainedTokenizerBase | None, delimiter: int, vocab_size: int) -> None:
-    """Refuse a delimiter that text could not stand for.
+    """Check that a delimiter's text tokenizes to the delimiter.
 
     Raises:
-        ConfigError: outside the vocabulary, or its text does not tokenize back to exactly this id.
+        ConfigError: the delimiter is outside the vocabulary, or its text tokenizes to other ids.
     """
     if delimiter >= vocab_size:
         raise ConfigError(f"multi_item_scoring_delimiter {delimiter} is outside the vocabulary of {vocab_size}")

@@ -1,4 +1,4 @@
-"""Untrusted text, tokenized as text alone: what looks like a control token in it does not become one."""
+"""Tokenization of untrusted text without control tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from chunkattn.parsers.special_tokens import ControlTokenError, ControlTokens
 
 
 class PlainEncoder:
-    """Tokenizes untrusted text, alone or inside trusted text.
+    """Tokenizer of untrusted text, alone or inside trusted text.
 
     Args:
-        encode: the tokenizer.
-        control: which tokens untrusted text must not become; None is `encode.added`.
+        encode: tokenizer of parts.
+        control: tokens that untrusted text must not become; None for `encode.added`.
     """
 
     def __init__(self, encode: PartEncoder, control: ControlTokens | None = None) -> None:
@@ -22,22 +22,28 @@ class PlainEncoder:
         self.control = encode.added if control is None else control
 
     def __call__(self, text: str, name: str = "the text", param: str = "query") -> list[int]:
-        """Token ids of an untrusted text, none of them a control token. Arguments are those of `PartEncoder`.
+        """Return the token ids of an untrusted text, without control tokens. Arguments are those of `PartEncoder`.
 
         Raises:
-            RequestError: no tokenizer, no valid Unicode, or the tokenizer knows no way to take it as text.
+            RequestError: the engine has no tokenizer, the text is no valid Unicode, or the tokenizer has no other tokens for
+                the text of a control token.
         """
         ids = self._encode(text, name, param)
         return ids if self.control.is_clean(text, ids) else self._without(["", text], name, param)
 
     def fill(self, pieces: Sequence[str], name: str = "the text", param: str = "query") -> list[int]:
-        """Token ids of joined pieces: trusted text at even places, in which control tokens count, untrusted at odd ones.
+        """Return the token ids of joined pieces: trusted text at even places, untrusted text at odd places.
 
-        A control token counts within one piece only, so neighbouring pieces cannot form one together. Without control
-        tokens in untrusted text the ids are those of the whole text.
+        Trusted text may contain control tokens. A control token must lie within one piece, so neighbouring pieces cannot form
+        one together. If untrusted text has no control tokens, the ids are those of the whole text.
+
+        Args:
+            pieces: texts, alternately trusted and untrusted.
+            name: name of the text, for error messages.
+            param: name of the argument that holds the text.
 
         Raises:
-            RequestError: as for one text.
+            RequestError: as for one untrusted text.
         """
         own = [token for piece in pieces[::2] for token in self.control.find(piece)]
         whole = "".join(pieces)

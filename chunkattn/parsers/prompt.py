@@ -1,4 +1,4 @@
-"""Prompts as users send them, and their way into a `ChunkLayout`."""
+"""Forms of prompts, and their parser into a `ChunkLayout`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TokenIds = Sequence[int]
 
 @dataclass(frozen=True)
 class ChunkedPrompt:
-    """A prompt already in parts, all text or all token ids. Never split again.
+    """Prompt in parts, all text or all token ids. The parser never splits a part.
 
-    The safe form for untrusted documents: a chunk that contains the separator cannot forge a boundary, and a chunk that
+    Use this form for untrusted documents: a chunk that contains the separator cannot forge a boundary, and a chunk that
     contains the text of a special token does not become that token.
     """
 
@@ -37,12 +37,18 @@ class ChunkedPrompt:
 
 
 Prompt = str | Mapping[str, Any] | ChunkedPrompt
-"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or parts; a dict may have a `"cache_salt"` as well."""
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or parts. A dict may also hold a `"cache_salt"`."""
 
 
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """A layout, for text prompts the parts joined without separators, and whom the prompt shares the cache with."""
+    """Parsed prompt.
+
+    Attributes:
+        layout: token ids, positions and parts.
+        text: parts joined without separators; None for a prompt of token ids.
+        cache_salt: salt of the cache; prompts of one salt share cached K/V.
+    """
 
     layout: ChunkLayout
     text: str | None
@@ -50,23 +56,23 @@ class ParsedPrompt:
 
 
 class PromptParser:
-    """Parses every form of prompt under one tokenizer, separator and position strategy.
+    """Parser of every form of prompt under one tokenizer, separator and position strategy.
 
     Args:
-        tokenizer: None for an engine without one.
-        separator: the text between parts.
-        strategy: of position ids.
-        chunk_aware: split text and ids at the separator.
-        special_tokens_in_documents: chunk texts and contents of user and tool messages may become special tokens.
-        special_tokens_in_prompts: prefix, question, plain text and other messages may become special tokens.
-        max_chunks: most chunks of one prompt; None sets no limit.
+        tokenizer: tokenizer of the model; None for an engine without one.
+        separator: text between parts.
+        strategy: name of the position strategy.
+        chunk_aware: whether to split text and ids at the separator.
+        special_tokens_in_documents: whether chunk texts and contents of user and tool messages may become special tokens.
+        special_tokens_in_prompts: whether prefix, question, plain text and other messages may become special tokens.
+        max_chunks: number of chunks that a prompt may have; None for no limit.
 
     Attributes:
-        encode: reads text as the tokenizer does.
-        prompts: reads text that the caller vouches for.
+        encode: tokenizer that keeps special tokens.
+        prompts: tokenizer of text that the caller vouches for.
 
     Raises:
-        ConfigError: the separator is empty or the strategy unknown.
+        ConfigError: the separator is empty or the strategy is unknown.
     """
 
     def __init__(
@@ -98,11 +104,11 @@ class PromptParser:
         """Parse one prompt.
 
         Args:
-            prompt: see `Prompt`.
-            chunk_aware: split text and ids at the separator; None is the parser's default.
+            prompt: prompt in any form of `Prompt`.
+            chunk_aware: whether to split text and ids at the separator; None for the parser's default.
 
         Raises:
-            RequestError: of no known form, with an empty question, or of more than `max_chunks` chunks.
+            RequestError: the form is unknown, the question is empty, or there are more than `max_chunks` chunks.
         """
         split = self.chunk_aware if chunk_aware is None else chunk_aware
         if isinstance(prompt, str):
@@ -122,10 +128,16 @@ class PromptParser:
     def parse_chat(
         self, messages: Sequence[Mapping[str, Any]], documents: Sequence[str] | None = None, **template_options: Any
     ) -> ParsedPrompt:
-        """Parse chat messages; `documents` become the chunks. Contents are never split at separators.
+        """Parse chat messages. Contents are not split at separators.
+
+        Args:
+            messages: messages of the conversation.
+            documents: texts that become the chunks.
+            **template_options: variables of the chat template.
 
         Raises:
-            RequestError: see `chunkattn.parsers.chat.split_chat`, or more than `max_chunks` documents.
+            RequestError: the messages are unusable (see `chunkattn.parsers.chat.split_chat`), or there are more than
+                `max_chunks` documents.
         """
         if isinstance(documents, Sequence) and not isinstance(documents, str):
             self._check_count(len(documents), "documents")
@@ -162,19 +174,19 @@ class PromptParser:
         documents: Sequence[str | TokenIds],
         template_options: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[list[int]]]:
-        """Token ids of a prefix and of documents, as they will stand in prompts.
+        """Return the token ids of a prefix and of documents, as prompts will contain them.
 
         Args:
-            prefix: text, token ids, or the chat messages before the first of the user's.
+            prefix: text, token ids, or the chat messages before the first user message.
             documents: all text or all token ids, as the prefix is.
-            template_options: for the chat template.
+            template_options: variables of the chat template.
 
         Raises:
-            RequestError: malformed, or text and token ids mixed.
+            RequestError: an argument is malformed, or text and token ids are mixed.
         """
         if isinstance(documents, (str, Mapping)) or not isinstance(documents, Sequence):
             raise RequestError(f"documents must be a list of parts, got {type(documents).__name__}", param="documents")
-        # Parsed as a prompt with a question, to go through the same checks.
+        # Parse a whole prompt with a placeholder question, so the same checks apply.
         if not isinstance(prefix, (str, Sequence, np.ndarray)):
             raise RequestError(f"the prefix must be text, token ids or messages, got {type(prefix).__name__}", param="prefix")
         if not isinstance(prefix, str) and len(prefix) and isinstance(prefix[0], Mapping):
@@ -187,10 +199,10 @@ class PromptParser:
         return first, chunks
 
     def text(self, text: str) -> list[int]:
-        """Token ids of a text that begins a prompt, behind the tokenizer's leading special tokens.
+        """Return the token ids of a text that begins a prompt, behind the tokenizer's leading special tokens.
 
         Raises:
-            RequestError: see `PartEncoder`.
+            RequestError: the text cannot be tokenized (see `PartEncoder`).
         """
         return [*self.encode.leading_ids, *self.prompts(text, param="prompt")]
 
@@ -210,10 +222,10 @@ class PromptParser:
         return replace(parsed, cache_salt=check_salt(prompt.get("cache_salt")))
 
     def _check_count(self, chunks: int, param: str) -> None:
-        """Check the number of chunks before anything is done for each.
+        """Check the number of chunks before any work per chunk.
 
         Raises:
-            RequestError: more than `max_chunks`.
+            RequestError: the prompt has more than `max_chunks` chunks.
         """
         if self.max_chunks is not None and chunks > self.max_chunks:
             text = f"the prompt has {chunks} chunks, max_chunks_per_prompt is {self.max_chunks}; send fewer or longer ones"
@@ -239,7 +251,7 @@ class PromptParser:
         return ParsedPrompt(self._layout([[], ids] if len(parts) < 3 else parts), None)
 
     def _chunked(self, prompt: ChunkedPrompt, kind: str = "chunk") -> ParsedPrompt:
-        """Parse a prompt in parts, with errors that name a chunk by `kind` and number."""
+        """Parse a prompt in parts. Errors name a chunk by `kind` and number."""
         if isinstance(prompt.chunks, str) or not isinstance(prompt.chunks, Sequence):
             raise RequestError(f"chunks must be a list of parts, got {type(prompt.chunks).__name__}", param="prompt")
         parts = [prompt.prefix, *prompt.chunks, prompt.question]

@@ -1,4 +1,4 @@
-"""Separators between prefix, chunks and question."""
+"""Search for separators in token ids, and splitting at separators."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Iterator, Sequence
 
 
 def find_ids(ids: Sequence[int], separator: Sequence[int]) -> Iterator[int]:
-    """Yield where non-overlapping leftmost matches of `separator` begin.
+    """Yield the start indices of non-overlapping leftmost matches of `separator`.
 
     >>> list(find_ids([1, 9, 9, 9, 2], [9, 9]))
     [1]
+    [1]
+
+    Raises:
+        ValueError: the separator is empty.
     """
     if not separator:
         raise ValueError("separator must not be empty")
@@ -17,7 +21,7 @@ def find_ids(ids: Sequence[int], separator: Sequence[int]) -> Iterator[int]:
     at = 0
     while True:
         try:
-            at = ids.index(separator[0], at)  # at the speed of C over what does not match
+            at = ids.index(separator[0], at)  # skips mismatches in C
         except ValueError:
             return
         if ids[at : at + len(separator)] == separator:
@@ -28,7 +32,7 @@ def find_ids(ids: Sequence[int], separator: Sequence[int]) -> Iterator[int]:
 
 
 def split_ids(ids: Sequence[int], separator: Sequence[int]) -> list[list[int]]:
-    """Cut token ids at non-overlapping leftmost matches of `separator`.
+    """Split token ids at non-overlapping leftmost matches of `separator`.
 
     >>> split_ids([1, 9, 9, 9, 2], [9, 9])
     [[1], [9, 2]]

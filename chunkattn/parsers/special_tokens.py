@@ -1,4 +1,4 @@
-"""Control tokens of a tokenizer: where they occur in a text, and token ids of texts in which they do not count."""
+"""Control tokens of a tokenizer: search in texts, and tokenization without them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class ControlTokens:
-    """A set of a tokenizer's added tokens that untrusted text must not become.
+    """Set of a tokenizer's added tokens that untrusted text must not become.
 
     Attributes:
         ids: token id of each control token, by its text.
-        forbidden: their ids, less that of the unknown token: a character outside the vocabulary has no other id.
-        starts: matches a character that begins the text of a control token.
+        forbidden: ids of the control tokens, except the unknown token: a character outside the vocabulary has no other id.
+        starts: pattern of a character that begins the text of a control token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, ids: Mapping[str, int]) -> None:
@@ -36,22 +36,28 @@ class ControlTokens:
         self.starts = re.compile(f"[{first}]" if first else "(?!)")
 
     def find(self, text: str) -> list[str]:
-        """Texts of the control tokens in a text, leftmost and longest first."""
+        """Return the texts of the control tokens in a text, leftmost and longest first."""
         return self._texts.findall(text)
 
     def is_clean(self, text: str, ids: Sequence[int]) -> bool:
-        """Return whether `ids`, which the tokenizer made of `text`, hold no control token."""
+        """Return whether `ids`, the tokenizer's output for `text`, hold no control token."""
         return self.forbidden.isdisjoint(ids) and not any(unknown in text for unknown in self._unknown_texts)
 
     def follows(self, ids: Sequence[int], texts: Sequence[str]) -> bool:
-        """Return whether the control tokens in `ids` are some of `texts`, in their order."""
+        """Return whether the control tokens in `ids` are a subsequence of `texts`."""
         left = iter([self.ids[text] for text in texts])
         return all(token in left for token in ids if token in self.forbidden)
 
     def encode(self, pieces: Sequence[str]) -> list[int]:
-        """Token ids of the joined pieces. Control tokens count in pieces at even places, and only within one piece.
+        """Return the token ids of joined pieces. Control tokens are recognised only within a piece at an even place.
 
-        The ids are those of a tokenizer without the control tokens, but for the places where they count.
+        Elsewhere the ids are those of a tokenizer without the control tokens.
+
+        Args:
+            pieces: texts, alternately trusted (even places) and untrusted (odd places).
+
+        Raises:
+            ControlTokenError: the tokenizer has no other tokens for the text of a control token.
         """
         if self._renamed is None:
             return self._encode_runs(pieces)
@@ -62,7 +68,7 @@ class ControlTokens:
         return self._renamed.encode(text, self._all, self._unknown)
 
     def _encode_runs(self, pieces: Sequence[str]) -> list[int]:
-        """`encode` for tokenizers written in Python: text between two control tokens is tokenized in one piece."""
+        """Encode with a tokenizer written in Python: text between two control tokens is tokenized in one piece."""
         ids: list[int] = []
         run = ""
         for place, piece in enumerate(pieces):
@@ -91,10 +97,10 @@ class ControlTokens:
 
 
 class ControlTokenError(ValueError):
-    """The tokenizer has no other tokens for the text of a control token.
+    """Error: the tokenizer has no other tokens for the text of a control token.
 
     Attributes:
-        tokens: the control tokens.
+        tokens: texts of the control tokens.
     """
 
     def __init__(self, tokens: list[str]) -> None:
@@ -103,11 +109,12 @@ class ControlTokenError(ValueError):
 
 
 class _Renamed(NamedTuple):
-    """A tokenizer that shares the original's model, with control tokens under names that no user knows.
+    """Copy of a tokenizer that shares the model and gives control tokens random names, so no user text can contain them.
 
     Attributes:
-        names: private name of each control token, by its text.
-        real: the original's id of each added token, by its id here.
+        tokenizer: the copy.
+        names: random name of each control token, by its text.
+        real: original id of each added token, by its id in the copy.
     """
 
     tokenizer: Tokenizer
@@ -126,7 +133,7 @@ class _Renamed(NamedTuple):
         copy.add_tokens([token for _, token in kept.values()])
         names = {text: uuid4().hex for text in control}
         flags = {text: added[text][1] if text in added else AddedToken(text) for text in control}
-        # Not normalized and within words, so that every name is found.
+        # Neither normalized nor bound to word ends, so the copy finds every name.
         renamed = [AddedToken(names[t], lstrip=f.lstrip, rstrip=f.rstrip, normalized=False) for t, f in flags.items()]
         copy.add_tokens(renamed)
         numbers = {**{text: number for text, (number, _) in kept.items()}, **{names[text]: i for text, i in control.items()}}
@@ -134,16 +141,21 @@ class _Renamed(NamedTuple):
         return cls(copy, names, {token: numbers[text] for text, token in here.items() if token is not None})
 
     def encode(self, text: str, control: frozenset[int], unknown: int | None) -> list[int]:
-        """Token ids of a text with private names in it, as the original's.
+        """Return the original's token ids of a text that contains random names.
+
+        Args:
+            text: text with random names in place of the control tokens that count.
+            control: ids of all control tokens.
+            unknown: id of the unknown token, or None.
 
         Raises:
-            ControlTokenError: the model itself makes a control token of the text, of its single characters, too.
+            ControlTokenError: the model forms a control token from the text and from its single characters.
         """
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         formed = control - self.real.keys()
         if formed.isdisjoint(encoding.ids):
             return [self.real.get(token, token) for token in encoding.ids]
-        # The vocabulary holds the control token's text as a word (Unigram models): take its characters one by one.
+        # The vocabulary holds a control token's text as a word (Unigram models), so tokenize its characters one by one.
         ids: list[int] = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             word = self.tokenizer.id_to_token(token) or ""
@@ -158,7 +170,7 @@ class _Renamed(NamedTuple):
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """A pattern that matches the longest of some texts, in time that does not grow with their number."""
+    """Return a pattern of the longest match among texts, whose matching time does not grow with their number."""
     low, high = min(texts), max(texts)
     prefix = low[: next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), len(low))]
     rests = sorted({text[len(prefix) :] for text in texts} - {""})
@@ -169,13 +181,13 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _unknown_id(tokenizer: Any) -> int | None:
-    """The id of characters outside the vocabulary, as declared, or as the model gives it to one."""
+    """Return the id of characters outside the vocabulary: the declared one, or the model's id of such a character."""
     declared = getattr(tokenizer, "unk_token_id", None)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if declared is not None or backend is None:
         return declared
     try:
         made = backend.model.tokenize("\U0010fffd")
-    except Exception:  # a model without such an id
+    except Exception:  # the model has no such id
         return None
     return made[0].id if len(made) == 1 else None
