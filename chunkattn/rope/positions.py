@@ -1,4 +1,4 @@
-"""Position strategies: which position id RoPE sees for every token of a layout."""
+"""Position strategies: functions that assign RoPE's position ids to the tokens of a layout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from chunkattn.layout import ChunkLayout
 
 TokenIds = Sequence[int] | np.ndarray
 PositionStrategy = Callable[[int, Sequence[int], int], np.ndarray]
-"""`(prefix_len, chunk_lens, question_len)` to int32 `[T]` position ids."""
+"""Function from `(prefix_len, chunk_lens, question_len)`, in tokens, to int32 `[T]` position ids."""
 
 
 def shared_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: int) -> np.ndarray:
-    """Every chunk starts right after the prefix; the question after the longest chunk.
+    """Return position ids: every chunk starts right after the prefix, and the question after the longest chunk.
 
-    Position ids then bound the longest chunk, not the number of tokens.
+    The highest position then depends on the longest chunk instead of the number of tokens.
+
+    Args:
+        prefix_len: tokens of the prefix.
+        chunk_lens: tokens of each chunk.
+        question_len: tokens of the question.
+
+    Returns:
+        int32 `[T]` position ids.
 
     >>> shared_positions(2, [2, 3], 2).tolist()
     [0, 1, 2, 3, 2, 3, 4, 5, 6]
@@ -28,7 +36,7 @@ def shared_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: i
 
 
 def offset_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: int) -> np.ndarray:
-    """Position ids are the token indices, as in an ordinary prompt."""
+    """Return the token indices as positions, as in an ordinary prompt: int32 `[T]`."""
     return np.arange(prefix_len + sum(chunk_lens) + question_len, dtype=np.int32)
 
 
@@ -36,10 +44,10 @@ STRATEGIES: dict[str, PositionStrategy] = {"shared": shared_positions, "offset":
 
 
 def get_strategy(name: str) -> PositionStrategy:
-    """The strategy called `name`.
+    """Return a strategy by name.
 
     Raises:
-        ConfigError: no strategy has that name.
+        ConfigError: no strategy has this name.
     """
     if name not in STRATEGIES:
         raise ConfigError(f"unknown position_strategy {name!r}; choose one of {', '.join(STRATEGIES)}")
@@ -47,7 +55,17 @@ def get_strategy(name: str) -> PositionStrategy:
 
 
 def make_layout(prefix: TokenIds, chunks: Sequence[TokenIds], question: TokenIds, strategy: str = "shared") -> ChunkLayout:
-    """A `ChunkLayout` from the token ids of its parts."""
+    """Return the layout of a prompt's parts.
+
+    Args:
+        prefix: token ids of the prefix.
+        chunks: token ids of each chunk.
+        question: token ids of the question.
+        strategy: name of the position strategy.
+
+    Raises:
+        ConfigError: the strategy is unknown.
+    """
     lens = tuple(len(c) for c in chunks)
     return ChunkLayout(
         token_ids=np.concatenate([np.asarray(p, np.int32) for p in (prefix, *chunks, question)]),

@@ -20,8 +20,8 @@ class RotarySpec:
 
     Attributes:
         inv_freq: float32 `[head_dim / 2]`, radians per position.
-        attention_factor: multiplies cos and sin (1.0 but for yarn).
-        max_positions: positions at or beyond this are refused, or None.
+        attention_factor: factor of cos and sin; 1.0 except under YaRN.
+        max_positions: bound below which positions must be; None for no bound.
     """
 
     inv_freq: np.ndarray
@@ -30,18 +30,16 @@ class RotarySpec:
 
 
 def make_rotary(params: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> RotarySpec:
-    """The rotary embedding a checkpoint's `rope_parameters` describe.
+    """Return the rotary embedding that a checkpoint's `rope_parameters` describe.
 
     Args:
-        params: `rope_type`, `rope_theta` and what the type needs, named as in
-            Hugging Face configurations.
+        params: `rope_type`, `rope_theta` and the parameters of the type, named as in Hugging Face configurations.
         head_dim: size of an attention head.
-        max_position_embeddings: the configuration's value; `dynamic` refuses
-            positions beyond it instead of letting the frequencies of cached keys
-            depend on the longest position of a call.
+        max_position_embeddings: value from the configuration. Type `dynamic` refuses positions beyond it: scaling would make
+            the frequencies of cached keys depend on the longest position of a call.
 
     Raises:
-        ModelError: the scaling is not supported or lacks a parameter.
+        ModelError: the scaling is not supported, or a parameter is missing or invalid.
     """
     rope_type = params.get("rope_type", params.get("type", "default"))
     if params.get("partial_rotary_factor", 1.0) != 1.0:
@@ -57,8 +55,8 @@ def make_rotary(params: Mapping[str, Any], head_dim: int, max_position_embedding
 
 
 def _make_rotary(rope_type: str, params: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> RotarySpec:
-    # In float32 step by step, as the reference implementations compute it: at large
-    # positions the last bit of a frequency is visible in the logits.
+    # Every step in float32, as in the reference implementations: at large positions the last bit of a frequency changes
+    # the logits.
     base = np.float32(params["rope_theta"])
     inv_freq = np.float32(1.0) / base ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
     if "factor" in params and params["factor"] is not None and not params["factor"] >= 1:
@@ -81,7 +79,7 @@ def _make_rotary(rope_type: str, params: Mapping[str, Any], head_dim: int, max_p
 
 
 def _llama3(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -> np.ndarray:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp between."""
+    """Scale frequencies as Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend between."""
     factor, low, high = params["factor"], params["low_freq_factor"], params["high_freq_factor"]
     original = params.get("original_max_position_embeddings") or max_positions
     turns = original * inv_freq / (2 * math.pi)
@@ -90,7 +88,7 @@ def _llama3(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int)
 
 
 def _yarn(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -> RotarySpec:
-    """YaRN (arXiv:2309.00071): interpolate slow dimensions, keep fast ones, sharpen attention."""
+    """Scale frequencies by YaRN (arXiv:2309.00071): interpolate slow dimensions, keep fast ones, sharpen attention."""
     head_dim, base = 2 * len(inv_freq), params["rope_theta"]
     original = params.get("original_max_position_embeddings") or max_positions
     factor = params.get("factor") or max_positions / original
@@ -117,10 +115,18 @@ def _yarn(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -
 
 
 def rotary_tables(spec: RotarySpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cos and sin, float32 `[T, 1, head_dim / 2]`, for int32 `[T]` position ids. Once a step, not a layer."""
+    """Return cos and sin of all rotation angles, once per step for all layers.
+
+    Args:
+        spec: frequencies of the model.
+        positions: int32 `[T]` position ids.
+
+    Returns:
+        cos and sin, each float32 `[T, 1, head_dim / 2]`.
+    """
     angles = positions.astype(jnp.float32)[:, None] * spec.inv_freq
     factor = np.float32(spec.attention_factor)
-    # XLA:CPU would fuse cosines into each of their uses and compute them there again, head by head. It does not fuse
+    # Without the barrier, XLA:CPU fuses the cosines into each of their uses and recomputes them per head. It does not fuse
     # concatenations.
     tables = jax.lax.optimization_barrier(jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1) * factor)  # type: ignore[no-untyped-call]
     cos, sin = jnp.split(tables[:, None], 2, axis=-1)
@@ -128,10 +134,19 @@ def rotary_tables(spec: RotarySpec, positions: jax.Array) -> tuple[jax.Array, ja
 
 
 def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate `[T, heads, head_dim]` in the half-split layout of Hugging Face checkpoints."""
+    """Rotate `x` in the half-split layout of Hugging Face checkpoints.
+
+    Args:
+        x: `[T, heads, head_dim]` queries or keys.
+        cos: float32 `[T, 1, head_dim / 2]`.
+        sin: float32 `[T, 1, head_dim / 2]`.
+
+    Returns:
+        The rotated array, of the shape and dtype of `x`.
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     halves = first * cos - second * sin, second * cos + first * sin
-    # XLA:CPU fuses a stack and copies for a concatenation, 10 times as long; on TPUs the stack is the slower one.
+    # XLA:CPU fuses a stack; a concatenation copies and takes 10 times as long. On TPUs the stack is slower.
     rotated = jax.lax.platform_dependent(*halves, cpu=_stacked, default=_concatenated)
     return rotated.astype(x.dtype)
 
