@@ -178,7 +178,7 @@ def test_missing_and_unreadable_files(broken):
 
 
 def test_no_such_model():
-    with pytest.raises(ModelError, match="no local folder and cannot be had from the hub"):
+    with pytest.raises(ModelError, match="no local folder and cannot be loaded from the hub"):
         LLM("nobody/nothing")
 
 

@@ -1,7 +1,7 @@
-"""The one decoder: pre-norm transformer with grouped-query attention and a gated MLP.
+"""The decoder: pre-norm transformer with grouped-query attention and a gated MLP.
 
-It works on a flat list of tokens `[T]`, whatever sequences they belong to. Attention is
-a callback, so the same module serves the paged engine and the training of the demo.
+The decoder works on a flat list of tokens `[T]` from any number of sequences. Attention is a callback, so the paged engine
+and the training of the demo model share the module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chunkattn.models.spec import DecoderSpec
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""`(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d])` to `[T, heads, d]`."""
+"""Callback from `(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d])` to `[T, heads, d]`."""
 
 
 def _linear(features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
@@ -28,7 +28,7 @@ def _linear(features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, r
         dtype=dtype,
         param_dtype=dtype,
         precision=_precision(dtype),
-        # Accumulate and return float32: more exact, and the only fast bf16 dot XLA:CPU has.
+        # Accumulate and return float32: more exact, and XLA:CPU's only fast bfloat16 dot.
         preferred_element_type=jnp.float32,
         kernel_init=nnx.initializers.lecun_normal(),
         rngs=rngs,
@@ -36,12 +36,12 @@ def _linear(features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, r
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """float32 means float32 on every platform; accelerators would round it to bf16 or tf32."""
+    """Return the precision that keeps float32 products in float32; accelerators default to bf16 or tf32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 class Attention(nnx.Module):
-    """Projections, optional per-head norms and RoPE around the `attend` callback."""
+    """Attention layer: projections, optional per-head norms and RoPE around the `attend` callback."""
 
     def __init__(self, spec: DecoderSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -57,7 +57,14 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     ) -> jax.Array:
-        """float32 `[T, hidden]` to the same; `attend` has its layer bound."""
+        """Return the layer's output, float32 `[T, hidden]`.
+
+        Args:
+            x: float32 `[T, hidden]`.
+            cos: float32 `[T, 1, head_dim / 2]`.
+            sin: float32 `[T, 1, head_dim / 2]`.
+            attend: attention callback with the layer bound: `(q, k, v)` to `[T, heads, d]`.
+        """
         q, k, v = (p(x).reshape(len(x), -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -67,7 +74,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU (arXiv:2002.05202)."""
+    """SwiGLU layer (arXiv:2002.05202)."""
 
     def __init__(self, spec: DecoderSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.gate_proj = _linear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, dtype, rngs)
@@ -75,7 +82,7 @@ class MLP(nnx.Module):
         self.down_proj = _linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """float32 `[T, hidden]` to the same."""
+        """Return the layer's output, float32 `[T, hidden]`, from an input of the same shape and dtype."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -84,7 +91,7 @@ def _norm(spec: DecoderSpec, features: int, dtype: jnp.dtype, rngs: nnx.Rngs) ->
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm, each added to the float32 residual stream."""
+    """Transformer layer: attention and MLP, each behind a norm, each added to the float32 residual stream."""
 
     def __init__(self, spec: DecoderSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.input_layernorm = _norm(spec, spec.hidden_size, dtype, rngs)
@@ -95,13 +102,13 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     ) -> jax.Array:
-        """float32 `[T, hidden]` to the same."""
+        """Return the residual stream behind the layer, float32 `[T, hidden]`; arguments are those of `Attention`."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nnx.Module):
-    """A causal language model or sequence classifier of any supported family; parameter names follow the checkpoints."""
+    """Causal language model or sequence classifier of any supported family; parameter names follow the checkpoints."""
 
     def __init__(self, spec: DecoderSpec, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs) -> None:
         self.spec, self.dtype = spec, jnp.dtype(dtype)
@@ -112,7 +119,7 @@ class Decoder(nnx.Module):
             embedding_init=nnx.initializers.normal(spec.hidden_size**-0.5),
             rngs=rngs,
         )
-        # One array per layer, not a stacked scan: XLA:CPU copies a slice of a stacked bf16 weight every use.
+        # One array per layer instead of a stacked scan: XLA:CPU copies the slice of a stacked bf16 weight at every use.
         self.layers = nnx.List([DecoderLayer(spec, dtype, rngs) for _ in range(spec.num_layers)])
         self.norm = _norm(spec, spec.hidden_size, dtype, rngs)
         if spec.num_labels is not None:
@@ -121,12 +128,12 @@ class Decoder(nnx.Module):
             self.lm_head = _linear(spec.hidden_size, spec.vocab_size, False, dtype, rngs)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """Hidden states after the final norm, float32 `[T, hidden]`.
+        """Return the hidden states after the final norm, float32 `[T, hidden]`.
 
         Args:
-            token_ids: int32 `[T]`.
+            token_ids: int32 `[T]` token ids.
             positions: int32 `[T]` position ids.
-            attend: called once a layer, in order.
+            attend: attention callback, called once per layer, in order.
         """
         cos, sin = rotary_tables(self.spec.rotary, positions)
         x = self.embed_tokens(token_ids).astype(jnp.float32)
@@ -135,7 +142,7 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 `[N, vocab]`, or `[N, num_labels]` of a classifier, from hidden states `[N, hidden]`."""
+        """Return the logits of hidden states `[N, hidden]`: float32 `[N, vocab]`, or `[N, num_labels]` for a classifier."""
         if self.spec.num_labels is not None:
             return self.score(hidden)
         if not self.spec.tie_embeddings:

@@ -1,4 +1,4 @@
-"""From a model's name to its configuration, tokenizer and weights."""
+"""Loading of a model's configuration, tokenizer and weights, by folder or hub id."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch is missing is as it should be
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences advice to install PyTorch, which is not needed
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 DEMO_FOLDER = Path(__file__).parent / "demo"
-"""The bundled demo model, an ordinary Hugging Face folder."""
+"""Folder of the bundled demo model, in Hugging Face's format."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A checkpoint whose configuration and tokenizer are read; the weights are not yet.
+    """Checkpoint with its configuration and tokenizer; `load` reads the weights.
 
     Attributes:
-        spec: the decoder's shape.
-        dtype: of weights, activations and KV.
+        folder: local folder of the checkpoint.
+        spec: shape of the decoder.
+        dtype: dtype of weights, activations and KV.
+        tokenizer: tokenizer of the model, or None if skipped.
         eos_token_ids: tokens that end a text.
     """
 
@@ -45,7 +47,7 @@ class ModelFiles:
     eos_token_ids: tuple[int, ...]
 
     def load(self) -> Decoder:
-        """The decoder with its weights.
+        """Return the decoder with its weights.
 
         Raises:
             ModelError: a file or tensor is missing, unreadable or of the wrong shape.
@@ -61,17 +63,17 @@ def open_model(
     dtype: str = "auto",
     skip_tokenizer_init: bool = False,
 ) -> ModelFiles:
-    """Read what is small of a checkpoint, so that mistakes show before the weights are loaded.
+    """Read the configuration and tokenizer of a checkpoint, so errors show before the weights are loaded.
 
     Args:
-        model: a local folder, a hub id, or None for the bundled demo model.
-        tokenizer: where the tokenizer is, when not with the model.
-        revision: hub revision.
-        dtype: a dtype's name, or `"auto"` for the checkpoint's own.
-        skip_tokenizer_init: load no tokenizer.
+        model: local folder or hub id; None for the bundled demo model.
+        tokenizer: folder or hub id of the tokenizer; None for the model's own.
+        revision: revision on the hub.
+        dtype: name of a dtype, or `"auto"` for the checkpoint's own.
+        skip_tokenizer_init: whether to load no tokenizer.
 
     Raises:
-        ModelError: it cannot be found or read, or is not supported.
+        ModelError: the model cannot be found or read, or is not supported.
     """
     folder = resolve_folder(model, revision)
     config = read_config(folder)
@@ -87,10 +89,14 @@ def open_model(
 
 
 def resolve_folder(model: str | None, revision: str | None = None) -> Path:
-    """The local folder of a model; a hub id is downloaded to the hub's cache first.
+    """Return the local folder of a model; download a hub id to the hub's cache first.
+
+    Args:
+        model: local folder or hub id; None for the bundled demo model.
+        revision: revision on the hub.
 
     Raises:
-        ModelError: neither a folder nor a model of the hub.
+        ModelError: `model` is neither a folder nor a model on the hub.
     """
     if model is None:
         return DEMO_FOLDER
@@ -99,18 +105,18 @@ def resolve_folder(model: str | None, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        # Not "consolidated.safetensors" and the like: those are second copies of the weights.
+        # Skips "consolidated.safetensors" and the like, which are second copies of the weights.
         patterns = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises a wide family: not found, offline, invalid id
-        raise ModelError(f"model {model!r} is no local folder and cannot be had from the hub: {error}") from error
+    except Exception as error:  # the hub client raises many classes: not found, offline, invalid id
+        raise ModelError(f"model {model!r} is no local folder and cannot be loaded from the hub: {error}") from error
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The folder's `config.json`.
+    """Return the configuration in a folder's `config.json`.
 
     Raises:
-        ModelError: missing, unreadable, or of an unknown kind of model.
+        ModelError: the file is missing, unreadable, or of an unknown kind of model.
     """
     from transformers import AutoConfig
 
@@ -123,10 +129,10 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer from a folder or the hub, fast or SentencePiece.
+    """Return a tokenizer from a folder or the hub, fast or SentencePiece.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -135,7 +141,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # missing files, unknown classes, broken vocabularies
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {error}; {advice}") from error
-    # Where its files are missing, transformers makes some tokenizers with an empty vocabulary.
+    # Without the files, transformers makes some tokenizers with an empty vocabulary.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(f"{name!r} has no tokenizer files; {advice}")
     return tokenizer
@@ -149,7 +155,7 @@ def _checkpoint_dtype(config: PretrainedConfig) -> str:
 
 
 def _eos_token_ids(folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation configuration's, else the model's, and the tokenizer's own."""
+    """Return the end-of-sequence ids: the generation configuration's, or else the model's, and the tokenizer's."""
     found, file = config.eos_token_id, folder / "generation_config.json"
     if file.exists():
         try:

@@ -1,4 +1,4 @@
-"""What distinguishes one supported model family from another."""
+"""Shapes and variations of the supported model families."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ FAMILIES = {
     for head in ("ForCausalLM", _CLASSIFIER)
     for family, name in {"Llama": "Llama 2/3.x", "Mistral": "Mistral", "Qwen2": "Qwen2/2.5", "Qwen3": "Qwen3"}.items()
 }
-"""Supported Hugging Face architectures and the family each belongs to."""
+"""Supported Hugging Face architectures, with the name of the family of each."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderSpec:
     """Shape and variations of one decoder; sizes are in elements.
 
-    `windows[l]` is layer `l`'s sliding window in tokens, or None for full attention. `num_labels` counts the classes
-    of a sequence classifier, and is None for a language model.
+    Attributes:
+        windows: sliding window of each layer in tokens; None for full attention.
+        num_labels: number of classes of a sequence classifier; None for a language model.
     """
 
     architecture: str
@@ -50,12 +51,12 @@ class DecoderSpec:
 
     @property
     def sliding_window(self) -> int | None:
-        """The checkpoint's sliding window, if any layer has one."""
+        """Return the checkpoint's sliding window in tokens, or None if no layer has one."""
         return next((w for w in self.windows if w is not None), None)
 
 
 def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
-    """Read a Hugging Face configuration.
+    """Return the decoder's shape from a Hugging Face configuration.
 
     Raises:
         ModelError: the architecture or one of its settings is not supported.
@@ -121,7 +122,7 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
 
 
 def _max_model_len(config: PretrainedConfig) -> int:
-    """Positions the checkpoint is made for: a factor counts where it extends the configured length."""
+    """Return the positions that the checkpoint supports. A scaling factor counts if it extends the configured length."""
     rope = config.rope_parameters
     length = int(config.max_position_embeddings)
     if rope.get("rope_type") == "linear":

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face safetensors folders and the decoder's parameters."""
+"""Reading and writing of the decoder's parameters as Hugging Face safetensors folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def checkpoint_name(path: Iterable[Any]) -> str:
-    """The checkpoint's name of the parameter at `path` in the decoder's state.
+    """Return the checkpoint's name of the parameter at `path` in the decoder's state.
 
     >>> checkpoint_name(("layers", 3, "self_attn", "q_proj", "kernel"))
     'model.layers.3.self_attn.q_proj.weight'
@@ -38,12 +38,16 @@ def checkpoint_name(path: Iterable[Any]) -> str:
 
 
 def _is_transposed(path: Iterable[Any]) -> bool:
-    """Checkpoints keep linear weights `[out, in]`, flax `[in, out]`."""
+    """Return whether a parameter is transposed: checkpoints store linear weights as `[out, in]`, flax as `[in, out]`."""
     return str(list(path)[-1]) == "kernel"
 
 
 def _files(folder: Path) -> list[Path]:
-    """The folder's safetensors files, from its index when it has one."""
+    """Return the folder's safetensors files, from its index if there is one.
+
+    Raises:
+        ModelError: a file is missing, or the index is malformed.
+    """
     index = folder / INDEX_FILE
     if not index.exists():
         if not (folder / SINGLE_FILE).exists():
@@ -59,9 +63,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def load_weights(spec: DecoderSpec, folder: Path, dtype: jnp.dtype) -> Decoder:
-    """A decoder with a checkpoint's weights, read tensor by tensor and cast to `dtype`.
+    """Return a decoder with a checkpoint's weights, read tensor by tensor and cast to `dtype`.
 
-    No more than one tensor beyond the finished ones is in host memory at a time.
+    Host memory holds at most one tensor beside the finished ones.
 
     Raises:
         ModelError: a file or tensor is missing, unreadable or of the wrong shape.
@@ -93,7 +97,7 @@ def load_weights(spec: DecoderSpec, folder: Path, dtype: jnp.dtype) -> Decoder:
 
 
 def _to_device(tensor: np.ndarray, dtype: jnp.dtype, transpose: bool) -> jax.Array:
-    """One tensor cast and laid out on the host, then owned by the device (never a view of the file)."""
+    """Return a tensor cast and laid out on the host, then copied to the device, independent of the file."""
     return jnp.array(np.asarray(tensor.T if transpose else tensor, dtype=dtype, order="C"))
 
 
@@ -108,7 +112,7 @@ def _check_names(folder: Path, spec: DecoderSpec, wanted: Iterable[str], found: 
 
 
 def save_weights(model: Decoder, folder: Path) -> None:
-    """Write the decoder's parameters as one Hugging Face safetensors file."""
+    """Write the decoder's parameters to a folder as one Hugging Face safetensors file."""
     tensors = {
         checkpoint_name(path): jnp.asarray(leaf[...]).T if _is_transposed(path) else jnp.asarray(leaf[...])
         for path, leaf in nnx.to_flat_state(nnx.state(model))
