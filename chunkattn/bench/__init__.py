@@ -1,1 +1,1 @@
-"""Benchmarks that ship with the package: `chunkattn bench`."""
+"""Benchmarks behind `chunkattn bench`."""

@@ -1,4 +1,4 @@
-"""Models of a known geometry with random weights: the right cost without a download."""
+"""Models of a known geometry with random weights: the cost of a real model without a download."""
 
 from __future__ import annotations
 
@@ -49,12 +49,20 @@ GEOMETRIES = {
 
 
 def spec_of(geometry: str) -> DecoderSpec:
-    """The decoder's shape."""
+    """Return the decoder's shape of a geometry."""
     return spec_from_config(GEOMETRIES[geometry])
 
 
 def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend: str = "xla", **options: Any) -> EngineCore:
-    """An engine of `num_pages` pages over random weights."""
+    """Return an engine over random weights.
+
+    Args:
+        geometry: name in `GEOMETRIES`.
+        num_pages: size of the KV pool in pages.
+        dtype: dtype of weights and activations.
+        backend: name of the attention backend.
+        **options: other options of the engine.
+    """
     config = EngineConfig(dtype=dtype, **options)
     spec = spec_of(geometry)
     enable_compile_cache()
@@ -64,7 +72,14 @@ def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend
 
 
 def save_model(geometry: str, folder: Path) -> None:
-    """Write a checkpoint in bfloat16 with random weights and the demo model's tokenizer, whose ids alone it makes if greedy."""
+    """Write a bfloat16 checkpoint with random weights and the demo model's tokenizer.
+
+    Greedy decoding picks ids of that tokenizer only.
+
+    Args:
+        geometry: name in `GEOMETRIES`.
+        folder: folder to write to.
+    """
     tokenizer = load_tokenizer(str(DEMO_FOLDER))
     tokenizer.save_pretrained(folder)
     config = deepcopy(GEOMETRIES[geometry])
@@ -72,6 +87,6 @@ def save_model(geometry: str, folder: Path) -> None:
     config.save_pretrained(folder)
     model = Decoder(spec_of(geometry), jnp.bfloat16, rngs=nnx.Rngs(0))
     embedding = model.embed_tokens.embedding
-    # Ids without text would leave nothing to be streamed. Logits of zero are never the highest of so many.
+    # Zero the embeddings of ids without text, so every token can be streamed: a logit of 0 is never the highest of so many.
     embedding[...] = embedding[...].at[len(tokenizer) :].set(0)
     save_weights(model, folder)

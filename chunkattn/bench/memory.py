@@ -1,4 +1,4 @@
-"""Resident memory of a process."""
+"""Resident memory of processes. Linux reports all values; other systems some."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def reset_peak() -> None:
-    """Give back what is free and let `peak_bytes` begin anew, where the system has such things (Linux has)."""
+    """Return free memory to the system and reset the peak of `peak_bytes`, if the system supports both (Linux does)."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -20,14 +20,14 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """The most this process has held since `reset_peak`, or else since its start."""
+    """Return this process's peak resident memory in bytes since `reset_peak`; without its support, since the start."""
     return _status("self", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
-    """What a process, this one by default, holds now; None where the system does not say (Linux does)."""
+    """Return the resident memory of a process in bytes, by default of this one; None if the system does not report it."""
     return _status("self" if pid is None else str(pid), "VmRSS")
 
 

@@ -1,9 +1,9 @@
-"""Times another library's scoring; run by that library's interpreter, so it imports nothing of ours.
+"""Script that times another library's scoring. The library's own interpreter runs it, so it imports nothing of chunkattn.
 
     python peer_script.py transformers|vllm RESULT < job.json
 
 The job: `config` (a Hugging Face configuration), `query`, `items`, `item_len`, `measured_items`, `repeats`, `labels`. The
-result is written to a file, for the library may write anything elsewhere: `{"version": ..., "seconds": [...]}`.
+result, `{"version": ..., "seconds": [...]}`, goes to a file, because the library may write to stdout.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 
 def ids(job: dict[str, Any], size: int) -> list[int]:
-    """Random token ids."""
+    """Return `size` random token ids."""
     return [random.randrange(job["config"]["vocab_size"]) for _ in range(size)]
 
 
 def time_transformers(job: dict[str, Any]) -> dict[str, Any]:
-    """One forward pass an item."""
+    """Time one forward pass per item."""
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
     torch.set_num_threads(os.cpu_count() or 1)
@@ -46,7 +46,7 @@ def time_transformers(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def time_vllm(job: dict[str, Any]) -> dict[str, Any]:
-    """Query and first item, so that the prefix is in the cache; then all others as one batch."""
+    """Time the query with the first item, which fills the prefix cache, then all other items as one batch."""
     vllm: Any = importlib.import_module("vllm")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(job["config"]))

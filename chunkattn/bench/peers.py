@@ -1,4 +1,4 @@
-"""Other libraries on the same scoring workload, each in a process of its own interpreter."""
+"""Timing of other libraries on the same scoring workload, each in a process of its own interpreter."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ from chunkattn.bench.score import LABELS, Workload
 PEERS = ("transformers", "vllm")
 _SCRIPT = Path(__file__).with_name("peer_script.py")
 _TIMEOUT_S = 3600.0
-_PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
-"""What vLLM's decode is 1.6 times faster with on CPUs."""
+_PRELOADED_LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")
+"""Libraries with which vLLM's decode is 1.6 times faster on CPUs."""
 
 
 @dataclass(frozen=True)
 class PeerCase:
-    """One row of the peers' table; medians over the repeats.
+    """Row of the peers' table, with medians over the repeats.
 
     Attributes:
-        measured_items: so many were timed, and the rest is taken to cost the same.
-        note: why there are no figures, or what they lack.
+        query: tokens of the query.
+        items: number of items.
+        item_len: tokens per item.
+        peer: name of the library.
+        version: version of the library.
+        measured_items: number of timed items; `seconds` is scaled to all items.
+        seconds: time of all items in seconds; None without a measurement.
+        items_per_s: items per second; None without a measurement.
+        note: reason for missing figures, or a limitation of them.
     """
 
     query: int
@@ -42,22 +49,22 @@ class PeerCase:
 
     @property
     def name(self) -> str:
-        """The peer and its version."""
+        """Return the library's name and version."""
         return f"{self.peer} {self.version}".strip()
 
 
 def time_peer(
     pythons: Sequence[Path], peer: str, geometry: str, workload: Workload, *, measured_items: int, repeats: int
 ) -> PeerCase:
-    """Measure one of `PEERS`, in bfloat16; whatever goes wrong is in the case's note.
+    """Measure one library in bfloat16. Failures are reported in the case's note.
 
     Args:
-        pythons: interpreters; the first that has the library is taken.
-        peer: which one.
-        geometry: of the model; its weights are random.
-        workload: what to score.
-        measured_items: how many items to score really.
-        repeats: timed runs, after a shorter one that is not counted.
+        pythons: interpreters; the first with the library is used.
+        peer: name in `PEERS`.
+        geometry: name of the model's geometry; the weights are random.
+        workload: token counts of the scoring request.
+        measured_items: number of items to score.
+        repeats: number of timed runs, after a shorter run that is not timed.
     """
     python = next((p for p in pythons if _has(p, peer)), None)
     if python is None:
@@ -70,7 +77,7 @@ def time_peer(
         "repeats": repeats,
         "labels": [label % config.vocab_size for label in LABELS],
     }
-    # Threads of torch's that spin while they wait lose a lot where anything else runs.
+    # Spinning threads of torch lose much time on a machine with other load.
     added, note = _for_vllm(python) if peer == "vllm" else ({"OMP_WAIT_POLICY": "passive"}, "")
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +110,7 @@ def time_peer(
 
 
 def _has(python: Path, peer: str) -> bool:
-    """Whether an interpreter is there and has a library."""
+    """Return whether an interpreter exists and has a library."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer!r}) is None)"
     try:
         return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
@@ -112,9 +119,9 @@ def _has(python: Path, peer: str) -> bool:
 
 
 def _for_vllm(python: Path) -> tuple[dict[str, str], str]:
-    """Environment variables for its best on CPUs, and what is missing for that."""
+    """Return vLLM's fastest environment on CPUs, and a note on missing libraries."""
     folders = [python.parent.parent / "lib", *map(Path, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/local/lib"))]
-    found = {name: next((f / name for f in folders if (f / name).exists()), None) for name in _PRELOADED}
+    found = {name: next((f / name for f in folders if (f / name).exists()), None) for name in _PRELOADED_LIBRARIES}
     missing = [name for name, path in found.items() if path is None]
     variables = {
         "LD_PRELOAD": " ".join(str(path) for path in found.values() if path),

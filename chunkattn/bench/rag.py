@@ -1,11 +1,11 @@
-"""`chunkattn bench rag`: the first token of an answer from documents, cold and warm, chunk-aware and plain.
+"""Benchmark `chunkattn bench rag`: time to the first token of an answer from documents.
 
-Four ways to serve the same prefix, documents and question, in one process on one engine:
+Four modes serve the same prefix, documents and question, in one process on one engine:
 
     plain cold     one causal prompt, nothing cached
-    plain warm     the same documents in another order: plain prefix caching finds the prefix
-    chunks cold    chunk-aware, nothing cached
-    chunks warm    chunk-aware, every document served before, in another order
+    plain warm     one causal prompt, served before with another document order: prefix caching finds the prefix
+    chunks cold    chunk-aware prompt, nothing cached
+    chunks warm    chunk-aware prompt, every document served before in another order
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ MODES = ("plain cold", "plain warm", "chunks cold", "chunks warm")
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table; the token counts are those of the last repeat.
+    """Row of the table. Token counts are those of the last repeat.
 
     Attributes:
-        ttft_s: median seconds from the request to its first token.
-        scheduled: prompt tokens the steps computed.
+        documents: number of documents.
+        document_tokens: tokens per document.
+        mode: name in `MODES`.
+        prompt_tokens: tokens of the prompt.
+        scheduled: prompt tokens that the steps computed.
         padding: rows computed to fill buckets.
         cached: prompt tokens found in the cache.
-        speedup: over `plain cold` of the same documents.
+        ttft_s: median time from the request to its first token in seconds.
+        speedup: speed over `plain cold` of the same documents.
     """
 
     documents: int
@@ -53,7 +57,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked: token counts, and how often each warm case is repeated."""
+    """Token counts of the prompts, and the number of warm repeats.
+
+    Attributes:
+        documents: numbers of documents.
+        document_tokens: tokens per document.
+        prefix_tokens: tokens of the prefix.
+        question_tokens: tokens of the question.
+        repeats: requests per `chunks warm` case; other cases have a fifth as many.
+    """
 
     documents: tuple[int, ...] = (4, 12)
     document_tokens: tuple[int, ...] = (500,)
@@ -63,13 +75,19 @@ class Workload:
 
 
 def run(geometry: str, workload: Workload, *, dtype: str = "bfloat16", max_num_batched_tokens: int = 2048) -> Iterator[Case]:
-    """Run every case of a workload on random weights of a known geometry.
+    """Yield every case of a workload, measured on random weights.
+
+    Args:
+        geometry: name of the model's geometry.
+        workload: token counts and repeats.
+        dtype: dtype of weights and K/V.
+        max_num_batched_tokens: token budget of a step.
 
     Raises:
         EngineError: a step failed.
     """
     longest = workload.prefix_tokens + max(workload.documents) * (max(workload.document_tokens) + 16) + workload.question_tokens
-    pages = 2 * -(-(longest + 64) // 16)  # plain and chunked prompts of one case at once, so that warm means warm
+    pages = 2 * -(-(longest + 64) // 16)  # room for two prompts of a case, so warm requests hit the cache
     core = make_core(geometry, pages, dtype=dtype, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=8)
     bench = _Bench(core, GEOMETRIES[geometry].vocab_size)
     for count in workload.documents:
@@ -90,7 +108,7 @@ class _Bench:
         baseline = 0.0
         for mode in MODES:
             results: list[tuple[float, int, int, int]] = []
-            # The first round, which compiles, is not counted. What takes long is measured a fifth as often.
+            # The first round compiles and is not counted. Slow modes are measured a fifth as often.
             for _ in range(1 + (workload.repeats if mode == "chunks warm" else max(1, workload.repeats // 5))):
                 if mode != "chunks warm" or not results:
                     self.core.reset_prefix_cache()
@@ -106,7 +124,7 @@ class _Bench:
             yield Case(count, size, mode, tokens, scheduled, padding, cached, ttft, baseline / ttft)
 
     def request(self, layout: ChunkLayout) -> tuple[float, int, int, int]:
-        """Time to first token, prompt rows run, padding rows, cached tokens."""
+        """Run one request; return its time to first token (s), computed prompt rows, padding rows and cached tokens."""
         metrics = self.core.metrics
         before = metrics.value("tokens_total", kind="prefill"), metrics.value("padding_rows_total")
         began = time.perf_counter()
@@ -128,5 +146,5 @@ def _layout(mode: str, prefix: list[int], documents: list[list[int]], question: 
 
 
 def as_records(cases: list[Case]) -> list[dict[str, object]]:
-    """Cases as JSON objects."""
+    """Return the cases as JSON objects."""
     return [asdict(c) for c in cases]

@@ -1,7 +1,7 @@
-"""`chunkattn bench score`: one query and many items by every algorithm, in one process on one engine.
+"""Benchmark `chunkattn bench score`: one query and many items by every algorithm, in one process on one engine.
 
-The algorithms take turns in rounds, each time with a query and items never seen before; `prefill_extend` runs again with
-the query in the cache. `serial` is timed on some of the items, and the rest is taken to cost the same.
+The algorithms take turns in rounds, each time with a new query and new items. `prefill_extend` also runs with the query in
+the cache. `serial` is timed on some of the items, and its time is scaled to all.
 """
 
 from __future__ import annotations
@@ -29,13 +29,19 @@ from chunkattn.scoring.selector import refusals
 LABELS = 9454, 2753
 EXTEND = "prefill_extend"
 IN_ORDER = ("serial", *(name for name in ALGORITHMS if name != "serial"))
-"""All algorithms, the one that the others are compared with first."""
+"""All algorithms, the baseline `serial` first."""
 BLOCK = 16
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Token counts of a scoring request."""
+    """Token counts of a scoring request.
+
+    Attributes:
+        query: tokens of the query.
+        items: number of items.
+        item_len: tokens per item.
+    """
 
     query: int = 2000
     items: int = 500
@@ -44,21 +50,28 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: medians over the rounds.
+    """Row of the table, with medians over the rounds.
 
     Attributes:
+        query: tokens of the query.
+        items: number of items.
+        item_len: tokens per item.
+        algorithm: name of the algorithm.
         cached: whether the query was in the cache.
-        measured_items: so many were timed; what depends on their number is scaled.
-        speedup: over `serial` of the same workload; None without it.
-        peak_share: of the matrix-product rate `matmul_flops`, measured in the same process, by the operations needed: the
-            matrices for every row that is laid out, attention for every visible pair, the head for every row that is read.
-        rows: that are laid out and not cached.
+        measured_items: number of timed items; figures that depend on the number are scaled to all items.
+        seconds: time of all items in seconds.
+        items_per_s: items per second.
+        speedup: speed over `serial` on the same workload; None without `serial`.
+        peak_share: achieved share of `matmul_flops`, counting needed operations only: the matrices for every row laid out,
+            attention for every visible pair, the head for every row that is read.
+        matmul_flops: rate of a large matrix product in FLOP/s, measured in the same process.
+        rows: number of rows laid out and not cached.
         padding: rows computed to fill buckets.
         compiles: programs compiled in the timed rounds.
-        predicted_s: by the cost model, before it ran; None for what is never predicted.
-        auto: whether `auto` takes this algorithm after all rounds, with the cache as it is in this row.
-        peak_mib: highest resident memory of the process.
-        growth_mib: the same beyond what was resident before; None where the system does not say.
+        predicted_s: time in seconds that the cost model predicted before the run; None if it predicts none.
+        auto: whether `auto` picks this algorithm after all rounds, given this row's state of the cache.
+        peak_mib: peak resident memory of the process in MiB.
+        growth_mib: growth of the resident memory in MiB; None if the system does not report it.
     """
 
     query: int
@@ -82,12 +95,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The algorithm, and the state of the cache where it matters."""
+        """Return the algorithm's name, with the state of the cache if the query is cached."""
         return f"{self.algorithm}, cached" if self.cached else self.algorithm
 
 
 class Run(NamedTuple):
-    """One scoring request."""
+    """Measurement of one scoring request: times in seconds, memory in bytes."""
 
     seconds: float
     output: ScoreOutput
@@ -99,13 +112,13 @@ class Run(NamedTuple):
 
 
 class ScoreBench:
-    """An engine over random weights, and what stands before it in `LLM`, for token ids.
+    """Engine over random weights with the scoring planner of `LLM`, for token ids.
 
     Args:
-        geometry: of the model.
-        kv_tokens: of the KV pool.
-        dtype: of weights and K/V.
-        **options: of the engine.
+        geometry: name of the model's geometry.
+        kv_tokens: size of the KV pool in tokens.
+        dtype: dtype of weights and K/V.
+        **options: other options of the engine.
     """
 
     def __init__(self, geometry: str, kv_tokens: int, *, dtype: str = "bfloat16", **options: Any) -> None:
@@ -117,19 +130,19 @@ class ScoreBench:
         self._rng, self._numbers = np.random.default_rng(0), count()
 
     def ids(self, size: int) -> list[int]:
-        """Random token ids."""
+        """Return `size` random token ids."""
         return self._rng.integers(0, self.vocab_size, size).tolist()
 
     def items(self, workload: Workload) -> list[list[int]]:
-        """Random items."""
+        """Return the random items of a workload."""
         return [self.ids(workload.item_len) for _ in range(workload.items)]
 
     def job(self, query: list[int], items: list[list[int]]) -> QueryItems:
-        """As the engine's options bound it."""
+        """Return query and items, bounded by the engine's options."""
         return self.planner.query_items(query, items, [], False)
 
     def plan(self, query: list[int], items: list[list[int]], algorithm: str) -> QueryPlan:
-        """The requests of an algorithm."""
+        """Return the plan of an algorithm."""
         return self.planner.plan(
             self.job(query, items),
             algorithm,
@@ -142,7 +155,7 @@ class ScoreBench:
         )
 
     def run(self, query: list[int], items: list[list[int]], algorithm: str) -> Run:
-        """Score, from the plan to the scores.
+        """Run one scoring request, from the plan to the scores.
 
         Raises:
             EngineError: a step failed.
@@ -176,11 +189,11 @@ class ScoreBench:
 
 
 def needed_flops(runner: Runner, requests: Sequence[PrecomputeRequest | ScoreRequest], cached: int) -> float:
-    """Floating-point operations of requests without any waste.
+    """Return the floating-point operations that requests need, without padding or repeated work.
 
     Args:
-        runner: of the model.
-        requests: of one scoring job.
+        runner: runner of the model.
+        requests: requests of one scoring job.
         cached: tokens of the query that were in the cache.
     """
     rows = pairs = read = 0
@@ -199,7 +212,7 @@ def needed_flops(runner: Runner, requests: Sequence[PrecomputeRequest | ScoreReq
 
 
 def matmul_rate(dtype: str, repeats: int = 5) -> float:
-    """Floating-point operations a second of a large matrix product, the best of a few."""
+    """Return the rate of a large matrix product in FLOP/s, the best of `repeats` runs."""
     rows, inner, columns = 2048, 1024, 3072
     a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
     multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
@@ -213,7 +226,7 @@ def matmul_rate(dtype: str, repeats: int = 5) -> float:
 
 
 def pool_tokens(query: int, budget: int = 2048) -> int:
-    """Size of a KV pool in which packs behind a query are as long as the planner ever makes them."""
+    """Return the size in tokens of a KV pool that holds packs of the planner's full length behind a query."""
     return 4 * max(8192, 4 * query, budget)
 
 
@@ -227,16 +240,16 @@ def run(
     serial_items: int = 4,
     kv_tokens: int | None = None,
 ) -> Iterator[list[Case]]:
-    """Measure workloads on random weights of a known geometry, one after the other.
+    """Yield the cases of each workload, measured on random weights.
 
     Args:
-        geometry: of the model.
-        workloads: one list of cases each.
-        algorithms: those that cannot serve a workload are left out of it.
-        dtype: of weights and K/V.
-        repeats: timed rounds, after one that compiles.
-        serial_items: how many items `serial` is timed on.
-        kv_tokens: of the KV pool; None is `pool_tokens` of the longest query.
+        geometry: name of the model's geometry.
+        workloads: workloads to measure, in order.
+        algorithms: algorithms to measure; a workload skips those that cannot serve it.
+        dtype: dtype of weights and K/V.
+        repeats: number of timed rounds, after one round that compiles.
+        serial_items: number of items that `serial` is timed on.
+        kv_tokens: size of the KV pool in tokens; None for `pool_tokens` of the longest query.
 
     Raises:
         EngineError: a step failed.
@@ -256,7 +269,7 @@ def run(
             matmul = max(matmul, matmul_rate(dtype))
             for key, found in _round(bench, workload, served, serial_items):
                 runs.setdefault(key, []).append(found)
-        # Now that the engine knows how fast it is.
+        # Ask `auto` now that the cost model has measured the engine.
         picks = {False: bench.plan(query, items, "auto").output().algorithm}
         if EXTEND in served:
             known = bench.ids(workload.query)
@@ -266,11 +279,11 @@ def run(
 
 
 Key = tuple[str, bool]
-"""An algorithm, and whether the query is in the cache."""
+"""Name of an algorithm, and whether the query is in the cache."""
 
 
 def _round(bench: ScoreBench, workload: Workload, algorithms: Sequence[str], serial_items: int) -> list[tuple[Key, Run]]:
-    """Every algorithm once."""
+    """Run every algorithm once; `prefill_extend` again with a cached query."""
     found = []
     for name in algorithms:
         query, items = bench.ids(workload.query), bench.items(workload)
