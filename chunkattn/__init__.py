@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = version("chunkattn")
 
-# Where each public name lives. Imported on first use: the tools that need no JAX start without it.
+# Module of each public name, imported at first use: tools that need no JAX start without it.
 _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",

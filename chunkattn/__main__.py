@@ -1,4 +1,4 @@
-"""`python -m chunkattn`."""
+"""Entry point of `python -m chunkattn`."""
 
 from chunkattn.cli import app
 

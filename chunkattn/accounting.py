@@ -1,4 +1,4 @@
-"""Tokens that a call makes the engine compute, from lengths alone: nothing is tokenized or laid out here."""
+"""Numbers of tokens that the engine computes for a call, from lengths alone, without tokenization."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Iterator, Sequence
 
 
 def groups(lens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield neighbours `[first, last)` of together at most `most` tokens; a longer one stands alone."""
+    """Yield ranges `[first, last)` of consecutive entries whose tokens sum to at most `most`; a longer entry stands alone.
+
+    Args:
+        lens: tokens of each entry.
+        most: token limit of a range.
+    """
     first, tokens = 0, 0
     for index, size in enumerate(lens):
         if index > first and tokens + size > most:
@@ -18,26 +23,32 @@ def groups(lens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def generation_tokens(prompt: int, samples: int, max_tokens: int) -> int:
-    """Return the tokens of one prompt and all of its samples."""
+    """Return the tokens of a prompt and all of its samples.
+
+    Args:
+        prompt: tokens of the prompt.
+        samples: number of samples.
+        max_tokens: token limit of a sample.
+    """
     return prompt + samples * max_tokens
 
 
 def precompute_tokens(prefix: int, documents: Sequence[int]) -> int:
-    """Return the tokens of a prefix, computed once, and the documents behind it."""
+    """Return the tokens of a prefix, computed once, and of the documents behind it."""
     return prefix + sum(documents)
 
 
 def score_tokens(
     query: int, items: Sequence[int], *, max_pack_tokens: int, max_dense_tokens: int, block_size: int
 ) -> dict[str, int]:
-    """Return the tokens that each scoring algorithm computes for one query, by name.
+    """Return the tokens that each scoring algorithm computes for one query, by the algorithm's name.
 
     Args:
-        query: tokens of the query, leading special tokens included.
-        items: tokens of every item.
-        max_pack_tokens: see `chunkattn.scoring.QueryItems`.
-        max_dense_tokens: see `chunkattn.scoring.QueryItems`.
-        block_size: tokens of a KV page; for empty items `prefill_extend` computes the query's last page again.
+        query: tokens of the query, including leading special tokens.
+        items: tokens of each item.
+        max_pack_tokens: token limit of a pack (see `chunkattn.scoring.QueryItems`).
+        max_dense_tokens: token limit of a pack under a dense mask (see `chunkattn.scoring.QueryItems`).
+        block_size: tokens of a KV page. If an item is empty, `prefill_extend` computes the query's last page again.
     """
     own = sum(items)
 

@@ -1,4 +1,4 @@
-"""Every option of the engine and of a request, once, validated."""
+"""Options of the engine and parameters of a request, with their validation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chunkattn.errors import ConfigError, RequestError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 
-# A request's lists are checked against these before anything is done for each entry.
+# Limits on the lists of a request, checked before any work per entry.
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -26,52 +26,53 @@ MAX_SALT_CHARS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine. Names are vLLM's where vLLM has one.
+    """Options of one engine, under vLLM's names where vLLM has one.
 
     Attributes:
-        model: a local Hugging Face folder, a hub id, or None for the bundled demo model.
-        tokenizer: a folder or hub id, when not the model's own.
-        revision: hub revision of the model.
-        skip_tokenizer_init: load no tokenizer; prompts must then be token ids.
-        dtype: of weights, activations and KV; `"auto"` is the checkpoint's own.
-        kv_cache_dtype: of the KV pool: `"auto"` is `dtype`; `"fp8"` and `"fp8_e4m3"` are one byte a value, at scale 1.
-        attention_backend: a registered backend's name, or `"auto"` to pick by platform.
-        enable_chunk_aware: split text and id prompts at `chunk_separator`.
-        chunk_separator: the text between prefix, chunks and question.
-        special_tokens_in_documents: text of a special token in chunks, documents, user and tool messages and rerank texts
-            becomes that token.
-        special_tokens_in_prompts: text of a special token in prefixes, questions, plain prompts, other messages and
-            scoring texts becomes that token.
-        position_strategy: `"shared"` or `"offset"` position ids.
+        model: local Hugging Face folder or hub id; by default the bundled demo model.
+        tokenizer: folder or hub id of the tokenizer; by default the model's own.
+        revision: revision of the model on the hub.
+        skip_tokenizer_init: load no tokenizer. Prompts must then be token ids.
+        dtype: dtype of weights, activations and KV; `"auto"` is the checkpoint's own.
+        kv_cache_dtype: dtype of the KV pool. `"auto"` is `dtype`; `"fp8"` and `"fp8_e4m3"` store one byte per value, at
+            scale 1.
+        attention_backend: name of a registered attention backend, or `"auto"` to choose by platform.
+        enable_chunk_aware: split text and token id prompts at `chunk_separator`.
+        chunk_separator: text between prefix, chunks and question.
+        special_tokens_in_documents: let the text of a special token become that token in chunks, documents, user and tool
+            messages and rerank texts. The default is safe for untrusted documents.
+        special_tokens_in_prompts: let the text of a special token become that token in prefixes, questions, plain prompts,
+            other messages and scoring texts.
+        position_strategy: strategy of position ids, `"shared"` or `"offset"`.
         multi_item_scoring_delimiter: token id that separates query and items in packed scoring sequences.
-        max_model_len: bound on the highest position id + 1; None is the checkpoint's own.
-        max_chunk_len: bound on the tokens of one chunk.
-        max_chunks_per_prompt: highest number of chunks of one prompt, empty ones included.
-        max_num_seqs: sequences running at once, each of a request's `n` counted.
+        max_model_len: limit on the highest position id + 1; by default the checkpoint's own.
+        max_chunk_len: limit on the tokens of one chunk.
+        max_chunks_per_prompt: limit on the chunks of one prompt, including empty ones.
+        max_num_seqs: number of sequences that run at once. Each of a request's `n` samples counts.
         max_num_batched_tokens: token budget of one step.
-        block_size: tokens per KV page.
-        kv_cache_memory_bytes: size of the KV pool; None picks one by platform.
+        block_size: tokens per KV page, a power of two.
+        kv_cache_memory_bytes: size of the KV pool in bytes; by default chosen by platform.
         enable_prefix_caching: keep the K/V of prefixes, chunks and questions for later requests.
-        long_prefill_token_threshold: tokens of one sequence's prompt a step computes before others get their turn;
-            what is left of the budget goes to the first again. None: half of the budget for the first in line, half
-            for those with the fewest tokens to go.
-        kv_store: folder that keeps the K/V of prefixes and chunks beyond this process; None keeps none.
-        kv_store_max_bytes: size of that folder.
-        warmup: compile every step variant at start. None leaves it to the caller: servers do, `LLM` does not.
-        score_algorithm: how scoring requests that name none are computed; `"auto"` predicts which is cheapest.
-        max_logprobs: highest `logprobs` or `prompt_logprobs` a request may ask for.
-        max_items_per_request: highest number of items of one scoring request, over all of its queries, and of documents
-            of one precompute call.
-        max_tokens_per_call: highest number of tokens one call may have the engine compute: of generation the prompts and
-            `max_tokens` of every sample; of scoring the query as often as the algorithm computes it, and the items.
-        max_multi_item_seq_len: highest number of tokens in a step of the `packed_dense` baseline, whose memory grows with
-            their square.
-        seed: of requests that bring none.
-        max_decode_gap_s: seconds a step may be expected to take while text is generated: steps with prompts or items in
-            them are then cut to the largest token bucket that keeps to it, 128 tokens at least.
-        max_queued_requests: calls an `AsyncLLM` takes at once; further ones are refused.
+        long_prefill_token_threshold: prompt tokens that a step computes of one sequence before others get their turn; the
+            first sequence gets the rest of the budget. By default half of the budget is for the first in line, and half for
+            the sequences with the fewest tokens left.
+        kv_store: folder that keeps the K/V of prefixes and chunks beyond this process. By default K/V stays in memory.
+        kv_store_max_bytes: size limit of the `kv_store` folder in bytes.
+        warmup: compile every step variant at start. By default a server does, and `LLM` does not.
+        score_algorithm: algorithm of scoring requests that name none; `"auto"` takes the one predicted to be cheapest.
+        max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.
+        max_items_per_request: limit on the items of one scoring request, over all of its queries, and on the documents of
+            one precompute call.
+        max_tokens_per_call: limit on the tokens that the engine computes for one call. Generation counts the prompts and
+            `max_tokens` of every sample. Scoring counts the items, and the query as often as the algorithm computes it.
+        max_multi_item_seq_len: limit on the tokens in a step of the `packed_dense` baseline, whose memory grows with their
+            square.
+        seed: seed of requests without one.
+        max_decode_gap_s: limit in seconds on the expected time of a step while text is generated. Steps with prompts or
+            items are cut to the largest token bucket within the limit, and to no less than 128 tokens.
+        max_queued_requests: number of calls that an `AsyncLLM` accepts at once; further ones are refused.
         engine_hang_timeout_s: seconds without a sign of life, or in one step that is not compiling, after which an
-            `AsyncLLM` starts its engine process again. Longer than the longest step on your machine.
+            `AsyncLLM` restarts its engine process. Choose more than the longest step takes on your machine.
     """
 
     model: str | None = None
@@ -150,15 +151,15 @@ _OPTION_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-# Python's own types first: to ask an abstract class takes ten times as long, and every request asks thirty times.
+# Python's own types come first: a check against an abstract class takes ten times as long, and a request makes thirty.
 _INTEGERS, _NUMBERS = (int, Integral), (float, int, Real)
 
 
 def _whole(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
-    """`value` as an int.
+    """Return `value` as an int.
 
     Raises:
-        RequestError: no integer (bools are none) or out of range.
+        RequestError: `value` is no integer (bools are none), or out of range.
     """
     if not isinstance(value, _INTEGERS) or isinstance(value, bool) or not low <= int(value) <= high:
         bounds = f"at least {low}" if high == 2**63 - 1 else f"between {low} and {high}"
@@ -167,10 +168,10 @@ def _whole(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
 
 
 def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
-    """`value` as a float.
+    """Return `value` as a float.
 
     Raises:
-        RequestError: no number, NaN, or out of range.
+        RequestError: `value` is no number, NaN, or out of range.
     """
     ok = isinstance(value, _NUMBERS) and not isinstance(value, bool)
     if not (ok and low <= value <= high and not (open_low and value == low)):  # NaN compares false
@@ -182,18 +183,23 @@ def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = Fa
 def check_size(name: str, value: Sized, most: int) -> None:
     """Check the number of entries of a request's list or map.
 
+    Args:
+        name: name of the parameter.
+        value: the list or map.
+        most: highest number of entries.
+
     Raises:
-        RequestError: more than `most`.
+        RequestError: `value` has more than `most` entries.
     """
     if len(value) > most:
         raise RequestError(f"{name} has {len(value)} entries, at most {most} are allowed", param=name)
 
 
 def _listed(name: str, value: Any, most: int) -> list[Any]:
-    """A sequence of at most `most` entries as a list; None is empty, as in vLLM.
+    """Return a sequence of at most `most` entries as a list; None is empty, as in vLLM.
 
     Raises:
-        RequestError: no sequence, or a longer one.
+        RequestError: `value` is no sequence, or too long.
     """
     if value is None:
         return []
@@ -204,7 +210,11 @@ def _listed(name: str, value: Any, most: int) -> list[Any]:
 
 
 def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
-    """Return an engine's configuration from options by name.
+    """Return the configuration of an engine.
+
+    Args:
+        model: local folder or hub id; None for the bundled demo model.
+        options: other fields of `EngineConfig`, by name.
 
     Raises:
         ConfigError: an option is unknown or invalid.
@@ -217,30 +227,31 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt. Names, defaults and meanings are vLLM's; None is accepted for an empty list or map.
+    """Parameters of a generated text, with vLLM's names, defaults and meanings. None stands for an empty list or map.
 
     Attributes:
-        n: independent samples of one prompt.
-        temperature: 0 is greedy; anything between that and 0.01 is 0.01.
-        top_p: keep the smallest set of tokens whose probability reaches it.
-        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-        min_p: drop tokens less likely than this times the likeliest one.
-        seed: makes samples reproducible whatever else runs; None derives one from the engine's seed and the
-            number of requests before this one.
-        repetition_penalty: divides positive, multiplies negative logits of tokens seen in prompt or output.
-        presence_penalty: subtracted once from tokens seen in the output.
-        frequency_penalty: subtracted per occurrence in the output.
-        logit_bias: added to the logits of the given token ids, at most 1024.
-        max_tokens: most tokens to generate; None is as many as fit.
-        min_tokens: no end-of-sequence or stop token before this many.
-        stop: strings that end the text, at most 64 of at most 1024 characters; not part of it unless
+        n: number of independent samples of one prompt.
+        temperature: sampling temperature; 0 is greedy. Values between 0 and 0.01 are raised to 0.01.
+        top_p: probability mass; sampling keeps the smallest set of tokens that reaches it.
+        top_k: number of likeliest tokens that sampling keeps; 0 or -1 keeps all.
+        min_p: share of the likeliest token's probability below which sampling drops a token.
+        seed: seed that makes samples reproducible under any load; None derives one from the engine's seed and the number
+            of earlier requests.
+        repetition_penalty: divisor of positive logits, and factor of negative ones, for tokens in prompt or output.
+        presence_penalty: value subtracted once from the logits of tokens in the output.
+        frequency_penalty: value subtracted per occurrence in the output.
+        logit_bias: values added to the logits of token ids, at most 1024 entries.
+        max_tokens: number of tokens to generate at most; None for as many as fit.
+        min_tokens: number of tokens before which no end-of-sequence or stop token is sampled.
+        stop: strings that end the text, at most 64 of at most 1024 characters each. The text excludes them unless
             `include_stop_str_in_output`.
-        stop_token_ids: tokens that end the text, at most 1024.
-        ignore_eos: keep going past the end-of-sequence token.
-        logprobs: log-probabilities of this many likeliest tokens at each step; 0 is the chosen one's alone.
-        prompt_logprobs: the same for every prompt token.
-        skip_special_tokens: leave special tokens out of the text.
-        skip_reading_prefix_cache: read nothing from the cache, and leave nothing in it.
+        stop_token_ids: token ids that end the text, at most 1024.
+        include_stop_str_in_output: whether the text includes the stop string that ended it.
+        ignore_eos: whether to continue past the end-of-sequence token.
+        logprobs: number of likeliest tokens with log-probabilities at each step; 0 for the chosen token's alone.
+        prompt_logprobs: number of likeliest tokens with log-probabilities for every prompt token.
+        skip_special_tokens: whether to leave special tokens out of the text.
+        skip_reading_prefix_cache: whether to bypass the cache, for reading and for writing.
     """
 
     n: int = 1
@@ -305,5 +316,5 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Return whether the likeliest token is always chosen."""
         return self.temperature == 0.0

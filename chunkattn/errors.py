@@ -1,29 +1,29 @@
-"""Every error chunkattn raises on purpose.
+"""Exceptions that chunkattn raises on purpose.
 
-All derive from `ChunkAttnError`. Those about a caller's input also derive from
-`ValueError`, so generic callers can catch them without importing this module.
+All derive from `ChunkAttnError`. Errors about a caller's input also derive from `ValueError`, so generic callers can catch
+them without importing this module.
 """
 
 from __future__ import annotations
 
 
 class ChunkAttnError(Exception):
-    """Base of all deliberate errors of this package."""
+    """Base class of all deliberate errors of this package."""
 
 
 class ConfigError(ChunkAttnError, ValueError):
-    """An engine option is unknown, malformed or contradicts another."""
+    """Unknown, malformed or contradictory option."""
 
 
 class RequestError(ChunkAttnError, ValueError):
-    """A prompt, scoring request or sampling parameter cannot be served.
+    """Prompt, scoring request or sampling parameter that cannot be served.
 
-    The error's text is the part's name, directly followed by the message.
+    The text of the error is the part's name, directly followed by the message.
 
     Args:
-        message: what is wrong. Behind a part it begins with the space or the colon that separates them.
-        param: name of the offending argument, for API error bodies.
-        part: name of the offending part of that argument, such as "chunk 3", "prefix" or "item 2".
+        message: description of the fault. Behind a part, the message begins with the space or colon that separates the two.
+        param: name of the argument at fault, for API error bodies.
+        part: name of the part of that argument at fault, such as "chunk 3", "prefix" or "item 2".
     """
 
     def __init__(self, message: str, *, param: str | None = None, part: str | None = None) -> None:
@@ -31,37 +31,37 @@ class RequestError(ChunkAttnError, ValueError):
         self.message, self.param, self.part = message, param, part
 
     def renamed(self, part: str | None, param: str | None) -> RequestError:
-        """Return the same error about the part and the argument as the caller knows them."""
+        """Return the same error under the caller's names of the part and the argument."""
         return type(self)(self.message, param=param, part=part)
 
 
 class CapacityError(RequestError):
-    """The request is well formed but can never fit the configured limits."""
+    """Well-formed request that can never fit the configured limits."""
 
 
 class ModelError(ChunkAttnError, ValueError):
-    """A checkpoint is unsupported, incomplete or malformed."""
+    """Unsupported, incomplete or malformed checkpoint."""
 
 
 class BackendError(ChunkAttnError, ValueError):
-    """An attention backend is unknown or refuses the requested setting."""
+    """Unknown attention backend, or setting that the backend refuses."""
 
 
 class OutOfPagesError(ChunkAttnError):
-    """More KV pages were asked for than are free; the scheduler should have known."""
+    """Demand for more KV pages than are free: a defect of the scheduler, which checks first."""
 
 
 class EngineError(ChunkAttnError, RuntimeError):
-    """A step failed while it computed a request; the engine goes on without that request."""
+    """Failure of a step that computed this request; the engine continues without the request."""
 
 
 class EngineDeadError(EngineError):
-    """The engine's process died, hung or is not ready; it is being started again unless it was closed."""
+    """Engine process that died, hung or is not ready. The process is restarted unless the engine was closed."""
 
 
 class QueueFullError(ChunkAttnError):
-    """As many requests as `max_queued_requests` allows are on their way; send this one again later."""
+    """Queue that holds `max_queued_requests` requests already; send the request again later."""
 
 
 class DeadlineExceededError(ChunkAttnError, TimeoutError):
-    """The request's `timeout` passed before it ended; it has been aborted."""
+    """Request that was aborted because its `timeout` passed."""

@@ -1,8 +1,7 @@
 """`ChunkLayout`: one prompt as prefix, chunks and question.
 
-This is the value that flows down through the whole system. It speaks in *token
-indices* (place in the logical sequence prefix + chunks + question) and carries
-the *position ids* RoPE sees; KV slots are the cache's business.
+All layers of the system pass this value. A *token index* is the place in the logical sequence prefix + chunks + question; a
+*position id* is the position that RoPE sees. The cache maps tokens to KV slots.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ QUESTION_ID = -2
 
 
 class Segment(NamedTuple):
-    """One part of a layout: its chunk id and token index range `[start, end)`."""
+    """Part of a layout: its chunk id and token index range `[start, end)`."""
 
     chunk_id: int
     start: int
@@ -30,16 +29,16 @@ class Segment(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`"prefix"`, `"chunk 3"` or `"question"`, for messages and tables."""
+        """Return `"prefix"`, `"chunk 3"` or `"question"`, for messages and tables."""
         return {PREFIX_ID: "prefix", QUESTION_ID: "question"}.get(self.chunk_id, f"chunk {self.chunk_id}")
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkLayout:
-    """A prompt of three kinds of parts, token by token.
+    """Prompt of prefix, chunks and question, token by token.
 
-    A plain prompt is all question: no prefix, no chunks. A scoring pack has a
-    prefix (the query), chunks (the items) and no question.
+    A plain prompt is a question without prefix and chunks. A scoring pack has a prefix (the query), chunks (the items) and
+    no question.
 
     Attributes:
         token_ids: int32 `[T]`, the logical sequence.
@@ -67,68 +66,72 @@ class ChunkLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks, empty ones included."""
+        """Return the number of chunks, including empty ones."""
         return len(self.chunk_lens)
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is an ordinary prompt: one part, causal attention."""
+        """Return whether the prompt is ordinary: one part with causal attention."""
         return self.prefix_len == 0 and not self.chunk_lens
 
     @property
     def question_start(self) -> int:
-        """Token index of the question's first token."""
+        """Return the token index of the question's first token."""
         return len(self) - self.question_len
 
     @property
     def next_position(self) -> int:
-        """Position id of the first generated token: one past the question's last."""
+        """Return the position id of the first generated token, one past the question's last."""
         return int(self.positions[-1]) + 1
 
     @property
     def max_position(self) -> int:
-        """Highest position id, -1 when there is no token."""
+        """Return the highest position id, or -1 without tokens."""
         return int(self.positions.max(initial=-1))
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Prefix, every chunk and the question, in order; empty ones included."""
+        """Return prefix, chunks and question in order, including empty ones."""
         ids = (PREFIX_ID, *range(self.num_chunks), QUESTION_ID)
         ends = np.cumsum((self.prefix_len, *self.chunk_lens, self.question_len)).tolist()
         return tuple(Segment(i, start, end) for i, start, end in zip(ids, [0, *ends], ends, strict=False))
 
     @cached_property
     def chunk_ids(self) -> np.ndarray:
-        """int32 `[T]`: the chunk id of every token."""
+        """Return the chunk id of every token: int32 `[T]`."""
         ids = np.asarray([s.chunk_id for s in self.segments], np.int32)
         return np.repeat(ids, [s.end - s.start for s in self.segments])
 
     @cached_property
     def row_start(self) -> np.ndarray:
-        """int32 `[T]`: first token index a row sees beyond the prefix.
+        """Return the first token index that each token sees behind the prefix: int32 `[T]`.
 
-        A token sees `k` iff `k <= i and (k < prefix_len or k >= row_start[i])`:
-        its own chunk's start for a chunk token, 0 for prefix and question.
+        Token `i` sees token `k` iff `k <= i and (k < prefix_len or k >= row_start[i])`. The value is the chunk's start for a
+        chunk token, and 0 for prefix and question.
         """
         starts = np.asarray([s.start if s.chunk_id >= 0 else 0 for s in self.segments], np.int32)
         return np.repeat(starts, [s.end - s.start for s in self.segments])
 
     @cached_property
     def known_rows(self) -> np.ndarray:
-        """Ascending token indices whose next token is in the same part: rows that predict a prompt token."""
+        """Return the ascending indices of tokens whose next token is in the same part: the rows that predict a prompt token."""
         return np.flatnonzero(self.chunk_ids[1:] == self.chunk_ids[:-1])
 
     def part(self, segment: Segment) -> np.ndarray:
-        """Token ids of one part: int32 `[end - start]`."""
+        """Return the token ids of one part: int32 `[end - start]`."""
         return self.token_ids[segment.start : segment.end]
 
     def visible(self) -> np.ndarray:
-        """The dense visibility mask, bool `[T, T]`. O(T^2): for pictures and tests."""
+        """Return the dense visibility mask, bool `[T, T]`. The size is O(T^2): for pictures and tests."""
         i, k = np.arange(len(self))[:, None], np.arange(len(self))[None]
         return (k <= i) & ((k < self.prefix_len) | (k >= self.row_start[:, None]))
 
     def with_chunk_order(self, order: Sequence[int]) -> ChunkLayout:
-        """The same layout with chunk `order[j]` in place `j`; position ids travel with their tokens."""
+        """Return the layout with chunk `order[j]` in place `j`. Position ids move with their tokens.
+
+        Raises:
+            ValueError: `order` is no permutation of the chunks.
+        """
         index = self.reorder_index(order)
         return replace(
             self,
@@ -138,17 +141,21 @@ class ChunkLayout:
         )
 
     def reorder_index(self, order: Sequence[int]) -> np.ndarray:
-        """int64 `[T]`: for every token of `with_chunk_order(order)`, its token index here."""
+        """Return for every token of `with_chunk_order(order)` its token index here: int64 `[T]`.
+
+        Raises:
+            ValueError: `order` is no permutation of the chunks.
+        """
         if sorted(order) != list(range(self.num_chunks)):
             raise ValueError(f"order must be a permutation of {self.num_chunks} chunks, got {list(order)}")
         places = [0, *(c + 1 for c in order), self.num_chunks + 1]
         return np.concatenate([np.arange(self.segments[p].start, self.segments[p].end) for p in places])
 
     def canonical_order(self) -> list[int]:
-        """Chunk numbers in the order of a hash of their token ids.
+        """Return the chunk numbers, sorted by a hash of their token ids.
 
-        Attention over chunks is a set operation, so any fixed order gives the same
-        answer; this one makes it the same to the bit whatever order the user gave.
+        Attention over chunks is a set operation, so any fixed order gives the same answer. This order makes the answer equal
+        to the bit for every order of the caller.
         """
         keys = [hashlib.blake2b(self.part(s).tobytes(), digest_size=16).digest() for s in self.segments[1:-1]]
         return sorted(range(self.num_chunks), key=keys.__getitem__)

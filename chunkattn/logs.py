@@ -1,4 +1,4 @@
-"""The format of log lines, in this process and the engine's."""
+"""Format of log lines, in the server's process and the engine's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import logging
 import os
 
 VARIABLE = "CHUNKATTN_LOG_FORMAT"
-"""`json` or `text`; the engine's process inherits it."""
+"""Environment variable with the log format, `json` or `text`. The engine's process inherits it."""
 
 
 class JsonFormatter(logging.Formatter):
-    """A log record as one line of JSON."""
+    """Formatter that writes a log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line without its line break."""
         fields = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname,
@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def make_handler() -> logging.Handler:
-    """Writes to stderr, in the format the environment asks for."""
+    """Return a handler that writes to stderr in the format of the environment variable."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if os.environ.get(VARIABLE) == "json" else text)

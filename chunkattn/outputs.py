@@ -1,4 +1,4 @@
-"""What users get back. Names are vLLM's where vLLM has one."""
+"""Results of calls, under vLLM's names where vLLM has one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's log-probability (natural log, of the model's raw distribution), its rank and text."""
+    """Log-probability of one token.
+
+    Attributes:
+        logprob: natural logarithm of the probability under the model's raw distribution.
+        rank: rank of the token, 1 for the likeliest.
+        decoded_token: text of the token.
+    """
 
     logprob: float
     rank: int
@@ -16,11 +22,16 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One sample.
+    """One sample of a prompt.
 
     Attributes:
-        finish_reason: `"stop"`, `"length"`, or `"abort"` after `AsyncLLM.abort`; None while it goes on.
-        stop_reason: the stop string or stop token id that ended it; None for end of sequence.
+        index: number of the sample.
+        text: generated text.
+        token_ids: generated token ids.
+        cumulative_logprob: sum of the generated tokens' log-probabilities.
+        logprobs: log-probabilities by token id, for each generated token; None if not requested.
+        finish_reason: `"stop"`, `"length"`, or `"abort"` after `AsyncLLM.abort`; None while generation continues.
+        stop_reason: stop string or stop token id that ended the text; None for an end-of-sequence token.
     """
 
     index: int
@@ -34,15 +45,17 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its samples, in the user's order of chunks.
+    """Prompt and its samples. Chunks are in the caller's order.
 
     Attributes:
-        prompt: the parts joined without separators; None for token id prompts.
-        prompt_token_ids: the logical sequence prefix + chunks + question.
-        prompt_logprobs: per prompt token, None for the first token of a part.
-        chunk_lens: tokens of every chunk; empty for plain prompts.
-        num_cached_tokens: prompt tokens whose K/V came from the cache, or from a request running beside this one.
-        num_cached_chunk_tokens: of those, the tokens of every chunk.
+        request_id: id of the request.
+        prompt: parts joined without separators; None for a prompt of token ids.
+        prompt_token_ids: logical sequence prefix + chunks + question.
+        outputs: samples of the prompt.
+        prompt_logprobs: log-probabilities by token id, for each prompt token; None for the first token of a part.
+        chunk_lens: tokens of each chunk; empty for a plain prompt.
+        num_cached_tokens: prompt tokens whose K/V came from the cache or from a concurrent request.
+        num_cached_chunk_tokens: cached tokens of each chunk.
     """
 
     request_id: str
@@ -57,12 +70,12 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class ScoreUsage:
-    """Tokens of a scoring request.
+    """Token counts of a scoring request.
 
     Attributes:
-        prompt_tokens: query and items, each once.
-        computed_tokens: rows the model ran, the query again for every pack or item.
-        cached_tokens: of the query, found in the cache.
+        prompt_tokens: tokens of query and items, each counted once.
+        computed_tokens: rows that the model ran; the query counts again for every pack or item that computes it.
+        cached_tokens: tokens of the query that were in the cache.
     """
 
     prompt_tokens: int
@@ -72,15 +85,16 @@ class ScoreUsage:
 
 @dataclass(frozen=True)
 class ScoreOutput:
-    """Scores of every item.
+    """Scores of all items of a query.
 
     Attributes:
-        scores: `scores[i][j]`, item `i`, label `j`, in the order of the request. Of a sequence classifier `j` is the class:
-            the softmax over the classes, or the sigmoid where there is one class.
-        logprobs: log-probabilities of the labels, full-vocabulary log-softmax in float32; None of a classifier.
-        logits: `logits[i][j]`, a classifier's raw output for item `i` and class `j`; None of a language model.
-        algorithm: the algorithm that ran.
-        predicted_seconds: what each algorithm that could have run was expected to take.
+        scores: `scores[i][j]` of item `i` and label `j`, in the request's order. For a sequence classifier, `j` is the
+            class, and the score is the softmax over the classes, or the sigmoid of a single class.
+        logprobs: log-probabilities of the labels, a float32 log-softmax over the vocabulary; None for a classifier.
+        algorithm: name of the algorithm that ran.
+        usage: token counts.
+        logits: `logits[i][j]`, a classifier's raw output for item `i` and class `j`; None for a language model.
+        predicted_seconds: predicted time in seconds of each algorithm that could have run.
     """
 
     scores: list[list[float]]
@@ -93,12 +107,13 @@ class ScoreOutput:
 
 @dataclass(frozen=True)
 class RerankResult:
-    """One document of a reranking. Names are Cohere's and Jina's.
+    """One document of a reranking, under Cohere's and Jina's names.
 
     Attributes:
-        index: its place among the documents of the request.
-        relevance_score: probability of the positive label, the two labels taken together.
-        truncated: whether it was cut to `max_tokens_per_doc`.
+        index: place of the document in the request.
+        relevance_score: probability of the positive label, normalised over the two labels.
+        document: text of the document.
+        truncated: whether the document was cut to `max_tokens_per_doc`.
     """
 
     index: int
@@ -109,13 +124,13 @@ class RerankResult:
 
 @dataclass(frozen=True)
 class RerankOutput:
-    """Documents by their relevance.
+    """Documents ranked by relevance.
 
     Attributes:
-        results: the best first, equal ones as they came.
-        template: name of the template that asked for it.
-        algorithm: the algorithm that ran.
-        usage: of all documents, also those that `top_n` leaves out.
+        results: documents, the best first; equal scores keep the request's order.
+        template: name of the rerank template.
+        algorithm: name of the algorithm that ran.
+        usage: token counts of all documents, including those that `top_n` leaves out.
     """
 
     results: list[RerankResult]
@@ -129,9 +144,10 @@ class CachedDocument:
     """One document of `LLM.precompute`.
 
     Attributes:
-        num_bytes: of its K/V pages.
-        was_cached: whether all of it was in the cache before.
-        done: whether it has been computed.
+        tokens: number of the document's tokens.
+        num_bytes: size in bytes of the document's K/V pages.
+        was_cached: whether all of the document was in the cache before.
+        done: whether the document has been computed.
     """
 
     tokens: int
@@ -142,14 +158,15 @@ class CachedDocument:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What `LLM.precompute` has put into the cache.
+    """Report of `LLM.precompute`.
 
     Attributes:
-        prefix_tokens, prefix_bytes: of the prefix.
-        documents: in the order given.
-        pool_bytes: of the whole KV pool.
-        fits: how many of the documents, from the first on, the pool holds together with the prefix.
-        pin_ids: for `LLM.unpin`.
+        prefix_tokens: number of the prefix's tokens.
+        prefix_bytes: size in bytes of the prefix's K/V pages.
+        documents: documents in the given order.
+        pool_bytes: size of the whole KV pool in bytes.
+        fits: number of leading documents that the pool can hold together with the prefix.
+        pin_ids: pin ids for `LLM.unpin`.
     """
 
     prefix_tokens: int
@@ -161,5 +178,5 @@ class CacheReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the prefix and all documents."""
+        """Return the size in bytes of the prefix and all documents."""
         return self.prefix_bytes + sum(d.num_bytes for d in self.documents)

@@ -1,4 +1,4 @@
-"""A prompt's layout as a table and as a picture of its mask and positions."""
+"""Views of a prompt's layout: a table, a summary, and a picture of mask and positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_PLOTTED = 4000
-"""Tokens beyond which a dense picture of the mask is refused: it is O(tokens^2)."""
+"""Token limit of a picture, whose dense mask is O(tokens^2)."""
 
 _PREFIX_COLOR, _QUESTION_COLOR = "#44546a", "#c0392b"
 _CHUNK_COLORS = ("#2e86c1", "#28a06b", "#e08e0b", "#8e5bb5", "#17a2b8", "#b5651d")
@@ -30,7 +30,12 @@ def _positions(layout: ChunkLayout, segment: Segment) -> str:
 
 
 def layout_table(layout: ChunkLayout, tokenizer: PreTrainedTokenizerBase | None) -> Table:
-    """Part, tokens, positions and the beginning of the text; a plain prompt is one part."""
+    """Return a table of part, tokens, positions and the beginning of the text. A plain prompt has one part.
+
+    Args:
+        layout: prompt to show.
+        tokenizer: tokenizer for the texts; None shows token ids.
+    """
     table = Table("part", "tokens", "positions", "text", title_justify="left")
     for column in (1, 2):
         table.columns[column].justify = "right"
@@ -47,7 +52,7 @@ def layout_table(layout: ChunkLayout, tokenizer: PreTrainedTokenizerBase | None)
 
 
 def layout_summary(layout: ChunkLayout) -> str:
-    """One line: tokens, highest position, and how much of the causal work is left."""
+    """Return one line: parts, tokens, highest position, and the visible share of the causal pairs."""
     tokens = len(layout)
     per_row = np.arange(1, tokens + 1) - np.maximum(layout.row_start - layout.prefix_len, 0)
     share = per_row.sum() / (tokens * (tokens + 1) / 2)
@@ -64,10 +69,14 @@ def _color(segment: Segment) -> str:
 
 
 def plot_layout(layout: ChunkLayout, path: Path) -> None:
-    """Write a picture: who sees whom, coloured by the part that is looked at, and every token's position id.
+    """Write a picture of the mask, coloured by the key token's part, and of every token's position id.
+
+    Args:
+        layout: prompt to draw.
+        path: file to write; the suffix selects the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, the prompt is too long, or the format is unknown.
+        ConfigError: matplotlib is not installed, the prompt is too long, or the file cannot be written.
     """
     try:
         from matplotlib.colors import to_rgb
@@ -94,7 +103,7 @@ def plot_layout(layout: ChunkLayout, path: Path) -> None:
     crowded = len(segments) > 14
     middles = [(s.start + s.end - 1) / 2 for s in segments]
     names = ["prompt" if layout.is_plain else s.name for s in segments]
-    if crowded:  # too many names to read: the first and last parts say enough
+    if crowded:  # label the first and last parts only, so the labels stay readable
         keep = [i for i, s in enumerate(segments) if s.chunk_id < 0 or i in (1, len(segments) - 2)]
         middles, names = [middles[i] for i in keep], [names[i] for i in keep]
     mask.set_yticks(middles, names)

@@ -1,4 +1,4 @@
-"""Judging a backend against the reference on random ragged batches."""
+"""Comparison of an attention backend with the reference on random ragged batches."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 _ROWS, _SEQS, _WIDTH = 96, 6, 16
 _DECODES = 3
 _STRETCH = 1024
-_LARGEST = 3**0.5
-"""Of a value, as of an output then: of variance 1, and small enough that two roundings of bfloat16 are within its tolerance."""
+_MAX_VALUE = 3**0.5
+"""Bound of random values, and so of outputs: variance 1, and two bfloat16 roundings stay within the tolerance."""
 
 
 @dataclass
 class _Sequence:
-    """Slots and row starts of all its tokens, generated ones included, and how many rows were in a step."""
+    """Sequence with the slots and row starts of all tokens, generated ones included, and the rows computed so far."""
 
     plan: SlotPlan
     pages: list[int]
@@ -37,7 +37,14 @@ class _Sequence:
 
 
 def random_layout(rng: np.random.Generator, *, most_chunks: int = 6, longest: int = 20, scoring: bool = False) -> ChunkLayout:
-    """A layout with empty, one-token and unequal parts; without a question when `scoring`."""
+    """Return a layout with empty, one-token and unequal parts.
+
+    Args:
+        rng: source of random numbers.
+        most_chunks: highest number of chunks.
+        longest: highest number of tokens of a chunk; prefix and question are shorter.
+        scoring: whether to leave the question out.
+    """
     lens = [int(rng.integers(0, rng.choice([1, 2, longest + 1]))) for _ in range(rng.integers(0, most_chunks + 1))]
     prefix, question = int(rng.integers(0, longest)), 0 if scoring else int(rng.integers(1, longest))
     if not prefix + sum(lens) + question:
@@ -48,13 +55,13 @@ def random_layout(rng: np.random.Generator, *, most_chunks: int = 6, longest: in
 
 
 def random_steps(rng: np.random.Generator, *, plain: bool = False, block_size: int = 8, scale: int = 1) -> list[AttentionBatch]:
-    """Consecutive steps over the same sequences: mixed spans, a few decodes each, padding, holes.
+    """Return consecutive steps over the same sequences: mixed spans, a few decode rows each, padding and unused slots.
 
     Args:
-        rng: random numbers.
-        plain: sequences without chunks.
+        rng: source of random numbers.
+        plain: whether sequences have no chunks.
         block_size: slots per page.
-        scale: sequences and steps so many times longer.
+        scale: factor of the lengths of sequences and steps.
     """
     sequences: list[_Sequence] = []
     width, most_rows = scale * _WIDTH, scale * _ROWS
@@ -99,7 +106,7 @@ def _batch(sequences: list[_Sequence], rows: list[tuple[int, int, int]], block_s
 
 
 def _full_of_nan(pool: jax.Array) -> jax.Array:
-    """NaN in every slot; all bits set is NaN in every float format kept as integers."""
+    """Return an array of NaN like `pool`. All bits set is NaN in every float format that is stored as integers."""
     is_float = jnp.issubdtype(pool.dtype, jnp.floating)
     return jnp.full_like(pool, jnp.nan if is_float else np.iinfo(pool.dtype).max)
 
@@ -119,30 +126,30 @@ def check_backend(
     soft_cap: float | None = None,
     scale: int = 1,
 ) -> float:
-    """Run a backend beside `reference` over random ragged batches.
+    """Compare a backend with `reference` over random ragged batches.
 
-    The pool starts full of NaN, so whatever a backend reads but must not use shows.
+    The pool starts full of NaN, so a read of an invalid slot shows in the output.
 
     Args:
-        backend: a class, or a registered name.
-        cases: random sets of sequences, each computed in several steps.
-        seed: of the generator.
+        backend: backend class, or a registered name.
+        cases: number of random sets of sequences, each computed in several steps.
+        seed: seed of the random numbers.
         head_dim: size of a head.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        dtype: of queries, keys and values.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads.
+        dtype: dtype of queries, keys and values.
         block_size: slots per page.
-        window: a sliding window, over plain prompts.
-        kv_dtype: of the cache. With `float8_e4m3fn` some keys and values are beyond its range.
-        soft_cap: of the scores.
-        scale: sequences and steps so many times longer: for backends whose tiles are large.
+        window: sliding window in tokens, over plain prompts; None for full attention.
+        kv_dtype: dtype of the cache; None for `dtype`. With `float8_e4m3fn`, some keys and values exceed its range.
+        soft_cap: soft cap of the scores; None for none.
+        scale: factor of the lengths of sequences and steps, for backends with large tiles.
 
     Returns:
-        The largest absolute difference seen.
+        The largest absolute difference.
 
     Raises:
-        BackendError: the backend is unknown, or its `supports` refuses this spec, or no spec can be so.
-        AssertionError: a difference beyond `TOLERANCE[dtype]`, or a NaN; the message names the case.
+        BackendError: the backend is unknown, `supports` refuses the spec, or the spec is invalid.
+        AssertionError: a difference exceeds `TOLERANCE[dtype]`, or is NaN; the message names the case.
     """
     cls = get_backend(backend) if isinstance(backend, str) else backend
     kept = None if kv_dtype is None else jnp.dtype(kv_dtype)
@@ -151,7 +158,7 @@ def check_backend(
         raise BackendError(f"backend {cls.name!r} refuses {spec}: {reason}")
     rng, worst = np.random.default_rng(seed), 0.0
     (values,) = rng.spawn(1)
-    # A lane far beyond FP8's range, whose weight in scores and differences is that of any other.
+    # Stretch one lane far beyond FP8's range; the inverse factors keep its weight in scores and differences at 1.
     stretch = np.ones(head_dim)
     stretch[0] = _STRETCH if kept == FP8 else 1
     judged, oracle = (
@@ -162,7 +169,7 @@ def check_backend(
         for number, batch in enumerate(random_steps(rng, plain=window is not None, block_size=block_size, scale=scale)):
             rows = scale * _ROWS
             shapes = ((rows, num_heads, head_dim), *2 * [(rows, num_kv_heads, head_dim)])
-            drawn = (*map(values.standard_normal, shapes[:2]), values.uniform(-_LARGEST, _LARGEST, shapes[2]))
+            drawn = (*map(values.standard_normal, shapes[:2]), values.uniform(-_MAX_VALUE, _MAX_VALUE, shapes[2]))
             q, k, v = (jnp.asarray(x * by, dtype) for x, by in zip(drawn, (1 / stretch, stretch, stretch)))
             results = []
             for i, (instance, forward) in enumerate((judged, oracle)):
