@@ -1,0 +1,48 @@
+"""The first words of docstrings: a verb or a noun phrase, never a dangling clause."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DANGLING = {"Of", "What", "Who", "How", "Whether", "Those", "Whatever", "Whoever"}
+NOT_YET_CHECKED = (
+    "chunkattn/engine",
+    "chunkattn/calls",
+    "chunkattn/cache",
+    "chunkattn/backends",
+    "chunkattn/scoring",
+    "chunkattn/remote",
+    "chunkattn/llm.py",
+    "chunkattn/async_llm.py",
+    "benchmarks",
+)
+"""Folders and files whose docstrings still break the rule."""
+
+
+def dangling(source):
+    """Return the lines of docstrings, of constants and attributes too, that begin with a word of `DANGLING`."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if re.split(r"\W", node.value.value.strip(), maxsplit=1)[0] in DANGLING
+    ]
+
+
+def is_checked(file):
+    name = file.relative_to(ROOT).as_posix()
+    return not any(name == skipped or name.startswith(f"{skipped}/") for skipped in NOT_YET_CHECKED)
+
+
+def test_no_docstring_begins_with_a_dangling_clause():
+    files = [f for folder in ("chunkattn", "benchmarks") for f in sorted((ROOT / folder).rglob("*.py")) if is_checked(f)]
+    assert files
+    found = [f"{f.relative_to(ROOT)}:{line}" for f in files for line in dangling(f.read_text(encoding="utf-8"))]
+    assert not found, "docstrings begin with a dangling clause:\n" + "\n".join(found)
+
+
+def test_the_check_sees_modules_functions_classes_and_constants():
+    source = '"""Whether."""\nX = 1\n"""Of a thing."""\nclass A:\n    """What."""\n    def f(self):\n        """How, then."""\n'
+    assert sorted(dangling(source)) == [1, 3, 5, 7]
+    assert dangling('"""Offer a word."""\ndef f():\n    """Return whatever there is."""\n') == []
