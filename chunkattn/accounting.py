@@ -34,7 +34,12 @@ def generation_tokens(prompt: int, samples: int, max_tokens: int) -> int:
 
 
 def precompute_tokens(prefix: int, documents: Sequence[int]) -> int:
-    """Return the tokens of a prefix, computed once, and of the documents behind it."""
+    """Return the tokens of a prefix, computed once, and of the documents behind it.
+
+    Args:
+        prefix: tokens of the prefix.
+        documents: tokens of each document.
+    """
     return prefix + sum(documents)
 
 

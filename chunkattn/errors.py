@@ -31,7 +31,12 @@ class RequestError(ChunkAttnError, ValueError):
         self.message, self.param, self.part = message, param, part
 
     def renamed(self, part: str | None, param: str | None) -> RequestError:
-        """Return the same error under the caller's names of the part and the argument."""
+        """Return the same error under the caller's names of the part and the argument.
+
+        Args:
+            part: name of the part; None for none.
+            param: name of the argument; None for none.
+        """
         return type(self)(self.message, param=param, part=part)
 
 

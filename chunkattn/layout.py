@@ -118,7 +118,11 @@ class ChunkLayout:
         return np.flatnonzero(self.chunk_ids[1:] == self.chunk_ids[:-1])
 
     def part(self, segment: Segment) -> np.ndarray:
-        """Return the token ids of one part: int32 `[end - start]`."""
+        """Return the token ids of one part: int32 `[end - start]`.
+
+        Args:
+            segment: one of `segments`.
+        """
         return self.token_ids[segment.start : segment.end]
 
     def visible(self) -> np.ndarray:
@@ -128,6 +132,9 @@ class ChunkLayout:
 
     def with_chunk_order(self, order: Sequence[int]) -> ChunkLayout:
         """Return the layout with chunk `order[j]` in place `j`. Position ids move with their tokens.
+
+        Args:
+            order: permutation of the chunk numbers.
 
         Raises:
             ValueError: `order` is no permutation of the chunks.
@@ -142,6 +149,9 @@ class ChunkLayout:
 
     def reorder_index(self, order: Sequence[int]) -> np.ndarray:
         """Return for every token of `with_chunk_order(order)` its token index here: int64 `[T]`.
+
+        Args:
+            order: permutation of the chunk numbers.
 
         Raises:
             ValueError: `order` is no permutation of the chunks.

@@ -87,6 +87,6 @@ def save_model(geometry: str, folder: Path) -> None:
     config.save_pretrained(folder)
     model = Decoder(spec_of(geometry), jnp.bfloat16, rngs=nnx.Rngs(0))
     embedding = model.embed_tokens.embedding
-    # Zero the embeddings of ids without text, so every token can be streamed: a logit of 0 is never the highest of so many.
+    # Zero the embeddings of ids without text, so every token can be streamed: a logit of 0 is never the highest.
     embedding[...] = embedding[...].at[len(tokenizer) :].set(0)
     save_weights(model, folder)

@@ -138,11 +138,22 @@ class ScoreBench:
         return [self.ids(workload.item_len) for _ in range(workload.items)]
 
     def job(self, query: list[int], items: list[list[int]]) -> QueryItems:
-        """Return query and items, bounded by the engine's options."""
+        """Return query and items, bounded by the engine's options.
+
+        Args:
+            query: token ids of the query.
+            items: token ids of each item.
+        """
         return self.planner.query_items(query, items, [], False)
 
     def plan(self, query: list[int], items: list[list[int]], algorithm: str) -> QueryPlan:
-        """Return the plan of an algorithm."""
+        """Return the plan of an algorithm.
+
+        Args:
+            query: token ids of the query.
+            items: token ids of each item.
+            algorithm: name of the algorithm, or `"auto"`.
+        """
         return self.planner.plan(
             self.job(query, items),
             algorithm,
@@ -156,6 +167,11 @@ class ScoreBench:
 
     def run(self, query: list[int], items: list[list[int]], algorithm: str) -> Run:
         """Run one scoring request, from the plan to the scores.
+
+        Args:
+            query: token ids of the query.
+            items: token ids of each item.
+            algorithm: name of the algorithm, or `"auto"`.
 
         Raises:
             EngineError: a step failed.
@@ -212,7 +228,12 @@ def needed_flops(runner: Runner, requests: Sequence[PrecomputeRequest | ScoreReq
 
 
 def matmul_rate(dtype: str, repeats: int = 5) -> float:
-    """Return the rate of a large matrix product in FLOP/s, the best of `repeats` runs."""
+    """Return the rate of a large matrix product in FLOP/s, the best of `repeats` runs.
+
+    Args:
+        dtype: dtype of both matrices; the product is float32.
+        repeats: number of timed runs.
+    """
     rows, inner, columns = 2048, 1024, 3072
     a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
     multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
@@ -226,7 +247,12 @@ def matmul_rate(dtype: str, repeats: int = 5) -> float:
 
 
 def pool_tokens(query: int, budget: int = 2048) -> int:
-    """Return the size in tokens of a KV pool that holds packs of the planner's full length behind a query."""
+    """Return the size in tokens of a KV pool that holds packs of the planner's full length behind a query.
+
+    Args:
+        query: tokens of the query.
+        budget: token budget of a step.
+    """
     return 4 * max(8192, 4 * query, budget)
 
 

@@ -68,6 +68,12 @@ def rag(
 def check_options(geometry: str, dtype: str, json_file: str | None, plot: Path | None) -> None:
     """Check options before a benchmark runs, so a wrong one fails early.
 
+    Args:
+        geometry: name of the model's geometry.
+        dtype: name of the dtype.
+        json_file: file for the cases; '-' for standard output, None for none.
+        plot: file for the plot; None for none.
+
     Raises:
         ConfigError: the geometry or dtype is unknown, or a file cannot be written.
     """
@@ -137,6 +143,10 @@ def _plot(cases: list[Case], path: Path, geometry: str) -> None:
 
 def save_picture(figure: Figure, path: Path) -> None:
     """Write a figure to a file.
+
+    Args:
+        figure: figure to write.
+        path: file to write; the suffix selects the format.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -41,7 +41,11 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the eng
 
 
 def command(group: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command of a group. Errors of this package become one line on stderr and exit code 2."""
+    """Register a command of a group. Errors of this package become one line on stderr and exit code 2.
+
+    Args:
+        group: group of commands, or the app itself.
+    """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
@@ -66,6 +70,12 @@ def log_to_stderr(verbose: bool) -> None:
 def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None, question: str | None) -> str | ChunkedPrompt:
     """Return the prompt as text, or as parts if any part option is given.
 
+    Args:
+        text: whole prompt; '-' reads standard input.
+        prefix: prefix as a part.
+        documents: chunks as parts.
+        question: question as a part.
+
     Raises:
         RequestError: text and parts are both given, or neither.
     """
@@ -79,7 +89,13 @@ def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None,
 
 
 def make_llm(model: str | None, *, kv_store: Path | None = None, **options: Any) -> LLM:
-    """Return an engine. JAX is imported here, so `--help` starts fast."""
+    """Return an engine. JAX is imported here, so `--help` starts fast.
+
+    Args:
+        model: local folder or hub id; None for the bundled demo model.
+        kv_store: folder that keeps K/V; None for none.
+        **options: other options of the engine.
+    """
     from chunkattn.llm import LLM
 
     return LLM(model, kv_store=None if kv_store is None else str(kv_store), **options)

@@ -142,7 +142,11 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Return the logits of hidden states `[N, hidden]`: float32 `[N, vocab]`, or `[N, num_labels]` for a classifier."""
+        """Return the logits of hidden states `[N, hidden]`: float32 `[N, vocab]`, or `[N, num_labels]` for a classifier.
+
+        Args:
+            hidden: float32 `[N, hidden]` states after the final norm.
+        """
         if self.spec.num_labels is not None:
             return self.score(hidden)
         if not self.spec.tie_embeddings:

@@ -115,6 +115,9 @@ def resolve_folder(model: str | None, revision: str | None = None) -> Path:
 def read_config(folder: Path) -> PretrainedConfig:
     """Return the configuration in a folder's `config.json`.
 
+    Args:
+        folder: local folder of the checkpoint.
+
     Raises:
         ModelError: the file is missing, unreadable, or of an unknown kind of model.
     """
@@ -130,6 +133,9 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Return a tokenizer from a folder or the hub, fast or SentencePiece.
+
+    Args:
+        name: local folder or hub id.
 
     Raises:
         ModelError: the tokenizer cannot be loaded.

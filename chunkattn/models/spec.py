@@ -26,7 +26,23 @@ class DecoderSpec:
     """Shape and variations of one decoder; sizes are in elements.
 
     Attributes:
+        architecture: name of the Hugging Face class.
+        vocab_size: number of token ids.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP.
+        num_layers: number of layers.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads.
+        head_dim: size of a head.
+        norm_eps: epsilon of the RMS norms.
+        qkv_bias: whether the query, key and value projections have biases.
+        o_bias: whether the output projection has a bias.
+        mlp_bias: whether the MLP's projections have biases.
+        qk_norm: whether queries and keys are normalised per head.
+        tie_embeddings: whether the language model's head is the embedding.
         windows: sliding window of each layer in tokens; None for full attention.
+        rotary: frequencies of the rotary embedding.
+        max_model_len: number of positions that the checkpoint supports.
         num_labels: number of classes of a sequence classifier; None for a language model.
     """
 
@@ -57,6 +73,9 @@ class DecoderSpec:
 
 def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
     """Return the decoder's shape from a Hugging Face configuration.
+
+    Args:
+        config: configuration of the checkpoint.
 
     Raises:
         ModelError: the architecture or one of its settings is not supported.

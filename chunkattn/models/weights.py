@@ -29,6 +29,9 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 def checkpoint_name(path: Iterable[Any]) -> str:
     """Return the checkpoint's name of the parameter at `path` in the decoder's state.
 
+    Args:
+        path: keys of the parameter in the state, from the outermost in.
+
     >>> checkpoint_name(("layers", 3, "self_attn", "q_proj", "kernel"))
     'model.layers.3.self_attn.q_proj.weight'
     """
@@ -66,6 +69,11 @@ def load_weights(spec: DecoderSpec, folder: Path, dtype: jnp.dtype) -> Decoder:
     """Return a decoder with a checkpoint's weights, read tensor by tensor and cast to `dtype`.
 
     Host memory holds at most one tensor beside the finished ones.
+
+    Args:
+        spec: shape of the decoder.
+        folder: local folder of the checkpoint.
+        dtype: dtype of the loaded weights.
 
     Raises:
         ModelError: a file or tensor is missing, unreadable or of the wrong shape.
@@ -112,7 +120,12 @@ def _check_names(folder: Path, spec: DecoderSpec, wanted: Iterable[str], found: 
 
 
 def save_weights(model: Decoder, folder: Path) -> None:
-    """Write the decoder's parameters to a folder as one Hugging Face safetensors file."""
+    """Write the decoder's parameters to a folder as one Hugging Face safetensors file.
+
+    Args:
+        model: decoder to save.
+        folder: existing folder to write to.
+    """
     tensors = {
         checkpoint_name(path): jnp.asarray(leaf[...]).T if _is_transposed(path) else jnp.asarray(leaf[...])
         for path, leaf in nnx.to_flat_state(nnx.state(model))

@@ -16,6 +16,10 @@ from chunkattn.errors import RequestError
 def as_list(values: Any, name: str) -> list[Any]:
     """Return an iterable as a list.
 
+    Args:
+        values: argument of the caller.
+        name: name of the argument, for error messages.
+
     Raises:
         RequestError: `values` is not iterable, or is one text or mapping.
     """
@@ -49,6 +53,9 @@ def one_each(value: Any, kind: type, count: int, name: str) -> list[Any]:
 def check_salt(salt: Any) -> str | None:
     """Return a cache salt: None, or a text of 1 to `MAX_SALT_CHARS` characters.
 
+    Args:
+        salt: argument of the caller.
+
     Raises:
         RequestError: the salt is empty, too long, no text, or no valid Unicode.
     """
@@ -67,7 +74,10 @@ def check_salt(salt: Any) -> str | None:
 
 
 def salt_key(salt: Any) -> str | None:
-    """Return the digest of a cache salt for messages to the engine: 32 hexadecimal digits, whatever the salt's length.
+    """Return the digest of a cache salt for messages to the engine: 32 hexadecimal digits for any length.
+
+    Args:
+        salt: argument of the caller; None gives None.
 
     Raises:
         RequestError: the salt is invalid (see `check_salt`).

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 def parse_delimited(ids: Sequence[int], delimiter: int) -> tuple[list[int], list[list[int]]]:
     """Return the query and the items of a packed sequence. Adjacent delimiters enclose an empty item.
 
+    Args:
+        ids: token ids of the packed sequence.
+        delimiter: token id of the delimiter.
+
     Raises:
         RequestError: the delimiter is absent, the query is empty, or the last id is another one.
     """
@@ -36,6 +40,11 @@ def parse_delimited(ids: Sequence[int], delimiter: int) -> tuple[list[int], list
 def pack_delimited(query: Sequence[int], items: Sequence[Sequence[int]], delimiter: int) -> list[int]:
     """Return the packed sequence of a query and its items.
 
+    Args:
+        query: token ids of the query.
+        items: token ids of each item.
+        delimiter: token id of the delimiter.
+
     Raises:
         RequestError: the delimiter occurs inside the query or an item.
     """
@@ -45,6 +54,11 @@ def pack_delimited(query: Sequence[int], items: Sequence[Sequence[int]], delimit
 
 def check_no_delimiter(query: Sequence[int], items: Sequence[Sequence[int]], delimiter: int) -> None:
     """Check that query and items can be packed.
+
+    Args:
+        query: token ids of the query.
+        items: token ids of each item.
+        delimiter: token id of the delimiter.
 
     Raises:
         RequestError: the delimiter occurs inside the query or an item.
@@ -77,6 +91,10 @@ class FlashInferParams(NamedTuple):
 def flashinfer_params(ids: Sequence[int], delimiter: int) -> FlashInferParams:
     """Return the parameters of FlashInfer's prefill for a packed sequence.
 
+    Args:
+        ids: token ids of the packed sequence.
+        delimiter: token id of the delimiter.
+
     >>> flashinfer_params([5, 5, 5, 0, 7, 0, 7, 7, 0], 0).token_pos_in_items.tolist()
     [0, 1, 0, 1, 2, 0]
 
@@ -93,6 +111,11 @@ def flashinfer_params(ids: Sequence[int], delimiter: int) -> FlashInferParams:
 
 def check_delimiter(tokenizer: PreTrainedTokenizerBase | None, delimiter: int, vocab_size: int) -> None:
     """Check that a delimiter's text tokenizes to the delimiter.
+
+    Args:
+        tokenizer: tokenizer of the model; None skips the check of the text.
+        delimiter: token id of the delimiter.
+        vocab_size: size of the model's vocabulary.
 
     Raises:
         ConfigError: the delimiter is outside the vocabulary, or its text tokenizes to other ids.

@@ -45,7 +45,11 @@ class PartEncoder:
             raise RequestError(message, param=param, part=name) from error
 
     def parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of consecutive parts. The first begins with the tokenizer's leading special tokens."""
+        """Return the token ids of consecutive parts. The first begins with the tokenizer's leading special tokens.
+
+        Args:
+            texts: texts of the parts, at least one.
+        """
         first, *rest = [self(t) for t in texts]
         return [[*self.leading_ids, *first], *rest]
 

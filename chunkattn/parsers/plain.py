@@ -43,7 +43,7 @@ class PlainEncoder:
             param: name of the argument that holds the text.
 
         Raises:
-            RequestError: as for one untrusted text.
+            RequestError: the pieces cannot be tokenized, for a reason of `__call__`.
         """
         own = [token for piece in pieces[::2] for token in self.control.find(piece)]
         whole = "".join(pieces)

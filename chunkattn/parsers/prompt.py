@@ -201,6 +201,9 @@ class PromptParser:
     def text(self, text: str) -> list[int]:
         """Return the token ids of a text that begins a prompt, behind the tokenizer's leading special tokens.
 
+        Args:
+            text: text that the caller vouches for.
+
         Raises:
             RequestError: the text cannot be tokenized (see `PartEncoder`).
         """

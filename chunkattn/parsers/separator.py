@@ -8,12 +8,15 @@ from collections.abc import Iterator, Sequence
 def find_ids(ids: Sequence[int], separator: Sequence[int]) -> Iterator[int]:
     """Yield the start indices of non-overlapping leftmost matches of `separator`.
 
-    >>> list(find_ids([1, 9, 9, 9, 2], [9, 9]))
-    [1]
-    [1]
+    Args:
+        ids: token ids to search.
+        separator: token ids of the separator.
 
     Raises:
         ValueError: the separator is empty.
+
+    >>> list(find_ids([1, 9, 9, 9, 2], [9, 9]))
+    [1]
     """
     if not separator:
         raise ValueError("separator must not be empty")
@@ -33,6 +36,10 @@ def find_ids(ids: Sequence[int], separator: Sequence[int]) -> Iterator[int]:
 
 def split_ids(ids: Sequence[int], separator: Sequence[int]) -> list[list[int]]:
     """Split token ids at non-overlapping leftmost matches of `separator`.
+
+    Args:
+        ids: token ids to split.
+        separator: token ids of the separator.
 
     >>> split_ids([1, 9, 9, 9, 2], [9, 9])
     [[1], [9, 2]]

@@ -40,11 +40,21 @@ class ControlTokens:
         return self._texts.findall(text)
 
     def is_clean(self, text: str, ids: Sequence[int]) -> bool:
-        """Return whether `ids`, the tokenizer's output for `text`, hold no control token."""
+        """Return whether `ids`, the tokenizer's output for `text`, hold no control token.
+
+        Args:
+            text: text that was tokenized.
+            ids: token ids of the text.
+        """
         return self.forbidden.isdisjoint(ids) and not any(unknown in text for unknown in self._unknown_texts)
 
     def follows(self, ids: Sequence[int], texts: Sequence[str]) -> bool:
-        """Return whether the control tokens in `ids` are a subsequence of `texts`."""
+        """Return whether the control tokens in `ids` are a subsequence of `texts`.
+
+        Args:
+            ids: token ids to check.
+            texts: texts of control tokens.
+        """
         left = iter([self.ids[text] for text in texts])
         return all(token in left for token in ids if token in self.forbidden)
 
@@ -170,7 +180,7 @@ class _Renamed(NamedTuple):
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """Return a pattern of the longest match among texts, whose matching time does not grow with their number."""
+    """Return a pattern that matches the longest of some texts, in time independent of their number."""
     low, high = min(texts), max(texts)
     prefix = low[: next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), len(low))]
     rests = sorted({text[len(prefix) :] for text in texts} - {""})

@@ -36,7 +36,13 @@ def shared_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: i
 
 
 def offset_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: int) -> np.ndarray:
-    """Return the token indices as positions, as in an ordinary prompt: int32 `[T]`."""
+    """Return the token indices as positions, as in an ordinary prompt: int32 `[T]`.
+
+    Args:
+        prefix_len: tokens of the prefix.
+        chunk_lens: tokens of each chunk.
+        question_len: tokens of the question.
+    """
     return np.arange(prefix_len + sum(chunk_lens) + question_len, dtype=np.int32)
 
 
@@ -45,6 +51,9 @@ STRATEGIES: dict[str, PositionStrategy] = {"shared": shared_positions, "offset":
 
 def get_strategy(name: str) -> PositionStrategy:
     """Return a strategy by name.
+
+    Args:
+        name: key in `STRATEGIES`.
 
     Raises:
         ConfigError: no strategy has this name.

@@ -97,6 +97,10 @@ class Documents:
     def get(self, document_id: str, cache_salt: str | None) -> StoredDocument:
         """Return a document.
 
+        Args:
+            document_id: id of the document.
+            cache_salt: salt of the document.
+
         Raises:
             ApiError: 404, no document has this id under this salt.
         """
@@ -346,7 +350,11 @@ class Documents:
             await asyncio.shield(forgetting)
 
     async def cached(self, documents: Sequence[StoredDocument]) -> list[bool]:
-        """Return for each document whether all of its K/V is in memory now."""
+        """Return for each document whether all of its K/V is in memory now.
+
+        Args:
+            documents: stored documents.
+        """
         found: dict[StoredDocument, bool] = {}
         groups: dict[tuple[str | None, bytes], list[StoredDocument]] = {}
         for document in documents:

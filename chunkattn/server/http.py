@@ -49,7 +49,11 @@ class ConnectionLimits:
             self.logged = now
 
     async def watch(self, connections: Iterable[Any]) -> None:
-        """Check the time limits of all connections every 0.25 s; run until cancelled."""
+        """Check the time limits of all connections every 0.25 s; run until cancelled.
+
+        Args:
+            connections: live view of the server's open connections.
+        """
         while True:
             await asyncio.sleep(_CHECK_S)
             for connection in list(connections):

@@ -128,7 +128,7 @@ class Caller:
     places: int = 0
 
     def salt(self, given: str | None) -> str | None:
-        """Return the engine's cache salt. Salts of different names differ, whatever salt the client gives.
+        """Return the engine's cache salt: unique to the name of the key and the given salt.
 
         Args:
             given: salt from the request.
@@ -142,6 +142,9 @@ class Caller:
 
     def take(self, places: int) -> None:
         """Take queue places; `leave` returns them.
+
+        Args:
+            places: number of places.
 
         Raises:
             ApiError: 429, the name would exceed its share of the queue.

@@ -67,7 +67,11 @@ def chat(token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], num_to
 
 
 def prompt(entries: Sequence[Entry] | None) -> list[dict[str, Any] | None] | None:
-    """Return vLLM's `prompt_logprobs`: for each prompt token, the log-probabilities by token id as a string."""
+    """Return vLLM's `prompt_logprobs`: for each prompt token, the log-probabilities by token id as a string.
+
+    Args:
+        entries: log-probabilities by token id for each prompt token; None for a token without any.
+    """
     if entries is None:
         return None
     return [None if entry is None else {str(t): asdict(value) for t, value in entry.items()} for entry in entries]

@@ -86,6 +86,9 @@ class ServerState:
     def check_model(self, name: str | None) -> None:
         """Check the model name of a request; None is accepted.
 
+        Args:
+            name: name from the request.
+
         Raises:
             ApiError: 404, the server serves another model.
         """
@@ -158,7 +161,11 @@ CallerOf = Annotated[Caller, Depends(get_caller)]
 
 
 def new_id(kind: str) -> str:
-    """Return a random id in OpenAI's format: `kind`, a hyphen and 32 hexadecimal digits."""
+    """Return a random id in OpenAI's format: `kind`, a hyphen and 32 hexadecimal digits.
+
+    Args:
+        kind: kind of the answer, such as `"cmpl"`.
+    """
     return f"{kind}-{token_hex(16)}"
 
 
@@ -216,7 +223,11 @@ class EventStream(StreamingResponse):
 
 
 async def merged(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the values of several generators as they arrive, each with its generator's index. The first error ends all."""
+    """Yield the values of several generators as they arrive, each with its generator's index. The first error ends all.
+
+    Args:
+        streams: generators; all are closed at the end.
+    """
     if len(streams) == 1:  # one generator needs no task per value
         async with aclosing(streams[0]):
             async for value in streams[0]:

@@ -117,6 +117,9 @@ class TokenTexts:
         """Return the offset of each prompt token, and the end of the last one.
 
         Each part of a text prompt is decoded by itself, as it was tokenized.
+
+        Args:
+            output: output with the prompt's token ids and log-probabilities.
         """
         ids, entries = output.prompt_token_ids, output.prompt_logprobs or []
         is_text = output.prompt is not None

@@ -62,7 +62,9 @@ class Strict(Entry):
 
 
 def check_template_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Refuse names that are no variables of a chat template, above all a template: it is a program, and may never end.
+    """Refuse reserved names among the variables of a chat template.
+
+    A client's own template is among them: a template is a program, and may run forever.
 
     Args:
         options: values of `chat_template_kwargs`.
