@@ -33,9 +33,6 @@ from chunkattn.scoring.rerank import RerankTemplate
 
 T = TypeVar("T")
 
-_SHORT = 1024
-"""Characters of a prompt that is tokenized where it is: a fraction of a millisecond, where a thread costs twice that."""
-
 
 class AsyncLLM:
     """A model whose engine runs in a process of its own, which is started again when it dies or hangs.
@@ -211,8 +208,7 @@ class AsyncLLM:
             parsed = [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware)
             return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
 
-        short = isinstance(prompt, str) and len(prompt) <= _SHORT
-        return self._generate(make, request_id, timeout, snapshots, short)
+        return self._generate(make, request_id, timeout, snapshots)
 
     def chat(
         self,
@@ -266,15 +262,14 @@ class AsyncLLM:
         Raises:
             ChunkAttnError: as `generate`.
         """
-        return self._generate(lambda: job, None, timeout, snapshots, short=True)
+        return self._generate(job, None, timeout, snapshots)
 
     async def _generate(
         self,
-        make: Callable[[], GenerateJob],
+        made: GenerateJob | Callable[[], GenerateJob],
         request_id: str | None,
         timeout: float | None,
         snapshots: bool,
-        short: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         name = token_hex(16) if request_id is None else request_id
         if not isinstance(name, str) or name in self._generations:
@@ -282,7 +277,7 @@ class AsyncLLM:
         with self.client.call(_check_timeout(timeout)) as call:
             self._generations[name] = call, None
             try:
-                job = make() if short else await call.prepare(make)
+                job = made if isinstance(made, GenerateJob) else await call.prepare(made)
                 if call.done:  # aborted before it began
                     return
                 (builder,) = job.builders

@@ -11,19 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.engine import messages
 from chunkattn.engine.build import open_files
-from chunkattn.engine.messages import GenerateRequest, RequestFailed, TokenOutput
 from chunkattn.remote import control_messages
-from chunkattn.remote.coalesce import MOST_HELD, FinalOnly
 from chunkattn.remote.process import WorkerProcess
 from chunkattn.remote.watchdog import StepClock
 from chunkattn.remote.wire import decode, encode
-from chunkattn.remote.worker import Worker
 
 
 def plain(value):
@@ -139,69 +134,6 @@ def test_the_clock_tells_compiling_from_running():
     clock.idle()
 
 
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_final_only_holds_tokens_until_the_last_sample_has_ended(data):
-    """And sends those of a sample as one."""
-    final, requests, left, rng = FinalOnly(), {}, [], np.random.default_rng(5)
-    for number in range(data.draw(st.integers(1, 4))):
-        n, wanted, read = data.draw(st.integers(1, 3)), data.draw(st.booleans()), data.draw(st.sampled_from([None, 2]))
-        params = SamplingParams(n=n, logprobs=read)
-        request = GenerateRequest(f"r{number}", make_layout([1], [], [2]), params, final_only=wanted)
-        final.expect(request)
-        requests[request.request_id] = request
-        left += [(request.request_id, s) for s in range(n) for _ in range(data.draw(st.integers(1, 3)))]
-    left = data.draw(st.permutations(left))
-    made, told = {name: [] for name in requests}, {name: [] for name in requests}
-    ended = set()
-    for place, (name, sample) in enumerate(left):
-        if name in ended:
-            continue
-        if data.draw(st.sampled_from(["token"] * 9 + ["failed"])) == "failed":
-            output = RequestFailed(name, "a fault")
-            made[name] = [*told[name], output]  # what was held back is of no use to anybody
-            ended.add(name)
-        else:
-            last = (name, sample) not in left[place + 1 :]
-            cached = None if (name, sample) in left[:place] else messages.CachedTokens(place, (), 0)
-            read = random_logprobs(rng, 1, 2) if requests[name].sampling.logprobs else None
-            output = TokenOutput(name, sample, (place,), read, "length" if last else None, place if last else None, cached)
-            made[name].append(output)
-        for sent in final.passed([output]):
-            told[sent.request_id].append(sent)
-        whole = name in ended or all(other != name for other, _ in left[place + 1 :])
-        if whole and requests[name].final_only and name not in ended:
-            by_sample = {s: [o for o in made[name] if o.sample == s] for s in range(requests[name].sampling.n)}
-            assert sorted(o.sample for o in told[name]) == list(by_sample)
-            for output in told[name]:
-                parts = by_sample[output.sample]
-                assert output.token_ids == tuple(o.token_ids[0] for o in parts)
-                assert (output.finish_reason, output.stop_reason) == ("length", parts[-1].stop_reason)
-                assert output.cached is parts[0].cached
-                for field in ("target", "rank", "top_ids", "top") if requests[name].sampling.logprobs else ():
-                    rows = [getattr(o.logprobs, field)[0].tolist() for o in parts]
-                    assert getattr(output.logprobs, field).tolist() == rows
-        else:
-            assert told[name] == (made[name] if whole or not requests[name].final_only else [])
-    assert len(final) == 0
-
-
-def test_final_only_sends_what_is_too_much_to_be_read_at_once():
-    final, told = FinalOnly(), []
-    final.expect(GenerateRequest("r", make_layout([1], [], [2]), SamplingParams(n=2), final_only=True))
-    end, cached = 2 * MOST_HELD, messages.CachedTokens(1, (), 0)
-    for place in range(end):
-        finish_reason = "length" if place >= end - 2 else None
-        made = TokenOutput("r", place % 2, (place,), None, finish_reason, None, cached if place < 2 else None)
-        if sent := final.passed([made]):
-            told.append((place, sent))
-    assert told == [
-        (MOST_HELD - 1, [TokenOutput("r", s, tuple(range(s, MOST_HELD, 2)), cached=cached) for s in range(2)]),
-        (end - 1, [TokenOutput("r", s, tuple(range(MOST_HELD + s, end, 2)), finish_reason="length") for s in range(2)]),
-    ]
-    assert len(final) == 0
-
-
 def test_frames_are_heard_in_order_to_the_last_of_a_burst():
     async def listen(context):
         worker, heard = WorkerProcess.__new__(WorkerProcess), []
@@ -229,46 +161,3 @@ def test_frames_are_heard_in_order_to_the_last_of_a_burst():
         asyncio.run(listen(context))
     finally:
         context.destroy(linger=0)
-
-
-def test_a_worker_holds_back_what_is_final_only_until_it_is_aborted():
-    class Core:
-        has_work, disk = True, None
-
-        def __init__(self):
-            self.added, self.outputs = [], []
-
-        def add(self, request):
-            self.added.append(request.request_id)
-
-        def abort(self, request_id):
-            self.added.remove(request_id)
-
-        def close_disk(self):
-            pass
-
-        def step(self):
-            worker._closing = not self.outputs
-            return self.outputs.pop(0) if self.outputs else []
-
-    with zmq.Context() as context, context.socket(zmq.PAIR) as inside, context.socket(zmq.PAIR) as outside:
-        inside.bind("inproc://worker")
-        outside.connect("inproc://worker")
-        worker = Worker(inside, inside, StepClock())
-        worker.core = core = Core()
-        layout = make_layout([1], [], [2])
-        wanted = {name: GenerateRequest(name, layout, SamplingParams(), final_only=name != "b") for name in "abc"}
-        ends = {"b": "length", "c": "length"}
-        first = [TokenOutput(name, 0, (1,)) for name in "abc"]
-        second = [TokenOutput(name, 0, (2,), finish_reason=ends[name]) for name in "bc"]
-        core.outputs = [first]
-        outside.send(encode(list(wanted.values())))
-        worker.serve()
-        assert core.added == ["a", "b", "c"]
-        assert [plain(m) for m in decode(outside.recv())] == [plain(first[1])]
-        outside.send(encode([control_messages.Abort("a")]))
-        core.outputs, worker._closing = [second], False
-        worker.serve()
-        assert core.added == ["b", "c"]
-        assert decode(outside.recv()) == [second[0], TokenOutput("c", 0, (1, 2), finish_reason="length")]
-        assert len(worker._final) == 0

@@ -93,7 +93,6 @@ def generate_job(
             frontend.eos_token_ids,
             salt_key(prompt.cache_salt or salt),
             rank,
-            final_only and not param.stop,
         )
         frontend.intake.check(request)
         requests.append(request)

@@ -19,8 +19,6 @@ class GenerateRequest:
         eos_token_ids: tokens that end the text unless `ignore_eos`.
         cache_salt: shares the cache with requests of the same salt alone.
         priority: the lower, the earlier.
-        final_only: an engine in a process of its own tells of it when it has ended, not token by token; not for one with
-            stop strings, which are looked for by whoever receives the tokens.
     """
 
     request_id: str
@@ -29,7 +27,6 @@ class GenerateRequest:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     priority: int = 0
-    final_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,7 @@ class CachedTokens:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One sample's next tokens: one, but for requests that are `final_only`.
+    """The next tokens of one sample.
 
     Attributes:
         logprobs: of these tokens, `N` of them; None when not asked for.

@@ -25,7 +25,6 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.errors import RequestError
 from chunkattn.logs import make_handler
-from chunkattn.remote.coalesce import FinalOnly
 from chunkattn.remote.control_messages import (
     Abort,
     CacheQuery,
@@ -65,7 +64,6 @@ class Worker:
         self._inbox, self._outbox, self._clock = inbox, outbox, clock
         self._closing = self._warms = False
         self._warmed_at = 0.0
-        self._final = FinalOnly()
         self.core: EngineCore
 
     def start(self) -> float:
@@ -100,7 +98,7 @@ class Worker:
             self._take_messages()
             if self.core.has_work and not self._closing:
                 outputs = self.core.step()
-                self._send(self._final.passed(outputs))
+                self._send(outputs)
                 self._let_disk_catch_up(outputs)
                 self._warm_beside(_WARM_PAUSE_S)
         self._clock.begin("closing")
@@ -143,11 +141,8 @@ class Worker:
                     self.core.add(message, checked=True)
                 except RequestError as error:
                     return RequestFailed(message.request_id, str(error), error.param)
-                if isinstance(message, GenerateRequest):
-                    self._final.expect(message)
             case Abort(request_id):
                 self.core.abort(request_id)
-                self._final.forget(request_id)
             case Stop(request_id, sample):
                 self.core.stop(request_id, sample)
             case Unpin(request_ids):
