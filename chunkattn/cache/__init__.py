@@ -1,1 +1,1 @@
-"""Where K/V live: slots within a sequence, pages within the pool."""
+"""The places of K/V: slots within a sequence, pages within the pool, and entries on disk."""

@@ -1,4 +1,4 @@
-"""The page pool: which pages are free."""
+"""The page pool, which tracks the free pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chunkattn.errors import OutOfPagesError
 
 
 class PagePool:
-    """Pages `0 ... num_pages - 1`, each free or held by one `Block`."""
+    """Page numbers `0 ... num_pages - 1`, each free or held by one `Block`."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -17,25 +17,25 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody holds."""
+        """Return the number of free pages."""
         return len(self._free)
 
     def take(self) -> int:
-        """A free page.
+        """Take a free page and return its number.
 
         Raises:
-            OutOfPagesError: none is free.
+            OutOfPagesError: no page is free.
         """
         if not self._free:
             raise OutOfPagesError(f"none of {self.num_pages} pages is free")
         return self._free.popleft()
 
     def release(self, page: int) -> None:
-        """Give a page back."""
+        """Return a page to the pool."""
         self._free.append(page)
 
     def check(self, held: Iterable[int]) -> None:
-        """Assert that every page is free or held, and none both or twice.
+        """Assert that every page is either free or held, exactly once.
 
         Raises:
             AssertionError: a page is lost, free while held, or held twice.

@@ -1,4 +1,4 @@
-"""From token indices to KV slots: page-aligned parts, with holes behind them."""
+"""The mapping from token indices to KV slots: page-aligned parts, each followed by a hole up to its page's end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from chunkattn.layout import ChunkLayout
 
 @dataclass(frozen=True, eq=False)
 class SlotPlan:
-    """The slots of one sequence. Generated tokens go on from the last slot.
+    """Slots of one sequence. Generated tokens continue from the last slot.
 
     Attributes:
-        slots: int32 `[T]`, ascending: slot of every token of the layout.
-        row_start: int32 `[T]`, first slot a row sees beyond the prefix (0 for prefix and question).
-        prefix_end: slots of the prefix.
-        page_len: int32 `[pages]`, valid slots of every page. The last page of the question counts as
-            full: its rows see nothing beyond themselves anyway.
+        slots: slot of every token of the layout, ascending.
+        row_start: first slot a row sees beyond the prefix (0 for prefix and question).
+        prefix_end: number of slots of the prefix.
+        page_len: valid slots of every page. The last page of the question counts as full: its rows see no slot beyond
+            their own.
         block_size: slots per page.
         aligned: whether every part begins on a page of its own.
     """
@@ -33,23 +33,27 @@ class SlotPlan:
 
     @cached_property
     def end(self) -> int:
-        """The slot of the first generated token."""
+        """Return the slot of the first generated token."""
         return int(self.slots[-1]) + 1 if len(self.slots) else 0
 
     def pages_for(self, generated: int) -> int:
-        """Pages for the layout and `generated` further tokens."""
+        """Return the number of pages that the layout and `generated` further tokens need."""
         return -(-(self.end + generated) // self.block_size)
 
 
 def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_chunks: bool = False) -> SlotPlan:
-    """Lay a prompt out in slots.
+    """Lay out a prompt in slots.
 
     Args:
         layout: the prompt.
         block_size: slots per page.
-        aligned: begin every part on a page of its own, so that its pages can be shared;
-            else pack the parts without holes.
-        packed_chunks: of an aligned plan: the chunks, which nobody will share, lie without holes behind the prefix.
+        aligned: begin every part on a page of its own, so that its pages can be shared; False packs the parts without
+            holes.
+        packed_chunks: in an aligned plan, pack the chunks without holes behind the prefix. For chunks that no other
+            request shares.
+
+    Returns:
+        The slots of all `T` tokens of the layout.
     """
     if layout.is_plain and not aligned:
         page_len = np.full(-(-len(layout) // block_size), block_size, np.int32)
@@ -66,7 +70,7 @@ def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_ch
     elif aligned:
         pages = -(-lens // block_size)
         page_len = np.full(pages.sum(), block_size, np.int32)
-        # The question's own last page stays full: generated tokens fill it up.
+        # The question's last page stays full, because generated tokens fill it.
         closed = lens[:-1] > 0
         page_len[(np.cumsum(pages)[:-1] - 1)[closed]] = ((lens[:-1] - 1) % block_size + 1)[closed]
         starts = (np.cumsum(pages) - pages) * block_size

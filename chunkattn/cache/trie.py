@@ -1,18 +1,18 @@
-r"""The trie of computed K/V: prefix blocks, below them chunks, below those question paths.
+r"""The trie of computed K/V: prefix blocks, chunk blocks below them, question paths below those.
 
-A block is one page's worth of tokens. What its K/V is depends on the blocks above it
-and its own tokens and positions, so it may be used wherever that path occurs again:
+A block holds one page of tokens. Its K/V depend on the blocks above it and on its own tokens and positions, so every
+sequence with the same path can use it:
 
     root(salt) -> prefix blocks -> blocks of each chunk
                               \-> question blocks, below the prefix and the ordered chunks
 
-Keys hold the tokens themselves, not hashes of them: no collision can mix two documents.
-The children of a full block are whatever comes next at the next position, so a plain
-prompt and a prefix, or two prefixes, share their blocks up to where they part.
+Keys hold the tokens themselves instead of hashes, so a collision cannot mix two documents. The children of a full block
+continue at the next position, so a plain prompt and a prefix, or two prefixes, share their blocks up to the first
+difference.
 
-Blocks enter the trie when a request needs them, before they are computed. Whoever runs
-next fills them, so requests that need the same block compute it once whatever becomes of
-either. References pin; of the blocks without, the least recently used leaf goes first.
+A block enters the trie when a request needs it, before it is computed. The next request to run fills it, so requests
+that need the same block compute it once, even if one of them is aborted. Reference counts pin blocks; among blocks
+without references, the least recently used leaf is evicted first.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Block:
     """One page of K/V and its place in the trie.
 
     Attributes:
-        page: its page; -1 for a root.
-        size: slots that hold a token once it is complete.
-        filled: tokens computed.
-        planned: tokens computed once the step being built has run.
-        refs: sequences and pins that hold it.
-        parents: the blocks it depends on; it is listed under the first.
-        later: blocks it is a parent of, but not the first.
-        key: under the first parent, of a root its salt; None while it is private to one sequence.
-        keep: whether it stays when nobody holds it.
+        page: page number; -1 for a root.
+        size: number of slots that hold a token once the block is complete.
+        filled: number of tokens computed.
+        planned: number of tokens computed once the step being built has run.
+        refs: number of sequences and pins that hold the block.
+        parents: blocks it depends on; the first parent lists it in `children`.
+        later: blocks that have this block as a parent other than the first.
+        key: key under the first parent, or the salt for a root; None while the block is private to one sequence.
+        keep: whether the block stays cached when its last holder releases it.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class Block:
 
     @property
     def complete(self) -> bool:
-        """Whether all its tokens are computed."""
+        """Return whether all tokens of the block are computed."""
         return self.filled == self.size
 
 
@@ -75,8 +75,8 @@ class BlockTrie:
     """Blocks by content, over a pool of pages.
 
     Attributes:
-        pool: the pages.
-        evictions: blocks given up for their pages so far.
+        pool: the page pool.
+        evictions: number of blocks evicted so far.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -89,31 +89,31 @@ class BlockTrie:
         self.pool = PagePool(self.num_pages)
         self._roots: dict[str | None, Block] = {}
         self._unheld: set[Block] = set()
-        self._leaves: list[tuple[int, int, Block]] = []  # candidates for eviction; some have found holders since
+        self._leaves: list[tuple[int, int, Block]] = []  # eviction candidates; stale entries are skipped
 
     @property
     def num_available(self) -> int:
-        """Pages free or held by blocks nobody refers to: what `new` can still be given."""
+        """Return the number of pages that `new` can hand out: free pages and those of unreferenced blocks."""
         return self.pool.num_free + len(self._unheld)
 
     @property
     def num_cached(self) -> int:
-        """Blocks kept though nobody refers to them."""
+        """Return the number of blocks cached without references."""
         return len(self._unheld)
 
     def root(self, salt: str | None) -> Block:
-        """Where paths under a salt begin. Different salts share nothing."""
+        """Return the root of the paths under a salt. Different salts share no blocks."""
         if salt not in self._roots:
             self._roots[salt] = Block(next(self._serials), -1, 0, keep=True)
             self._roots[salt].key = (salt,)
         return self._roots[salt]
 
     def private_root(self) -> Block:
-        """A root only its caller knows, below which nothing outlives its holders."""
+        """Return a root known only to the caller. Blocks below it are freed with their last holder."""
         return Block(next(self._serials), -1, 0, keep=False)
 
     def _forget(self, root: Block) -> None:
-        """Forget a salt that nobody uses and below which there is nothing."""
+        """Remove the root of a salt if it has neither references nor blocks below it."""
         if root.key and not root.dependents and not root.refs:
             del self._roots[root.key[0]]  # type: ignore[arg-type]
             root.key = None
@@ -121,20 +121,20 @@ class BlockTrie:
     # Holding
 
     def acquire(self, block: Block) -> Block:
-        """One more holder; whoever holds a block holds its parents too."""
+        """Add a holder to a block and return the block. A holder must also hold the block's parents."""
         block.refs += 1
         self._unheld.discard(block)
         return block
 
     def release(self, blocks: Iterable[Block], *, used: bool = True) -> None:
-        """One holder less, children before their parents.
+        """Remove one holder from each block; pass children before their parents.
+
+        A complete block of the trie stays cached until its page is needed, unless it is marked as forgotten. Every other block
+        is freed with its last holder.
 
         Args:
-            blocks: held once more than they shall be.
-            used: whether this counts as a use, before which others are evicted.
-
-        A complete block of the trie stays until its page is wanted, unless it is to be forgotten; anything else is
-        freed with its last holder.
+            blocks: blocks to release, children first.
+            used: whether the release counts as a use for the eviction order.
         """
         now = next(self._clock)
         for block in blocks:
@@ -151,12 +151,13 @@ class BlockTrie:
                 self._drop(block)
 
     def forget(self, path: Sequence[Block]) -> None:
-        """Keep neither the blocks of a path nor what was computed with all of it; what somebody holds goes with its holder.
+        """Forget the blocks of a path and the blocks computed with the whole path as context.
 
-        Where another path goes on below one of the blocks, that one stays as long as the other path does.
+        A forgotten block that is held is freed when its last holder releases it. A block that another path continues from stays
+        as long as that path does.
 
         Args:
-            path: blocks one below the other, from the first.
+            path: blocks from the first to the last, each the parent of the next.
         """
         doomed, below = [*path], [*path[-1].later]
         while below:
@@ -171,7 +172,7 @@ class BlockTrie:
     # Blocks
 
     def new(self, size: int, *, keep: bool) -> Block:
-        """A held, private block on a page of its own, evicting the least recently used leaf when none is free.
+        """Return a held, private block on a page of its own. Evict the least recently used leaf if no page is free.
 
         Raises:
             OutOfPagesError: every page is held.
@@ -183,7 +184,7 @@ class BlockTrie:
         return block
 
     def link(self, block: Block, parents: tuple[Block, ...], key: Key) -> None:
-        """Put a private block into the trie; `parents` must be in it and held, `key` free under the first."""
+        """Put a private block into the trie. `parents` must be held and in the trie, and `key` free under the first."""
         block.parents, block.key = parents, key
         parents[0].children[key] = block
         for parent in parents:
@@ -192,16 +193,16 @@ class BlockTrie:
             parent.later.add(block)
 
     def reset(self) -> None:
-        """Forget every block and hand out the pages anew: for a pool that was lost. Nobody may hold a block."""
+        """Forget every block and mark every page free, after the pool is lost. No block may be held."""
         self._start()
 
     def evict_all(self) -> None:
-        """Evict every block nobody holds."""
+        """Evict every block without references."""
         while self._unheld:
             self._evict()
 
     def _offer(self, block: Block) -> None:
-        """Make a block a candidate for eviction if it is an unheld leaf."""
+        """Make a block a candidate for eviction if it is an unreferenced leaf."""
         if block in self._unheld and not block.dependents:
             heapq.heappush(self._leaves, (block.last_used, block.serial, block))
             if len(self._leaves) > 2 * self.num_pages + 64:
@@ -210,7 +211,7 @@ class BlockTrie:
 
     def _valid(self, entry: tuple[int, int, Block]) -> bool:
         last_used, _, block = entry
-        # One that has got children since has had a holder, and with it another time of use.
+        # A block gains children only while held, and its release then updates `last_used`.
         return block in self._unheld and block.last_used == last_used
 
     def _evict(self) -> None:
@@ -223,7 +224,7 @@ class BlockTrie:
                 return
 
     def _drop(self, block: Block) -> None:
-        """Unlink a block nobody holds or depends on and free its page."""
+        """Unlink a block without references or dependents and free its page."""
         assert not block.refs
         assert not block.dependents
         self.pool.release(block.page)
@@ -241,7 +242,7 @@ class BlockTrie:
     # Inspection
 
     def blocks(self) -> Iterator[Block]:
-        """Every block of the trie below the roots with a salt."""
+        """Yield every block below the roots with a salt."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             block = stack.pop()
@@ -249,11 +250,14 @@ class BlockTrie:
             stack += block.children.values()
 
     def check(self, holders: Iterable[Iterable[Block]]) -> None:
-        """Assert the invariants against what every sequence and pin holds.
+        """Assert the invariants against the blocks that every sequence and pin holds.
+
+        Args:
+            holders: blocks of each sequence and pin.
 
         Raises:
-            AssertionError: reference counts do not equal the holders, a page is lost, both free and
-                used or used twice, or a block without its parents is held.
+            AssertionError: reference counts differ from the holders; a page is lost, both free and used, or used twice; or a
+                block is held without its parents.
         """
         refs: dict[Block, int] = {}
         for held in holders:

@@ -1,1 +1,1 @@
-"""The K/V store: K/V of prompt parts on disk."""
+"""The K/V store, which keeps K/V of prompt parts on disk."""

@@ -1,4 +1,4 @@
-"""One LMDB environment a folder and process: opened with care, resized with care, under any number of handles."""
+"""The LMDB environment of a store: one per folder and process, shared by all handles, repaired and resized safely."""
 
 from __future__ import annotations
 
@@ -21,34 +21,37 @@ logger = logging.getLogger(__name__)
 
 _DBS = (b"meta", b"data", b"used")
 LOCK = "chunkattn-kv.lock"
-"""Who holds it exclusively is alone; that it is there says whose folder it is."""
+"""The flock file. An exclusive lock gives sole access; the file's presence marks the folder as a KV store."""
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error tells of the file's contents, not of the system (LMDB's own codes are negative) or of its load."""
+    """Return whether an error means damaged file contents.
+
+    System and load problems are excluded. LMDB's own error codes are negative.
+    """
     if isinstance(error, lmdb.MapResizedError | lmdb.MapFullError | lmdb.ReadersFullError):
         return False
     return isinstance(error, Damage) or getattr(error, "code", 0) < 0
 
 
 class Environment:
-    """An open LMDB environment, with the databases `meta`, `data` and `used`.
+    """An open LMDB environment with the databases `meta`, `data` and `used`.
 
-    A process must not open one twice: `opened` and `handles` share it. Its map must not be resized under a transaction: `begin`
-    and `resize` see to that. The flock on `LOCK` is held shared while open; who gets it exclusively is alone, and may
-    check the file and move it.
+    LMDB forbids a process to open one environment twice, so `opened` and `handles` share it. LMDB forbids resizing the map
+    under a transaction; `begin` and `resize` prevent it. An open environment holds a shared flock on `LOCK`. A process that
+    gets the exclusive flock has sole access and may check and move the file.
 
     Attributes:
-        opened: those of this process, by device and inode of the folder; guarded by `opening`.
-        handles: that share it.
-        map_size: in bytes; another process may have committed more.
-        page_size: of LMDB, in bytes.
+        opened: environments of this process, by device and inode of the folder; guarded by `opening`.
+        handles: number of handles that share the environment.
+        map_size: map size in bytes; another process may have committed more.
+        page_size: LMDB's page size in bytes.
 
     Raises:
-        ConfigError: another program's environment is there.
-        Damage: it is damaged, and others use it.
-        lmdb.Error: likewise, or it cannot be opened.
-        OSError: it cannot be opened.
+        ConfigError: the folder holds another program's environment.
+        Damage: the file is damaged while other processes use it.
+        lmdb.Error: the file is damaged while other processes use it, or LMDB cannot open it.
+        OSError: the lock or the file cannot be opened.
     """
 
     opened: dict[tuple[int, int], Environment] = {}  # noqa: RUF012
@@ -59,7 +62,7 @@ class Environment:
         self._gate = threading.Condition()
         self._active, self._closed = 0, False
         data, lock = path / "data.mdb", path / LOCK
-        # Ours is made before the data: where it is wanting, the data is somebody else's, and nothing may be touched.
+        # A store creates its lock file before the data, so data without a lock file belongs to another program.
         if data.exists() and data.stat().st_size and not lock.exists():
             raise ConfigError(
                 f"{path} holds a data.mdb that is no KV store of chunkattn's; give the KV store a folder of its own"
@@ -88,7 +91,7 @@ class Environment:
     def _flock(self, how: int) -> bool:
         try:
             fcntl.flock(self._lock, how)
-        except OSError:  # held by another, or not to be had on this file system
+        except OSError:  # another process holds it, or the file system has no locks
             return False
         return True
 
@@ -102,7 +105,7 @@ class Environment:
             if extend and data.stat().st_size < end:
                 if problems:
                     raise Damage(problems[0])
-                os.truncate(data, end)  # reading a value cut off would be a bus error; zeros fail its checksum
+                os.truncate(data, end)  # reading past the end raises SIGBUS; zeros fail the checksum
             self.env.reader_check()
             with self.env.begin() as txn:
                 names = [bytes(name) for name, _ in txn.cursor()]
@@ -118,7 +121,7 @@ class Environment:
             raise
 
     def is_there(self) -> bool:
-        """Return whether the folder still holds the files that are open."""
+        """Return whether the folder still holds the open files."""
         try:
             lock = (self.path / LOCK).stat()
             return os.path.samestat(lock, os.fstat(self._lock)) and (self.path / "data.mdb").exists()
@@ -127,11 +130,11 @@ class Environment:
 
     @contextlib.contextmanager
     def begin(self, *, write: bool = False) -> Iterator[lmdb.Transaction[memoryview]]:
-        """A transaction; commits unless the block raises.
+        """Open a transaction that commits unless the block raises.
 
         Raises:
             ConfigError: the store is closed.
-            lmdb.Error: as LMDB does.
+            lmdb.Error: LMDB refuses the transaction.
         """
         for attempt in range(5):
             with self._gate:
@@ -156,11 +159,11 @@ class Environment:
                 with self._gate:
                     self._active -= 1
                     self._gate.notify_all()
-            if resized:  # by another process; to no less than what it has committed
+            if resized:  # another process grew the map; LMDB adopts at least its size
                 self.resize(self.map_size)
 
     def resize(self, map_size: int) -> None:
-        """Map that many bytes, or what is committed if that is more. Waits for this process's transactions."""
+        """Map `map_size` bytes, or the committed size if that is larger. Waits for this process's transactions."""
         with self._gate:
             self._gate.wait_for(lambda: not self._active)
             if not self._closed:
@@ -168,7 +171,7 @@ class Environment:
                 self.env.set_mapsize(self.map_size)
 
     def release(self) -> None:
-        """One handle less; the last closes."""
+        """Release one handle. The last one closes the environment."""
         with Environment.opening:
             self.handles -= 1
             if self.handles:
@@ -183,19 +186,22 @@ class Environment:
 
 
 def _find_damage(data: Path) -> list[str]:
-    """What is wrong in a file at rest, which LMDB might crash on; nothing with an absent, empty or sound one."""
+    """Return the damage of a file that no process has open; empty for an absent, empty or sound file.
+
+    LMDB itself may crash on a damaged file.
+    """
     if not data.exists() or not data.stat().st_size:
         return []
     try:
         return lmdb.verify.verify(str(data), subdir=False)  # type: ignore[no-untyped-call]
     except OSError:
         raise
-    except Exception as error:  # whatever the parser makes of a random file
+    except Exception as error:  # the parser may raise anything on random bytes
         return [f"{type(error).__name__}: {error}"]
 
 
 def _set_aside(path: Path, reason: str) -> None:
-    """Rename a damaged `data.mdb`, in place of one renamed earlier; only while alone."""
+    """Rename a damaged `data.mdb` and delete one renamed earlier. Requires sole access."""
     aside = path / f"data.mdb.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
     for old in path.glob("data.mdb.damaged-*"):
         old.unlink(missing_ok=True)

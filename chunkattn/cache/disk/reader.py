@@ -1,4 +1,4 @@
-"""A thread that reads entries from a store, so that no step waits for a disk."""
+"""A thread that reads entries from a store, so that engine steps never wait for a disk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Wanted(NamedTuple):
     """An entry to read.
 
     Attributes:
-        key: from `entry_key`.
+        key: key from `entry_key`.
         like: shape and dtype of each array.
-        required: without this entry the ones after it are of no use.
+        required: whether a missing entry makes the entries after it useless; reading then stops there.
     """
 
     key: bytes
@@ -31,15 +31,15 @@ class Wanted(NamedTuple):
 
 
 Found = dict[bytes, list[np.ndarray] | None]
-"""Arrays by key, None for an entry that is not there; keys that were not looked for are absent."""
+"""Arrays by key; None for a missing entry. Keys that were not looked up are absent."""
 
 
 class StoreReader:
-    """Reads lists of entries in order of submission.
+    """A reader of lists of entries, in order of submission.
 
     Args:
-        store: outlives the reader.
-        max_bytes: of arrays that were read and not released; the thread pauses at that many.
+        store: the store; it must outlive the reader.
+        max_bytes: bytes of read and unreleased arrays at which the thread pauses.
     """
 
     def __init__(self, store: KVStore, *, max_bytes: int) -> None:
@@ -53,21 +53,24 @@ class StoreReader:
 
     @property
     def owners(self) -> frozenset[Hashable]:
-        """Owners whose entries were submitted and neither taken nor cancelled."""
+        """Return the owners whose entries were submitted and neither taken nor cancelled."""
         with self._changed:
             return frozenset(self._owners)
 
     def submit(self, owner: Hashable, wanted: Sequence[Wanted]) -> None:
-        """Have entries read for an owner who has none on the way."""
+        """Queue entries to read for an owner that has none pending."""
         with self._changed:
             self._owners.add(owner)
             self._waiting.append((owner, wanted))
             self._changed.notify_all()
 
     def take(self, timeout: float = 0.0) -> list[tuple[Hashable, Found]]:
-        """Owners whose entries have been read, and the entries; waits up to `timeout` seconds for the first.
+        """Return the owners whose entries have been read, each with its entries.
 
         Call `release` with the entries when their arrays are no longer needed.
+
+        Args:
+            timeout: seconds to wait for the first owner.
         """
         with self._changed:
             if timeout:
@@ -77,13 +80,13 @@ class StoreReader:
         return arrived
 
     def release(self, found: Found) -> None:
-        """Count the arrays no longer against `max_bytes`."""
+        """Stop counting the arrays against `max_bytes`."""
         with self._changed:
             self._held -= num_bytes(found)
             self._changed.notify_all()
 
     def cancel(self, owner: Hashable) -> None:
-        """Forget what an owner has on the way."""
+        """Drop an owner's pending and read entries."""
         with self._changed:
             if owner in self._owners:
                 self._owners.remove(owner)
@@ -94,7 +97,7 @@ class StoreReader:
                 self._changed.notify_all()
 
     def close(self) -> list[Hashable]:
-        """Stop reading. Returns the owners whose entries were not taken."""
+        """Stop reading and return the owners whose entries were not taken."""
         with self._changed:
             self._closed = True
             left, self._owners = list(self._owners), set()
@@ -131,5 +134,5 @@ class StoreReader:
 
 
 def num_bytes(found: Found) -> int:
-    """Bytes of all arrays."""
+    """Return the bytes of all arrays."""
     return sum(array.nbytes for arrays in found.values() for array in arrays or ())

@@ -1,4 +1,4 @@
-"""What a store writes down: the name of an entry, and its metadata."""
+"""The records of a store: keys and metadata of entries."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import numpy as np
 import xxhash
 
 FORMAT = 2
-"""Version of the records. Version 1 may hold K/V of scored items under the name of a chunk."""
+"""Version of the records. Version 1 may hold K/V of scored items under the key of a chunk."""
 KEY_BYTES = 32
 TAG_BYTES = 8
 
 
 class Damage(Exception):
-    """An entry cannot be used; says why."""
+    """A reason why an entry or a file is unusable."""
 
 
 def model_tag(fingerprint: bytes) -> bytes:
-    """The first 8 bytes of every key of the model with this fingerprint."""
+    """Return the first 8 bytes of every key of the model with this fingerprint."""
     return hashlib.blake2b(fingerprint, digest_size=TAG_BYTES, person=b"chunkattn-model").digest()
 
 
 def entry_key(
     fingerprint: bytes, salt: str | None, prefix_ids: np.ndarray, chunk_ids: np.ndarray | None, start_position: int
 ) -> bytes:
-    """32 bytes that name an entry: the model's tag, then a digest of everything its K/V depend on.
+    """Return the 32-byte key of an entry: the model's tag, then a digest of everything the K/V depend on.
 
     Args:
-        fingerprint: of weights, dtypes and everything else that K/V depend on besides the prompt.
-        salt: keeps entries of different owners apart; None differs from "".
-        prefix_ids: token ids `[P]`, any integer dtype.
-        chunk_ids: token ids `[C]` of the chunk; None for the prefix's own entry.
-        start_position: the first token's.
+        fingerprint: digest of weights, dtypes and everything else that K/V depend on besides the prompt.
+        salt: separates entries of different owners; None differs from "".
+        prefix_ids: token ids of the prefix.
+        chunk_ids: token ids of the chunk; None for the prefix's own entry.
+        start_position: position of the entry's first token.
     """
     digest = hashlib.blake2b(digest_size=KEY_BYTES - TAG_BYTES, person=b"chunkattn-entry")
     parts: list[bytes | None] = [fingerprint, None if salt is None else salt.encode("utf-8", "surrogatepass")]
@@ -49,16 +49,16 @@ def entry_key(
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """What a store knows of one entry.
+    """Metadata of one stored entry.
 
     Attributes:
         key: 32 bytes.
         model: the model's tag in hex.
         kind: "prefix" or "chunk".
-        tokens: how many the K/V are of.
-        num_bytes: of the arrays.
+        tokens: number of tokens whose K/V the entry holds.
+        num_bytes: bytes of the arrays.
         created: seconds since the epoch.
-        last_used: likewise.
+        last_used: seconds since the epoch.
     """
 
     key: bytes
@@ -71,12 +71,12 @@ class StoreEntry:
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """Metadata of an entry.
+    """Record of an entry's metadata.
 
     Attributes:
-        arrays: signature of each.
-        num_bytes: of the arrays.
-        segments: they are cut into.
+        arrays: signature of each array.
+        num_bytes: bytes of the arrays.
+        segments: number of segments the arrays are cut into.
         checksum: xxh3_128 over the arrays' bytes.
     """
 
@@ -90,16 +90,16 @@ class Meta(msgspec.Struct, frozen=True):
     checksum: bytes
 
     def encode(self, key: bytes) -> bytes:
-        """A checksum over the key and what follows, and the record in msgpack."""
+        """Return the record in msgpack behind a checksum over the key and the record."""
         payload = msgspec.msgpack.encode(self)
         return xxhash.xxh3_128_digest(key + payload) + payload
 
     @staticmethod
     def decode(key: bytes, record: bytes) -> Meta:
-        """From what `encode` made.
+        """Decode a record made by `encode`.
 
         Raises:
-            Damage: it did not make this.
+            Damage: the checksum, the msgpack form or the format version is wrong.
         """
         if xxhash.xxh3_128_digest(key + record[16:]) != record[:16]:
             raise Damage("wrong checksum of the metadata")
@@ -113,5 +113,5 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 def signature(shape: Sequence[int], dtype: np.dtype) -> tuple[str, list[int]]:
-    """What `Meta.arrays` says of an array."""
-    return f"{dtype.str} {dtype.name}", list(shape)  # the name tells bfloat16 from other two-byte voids
+    """Return the entry of `Meta.arrays` for an array."""
+    return f"{dtype.str} {dtype.name}", list(shape)  # the name distinguishes bfloat16 from other 2-byte void types

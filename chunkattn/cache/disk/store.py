@@ -1,9 +1,13 @@
-"""K/V of prompt parts on disk, in an LMDB environment that processes share.
+"""K/V of prompt parts on disk, in an LMDB environment shared between processes.
 
-The environment holds three databases. `meta`: entry key to a checksum and a msgpack record; `data`: entry key and a
-big-endian uint32 to at most `SEGMENT` bytes of one array, so that a put never needs a long run of free pages; `used`: entry
-key to the time of last use. All of an entry is written in one transaction, and read under one, so it is whole or absent.
-Nothing here may import JAX.
+The environment holds three databases:
+
+- `meta` maps an entry's key to a checksum and a msgpack record.
+- `data` maps a key and a big-endian uint32 index to at most `SEGMENT` bytes of one array, so a put needs no long run of
+  free pages.
+- `used` maps a key to the time of last use.
+
+One transaction writes an entry and one reads it, so an entry is whole or absent. This module must not import JAX.
 """
 
 from __future__ import annotations
@@ -32,14 +36,14 @@ __all__ = ["KVStore", "Like", "StoreEntry", "StoreWriter", "entry_key", "model_t
 
 logger = logging.getLogger(__name__)
 
-SEGMENT = (1 << 20) - 16  # with LMDB's page header, whole pages
+SEGMENT = (1 << 20) - 16  # fills whole pages together with LMDB's page header
 MIN_BYTES = 4 << 20
-_HIGH, _LOW = 0.9, 0.85  # a put that would fill more than the first share evicts down to the second
-_BATCH = 128 << 20  # freed by one transaction at most: LMDB writes the list of freed pages as one value
+_HIGH, _LOW = 0.9, 0.85  # a put that would exceed the first share evicts down to the second
+_BATCH = 128 << 20  # most bytes freed by one transaction: LMDB writes the list of freed pages as one value
 _TICK = b"tick"
 _WARNINGS_S = 60.0
 _LEAST_LEFT = 0.3
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # LMDB reports a short write as an input/output error
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # LMDB reports a short write as EIO
 
 T = TypeVar("T")
 Like = Sequence[tuple[tuple[int, ...], np.dtype]]
@@ -55,21 +59,22 @@ def _pieces(nbytes: int) -> Iterator[slice]:
 
 
 class KVStore:
-    """K/V entries in a folder, the least recently used going first. Safe among threads and processes; open it after a fork.
+    """K/V entries in a folder, evicted by least recent use. Safe across threads and processes; open it after a fork.
 
-    Handles of one process share the environment. The file never exceeds `max_bytes`, or the largest of those who share it; it
-    does not shrink. A handle's own `max_bytes` bounds what its puts leave. Damage costs entries, never an error.
+    Handles of one process share the environment. The file never exceeds the largest `max_bytes` of the handles that share
+    it, and it never shrinks. A handle's own `max_bytes` bounds the size that its puts leave. Damaged entries are removed
+    without an error.
 
     Args:
-        path: a folder of its own, made if need be.
-        max_bytes: of the file on disk, at least 4 MiB; puts aim at 90 percent.
-        create: start a store where there is none.
+        path: a folder of its own; created if absent.
+        max_bytes: size of the file on disk in bytes, at least 4 MiB; puts aim at 90 percent.
+        create: create a store if the folder has none.
 
     Attributes:
-        damaged: entries found damaged and removed.
+        damaged: number of entries found damaged and removed.
 
     Raises:
-        ConfigError: the folder cannot be used, holds something else or has no store, or `max_bytes` is too small.
+        ConfigError: the folder cannot be used, belongs to another program or has no store, or `max_bytes` is too small.
     """
 
     def __init__(self, path: str | Path, *, max_bytes: int = 16 << 30, create: bool = True) -> None:
@@ -77,7 +82,7 @@ class KVStore:
         self._warned_at = float("-inf")
         if max_bytes < MIN_BYTES:
             raise ConfigError(f"a KV store needs max_bytes of at least {MIN_BYTES}, not {max_bytes}")
-        # Evicting takes pages too: what is kept back here is mapped when they are wanting.
+        # Eviction needs free pages too: `_at_need` maps this reserve when they run out.
         map_size = (max_bytes - max(256 << 10, max_bytes // 64)) & ~0xFFFF
         try:
             if not create and not (self.path / "data.mdb").exists():
@@ -103,14 +108,16 @@ class KVStore:
         self.close()
 
     def close(self) -> None:
-        """Give the handle up; waits for what is under way. Closing twice is fine."""
+        """Close the handle after its transactions in progress. Repeated calls are allowed."""
         self._release()
 
     def get(self, key: bytes, like: Like) -> list[np.ndarray] | None:
-        """The entry's arrays, copied out; None without one. A damaged or different one is removed and counted.
+        """Return copies of an entry's arrays, or None if the entry is absent.
+
+        A damaged entry, or one whose arrays differ from `like`, is removed and counted in `damaged`.
 
         Args:
-            key: from `entry_key`.
+            key: key from `entry_key`.
             like: shape and dtype of each array.
         """
         try:
@@ -133,7 +140,7 @@ class KVStore:
         if meta.arrays != wanted:
             raise Damage(f"arrays {meta.arrays}, not {wanted}")
         arrays, digest, index = [], xxhash.xxh3_128(), 0
-        cursor = txn.cursor(self._env.data)  # unlike `Transaction.get`, it reads from disk without the GIL
+        cursor = txn.cursor(self._env.data)  # unlike `Transaction.get`, it releases the GIL while reading from disk
         for shape, dtype in like:
             arrays.append(np.empty(shape, dtype))
             raw = _raw(arrays[-1])
@@ -152,7 +159,7 @@ class KVStore:
         return arrays
 
     def contains(self, key: bytes) -> bool:
-        """Whether there is an entry; `get` tells whether it is sound."""
+        """Return whether the store has an entry. Only `get` checks that it is sound."""
         try:
             with self._env.begin() as txn:
                 return txn.get(key, db=self._env.meta) is not None
@@ -161,13 +168,16 @@ class KVStore:
             return False
 
     def put(self, key: bytes, arrays: Sequence[np.ndarray], *, tokens: int, kind: str) -> bool:
-        """Write an entry, in place of an earlier one; False if it can never fit, or LMDB refuses it (which is logged).
+        """Write an entry, replacing an earlier one.
 
         Args:
-            key: from `entry_key`.
-            arrays: any shapes and dtypes but objects.
-            tokens: how many they are the K/V of.
+            key: key from `entry_key`.
+            arrays: arrays of any shapes and dtypes except objects.
+            tokens: number of tokens whose K/V the arrays hold.
             kind: "prefix" or "chunk".
+
+        Returns:
+            False if the entry exceeds the store's capacity or LMDB refuses it; both are logged.
         """
         raws, digest = [_raw(np.asarray(array, order="C")) for array in arrays], xxhash.xxh3_128()
         for raw in raws:
@@ -196,14 +206,14 @@ class KVStore:
                         for index, piece in enumerate(pieces):
                             txn.put(key + struct.pack(">I", index), piece.data, db=self._env.data)
                     return True
-                except lmdb.MapFullError:  # no run of free pages: what the last two transactions freed cannot be reused yet
+                except lmdb.MapFullError:  # LMDB cannot yet reuse the pages that the last two transactions freed
                     self._evict(int(fill * room) - need)
-                    time.sleep(turn * 0.1)  # nor can what a reader may still look at
+                    time.sleep(turn * 0.1)  # pages that a reader may still use are not reusable either
                 except lmdb.Error as error:
                     if getattr(error, "code", 0) not in _DISK_FULL:
                         raise
-                    self._warn("the disk of the KV store %s is full; old entries go for new ones", self.path)
-                    room = min(room, self.num_bytes)  # the file cannot grow: its own pages have to do
+                    self._warn("the disk of the KV store %s is full; new entries replace old ones", self.path)
+                    room = min(room, self.num_bytes)  # the file cannot grow
                     self._evict(int(max(fill, _LEAST_LEFT) * room) - need)  # a failing disk must not empty the store
         except lmdb.Error as error:
             self._warn("cannot write KV entries to %s: %s", self.path, error)
@@ -212,14 +222,14 @@ class KVStore:
         return False
 
     def _warn(self, text: str, *values: object) -> None:
-        """Warn of what may come with every entry, once a minute."""
+        """Log a warning that every entry may repeat, at most once a minute."""
         now = time.monotonic()
         if now - self._warned_at >= _WARNINGS_S:
             self._warned_at = now
             logger.warning(text, *values)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Note that the entries were used now, in one transaction; absent ones are passed over."""
+        """Set the time of last use of the entries to now, in one transaction. Absent entries are skipped."""
         now = struct.pack(">d", time.time())
         try:
             with self._env.begin(write=True) as txn:
@@ -230,11 +240,11 @@ class KVStore:
             logger.warning("cannot note the use of KV entries: %s", error)
 
     def delete(self, key: bytes) -> bool:
-        """Remove an entry; whether there was one."""
+        """Remove an entry. Returns whether it existed."""
         return self._remove_all([key]) == 1
 
     def entries(self) -> list[StoreEntry]:
-        """All entries whose metadata are sound, the least recently used first."""
+        """Return all entries with sound metadata, the least recently used first."""
         found = []
         with self._env.begin() as txn:
             for last_used, key in self._by_use(txn):
@@ -246,17 +256,20 @@ class KVStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of the pages in use."""
+        """Return the bytes of the pages in use."""
         with self._env.begin() as txn:
             return self._in_use(txn)
 
     def gc(self, max_bytes: int | None = None, max_age_s: float | None = None, model: str | None = None) -> int:
-        """Remove entries; returns how many. Without `model`, entries that cannot be read go first and are not counted.
+        """Remove entries and return how many.
+
+        Without `model`, unreadable entries are removed first and are not counted. With `model` alone, all entries of that model
+        are removed.
 
         Args:
-            max_bytes: then the least recently used, until the arrays of the rest are no more than this.
-            max_age_s: first those not used for that many seconds.
-            model: only of the model with this tag in hex; alone, all of them.
+            max_bytes: remove the least recently used entries until the arrays of the rest take at most this many bytes.
+            max_age_s: before that, remove entries not used for this many seconds.
+            model: remove only entries of the model with this tag in hex.
         """
         if model is None:
             self._remove_all(self._unreadable())
@@ -273,7 +286,7 @@ class KVStore:
         return self._remove_all(going)
 
     def _unreadable(self) -> list[bytes]:
-        """Keys of entries with damaged metadata or of another format, which `entries` leaves out."""
+        """Return the keys of entries with damaged metadata or another format, which `entries` skips."""
         found = []
         with self._env.begin() as txn:
             for _, key in self._by_use(txn):
@@ -284,7 +297,7 @@ class KVStore:
         return found
 
     def clear(self) -> None:
-        """Remove everything."""
+        """Remove every entry."""
         self._evict(-1)
 
     def _in_use(self, txn: lmdb.Transaction[memoryview]) -> int:
@@ -292,7 +305,7 @@ class KVStore:
         return sum((s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) * s["psize"] for s in stats)
 
     def _by_use(self, txn: lmdb.Transaction[memoryview]) -> list[tuple[float, bytes]]:
-        """Times of last use and keys, oldest first."""
+        """Return times of last use and keys, oldest first."""
         times = {bytes(key): bytes(value) for key, value in txn.cursor(self._env.used)}
         keys = map(bytes, txn.cursor(self._env.meta).iternext(values=False))
         return sorted((struct.unpack(">d", times[key])[0] if len(times.get(key, b"")) == 8 else 0.0, key) for key in keys)
@@ -315,7 +328,7 @@ class KVStore:
             self._drop(txn)
 
     def _drop(self, txn: lmdb.Transaction[memoryview]) -> None:
-        for db in (self._env.meta, self._env.data, self._env.used):  # with them, pages of entries whose keys were damaged
+        for db in (self._env.meta, self._env.data, self._env.used):  # also frees the pages of entries with damaged keys
             txn.drop(db, delete=False)
 
     def _remove_all(self, keys: Sequence[bytes]) -> int:
@@ -327,7 +340,7 @@ class KVStore:
         return removed
 
     def _remove_some(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Remove the first of the keys in one transaction; how many of them, and how many entries there were."""
+        """Remove the first keys in one transaction. Returns the number of keys handled and of entries removed."""
         with self._env.begin(write=True) as txn:
             start, done, count = self._in_use(txn), 0, 0
             while done < len(keys) and start - self._in_use(txn) < _BATCH:
@@ -336,7 +349,7 @@ class KVStore:
         return done, count
 
     def _at_need(self, work: Callable[[], T]) -> T:
-        """Do it; with a full map, again in what was kept back."""
+        """Run `work`; if the map is full, extend it by the reserve and run `work` again."""
         try:
             return work()
         except lmdb.MapFullError:
@@ -344,9 +357,9 @@ class KVStore:
             return work()
 
     def _evict(self, target: int) -> None:
-        """Remove what was least recently used until `target` bytes are in use, and let a later put have the pages."""
+        """Remove the least recently used entries down to `target` bytes and make their pages reusable by a later put."""
         with self._env.begin() as txn:
-            self._env.env.reader_check()  # a killed reader would hold its pages for ever
+            self._env.env.reader_check()  # frees the slots of killed readers, which pin pages
             excess, going = self._in_use(txn) - target, []
             for _, key in self._by_use(txn):
                 if excess <= 0:
@@ -355,7 +368,7 @@ class KVStore:
                 with contextlib.suppress(Damage):
                     excess -= Meta.decode(key, bytes(txn.get(key, b"", db=self._env.meta))).num_bytes
         self._remove_all(going)
-        # LMDB reuses what a transaction freed from the second after it on, and counts only those that change something.
+        # LMDB reuses freed pages two writing transactions later, and counts only transactions that change something.
         for turn in range(2):
             self._at_need(partial(self._tick, target < 0 and not turn))
 

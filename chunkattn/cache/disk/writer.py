@@ -1,4 +1,4 @@
-"""A thread that writes entries to a store, so that nobody waits for a disk."""
+"""A thread that writes entries to a store, so that engine steps never wait for a disk."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _Job = tuple[bytes, Fetch, int, str, int]
 
 
 class StoreWriter:
-    """A thread that writes entries to a store, so that nobody waits for a disk. It logs and counts errors, and goes on.
+    """A thread that writes entries to a store. It logs and counts errors and continues.
 
     Args:
-        store: outlives the writer.
-        max_pending: entries that may wait; more are dropped.
-        max_pending_bytes: of what waits, as `submit` is told; a single entry may have more.
+        store: the store; it must outlive the writer.
+        max_pending: most entries that may wait; further ones are dropped.
+        max_pending_bytes: most bytes that waiting entries may hold, as passed to `submit`; a single entry may exceed it.
 
     Attributes:
-        written: entries put.
-        dropped: entries refused because too much was waiting, or given up by `close`.
-        pending_bytes: of what waits or is being written.
-        failed: entries that could not be fetched or put.
+        written: number of entries written.
+        dropped: number of entries refused because of the limits, or abandoned by `close`.
+        pending_bytes: bytes of the entries that wait or are being written.
+        failed: number of entries that could not be fetched or written.
     """
 
     touch_interval_s = 1.0
@@ -54,17 +54,20 @@ class StoreWriter:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kv-store-writer", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # before the interpreter freezes the thread in the midst of a transaction
+        atexit.register(self.close)  # at exit the interpreter would freeze the thread inside a transaction
 
     def submit(self, key: bytes, fetch: Fetch, *, tokens: int, kind: str, num_bytes: int = 0) -> bool:
-        """Have an entry written unless the store has it by then; False when too much is waiting, or after `close`.
+        """Queue an entry to write unless the store has it by then.
 
         Args:
-            key: from `entry_key`.
-            fetch: called in the thread, for the arrays.
-            tokens: how many they are the K/V of.
+            key: key from `entry_key`.
+            fetch: returns the arrays; called in the thread.
+            tokens: number of tokens whose K/V the arrays hold.
             kind: "prefix" or "chunk".
-            num_bytes: that `fetch` holds on to.
+            num_bytes: bytes that `fetch` keeps alive.
+
+        Returns:
+            False if too much is waiting or the writer is closed.
         """
         with self._changed:
             if key in self._keys:
@@ -80,13 +83,13 @@ class StoreWriter:
         return True
 
     def take_lost(self) -> list[bytes]:
-        """Keys that were taken and could not be written, since the last call."""
+        """Return the keys of accepted entries that could not be written since the last call."""
         with self._changed:
             lost, self._lost = self._lost, []
         return lost
 
     def touch(self, key: bytes) -> None:
-        """Have the time noted as the entry's last use, with others', within a second or so."""
+        """Record a use of the entry now. The thread writes collected uses about once a second."""
         with self._changed:
             if not self._touched:
                 self._touch_at = time.monotonic() + self.touch_interval_s
@@ -94,7 +97,7 @@ class StoreWriter:
             self._touched.add(key)
 
     def delete(self, key: bytes) -> None:
-        """Have an entry deleted; what waits to be written of it is dropped."""
+        """Queue the deletion of an entry and drop its pending write."""
         with self._changed:
             for job in [job for job in self._waiting if job[0] == key]:
                 self._waiting.remove(job)
@@ -104,12 +107,12 @@ class StoreWriter:
             self._changed.notify_all()
 
     def deletes(self, key: bytes) -> bool:
-        """Whether an entry is about to be deleted."""
+        """Return whether the deletion of an entry is pending."""
         with self._changed:
             return key in self._doomed or key in self._deleting
 
     def flush(self, timeout: float) -> bool:
-        """Wait for all that was asked for, at most that many seconds; whether it is done."""
+        """Wait until all requested work is done, at most `timeout` seconds. Returns whether it is done."""
         with self._changed:
             self._flushing += 1
             self._changed.notify_all()
@@ -118,7 +121,7 @@ class StoreWriter:
             return done
 
     def close(self, timeout: float = 10.0) -> None:
-        """Take no more entries, write those waiting within that many seconds, drop the rest. Closing twice is fine."""
+        """Refuse new entries, write waiting ones for up to `timeout` seconds and drop the rest. Repeated calls are allowed."""
         atexit.unregister(self.close)
         with self._changed:
             self._closed = True
@@ -158,7 +161,7 @@ class StoreWriter:
                 self._busy = True
             kept = False
             try:
-                self._delete(doomed)  # before anything is written: whoever has it written again has asked later
+                self._delete(doomed)  # before writes: a queued write of the same key was requested later
                 if touched:
                     self.store.touch(touched)
                 kept = job is None or self._write(*job[:-1])
@@ -172,7 +175,7 @@ class StoreWriter:
                         self._keys.discard(job[0])
                         self.pending_bytes -= job[-1]
                         self._lost += [] if kept else [job[0]]
-                job = None  # and with it what `fetch` holds on to
+                job = None  # releases what `fetch` keeps alive
 
     def _delete(self, keys: set[bytes]) -> None:
         for key in keys:
