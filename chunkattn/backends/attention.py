@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from chunkattn.backends.base import AttentionBatch, AttentionSpec
 from chunkattn.backends.registry import make_backend
@@ -16,15 +17,15 @@ _BLOCK_SIZE = 64
 
 
 def chunk_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T Hkv D"],
+    v: Float[Array, "T Hkv D"],
     layout: ChunkLayout,
     *,
     backend: str = "auto",
     scale: float | None = None,
     soft_cap: float | None = None,
-) -> jax.Array:
+) -> Float[Array, "T H D"]:
     """Attention of one sequence under its layout's visibility.
 
     Args:

@@ -1,4 +1,8 @@
-"""What an attention backend is, and the description of a step it gets."""
+"""The interface of an attention backend, and the description of a step that a backend receives.
+
+Axes in the annotations of this package: `T` rows (tokens) of a step, `H` query heads, `Hkv` KV heads, `D` head size, `S`
+sequences, `W` entries of a page table, `P` pages of the pool, `B` slots of a page, `Q` query tiles.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from chunkattn.errors import BackendError
 
@@ -88,15 +93,15 @@ class AttentionBatch:
     """
 
     num_rows: int
-    row_seq: np.ndarray
-    row_slot: np.ndarray
-    row_start: np.ndarray
-    prefix_end: np.ndarray
-    block_tables: np.ndarray
-    page_len: np.ndarray
+    row_seq: Int32[np.ndarray, " T"]
+    row_slot: Int32[np.ndarray, " T"]
+    row_start: Int32[np.ndarray, " T"]
+    prefix_end: Int32[np.ndarray, " S"]
+    block_tables: Int32[np.ndarray, "S W"]
+    page_len: Int32[np.ndarray, "S W"]
     block_size: int
 
-    def flat_slots(self) -> np.ndarray:
+    def flat_slots(self) -> Int32[np.ndarray, " T"]:
         """int32 `[T]`: where each row's K/V goes in the pool seen as one list of slots.
 
         Padding rows get -1, which nothing may write to.
@@ -148,15 +153,15 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T Hkv D"],
+        v: Float[Array, "T Hkv D"],
         cache: KVCache,
         metadata: Metadata,
         *,
         scale: float,
         window: int | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[Float[Array, "T H D"], KVCache]:
         """Write the rows' K/V to the cache, then attend to what the cache holds.
 
         A row of this step is attended to as the cache keeps it, quantised or not: whether a token was computed now or
@@ -186,7 +191,7 @@ def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(f"uint{8 * dtype.itemsize}") if dtype.itemsize < 4 else dtype
 
 
-def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def to_cache(x: Float[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"]:
     """Values as a cache of `dtype` keeps them: those beyond `FP8`'s range become its largest, NaN stays NaN.
 
     A bare cast to `FP8` makes NaN of everything beyond its range.
@@ -196,7 +201,9 @@ def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
-def write_pages(cache: KVCache, k: jax.Array, v: jax.Array, flat_slots: jax.Array) -> KVCache:
+def write_pages(
+    cache: KVCache, k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], flat_slots: Int32[Array, " T"]
+) -> KVCache:
     """Scatter rows' K/V into a cache of the default form, as it keeps them; rows with slot -1 are dropped."""
 
     def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
@@ -208,17 +215,19 @@ def write_pages(cache: KVCache, k: jax.Array, v: jax.Array, flat_slots: jax.Arra
     return write(cache[0], k), write(cache[1], v)
 
 
-def read_pages(cache: KVCache, pages: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def read_pages(
+    cache: KVCache, pages: Int[Array, "*N"], dtype: jnp.dtype
+) -> tuple[Float[Array, "*N B Hkv D"], Float[Array, "*N B Hkv D"]]:
     """K and V of `pages` of any shape, in the model's `dtype`: `[*pages.shape, block_size, kv_heads, head_dim]` each."""
     keys, values = (_bitcast(pool[pages], _kept_as(pool, dtype)).astype(dtype) for pool in cache)
     return keys, values
 
 
-def _kept_as(pool: jax.Array, dtype: jnp.dtype) -> jnp.dtype:
+def _kept_as(pool: Shaped[Array, "P B Hkv D"], dtype: jnp.dtype) -> jnp.dtype:
     """The floats whose bits a pool holds, for a model of `dtype`."""
     return FP8 if pool.dtype.itemsize == 1 else dtype
 
 
-def _bitcast(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _bitcast(x: Shaped[Array, "*axes"], dtype: jnp.dtype) -> Shaped[Array, "*axes"]:
     """The same bits as `dtype`; a cast to the type it has would be no gradient's friend."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int64
 
 from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray
 from chunkattn.backends.registry import register_backend
@@ -24,7 +25,7 @@ _MASKED = -1e30
 class MaskMetadata(NamedTuple):
     """A step as its mask: bool `[M, M]`, row by row it sees; `M` is `T`, or the limit where that is less."""
 
-    mask: StepArray
+    mask: Bool[StepArray, "M M"]
 
 
 @register_backend("packed_dense")
@@ -79,20 +80,22 @@ class PackedDenseBackend(AttentionBackend):
 
     def forward(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T Hkv D"],
+        v: Float[Array, "T Hkv D"],
         cache: KVCache,
         metadata: MaskMetadata,
         *,
         scale: float,
         window: int | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[Float[Array, "T H D"], KVCache]:
         """See `AttentionBackend.forward`; the cache is returned as it is."""
         size, (rows, heads, head_dim), kv_heads = len(metadata.mask), q.shape, k.shape[1]
         precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
-        def one_head(head: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        def one_head(
+            head: tuple[Float[Array, "groups M D"], Float[Array, "M D"], Float[Array, "M D"]],
+        ) -> Float32[Array, "groups M D"]:
             """A KV head and its queries: `[groups, M, d]`, `[M, d]`, `[M, d]` to float32 `[groups, M, d]`."""
             q, k, v = head
             scores = jnp.einsum("rqd,kd->rqk", q, k, precision=precision, preferred_element_type=jnp.float32)
@@ -106,7 +109,7 @@ class PackedDenseBackend(AttentionBackend):
         return jnp.pad(out, ((0, rows - size), (0, 0), (0, 0))), cache
 
 
-def _visible_slots(batch: AttentionBatch) -> np.ndarray:
+def _visible_slots(batch: AttentionBatch) -> Int64[np.ndarray, " num_rows"]:
     """int64 `[num_rows]`: valid slots each row sees, be they of this step or not."""
     seq, slot, start = (x[: batch.num_rows] for x in (batch.row_seq, batch.row_slot, batch.row_start))
     before = np.pad(np.cumsum(batch.page_len, axis=1), ((0, 0), (1, 0)))

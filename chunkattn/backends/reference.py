@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, read_pages, write_pages
 from chunkattn.backends.registry import register_backend
@@ -14,13 +15,13 @@ from chunkattn.backends.registry import register_backend
 class DenseMetadata(NamedTuple):
     """The batch itself, as arrays, with padding rows in sequence -1."""
 
-    row_seq: StepArray
-    row_slot: StepArray
-    row_start: StepArray
-    flat_slots: StepArray
-    prefix_end: StepArray
-    block_tables: StepArray
-    page_len: StepArray
+    row_seq: Int32[StepArray, " T"]
+    row_slot: Int32[StepArray, " T"]
+    row_start: Int32[StepArray, " T"]
+    flat_slots: Int32[StepArray, " T"]
+    prefix_end: Int32[StepArray, " S"]
+    block_tables: Int32[StepArray, "S W"]
+    page_len: Int32[StepArray, "S W"]
 
 
 @register_backend("reference")
@@ -48,15 +49,15 @@ class ReferenceBackend(AttentionBackend):
 
     def forward(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T Hkv D"],
+        v: Float[Array, "T Hkv D"],
         cache: KVCache,
         metadata: DenseMetadata,
         *,
         scale: float,
         window: int | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[Float[Array, "T H D"], KVCache]:
         """See `AttentionBackend.forward`."""
         cache = write_pages(cache, k, v, metadata.flat_slots)
         block_size, groups = cache[0].shape[1], q.shape[1] // k.shape[1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int32
 
 from chunkattn.backends.base import AttentionBatch, StepArray
 
@@ -21,12 +22,12 @@ class TileRanges(NamedTuple):
     The ranges do not overlap.
     """
 
-    first_end: StepArray
-    second_start: StepArray
-    second_end: StepArray
+    first_end: Int32[StepArray, " Q"]
+    second_start: Int32[StepArray, " Q"]
+    second_end: Int32[StepArray, " Q"]
 
     @property
-    def counts(self) -> StepArray:
+    def counts(self) -> Int32[StepArray, " Q"]:
         """int32 `[Q]`: KV tiles visited."""
         return self.first_end + self.second_end - self.second_start
 
@@ -34,8 +35,8 @@ class TileRanges(NamedTuple):
 class Tiles(NamedTuple):
     """Query tiles: the first row and the number of rows of each, int32 `[Q]`."""
 
-    row: StepArray
-    size: StepArray
+    row: Int32[StepArray, " Q"]
+    size: Int32[StepArray, " Q"]
 
 
 def spans(batch: AttentionBatch) -> Tiles:
@@ -86,7 +87,7 @@ def full_tiles(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRang
     return TileRanges(*(a.astype(np.int32) for a in (first_end, second_start, second_end)))
 
 
-def _over_rows(reduce: np.ufunc, batch: AttentionBatch, tiles: Tiles) -> np.ndarray:
+def _over_rows(reduce: np.ufunc, batch: AttentionBatch, tiles: Tiles) -> Int32[np.ndarray, " Q"]:
     """The least or largest `row_start` of each query tile, int32 `[Q]`."""
     if not len(tiles.row):
         return np.zeros(0, np.int32)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, read_pages, write_pages
 from chunkattn.backends.registry import register_backend
@@ -64,21 +65,21 @@ class TileMetadata(NamedTuple):
         prefix_end, block_tables, page_len: as in `AttentionBatch`.
     """
 
-    tile_row: StepArray
-    tile_last: StepArray
+    tile_row: Int32[StepArray, " Q"]
+    tile_last: Int32[StepArray, " Q"]
     ranges: TileRanges
     full: TileRanges | None
-    num_tiles: StepArray
-    decode_rows: StepArray
-    decode_end: StepArray
-    num_decode_tiles: StepArray
-    row_seq: StepArray
-    row_slot: StepArray
-    row_start: StepArray
-    flat_slots: StepArray
-    prefix_end: StepArray
-    block_tables: StepArray
-    page_len: StepArray
+    num_tiles: Int32[StepArray, ""]
+    decode_rows: Int32[StepArray, "E group"]
+    decode_end: Int32[StepArray, " E"]
+    num_decode_tiles: Int32[StepArray, ""]
+    row_seq: Int32[StepArray, " T"]
+    row_slot: Int32[StepArray, " T"]
+    row_start: Int32[StepArray, " T"]
+    flat_slots: Int32[StepArray, " T"]
+    prefix_end: Int32[StepArray, " S"]
+    block_tables: Int32[StepArray, "S W"]
+    page_len: Int32[StepArray, "S W"]
 
 
 class _Scores(NamedTuple):
@@ -95,9 +96,9 @@ class _Scores(NamedTuple):
 class _Softmax(NamedTuple):
     """Online softmax state: running maximum and sum `[B, G, R]`, weighted values `[B, G, R, d]`, float32."""
 
-    maximum: jax.Array
-    total: jax.Array
-    values: jax.Array
+    maximum: Float32[Array, "B Hkv R"]
+    total: Float32[Array, "B Hkv R"]
+    values: Float32[Array, "B Hkv R D"]
 
 
 @register_backend("xla")
@@ -157,15 +158,15 @@ class XlaBackend(AttentionBackend):
 
     def forward(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T Hkv D"],
+        v: Float[Array, "T Hkv D"],
         cache: KVCache,
         metadata: TileMetadata,
         *,
         scale: float,
         window: int | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[Float[Array, "T H D"], KVCache]:
         """See `AttentionBackend.forward`."""
         cache = write_pages(cache, k, v, metadata.flat_slots)
         how = _Scores(scale, self.spec.soft_cap)
@@ -193,31 +194,37 @@ def _pad(values: np.ndarray, size: int) -> np.ndarray:
     return padded
 
 
-def _fold(q: jax.Array, kv_heads: int) -> jax.Array:
+def _fold(q: Float[Array, "B rows H D"], kv_heads: int) -> Float[Array, "B Hkv R D"]:
     """`[B, R, heads, d]` to `[B, kv_heads, R * groups, d]`: GQA groups become rows."""
     b, r, h, d = q.shape
     return q.reshape(b, r, kv_heads, h // kv_heads, d).transpose(0, 2, 1, 3, 4).reshape(b, kv_heads, -1, d)
 
 
-def _unfold(x: jax.Array, rows: int) -> jax.Array:
+def _unfold(x: Float[Array, "B Hkv R D"], rows: int) -> Float[Array, "B rows H D"]:
     """The inverse of `_fold`: `[B, rows, heads, d]`."""
     b, g, _, d = x.shape
     return x.reshape(b, g, rows, -1, d).transpose(0, 2, 1, 3, 4).reshape(b, rows, -1, d)
 
 
-def _start(q: jax.Array) -> _Softmax:
+def _start(q: Float[Array, "B Hkv R D"]) -> _Softmax:
     """No tile seen yet, for folded queries `[B, G, R, d]`."""
     shape = q.shape[:3]
     return _Softmax(jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
 
 
-def _finish(state: _Softmax) -> jax.Array:
+def _finish(state: _Softmax) -> Float32[Array, "B Hkv R D"]:
     """Normalised values; rows that saw nothing (padding) are zero."""
     return state.values / jnp.maximum(state.total, _TINY)[..., None]
 
 
 def _update(
-    state: _Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, present: jax.Array, how: _Scores
+    state: _Softmax,
+    q: Float[Array, "B Hkv R D"],
+    keys: Float[Array, "B N Hkv D"],
+    values: Float[Array, "B N Hkv D"],
+    mask: Bool[Array, "B rows N"],
+    present: Bool[Array, "B N"],
+    how: _Scores,
 ) -> _Softmax:
     """One online-softmax step over a KV tile.
 
@@ -248,11 +255,11 @@ def _update(
 
 def _update_by_head(
     state: _Softmax,
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    mask: jax.Array | None,
-    present: jax.Array,
+    q: Float[Array, "1 Hkv R D"],
+    keys: Float[Array, "1 N Hkv D"],
+    values: Float[Array, "1 N Hkv D"],
+    mask: Bool[Array, "1 rows N"] | None,
+    present: Bool[Array, "1 N"],
     how: _Scores,
 ) -> _Softmax:
     """As `_update`, for one sequence and one KV head after the other.
@@ -289,7 +296,7 @@ def _apart(x: Any) -> Any:
     return jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
 
 
-def _rounded(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _rounded(weights: Float32[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"]:
     """Float32 weights, none negative, to the nearest of `dtype`.
 
     To bfloat16 by their bits: XLA:CPU's own conversion makes the loop over the exponential three times slower.
@@ -300,15 +307,20 @@ def _rounded(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.uint16), dtype)
 
 
-def _fill_holes(keys: jax.Array, present: jax.Array, block_size: int) -> jax.Array:
+def _fill_holes(keys: Float[Array, "B N Hkv D"], present: Bool[Array, "B N"], block_size: int) -> Float[Array, "B N Hkv D"]:
     """Keys `[B, N, G, d]` with those that are not `present` `[B, N]` replaced by their page's first, which every page has."""
     pages = keys.reshape(len(keys), -1, block_size, *keys.shape[2:])
     return jnp.where(present.reshape(*pages.shape[:3], 1, 1), pages, pages[:, :, :1]).reshape(keys.shape)
 
 
 def _kv_tile(
-    cache: KVCache, metadata: TileMetadata, seqs: jax.Array, tile: jax.Array, tile_slots: int, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    cache: KVCache,
+    metadata: TileMetadata,
+    seqs: Int32[Array, " B"],
+    tile: Int[Array, ""],
+    tile_slots: int,
+    dtype: jnp.dtype,
+) -> tuple[Int[Array, " N"], Float[Array, "B N Hkv D"], Float[Array, "B N Hkv D"], Bool[Array, "B N"]]:
     """KV tile number `tile` of sequences `[B]`: slots `[N]`, keys and values `[B, N, G, d]`, valid `[B, N]`."""
     block_size = cache[0].shape[1]
     pages_per_tile = tile_slots // block_size
@@ -338,7 +350,9 @@ def _nth(step: jax.Array, parts: Sequence[tuple[Tile, Tile]]) -> jax.Array:
     return tile
 
 
-def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Scores, window: int | None) -> jax.Array:
+def _attend_tiles(
+    q: Float[Array, "T H D"], cache: KVCache, metadata: TileMetadata, how: _Scores, window: int | None
+) -> Float[Array, "T H D"]:
     """Query tiles one after the other, `[T, heads, d]`; rows of decodes are left undefined."""
     rows, (_, block_size, kv_heads, _) = len(q), cache[0].shape
     tile_rows, tile_slots, per_head = _tile_sizes(rows, metadata.block_tables.shape[1], block_size)
@@ -387,8 +401,13 @@ def _attend_tiles(q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Sc
 
 
 def _attend_decodes(
-    out: jax.Array, q: jax.Array, cache: KVCache, metadata: TileMetadata, how: _Scores, window: int | None
-) -> jax.Array:
+    out: Float[Array, "T H D"],
+    q: Float[Array, "T H D"],
+    cache: KVCache,
+    metadata: TileMetadata,
+    how: _Scores,
+    window: int | None,
+) -> Float[Array, "T H D"]:
     """One-row runs that see their whole sequence, a tile of sequences at a time, written into `out`."""
     kv_heads = cache[0].shape[2]
     tile_slots = _tile_slots(DECODE_SLOTS, metadata.block_tables.shape[1], cache[0].shape[1])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from jaxtyping import Int32
 
 from chunkattn.layout import ChunkLayout
 
@@ -24,10 +25,10 @@ class SlotPlan:
         aligned: whether every part begins on a page of its own.
     """
 
-    slots: np.ndarray
-    row_start: np.ndarray
+    slots: Int32[np.ndarray, " T"]
+    row_start: Int32[np.ndarray, " T"]
     prefix_end: int
-    page_len: np.ndarray
+    page_len: Int32[np.ndarray, " pages"]
     block_size: int
     aligned: bool
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Int64
 
 from chunkattn.accounting import groups, score_tokens
 from chunkattn.layout import ChunkLayout
@@ -66,7 +67,7 @@ class ScorePart:
     """
 
     layout: ChunkLayout
-    rows: np.ndarray
+    rows: Int64[np.ndarray, " R"]
     items: list[int]
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32, Shaped
 
 from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, to_cache
 from chunkattn.backends.pallas_tpu import kernel
@@ -48,16 +49,16 @@ class PallasMetadata(NamedTuple):
         num_pieces: int32 `[B]`.
     """
 
-    tiles: StepArray
-    num_tiles: StepArray
-    rows: StepArray
-    decodes: StepArray
-    num_decodes: StepArray
-    decode_rows: StepArray
-    decode_of_row: StepArray
-    table: StepArray
-    pieces: StepArray
-    num_pieces: StepArray
+    tiles: Int32[StepArray, "11 Q"]
+    num_tiles: Int32[StepArray, ""]
+    rows: Int32[StepArray, "blocks 8 lanes"]
+    decodes: Int32[StepArray, "11 E"]
+    num_decodes: Int32[StepArray, ""]
+    decode_rows: Int32[StepArray, " E"]
+    decode_of_row: Int32[StepArray, " T"]
+    table: Int32[StepArray, "S 1 W"]
+    pieces: Int32[StepArray, "write_blocks 6 size"]
+    num_pieces: Int32[StepArray, " write_blocks"]
 
 
 @register_backend("pallas_tpu")
@@ -206,15 +207,15 @@ class PallasTpuBackend(AttentionBackend):
 
     def forward(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T Hkv D"],
+        v: Float[Array, "T Hkv D"],
         cache: KVCache,
         metadata: PallasMetadata,
         *,
         scale: float,
         window: int | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[Float[Array, "T H D"], KVCache]:
         """See `AttentionBackend.forward`."""
         interpret = self.interpret
         if interpret is None:
@@ -260,7 +261,7 @@ def _cut_at_blocks(runs: Tiles, size: int) -> Tiles:
     return Tiles(low.astype(np.int32), (high - low).astype(np.int32))
 
 
-def _scalars(batch: AttentionBatch, tiles: Tiles, tile_slots: int, size: int) -> np.ndarray:
+def _scalars(batch: AttentionBatch, tiles: Tiles, tile_slots: int, size: int) -> Int32[np.ndarray, "11 Q"]:
     """The kernel's scalars of query tiles that keep within blocks of `size` rows."""
     out = np.zeros((len(kernel.SCALARS), len(tiles.row)), np.int32)
     if not len(tiles.row):
@@ -279,7 +280,7 @@ def _scalars(batch: AttentionBatch, tiles: Tiles, tile_slots: int, size: int) ->
     return out
 
 
-def _within(scalars: StepArray, tile_slots: int, window: int | None) -> StepArray:
+def _within(scalars: Int32[StepArray, "11 Q"], tile_slots: int, window: int | None) -> Int32[StepArray, "11 Q"]:
     """The scalars with KV tiles before every row's window left out; plain prompts have one range."""
     if window is None:
         return scalars
@@ -287,11 +288,11 @@ def _within(scalars: StepArray, tile_slots: int, window: int | None) -> StepArra
     return scalars.at[kernel.SECOND_START].max(begin)
 
 
-def _pad(values: np.ndarray, size: int) -> np.ndarray:
+def _pad(values: Shaped[np.ndarray, "*axes n"], size: int) -> Int32[np.ndarray, "*axes size"]:
     """Zeros behind the last axis up to `size`."""
     return np.pad(values.astype(np.int32), [(0, 0)] * (values.ndim - 1) + [(0, size - values.shape[-1])])
 
 
-def _pad_rows(x: jax.Array, size: int) -> jax.Array:
+def _pad_rows(x: Float[Array, "T n"], size: int) -> Float[Array, "padded_rows n"]:
     """`[T, n]` with zeros up to a multiple of `size` rows."""
     return jnp.pad(x, ((0, -len(x) % size), (0, 0)))

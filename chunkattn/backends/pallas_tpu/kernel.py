@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32, Shaped
 
 from chunkattn.backends.pallas_tpu.blocks import LANES, Shape
 from chunkattn.backends.pallas_tpu.pages import Pages
@@ -41,12 +42,12 @@ _LEAST = -1e30
 
 
 def attend(
-    scalars: jax.Array,
-    count: jax.Array,
-    q: jax.Array,
-    rows: jax.Array | None,
-    table: jax.Array,
-    pool: jax.Array,
+    scalars: Int32[Array, "11 Q"],
+    count: Int32[Array, ""],
+    q: Float[Array, "blocks*rows H*lanes"] | Float[Array, "Q Hkv groups lanes"],
+    rows: Int32[Array, "blocks 8 row_lanes"] | None,
+    table: Int32[Array, "S 1 W"],
+    pool: Shaped[Array, "P Hkv B kv_lanes"],
     shape: Shape,
     *,
     scale: float,
@@ -54,7 +55,7 @@ def attend(
     window: int | None,
     interpret: Any,
     vmem_limit_bytes: int,
-) -> jax.Array:
+) -> Float[Array, "blocks*rows H*lanes"] | Float[Array, "Q Hkv groups lanes"]:
     """Attention of `count` query tiles over pages already written.
 
     Args:

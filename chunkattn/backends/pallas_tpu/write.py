@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32, Shaped
 
 from chunkattn.backends.base import AttentionBatch
 
@@ -38,7 +39,7 @@ def block_rows(rows: int, row_bytes: int) -> int:
     return size
 
 
-def plan_writes(batch: AttentionBatch, size: int) -> tuple[np.ndarray, np.ndarray]:
+def plan_writes(batch: AttentionBatch, size: int) -> tuple[Int32[np.ndarray, "blocks 6 size"], Int32[np.ndarray, " blocks"]]:
     """Pieces int32 `[blocks, len(_FIELDS), size]` of blocks of `size` rows, and how many each has, int32 `[blocks]`."""
     blocks = -(-len(batch.row_seq) // size)
     pieces, counts = np.zeros((blocks, len(_FIELDS), size), np.int32), np.zeros(blocks, np.int32)
@@ -62,8 +63,14 @@ def plan_writes(batch: AttentionBatch, size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def write_rows(
-    pool: jax.Array, kv: jax.Array, pieces: jax.Array, counts: jax.Array, *, interpret: Any, vmem_limit_bytes: int
-) -> jax.Array:
+    pool: Shaped[Array, "P Hkv B kv_lanes"],
+    kv: Float[Array, "blocks*size Hkv*kv_lanes"],
+    pieces: Int32[Array, "blocks 6 size"],
+    counts: Int32[Array, " blocks"],
+    *,
+    interpret: Any,
+    vmem_limit_bytes: int,
+) -> Shaped[Array, "P Hkv B kv_lanes"]:
     """The pool with the rows' K/V in it; in place when the pool is donated.
 
     Args:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import xxhash
+from jaxtyping import Integer
 
 FORMAT = 2
 """Version of the records. Version 1 may hold K/V of scored items under the key of a chunk."""
@@ -27,7 +28,11 @@ def model_tag(fingerprint: bytes) -> bytes:
 
 
 def entry_key(
-    fingerprint: bytes, salt: str | None, prefix_ids: np.ndarray, chunk_ids: np.ndarray | None, start_position: int
+    fingerprint: bytes,
+    salt: str | None,
+    prefix_ids: Integer[np.ndarray, " P"],
+    chunk_ids: Integer[np.ndarray, " C"] | None,
+    start_position: int,
 ) -> bytes:
     """Return the 32-byte key of an entry: the model's tag, then a digest of everything the K/V depend on.
 
