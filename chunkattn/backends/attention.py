@@ -1,4 +1,4 @@
-"""The bare attention function, for researchers: no engine, no cache to look after."""
+"""Chunk attention of one sequence as a plain function, for use without an engine."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def chunk_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "T H D"]:
-    """Attention of one sequence under its layout's visibility.
+    """Compute attention of one sequence under its layout's visibility.
 
     Args:
-        q: `[T, num_heads, head_dim]`, already rotated.
-        k: `[T, num_kv_heads, head_dim]`.
-        v: as `k`.
-        layout: of `T` tokens.
-        backend: a registered backend's name, or `"auto"`.
-        scale: of the scores, not negative; `1 / sqrt(head_dim)` by default.
+        q: queries, already rotated.
+        k: keys, already rotated; `H` is a multiple of `Hkv`.
+        v: values.
+        layout: layout of the `T` tokens.
+        backend: name of a registered backend, or `"auto"`.
+        scale: factor of the scores, not negative; `1 / sqrt(D)` by default.
         soft_cap: scaled scores `s` become `soft_cap * tanh(s / soft_cap)`, as in Gemma 2.
 
     Returns:
-        `[T, num_heads, head_dim]` in q's dtype. Differentiable under `reference` in float32 only: `xla`
-        loops a dynamic number of times, and 16-bit K/V pass through the pool as bits.
+        The attention output in q's dtype. Only `reference` in float32 is differentiable: `xla` runs loops of dynamic length,
+        and 16-bit K/V pass through the pool as bits.
 
     Raises:
-        ValueError: shapes or dtypes disagree with each other or with the layout; `scale` is negative.
-        BackendError: the backend is unknown or does not support the shapes; `soft_cap` is no positive number.
+        ValueError: shapes or dtypes disagree with each other or with the layout, or `scale` is negative.
+        BackendError: the backend is unknown or does not support the shapes, or `soft_cap` is no positive number.
     """
     if not (q.ndim == k.ndim == 3 and len(q) and jnp.issubdtype(q.dtype, jnp.floating) and q.dtype == k.dtype == v.dtype):
         raise ValueError(

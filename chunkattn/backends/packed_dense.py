@@ -1,7 +1,7 @@
-"""The baseline: a dense mask as an input to plain attention, as packed scoring is done elsewhere.
+"""The dense-mask baseline: plain attention with a mask as its input, the usual method of packed scoring elsewhere.
 
-There to be compared with. A step's rows attend to the step's rows and to nothing else, so
-every prompt must be whole in its step: the cache is neither read nor written.
+The backend exists for comparison. A step's rows attend only to rows of the same step, so every prompt must be complete in
+its step. The cache is neither read nor written.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ from chunkattn.backends.tiles import spans
 from chunkattn.errors import BackendError
 
 _MASKED = -1e30
-"""Finite, so that padding rows, which see nothing, stay finite."""
+"""Finite, so that padding rows, which see no slot, stay finite."""
 
 
 class MaskMetadata(NamedTuple):
-    """A step as its mask: bool `[M, M]`, row by row it sees; `M` is `T`, or the limit where that is less."""
+    """A step as its mask.
+
+    Attributes:
+        mask: whether row `i` sees row `j`; `M` is `T` or the row limit, whichever is less.
+    """
 
     mask: Bool[StepArray, "M M"]
 
 
 @register_backend("packed_dense")
 class PackedDenseBackend(AttentionBackend):
-    """Plain softmax attention of a step's rows under a mask made on the host.
+    """Plain softmax attention of a step's rows under a mask built on the host.
 
     Attributes:
-        max_multi_item_seq_len: most rows of a step. At 8192 the mask takes 64 MiB, and one head's
-            float32 scores 256 MiB.
+        max_multi_item_seq_len: most rows of a step. At 8192 the mask takes 64 MiB, and one head's float32 scores 256 MiB.
     """
 
     max_multi_item_seq_len: int = 8192
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Full attention without a soft cap, over K/V as they are computed."""
+        """Accept full attention without a soft cap, with K/V in the model's dtype; see `AttentionBackend.supports`."""
         if set(spec.windows) != {None}:
             return f"packed_dense has no sliding windows, got {spec.windows}"
         if spec.soft_cap is not None:
@@ -51,10 +54,10 @@ class PackedDenseBackend(AttentionBackend):
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> MaskMetadata:
-        """See `AttentionBackend.build_metadata`.
+        """Build the mask; see `AttentionBackend.build_metadata`.
 
         Raises:
-            BackendError: more than `max_multi_item_seq_len` rows, or a row sees a slot that is not of this step.
+            BackendError: the step has more than `max_multi_item_seq_len` rows, or a row sees a slot outside this step.
         """
         limit = self.max_multi_item_seq_len
         if batch.num_rows > limit:
@@ -89,34 +92,34 @@ class PackedDenseBackend(AttentionBackend):
         scale: float,
         window: int | None = None,
     ) -> tuple[Float[Array, "T H D"], KVCache]:
-        """See `AttentionBackend.forward`; the cache is returned as it is."""
+        """Attend under the mask; see `AttentionBackend.forward`. The cache is returned unchanged."""
         size, (rows, heads, head_dim), kv_heads = len(metadata.mask), q.shape, k.shape[1]
         precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
         def one_head(
             head: tuple[Float[Array, "groups M D"], Float[Array, "M D"], Float[Array, "M D"]],
         ) -> Float32[Array, "groups M D"]:
-            """A KV head and its queries: `[groups, M, d]`, `[M, d]`, `[M, d]` to float32 `[groups, M, d]`."""
+            """Attend with one KV head and its query heads."""
             q, k, v = head
             scores = jnp.einsum("rqd,kd->rqk", q, k, precision=precision, preferred_element_type=jnp.float32)
             weights = jax.nn.softmax(jnp.where(metadata.mask, scores * scale, _MASKED), axis=-1).astype(v.dtype)
             return jnp.einsum("rqk,kd->rqd", weights, v, precision=precision, preferred_element_type=jnp.float32)
 
         folded = q[:size].reshape(size, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
-        # One after the other: the scores of all heads at once would be the largest array by far.
+        # One KV head at a time: the scores of all heads would be the largest array by far.
         out = jax.lax.map(one_head, (folded, k[:size].swapaxes(0, 1), v[:size].swapaxes(0, 1)))
         out = out.transpose(2, 0, 1, 3).reshape(size, heads, head_dim).astype(q.dtype)
         return jnp.pad(out, ((0, rows - size), (0, 0), (0, 0))), cache
 
 
 def _visible_slots(batch: AttentionBatch) -> Int64[np.ndarray, " num_rows"]:
-    """int64 `[num_rows]`: valid slots each row sees, be they of this step or not."""
+    """Return the number of valid slots that each row sees, inside or outside this step."""
     seq, slot, start = (x[: batch.num_rows] for x in (batch.row_seq, batch.row_slot, batch.row_start))
     before = np.pad(np.cumsum(batch.page_len, axis=1), ((0, 0), (1, 0)))
 
     def valid_below(end: np.ndarray) -> np.ndarray:
         page, within = np.divmod(end, batch.block_size)
-        return before[seq, page] + within  # a page's valid slots are its first, and `end` is behind or at one of them
+        return before[seq, page] + within  # a page's valid slots come first, and `end` is at or just behind one
 
     hidden = valid_below(start) - valid_below(batch.prefix_end[seq])
     return valid_below(slot + 1) - np.maximum(hidden, 0)

@@ -1,4 +1,4 @@
-"""The oracle: dense masks, one sequence at a time, plain softmax. Slow and obvious."""
+"""The reference backend: dense masks, one sequence at a time, plain softmax. Slow and simple; the tests' oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkattn.backends.registry import register_backend
 
 
 class DenseMetadata(NamedTuple):
-    """The batch itself, as arrays, with padding rows in sequence -1."""
+    """The arrays of an `AttentionBatch`, with padding rows assigned to sequence -1."""
 
     row_seq: Int32[StepArray, " T"]
     row_slot: Int32[StepArray, " T"]
@@ -26,15 +26,15 @@ class DenseMetadata(NamedTuple):
 
 @register_backend("reference")
 class ReferenceBackend(AttentionBackend):
-    """Builds the dense `[T, slots]` mask of every sequence in turn."""
+    """A backend that builds the dense `[T, slots]` mask of one sequence after the other."""
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Everything is supported."""
+        """Return None: every spec is supported."""
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> DenseMetadata:
-        """See `AttentionBackend.build_metadata`."""
+        """Copy the batch's arrays; see `AttentionBackend.build_metadata`."""
         row_seq = batch.row_seq.copy()
         row_seq[batch.num_rows :] = -1
         return DenseMetadata(
@@ -58,7 +58,7 @@ class ReferenceBackend(AttentionBackend):
         scale: float,
         window: int | None = None,
     ) -> tuple[Float[Array, "T H D"], KVCache]:
-        """See `AttentionBackend.forward`."""
+        """Attend with dense masks; see `AttentionBackend.forward`."""
         cache = write_pages(cache, k, v, metadata.flat_slots)
         block_size, groups = cache[0].shape[1], q.shape[1] // k.shape[1]
         slots = jnp.arange(metadata.block_tables.shape[1] * block_size)

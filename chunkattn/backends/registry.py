@@ -22,19 +22,19 @@ _BUILT_IN = {
     "reference": "chunkattn.backends.reference",
     "xla": "chunkattn.backends.xla",
 }
-"""Their modules, imported when they are asked for."""
+"""Modules of the built-in backends, imported on first use."""
 _REGISTERED: dict[str, type[AttentionBackend]] = {}
 
 _AUTO_ORDER = {"tpu": ("pallas_tpu", "xla")}
 _AUTO_ELSEWHERE = ("xla",)
-"""Backends `auto` tries, in order, by platform; the first that supports the model serves it."""
+"""Backends that `auto` tries, in order, by platform. The first that supports the model serves it."""
 
 
 def register_backend(name: str) -> Callable[[type[AttentionBackend]], type[AttentionBackend]]:
-    """Class decorator: make a backend available as `attention_backend=name`.
+    """Return a class decorator that makes a backend available as `attention_backend=name`.
 
     Raises:
-        BackendError: another class already has that name.
+        BackendError: another class already has that name, or the class is no `AttentionBackend`.
     """
 
     def register(cls: type[AttentionBackend]) -> type[AttentionBackend]:
@@ -52,15 +52,15 @@ def register_backend(name: str) -> Callable[[type[AttentionBackend]], type[Atten
 
 
 def available_backends() -> list[str]:
-    """Names of every backend that can be asked for."""
+    """Return the names of all built-in, registered and entry-point backends."""
     return sorted({*_BUILT_IN, *_REGISTERED, *(p.name for p in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
-    """The backend class called `name`.
+    """Return the backend class called `name`, loading its module or entry point if needed.
 
     Raises:
-        BackendError: unknown, or its entry point cannot be loaded.
+        BackendError: the name is unknown, or its entry point cannot be loaded.
     """
     if name not in _REGISTERED and name in _BUILT_IN:
         import_module(_BUILT_IN[name])
@@ -68,7 +68,7 @@ def get_backend(name: str) -> type[AttentionBackend]:
         for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
             try:
                 register_backend(name)(point.load())
-            except Exception as error:  # whatever a foreign module raises when it is imported
+            except Exception as error:  # the import of a foreign module may raise anything
                 raise BackendError(f"backend {name!r} ({point.value}) cannot be loaded: {error}") from error
             break
     if name not in _REGISTERED:
@@ -77,10 +77,10 @@ def get_backend(name: str) -> type[AttentionBackend]:
 
 
 def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
-    """A backend for `spec`: the named one, or for `"auto"` the platform's first that supports it.
+    """Make a backend for `spec`: the named one, or for `"auto"` the platform's first that supports `spec`.
 
     Raises:
-        BackendError: unknown, or it does not support `spec`; the message says why.
+        BackendError: the name is unknown, or the backend does not support `spec`; the message gives the reason.
     """
     if name != "auto":
         cls = get_backend(name)

@@ -1,9 +1,13 @@
-"""Tile-range attention in plain XLA operations: any platform, no O(n^2) array.
+"""Tile-range attention in plain XLA operations, for any platform and without an O(n^2) array.
 
-Online softmax (FlashAttention, arXiv:2205.14135) over the two KV ranges of each query
-tile. Loops have dynamic trip counts, so a tile in which nothing is visible costs neither
-a load nor a multiply. Rows of one-row runs that see their whole sequence (decodes) are
-handled many sequences at a time; everything else one query tile at a time.
+The algorithm is online softmax over the two KV ranges of each query tile. Loops have dynamic trip counts, so a tile
+without a visible slot costs neither a load nor a multiplication. One-row runs that see their whole sequence (decodes) are
+computed many sequences at a time; all other rows one query tile at a time.
+
+Axes besides those of `base`: `B` sequences computed together, `R` folded rows (rows times query heads per KV head), `N`
+slots of a KV tile, `E` decode tiles.
+
+Source: FlashAttention, arXiv:2205.14135.
 """
 
 from __future__ import annotations
@@ -23,46 +27,53 @@ from chunkattn.backends.tiles import TileRanges, Tiles, cut, full_tiles, spans, 
 
 _ON_CPU = jax.default_backend() == "cpu"
 PER_HEAD = 16 if _ON_CPU else 0
-"""With so many KV heads or fewer, large steps compute each by itself: XLA's batched products are slower on CPU.
-It makes programs larger, so small steps, which wait for the weights, do without."""
+"""Most KV heads that large steps compute one by one, because XLA's batched products are slower on CPU.
+This makes programs larger, so small steps, which are bound by loading the weights, do without."""
 TILES = ((1024, 256, 256, PER_HEAD), (1, 128, 512, 0))
-"""Steps of at least so many rows, and the rows and slots of their tiles: large steps are mostly of long spans, which fill more
-rows. The scores of a tile stay as many. Where page tables are narrower, KV tiles are."""
+"""Least rows of a step, rows and slots of its tiles, and most KV heads to compute one by one.
+Large steps consist mostly of long spans, which fill more rows; both settings give a tile as many scores. KV tiles are
+smaller where page tables are narrower."""
 UNMASKED_ROWS = 2048
-"""Steps of at least so many rows have a second loop, without a mask, for tiles that need none. It makes them a tenth faster and
-their programs twice as large, which matters more to smaller ones: of 28 layers, one takes 10 seconds to be loaded."""
+"""Least rows of a step with a second loop, without a mask, for tiles that need none. The loop makes such steps a tenth
+faster and their programs twice as large. Size matters more to smaller steps: a program of 28 layers loads in 10 seconds."""
 DECODE_SLOTS = 128 if _ON_CPU else 256
-"""Slots of a KV tile of decodes: less is read past the end of a short sequence."""
+"""Slots of a KV tile of decodes; smaller tiles read less past the end of a short sequence."""
 DECODE_ROWS, DECODE_VALUES = (4, 1 << 15) if _ON_CPU else (32, 1 << 30)
-"""Sequences of a decode tile, sorted by length, while their keys in it are no more values than this. On CPU, tiles of a tiny
-model take longer to hand from thread to thread than to compute; in larger ones, sequences only wait for the longest."""
+"""Most sequences of a decode tile, sorted by length, and most values of their keys in a KV tile. On CPU, handing tiles of a
+tiny model from thread to thread takes longer than computing them; in larger models, sequences only wait for the longest."""
 KEYS_FIRST = (32 if _ON_CPU else 0, 512)
-"""Tiles of at most so many folded rows, and of keys of at least so many values a token, have keys on the left of their
-product: XLA:CPU transposes the right side, which for so few rows takes far longer than the product."""
+"""Tiles of at most this many folded rows, with keys of at least this many values a token, have the keys on the left of
+the product. XLA:CPU transposes the right side, which for few rows takes far longer than the product."""
 
 _FAR = np.iinfo(np.int32).max
 _TINY = np.finfo(np.float32).tiny
 _MASKED = -1e30
-"""Start of the running maximum: finite, so that a row that has seen nothing yet stays finite."""
+"""Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
 
 
 Tile = int | jax.Array
-"""The number of a tile."""
+"""Number of a KV tile."""
 
 
 class TileMetadata(NamedTuple):
-    """A step as tiles. `Q` and `D` are static bounds on the tiles; the counts say how many are real.
+    """A step as tiles. `Q` and `E` are static bounds; `num_tiles` and `num_decode_tiles` count the tiles in use.
 
     Attributes:
-        tile_row, tile_last: int32 `[Q]`, first row and last row's slot of a query tile.
-        ranges: int32 `[Q]` each, its KV tiles.
-        full: int32 `[Q]` each, those of them that need no mask; None where all have one.
-        num_tiles: int32 scalar.
-        decode_rows: int32 `[D, sequences]`, rows of a decode tile; `T` is padding.
-        decode_end: int32 `[D]`, KV tiles (of `DECODE_SLOTS`) of its longest sequence.
-        num_decode_tiles: int32 scalar.
-        row_seq, row_slot, row_start, flat_slots: int32 `[T]`, as in `AttentionBatch`.
-        prefix_end, block_tables, page_len: as in `AttentionBatch`.
+        tile_row: first row of each query tile.
+        tile_last: slot of each query tile's last row.
+        ranges: KV tiles of each query tile.
+        full: KV tiles of each query tile that need no mask; None if all tiles are masked.
+        num_tiles: query tiles in use.
+        decode_rows: rows of each decode tile; `T` is padding.
+        decode_end: KV tiles (of `DECODE_SLOTS` slots) of each decode tile's longest sequence.
+        num_decode_tiles: decode tiles in use.
+        row_seq: see `AttentionBatch`.
+        row_slot: see `AttentionBatch`.
+        row_start: see `AttentionBatch`.
+        flat_slots: see `AttentionBatch`.
+        prefix_end: see `AttentionBatch`.
+        block_tables: see `AttentionBatch`.
+        page_len: see `AttentionBatch`.
     """
 
     tile_row: Int32[StepArray, " Q"]
@@ -82,19 +93,19 @@ class TileMetadata(NamedTuple):
     page_len: Int32[StepArray, "S W"]
 
 
-class _Scores(NamedTuple):
-    """What becomes of a product of query and key; see `AttentionSpec.soft_cap`."""
+class _Scoring(NamedTuple):
+    """The map from query-key products to scores; see `AttentionSpec.soft_cap`."""
 
     scale: float
     soft_cap: float | None
 
-    def of(self, products: jax.Array) -> jax.Array:
+    def apply(self, products: jax.Array) -> jax.Array:
         scores = products * self.scale
         return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
 
 class _Softmax(NamedTuple):
-    """Online softmax state: running maximum and sum `[B, G, R]`, weighted values `[B, G, R, d]`, float32."""
+    """State of the online softmax: running maximum, running sum and weighted values."""
 
     maximum: Float32[Array, "B Hkv R"]
     total: Float32[Array, "B Hkv R"]
@@ -103,15 +114,15 @@ class _Softmax(NamedTuple):
 
 @register_backend("xla")
 class XlaBackend(AttentionBackend):
-    """The portable backend; `auto` falls back to it everywhere."""
+    """The portable backend, which `auto` falls back to on every platform."""
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Everything is supported."""
+        """Return None: every spec is supported."""
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> TileMetadata:
-        """See `AttentionBackend.build_metadata`."""
+        """Cut the batch into tiles; see `AttentionBackend.build_metadata`."""
         rows, (seqs, width) = len(batch.row_seq), batch.block_tables.shape
         tile_rows, tile_slots, per_head = _tile_sizes(rows, width, batch.block_size)
         runs = spans(batch)
@@ -150,9 +161,9 @@ class XlaBackend(AttentionBackend):
         )
 
     def _decode_rows(self, rows: int, slots: int) -> int:
-        """Sequences of a decode tile of so many slots, in a step of `rows`."""
+        """Return the number of sequences of a decode tile of `slots` slots, in a step of `rows` rows."""
         if _ON_CPU and rows <= 8:
-            return 1  # the smallest step is mostly that of one sequence: the others of its tile would be padding
+            return 1  # the smallest step mostly has one sequence: the rest of its tile would be padding
         fitting = DECODE_VALUES // (slots * self.spec.num_kv_heads * self.spec.head_dim)
         return max(1, min(DECODE_ROWS, fitting, rows))
 
@@ -167,23 +178,23 @@ class XlaBackend(AttentionBackend):
         scale: float,
         window: int | None = None,
     ) -> tuple[Float[Array, "T H D"], KVCache]:
-        """See `AttentionBackend.forward`."""
+        """Attend tile by tile; see `AttentionBackend.forward`."""
         cache = write_pages(cache, k, v, metadata.flat_slots)
-        how = _Scores(scale, self.spec.soft_cap)
-        out = _attend_tiles(q, cache, metadata, how, window)
-        return _attend_decodes(out, q, cache, metadata, how, window), cache
+        scoring = _Scoring(scale, self.spec.soft_cap)
+        out = _attend_tiles(q, cache, metadata, scoring, window)
+        return _attend_decodes(out, q, cache, metadata, scoring, window), cache
 
 
 def _tile_sizes(rows: int, width: int, block_size: int) -> tuple[int, int, int]:
-    """Rows and slots of the tiles of a step, and with how many KV heads each is computed by itself."""
+    """Return the rows and slots of a step's tiles, and the most KV heads to compute one by one."""
     _, tile_rows, tile_slots, per_head = next(sizes for sizes in TILES if rows >= sizes[0])
     return min(tile_rows, rows), _tile_slots(tile_slots, width, block_size), per_head
 
 
 def _tile_slots(wanted: int, width: int, block_size: int) -> int:
-    """Slots of a KV tile: about `wanted`, in whole pages that divide a page table `width` pages wide."""
+    """Return the slots of a KV tile: about `wanted`, in whole pages that divide a page table `width` pages wide."""
     pages = max(1, min(wanted // block_size, width))
-    while width % pages:  # page tables are usually a power of two wide; others get the next divisor
+    while width % pages:  # for widths that are no power of two
         pages -= 1
     return pages * block_size
 
@@ -195,25 +206,25 @@ def _pad(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def _fold(q: Float[Array, "B rows H D"], kv_heads: int) -> Float[Array, "B Hkv R D"]:
-    """`[B, R, heads, d]` to `[B, kv_heads, R * groups, d]`: GQA groups become rows."""
+    """Turn the query heads that share a KV head into rows."""
     b, r, h, d = q.shape
     return q.reshape(b, r, kv_heads, h // kv_heads, d).transpose(0, 2, 1, 3, 4).reshape(b, kv_heads, -1, d)
 
 
 def _unfold(x: Float[Array, "B Hkv R D"], rows: int) -> Float[Array, "B rows H D"]:
-    """The inverse of `_fold`: `[B, rows, heads, d]`."""
+    """Invert `_fold`."""
     b, g, _, d = x.shape
     return x.reshape(b, g, rows, -1, d).transpose(0, 2, 1, 3, 4).reshape(b, rows, -1, d)
 
 
 def _start(q: Float[Array, "B Hkv R D"]) -> _Softmax:
-    """No tile seen yet, for folded queries `[B, G, R, d]`."""
+    """Return the state before the first tile, for folded queries."""
     shape = q.shape[:3]
     return _Softmax(jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
 
 
 def _finish(state: _Softmax) -> Float32[Array, "B Hkv R D"]:
-    """Normalised values; rows that saw nothing (padding) are zero."""
+    """Normalise the values. Rows that saw no slot (padding) become zero."""
     return state.values / jnp.maximum(state.total, _TINY)[..., None]
 
 
@@ -224,28 +235,28 @@ def _update(
     values: Float[Array, "B N Hkv D"],
     mask: Bool[Array, "B rows N"],
     present: Bool[Array, "B N"],
-    how: _Scores,
+    scoring: _Scoring,
 ) -> _Softmax:
-    """One online-softmax step over a KV tile.
+    """Take one online-softmax step over a KV tile.
 
     Args:
-        state: so far.
-        q: folded queries `[B, G, R, d]`.
-        keys: `[B, N, G, d]`.
-        values: as `keys`.
-        mask: bool `[B, rows, N]`; each row stands for `R / rows` folded ones.
-        present: bool `[B, N]`, slots that hold a token; the rest may be NaN.
-        how: what makes scores of products.
+        state: state so far.
+        q: folded queries.
+        keys: keys of the tile.
+        values: values of the tile.
+        mask: visible slots of each row; a row stands for `R / rows` folded rows.
+        present: slots that hold a token; the others may be NaN.
+        scoring: map from products to scores.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     few_rows, large_keys = KEYS_FIRST
-    if q.shape[2] <= few_rows and keys.shape[2] * keys.shape[3] >= large_keys:  # apart, or XLA swaps the sides
-        scores = _apart(multiply("bngd,bgrd->bgnr", keys, q)).swapaxes(2, 3)
+    if q.shape[2] <= few_rows and keys.shape[2] * keys.shape[3] >= large_keys:  # the barrier keeps XLA from swapping the sides
+        scores = _barrier(multiply("bngd,bgrd->bgnr", keys, q)).swapaxes(2, 3)
     else:
         scores = multiply("bgrd,bngd->bgrn", q, keys)
     by_row = scores.reshape(*scores.shape[:2], mask.shape[1], -1, scores.shape[3])
-    scores = jnp.where(mask[:, None, :, None], how.of(by_row), -jnp.inf).reshape(scores.shape)
+    scores = jnp.where(mask[:, None, :, None], scoring.apply(by_row), -jnp.inf).reshape(scores.shape)
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights, decay = jnp.exp(scores - maximum[..., None]), jnp.exp(state.maximum - maximum)
     values = jnp.where(present[..., None, None], values, 0)
@@ -260,11 +271,11 @@ def _update_by_head(
     values: Float[Array, "1 N Hkv D"],
     mask: Bool[Array, "1 rows N"] | None,
     present: Bool[Array, "1 N"],
-    how: _Scores,
+    scoring: _Scoring,
 ) -> _Softmax:
-    """As `_update`, for one sequence and one KV head after the other.
+    """Take one online-softmax step like `_update`, for one sequence and one KV head after the other.
 
-    Without a mask every row sees every token; keys must then be finite even where none is present.
+    A mask of None means that every row sees every token. Keys must then be finite in slots without a token, too.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     multiply = partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
@@ -273,33 +284,34 @@ def _update_by_head(
         mask = jnp.repeat(mask[0], q.shape[2] // mask.shape[1], axis=0)
     heads = range(q.shape[1])
     scores = [multiply(q[0, g], keys[0, :, g], (((1,), (1,)), ((), ()))) for g in heads]
-    if mask is None:  # what `how` makes of them grows with them, so their maximum can be taken before
-        highest = how.of(jnp.stack([x.max(-1) for x in scores]))
+    if mask is None:  # scoring is monotonic, so the maximum may be taken before it
+        highest = scoring.apply(jnp.stack([x.max(-1) for x in scores]))
     else:
-        scores = [jnp.where(mask, how.of(x), -jnp.inf) for x in scores]
+        scores = [jnp.where(mask, scoring.apply(x), -jnp.inf) for x in scores]
         highest = jnp.stack([x.max(-1) for x in scores])
     maximum = jnp.maximum(state.maximum[0], highest)
     if mask is None:
-        weights = [jnp.where(present, jnp.exp(how.of(x) - m[:, None]), 0) for x, m in zip(scores, maximum)]
+        weights = [jnp.where(present, jnp.exp(scoring.apply(x) - m[:, None]), 0) for x, m in zip(scores, maximum)]
     else:
         weights = [jnp.exp(x - m[:, None]) for x, m in zip(scores, maximum)]
-    # Apart: made once, for the sum and the product.
-    weights = [_apart(_rounded(w, values.dtype)) for w in weights]
+    # The barrier keeps XLA from computing the weights twice, for the sum and for the product.
+    weights = [_barrier(_rounded(w, values.dtype)) for w in weights]
     added = jnp.stack([multiply(w, values[0, :, g], (((1,), (0,)), ((), ()))) for g, w in zip(heads, weights)])
     decay = jnp.exp(state.maximum[0] - maximum)
     total = state.total[0] * decay + jnp.stack([w.sum(-1, dtype=jnp.float32) for w in weights])
     return _Softmax(maximum[None], total[None], state.values * decay[None, ..., None] + added[None])
 
 
-def _apart(x: Any) -> Any:
-    """Behind a barrier: XLA computes it by itself, and fuses nothing across."""
+def _barrier(x: Any) -> Any:
+    """Put a barrier around `x`: XLA computes it separately and fuses no operation across."""
     return jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
 
 
 def _rounded(weights: Float32[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"]:
-    """Float32 weights, none negative, to the nearest of `dtype`.
+    """Round non-negative weights to the nearest value of `dtype`.
 
-    To bfloat16 by their bits: XLA:CPU's own conversion makes the loop over the exponential three times slower.
+    Rounding to bfloat16 works on the bits, because XLA:CPU's own conversion makes the loop over the exponential three times
+    slower.
     """
     if dtype != jnp.bfloat16:
         return weights.astype(dtype)
@@ -308,7 +320,7 @@ def _rounded(weights: Float32[Array, "*axes"], dtype: jnp.dtype) -> Float[Array,
 
 
 def _fill_holes(keys: Float[Array, "B N Hkv D"], present: Bool[Array, "B N"], block_size: int) -> Float[Array, "B N Hkv D"]:
-    """Keys `[B, N, G, d]` with those that are not `present` `[B, N]` replaced by their page's first, which every page has."""
+    """Replace keys of slots that are not `present` by the first key of their page, which every page has."""
     pages = keys.reshape(len(keys), -1, block_size, *keys.shape[2:])
     return jnp.where(present.reshape(*pages.shape[:3], 1, 1), pages, pages[:, :, :1]).reshape(keys.shape)
 
@@ -321,7 +333,7 @@ def _kv_tile(
     tile_slots: int,
     dtype: jnp.dtype,
 ) -> tuple[Int[Array, " N"], Float[Array, "B N Hkv D"], Float[Array, "B N Hkv D"], Bool[Array, "B N"]]:
-    """KV tile number `tile` of sequences `[B]`: slots `[N]`, keys and values `[B, N, G, d]`, valid `[B, N]`."""
+    """Return the slots, keys, values and validity of KV tile `tile` of sequences `seqs`."""
     block_size = cache[0].shape[1]
     pages_per_tile = tile_slots // block_size
     slots = tile * tile_slots + jnp.arange(tile_slots)
@@ -335,13 +347,13 @@ def _kv_tile(
     return slots, keys, values, valid.reshape(len(seqs), tile_slots)
 
 
-def _count(parts: Sequence[tuple[Tile, Tile]]) -> Tile:
-    """Tiles of ranges `[start, end)`; one may be empty, or even end before it starts."""
+def _num_tiles(parts: Sequence[tuple[Tile, Tile]]) -> Tile:
+    """Return the number of tiles in ranges `[start, end)`. A range may be empty or end before its start."""
     return sum(jnp.maximum(end - start, 0) for start, end in parts)
 
 
-def _nth(step: jax.Array, parts: Sequence[tuple[Tile, Tile]]) -> jax.Array:
-    """The tile number `step` of them."""
+def _nth_tile(step: jax.Array, parts: Sequence[tuple[Tile, Tile]]) -> jax.Array:
+    """Return tile number `step` of the ranges."""
     tile = jnp.zeros_like(step)
     for start, end in parts:
         size = jnp.maximum(end - start, 0)
@@ -351,13 +363,13 @@ def _nth(step: jax.Array, parts: Sequence[tuple[Tile, Tile]]) -> jax.Array:
 
 
 def _attend_tiles(
-    q: Float[Array, "T H D"], cache: KVCache, metadata: TileMetadata, how: _Scores, window: int | None
+    q: Float[Array, "T H D"], cache: KVCache, metadata: TileMetadata, scoring: _Scoring, window: int | None
 ) -> Float[Array, "T H D"]:
-    """Query tiles one after the other, `[T, heads, d]`; rows of decodes are left undefined."""
+    """Attend one query tile after the other. Rows of decodes are left undefined."""
     rows, (_, block_size, kv_heads, _) = len(q), cache[0].shape
     tile_rows, tile_slots, per_head = _tile_sizes(rows, metadata.block_tables.shape[1], block_size)
-    # A tile reads and writes `tile_rows` rows wherever it begins: padding keeps the last one
-    # in bounds, and what it writes past its own rows the next tile overwrites.
+    # Every tile reads and writes `tile_rows` rows. Padding keeps the last tile in bounds, and the next tile
+    # overwrites the rows written past a tile's own.
     q = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0)))
     row_slot, row_start = (jnp.pad(x, (0, tile_rows)) for x in (metadata.row_slot, metadata.row_start))
 
@@ -379,21 +391,21 @@ def _attend_tiles(
             parts = [(full.first_end, first_end), (second_start, full.second_start), (full.second_end, second_end)]
 
             def one_full_tile(step: jax.Array, state: _Softmax) -> _Softmax:
-                _, keys, values, valid = _kv_tile(cache, metadata, seq[None], _nth(step, whole), tile_slots, q.dtype)
-                return _update_by_head(state, folded, _fill_holes(keys, valid, block_size), values, None, valid, how)
+                _, keys, values, valid = _kv_tile(cache, metadata, seq[None], _nth_tile(step, whole), tile_slots, q.dtype)
+                return _update_by_head(state, folded, _fill_holes(keys, valid, block_size), values, None, valid, scoring)
 
-            state = jax.lax.fori_loop(0, _count(whole), one_full_tile, state)
+            state = jax.lax.fori_loop(0, _num_tiles(whole), one_full_tile, state)
 
         def one_kv_tile(step: jax.Array, state: _Softmax) -> _Softmax:
-            tile = _nth(step, parts)
+            tile = _nth_tile(step, parts)
             slots, keys, values, valid = _kv_tile(cache, metadata, seq[None], tile, tile_slots, q.dtype)
             mask = (slots <= own) & ((slots < metadata.prefix_end[seq]) | (slots >= start)) & valid
             if window is not None:
                 mask &= slots > own - window
             update = _update_by_head if by_head else _update
-            return update(state, folded, keys, values, mask[None], valid & (slots <= last), how)
+            return update(state, folded, keys, values, mask[None], valid & (slots <= last), scoring)
 
-        state = jax.lax.fori_loop(0, _count(parts), one_kv_tile, state)
+        state = jax.lax.fori_loop(0, _num_tiles(parts), one_kv_tile, state)
         block = _unfold(_finish(state), tile_rows)[0].astype(q.dtype)
         return jax.lax.dynamic_update_slice_in_dim(out, block, row, axis=0)
 
@@ -405,10 +417,10 @@ def _attend_decodes(
     q: Float[Array, "T H D"],
     cache: KVCache,
     metadata: TileMetadata,
-    how: _Scores,
+    scoring: _Scoring,
     window: int | None,
 ) -> Float[Array, "T H D"]:
-    """One-row runs that see their whole sequence, a tile of sequences at a time, written into `out`."""
+    """Attend the one-row runs that see their whole sequence, one decode tile at a time, and write them into `out`."""
     kv_heads = cache[0].shape[2]
     tile_slots = _tile_slots(DECODE_SLOTS, metadata.block_tables.shape[1], cache[0].shape[1])
 
@@ -423,12 +435,12 @@ def _attend_decodes(
 
         def one_kv_tile(tile: jax.Array, state: _Softmax) -> _Softmax:
             slots, keys, values, valid = _kv_tile(cache, metadata, seqs, tile, tile_slots, q.dtype)
-            if _ON_CPU:  # pages are copied whole, then transposed: fused, value by value
-                keys, values = _apart((keys, values))
+            if _ON_CPU:  # copy whole pages before the transposition: fused, XLA copies value by value
+                keys, values = _barrier((keys, values))
             mask = (slots <= own) & valid
             if window is not None:
                 mask &= slots > own - window
-            return _update(state, folded, keys, values, mask[:, None], mask, how)
+            return _update(state, folded, keys, values, mask[:, None], mask, scoring)
 
         state = jax.lax.fori_loop(begin, metadata.decode_end[index], one_kv_tile, _start(folded))
         return out.at[rows].set(_unfold(_finish(state), 1)[:, 0].astype(q.dtype), mode="drop")

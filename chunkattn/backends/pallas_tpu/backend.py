@@ -1,4 +1,4 @@
-"""Chunk attention for TPUs as a backend: metadata on the host, two kernels and a write on the chip."""
+"""The TPU backend: metadata on the host, a write and two attention kernels on the chip."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from chunkattn.backends.tiles import Tiles, spans, tile_ranges
 from chunkattn.errors import BackendError
 
 KV_BYTES = 8 << 20
-"""Two KV tiles with all heads take at most this, where tiles of a page, or 128 slots, do."""
+"""Most bytes of two KV tiles with all heads, unless tiles of one page, or of 128 slots, already exceed it."""
 TOGETHER_ROWS = 1024
-"""Most folded rows of heads computed side by side: decodes have few and take more heads."""
+"""Most folded rows of heads computed side by side. Decodes have few rows and take more heads."""
 
 _ALIGN = 16
 """Rows of a 16-bit register."""
@@ -34,19 +34,19 @@ _BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 class PallasMetadata(NamedTuple):
-    """A step as query tiles and decodes. `Q` and `D` are static bounds; the counts say how many are real.
+    """A step as query tiles and decodes. `Q` and `E` are static bounds; the `num_` fields count the entries in use.
 
     Attributes:
-        tiles: int32 `[11, Q]`, see `kernel.SCALARS`.
-        num_tiles: int32 scalar.
-        rows: int32 `[blocks, 8, lanes]`, row slots and row starts of a block of rows.
-        decodes: int32 `[11, D]`, as `tiles`.
-        num_decodes: int32 scalar.
-        decode_rows: int32 `[D]`, their rows.
-        decode_of_row: int32 `[T]`, the decode a row is, -1 for other rows.
-        table: int32 `[S, 1, W]`, page and valid length in one.
-        pieces: int32 `[B, 6, R]`, see `write.plan_writes`.
-        num_pieces: int32 `[B]`.
+        tiles: scalars of the query tiles, see `kernel.SCALARS`.
+        num_tiles: query tiles in use.
+        rows: row slots and row starts of each block of rows, in the first two of 8 rows.
+        decodes: scalars of the decodes, see `kernel.SCALARS`.
+        num_decodes: decodes in use.
+        decode_rows: row of each decode.
+        decode_of_row: decode of each row, -1 for other rows.
+        table: page and valid length in one integer, see `pages.LENGTH_BITS`.
+        pieces: see `write.plan_writes`.
+        num_pieces: see `write.plan_writes`.
     """
 
     tiles: Int32[StepArray, "11 Q"]
@@ -63,20 +63,20 @@ class PallasMetadata(NamedTuple):
 
 @register_backend("pallas_tpu")
 class PallasTpuBackend(AttentionBackend):
-    """Pages are `[kv_heads, block_size, 2 * head_dim]`: of every slot, K and then V of a head in neighbouring lanes.
+    """The Pallas backend for TPUs.
 
-    Away from a TPU the kernels run in Pallas' TPU interpreter: the same results, slowly.
+    A page is `[kv_heads, block_size, 2 * head_dim]`: each slot holds K and then V of a head in neighbouring lanes. Away from
+    a TPU the kernels run in Pallas' TPU interpreter, slowly and with the same results.
 
     Attributes:
-        interpret: of `pl.pallas_call`; None: only away from a TPU. Set it to False to compile for a
-            TPU that is not there.
-        chip: the generation to compute for, a key of `blocks.CHIPS`; None: this process's TPU's.
+        interpret: argument of `pl.pallas_call`; None interprets only away from a TPU. False compiles for an absent TPU.
+        chip: TPU generation to compute for, a key of `blocks.CHIPS`; None means this process's TPU.
         table: tile sizes by chip and head size.
-        most_rows: of a query tile; a power of two.
+        most_rows: most rows of a query tile; a power of two.
     """
 
     max_pages = 1 << (31 - LENGTH_BITS)
-    max_table_pages = 1 << 15  # four rows of the page table lie in the megabyte of scalar memory
+    max_table_pages = 1 << 15  # the megabyte of scalar memory holds four rows of the page table
     interpret: ClassVar[Any] = None
     chip: ClassVar[str | None] = None
     table: ClassVar[Mapping[tuple[str, int], tuple[Blocks, Blocks]]] = TABLE
@@ -84,7 +84,11 @@ class PallasTpuBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Heads of 64, 128 or 256, pages of 16 to 256, bfloat16 and float32, kept as that or as `FP8`; v5e and later."""
+        """Return the reason why the backend cannot serve `spec`, or None if it can.
+
+        The backend supports heads of 64, 128 or 256, pages of 16 to 256 slots, bfloat16 and float32, a cache in that
+        dtype or in `FP8`, and TPUs from v5e on.
+        """
         if spec.head_dim not in _HEAD_DIMS:
             return f"head_dim must be one of {', '.join(map(str, _HEAD_DIMS))}, got {spec.head_dim}"
         if spec.block_size not in _BLOCK_SIZES:
@@ -105,7 +109,7 @@ class PallasTpuBackend(AttentionBackend):
         return None
 
     def allocate(self, num_pages: int) -> KVCache:
-        """One layer's pool, `[pages, kv_heads, block_size, 2 * head_dim]` in the cache's dtype."""
+        """Allocate one layer's pool, `[pages, kv_heads, block_size, 2 * head_dim]` in the cache's dtype."""
         if num_pages > self.max_pages:
             raise BackendError(f"pallas_tpu counts at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
         spec = self.spec
@@ -113,27 +117,27 @@ class PallasTpuBackend(AttentionBackend):
 
     @property
     def blocks(self) -> Blocks:
-        """Tile sizes on this chip."""
+        """Return the tile sizes on this chip."""
         spec = self.spec
         blocks = self.table[self.chip or chip_here(), spec.head_dim][spec.block_size >= LARGE_PAGE]
         return blocks._replace(slots=max(blocks.slots, spec.block_size))
 
     @property
     def core(self) -> Chip:
-        """What this chip has."""
+        """Return the properties of this chip."""
         return CHIPS[self.chip or chip_here()]
 
     @property
     def head_blocks(self) -> int:
-        """KV heads are cut into this many parts, which the chip's cores compute in parallel."""
+        """Return the number of groups of KV heads, which the chip's cores compute in parallel."""
         return self.core.cores if self.spec.num_kv_heads % self.core.cores == 0 else 1
 
     def _too_large(self, shape: Shape) -> bool:
-        """Whether a kernel leaves less than a quarter of its memory to the compiler."""
+        """Return whether a kernel leaves less than a quarter of vector memory to the compiler."""
         return shape.vmem_bytes(self.spec.dtype.itemsize, self.spec.cache_dtype.itemsize) > 0.75 * self.core.vmem_bytes
 
     def shape(self, rows: int) -> Shape:
-        """Sizes of the kernel over blocks of `rows`, 1 for decodes."""
+        """Return the sizes of the kernel over blocks of `rows` rows; 1 for decodes."""
         spec, (_, slots, together) = self.spec, self.blocks
         heads, groups = spec.num_kv_heads // self.head_blocks, spec.num_heads // spec.num_kv_heads
         while slots > max(LANES, spec.block_size) and 4 * heads * slots * spec.head_dim * spec.cache_dtype.itemsize > KV_BYTES:
@@ -152,7 +156,10 @@ class PallasTpuBackend(AttentionBackend):
         )
 
     def block(self, rows: int) -> int:
-        """Rows of a query tile when a step has `rows`: few steps of many rows, unless there are not many."""
+        """Return the rows of a query tile for a step of `rows` rows.
+
+        Few grid steps of many rows are preferred, unless the step has few rows.
+        """
         spec, (folded, _, together) = self.spec, self.blocks
         groups = spec.num_heads // spec.num_kv_heads
         folded *= together // _divisor(spec.num_kv_heads // self.head_blocks, together)
@@ -164,12 +171,12 @@ class PallasTpuBackend(AttentionBackend):
         return size
 
     def _write_rows(self, rows: int) -> int:
-        """Rows of a grid step of the write."""
+        """Return the rows of one grid step of the write."""
         spec = self.spec
         return block_rows(rows, 2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize)
 
     def build_metadata(self, batch: AttentionBatch) -> PallasMetadata:
-        """See `AttentionBackend.build_metadata`."""
+        """Cut the batch into query tiles and decodes; see `AttentionBackend.build_metadata`."""
         rows, seqs = len(batch.row_seq), len(batch.prefix_end)
         size = self.block(rows)
         blocks = -(-rows // size)
@@ -216,7 +223,7 @@ class PallasTpuBackend(AttentionBackend):
         scale: float,
         window: int | None = None,
     ) -> tuple[Float[Array, "T H D"], KVCache]:
-        """See `AttentionBackend.forward`."""
+        """Write, then attend with both kernels; see `AttentionBackend.forward`."""
         interpret = self.interpret
         if interpret is None:
             interpret = pltpu.InterpretParams() if jax.default_backend() != "tpu" else False
@@ -225,12 +232,12 @@ class PallasTpuBackend(AttentionBackend):
         size = self.block(rows)
         tiles, decodes = self.shape(size), self.shape(1)
 
-        # Rounded as the cache keeps it, but in the model's dtype: rows of one byte can only be read 32 at a time.
+        # Rounded to the cache's dtype, but stored in the model's: one-byte rows can only be read 32 at a time.
         kv = to_cache(jnp.concatenate([k, v], axis=-1), cache.dtype).astype(q.dtype)
         kv = _pad_rows(kv.reshape(rows, -1), self._write_rows(rows))
         cache = write_rows(cache, kv, metadata.pieces, metadata.num_pieces, **options)
 
-        if tiles.packed:  # zeros meet V; results come out behind V's lanes
+        if tiles.packed:  # the zeros of q multiply V; results come out in V's lanes
             q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles.head_dim - self.spec.head_dim)))
         common: dict[str, Any] = {"scale": scale, "soft_cap": self.spec.soft_cap, "window": window, **options}
         table = metadata.table
@@ -247,12 +254,12 @@ class PallasTpuBackend(AttentionBackend):
 
 
 def _divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` up to `most`."""
+    """Return the largest divisor of `number` up to `most`."""
     return next(n for n in range(max(1, min(most, number)), 0, -1) if number % n == 0)
 
 
 def _cut_at_blocks(runs: Tiles, size: int) -> Tiles:
-    """Cut runs where blocks of `size` rows begin, in order."""
+    """Cut runs at the boundaries of blocks of `size` rows, in order."""
     first, last = runs.row // size, (runs.row + runs.size - 1) // size
     run = np.repeat(np.arange(len(first)), last - first + 1)
     block = np.arange(len(run)) - np.searchsorted(run, run) + first[run]
@@ -262,7 +269,7 @@ def _cut_at_blocks(runs: Tiles, size: int) -> Tiles:
 
 
 def _scalars(batch: AttentionBatch, tiles: Tiles, tile_slots: int, size: int) -> Int32[np.ndarray, "11 Q"]:
-    """The kernel's scalars of query tiles that keep within blocks of `size` rows."""
+    """Return the kernel's scalars of query tiles, each within one block of `size` rows."""
     out = np.zeros((len(kernel.SCALARS), len(tiles.row)), np.int32)
     if not len(tiles.row):
         return out
@@ -281,7 +288,7 @@ def _scalars(batch: AttentionBatch, tiles: Tiles, tile_slots: int, size: int) ->
 
 
 def _within(scalars: Int32[StepArray, "11 Q"], tile_slots: int, window: int | None) -> Int32[StepArray, "11 Q"]:
-    """The scalars with KV tiles before every row's window left out; plain prompts have one range."""
+    """Skip KV tiles before every row's window. Windows apply to plain prompts, which have one range."""
     if window is None:
         return scalars
     begin = jnp.maximum(scalars[kernel.MIN_SLOT] - window + 1, 0) // tile_slots
@@ -289,10 +296,10 @@ def _within(scalars: Int32[StepArray, "11 Q"], tile_slots: int, window: int | No
 
 
 def _pad(values: Shaped[np.ndarray, "*axes n"], size: int) -> Int32[np.ndarray, "*axes size"]:
-    """Zeros behind the last axis up to `size`."""
+    """Pad the last axis with zeros up to `size`."""
     return np.pad(values.astype(np.int32), [(0, 0)] * (values.ndim - 1) + [(0, size - values.shape[-1])])
 
 
 def _pad_rows(x: Float[Array, "T n"], size: int) -> Float[Array, "padded_rows n"]:
-    """`[T, n]` with zeros up to a multiple of `size` rows."""
+    """Pad with zero rows up to a multiple of `size`."""
     return jnp.pad(x, ((0, -len(x) % size), (0, 0)))

@@ -15,18 +15,18 @@ LANES = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes the kernel is compiled for.
+    """Sizes that the kernel is compiled for.
 
     Attributes:
-        kv_heads: KV heads.
+        kv_heads: number of KV heads.
         groups: query heads per KV head.
-        head_dim: lanes of a head of queries and of results: 128 or 256.
-        packed: K and V lie in the same 128 lanes (`head_dim` 64).
+        head_dim: lanes of a head of queries and of results, 128 or 256.
+        packed: whether K and V share 128 lanes (`head_dim` 64).
         rows: rows of a block; 1 for decodes.
         slots: slots of a KV tile, a multiple of 128 and of `block_size`.
         block_size: slots of a page.
         together: KV heads computed side by side; divides `heads`.
-        head_blocks: the grid's outer axis, over KV heads; chips of two cores run it in parallel.
+        head_blocks: size of the grid's outer axis, over KV heads; chips with two cores run it in parallel.
     """
 
     kv_heads: int
@@ -41,26 +41,31 @@ class Shape:
 
     @property
     def pages(self) -> int:
-        """Pages of a KV tile."""
+        """Return the pages of a KV tile."""
         return self.slots // self.block_size
 
     @property
     def heads(self) -> int:
-        """KV heads of a grid step."""
+        """Return the KV heads of a grid step."""
         return self.kv_heads // self.head_blocks
 
     def vmem_bytes(self, dtype_bytes: int, cache_bytes: int) -> int:
-        """Vector memory a kernel of this shape takes, without what the compiler keeps beside it."""
+        """Return the bytes of vector memory that a kernel of this shape takes, without the compiler's own.
+
+        Args:
+            dtype_bytes: bytes of a value of the model.
+            cache_bytes: bytes of a value of the cache.
+        """
         rows, folded = max(self.rows, 8), max(self.groups * self.rows, 8)
         sums = self.heads * folded * (2 * LANES + self.head_dim) * 4
         pages = 2 * self.heads * self.slots * self.lanes * cache_bytes
-        queries = 5 * self.heads * folded * self.head_dim * dtype_bytes  # in, out, both twice; and folded
+        queries = 5 * self.heads * folded * self.head_dim * dtype_bytes  # in and out, double-buffered, and folded
         scores = 2 * self.together * folded * self.slots * 4
         return sums + pages + queries + scores + rows * self.slots * 4
 
     @property
     def lanes(self) -> int:
-        """Lanes of a slot of one KV head: K and V."""
+        """Return the lanes of K and V of one slot and KV head."""
         return self.head_dim if self.packed else 2 * self.head_dim
 
 
@@ -70,8 +75,8 @@ class Blocks(NamedTuple):
     Attributes:
         folded: rows of a query tile times query heads per KV head.
         slots: slots of a KV tile.
-        together: KV heads whose steps are interleaved: while one head's scores are exponentiated another's are
-            multiplied. A model with fewer KV heads gets as many times larger query tiles.
+        together: KV heads whose steps are interleaved: one head's scores are exponentiated while another's are multiplied. A
+            model with fewer KV heads gets proportionally larger query tiles.
     """
 
     folded: int
@@ -80,11 +85,11 @@ class Blocks(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """What the kernels know of a generation.
+    """Properties of a TPU generation.
 
     Attributes:
-        cores: TensorCores, which share a kernel's grid.
-        vmem_bytes: what a kernel may use of a core's vector memory: three quarters.
+        cores: TensorCores that share a kernel's grid.
+        vmem_bytes: bytes of a core's vector memory that a kernel may use, three quarters of it.
     """
 
     cores: int
@@ -92,7 +97,7 @@ class Chip(NamedTuple):
 
 
 CHIPS = {"v5e": Chip(1, 96 << 20), "v5p": Chip(2, 48 << 20), "v6e": Chip(1, 96 << 20)}
-"""Generations the kernels are compiled for."""
+"""TPU generations that the kernels are compiled for."""
 
 KINDS = {
     "TPU v5e": "v5e",
@@ -102,10 +107,10 @@ KINDS = {
     "TPU v6e": "v6e",
     "TPU v6 lite": "v6e",
 }
-"""Their names at the devices."""
+"""Generation by the device's `device_kind`."""
 
 LARGE_PAGE = 64
-"""From this page size on a KV tile's pages are few enough for the second column of `TABLE`."""
+"""Least page size, in slots, that uses the second column of `TABLE`: a KV tile then has few pages."""
 
 _LARGE, _SMALL = Blocks(512, 512, 4), Blocks(256, 512, 4)
 
@@ -120,9 +125,9 @@ TABLE: dict[tuple[str, int], tuple[Blocks, Blocks]] = {
     ("v6e", 128): (_LARGE, _LARGE),
     ("v6e", 256): (_LARGE, _LARGE),
 }
-"""By chip and head size: for small pages, and for large ones."""
+"""Tile sizes by chip and head size: for small pages, and for large ones."""
 
 
 def chip_here() -> str:
-    """The generation of this process's TPU; the newest known for one that is not known, or where there is none."""
+    """Return the generation of this process's TPU, or the newest known if it is unknown or absent."""
     return KINDS.get(jax.devices()[0].device_kind, "v6e")

@@ -1,14 +1,12 @@
-"""The attention kernel for TPUs: query tiles walk their KV tiles, pages copied two tiles deep.
+"""The attention kernel for TPUs: query tiles walk their KV tiles, with page copies double-buffered.
 
-One grid step is one query tile: rows of one sequence inside one block of the batch's rows,
-or one decode. It walks the KV tiles of its two ranges (`chunkattn.backends.tiles`) and
-nothing else. While a KV tile is multiplied, the pages of the next one are on their way
-from HBM, across query tiles too. Where every row of the query tile sees every slot of the
-KV tile no mask is computed; most tiles of a long prefix are of this kind.
+One grid step is one query tile: rows of one sequence inside one block of the batch's rows, or one decode. The grid step
+walks the KV tiles of its two ranges (`chunkattn.backends.tiles`) and no others. While a KV tile is multiplied, the pages
+of the next one are copied from HBM, across query tiles too. If every row of the query tile sees every slot of the KV
+tile, no mask is computed; most tiles of a long prefix are of this kind.
 
-Nothing is gathered by a vector of indices, which Mosaic cannot lower: page numbers are
-scalars, one sequence's row of the page table at a time in SMEM (at most 128 KiB; a whole
-table would not fit), and the rows' slots come in as a block.
+The kernel gathers nothing by a vector of indices, which Mosaic cannot lower. Page numbers are scalars, one sequence's row
+of the page table at a time in SMEM (at most 128 KiB; a whole table would not fit), and the rows' slots arrive as a block.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ from chunkattn.backends.pallas_tpu.blocks import LANES, Shape
 from chunkattn.backends.pallas_tpu.pages import Pages
 
 SCALARS = BLOCK, LOW, HIGH, SEQ, FIRST_END, SECOND_START, SECOND_END, MIN_SLOT, LAST, MAX_START, PREFIX_END = range(11)
-"""Rows of the scalars of query tiles, int32 `[len(SCALARS), Q]`:
+"""Rows of the scalars of query tiles, int32 `[len(SCALARS), Q]`.
 
-block of the batch's rows, its own rows in it `[LOW, HIGH)`, sequence, KV ranges, smallest and
+In order: block of the batch's rows, the tile's rows within the block `[LOW, HIGH)`, sequence, KV ranges, smallest and
 largest slot of its rows, largest row start, slots of the prefix.
 """
 
 _MASKED = -1e38
-"""Added to a score that is not seen; far below `_LEAST`, so its weight is zero."""
+"""Bias of an invisible score: far below `_LEAST`, so its weight is zero."""
 _LEAST = -1e30
-"""Start of the running maximum: finite, so that a row that has seen nothing yet stays finite."""
+"""Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
 
 
 def attend(
@@ -47,7 +45,7 @@ def attend(
     q: Float[Array, "blocks*rows H*lanes"] | Float[Array, "Q Hkv groups lanes"],
     rows: Int32[Array, "blocks 8 row_lanes"] | None,
     table: Int32[Array, "S 1 W"],
-    pool: Shaped[Array, "P Hkv B kv_lanes"],
+    pool: Shaped[Array, "P Hkv block_size kv_lanes"],
     shape: Shape,
     *,
     scale: float,
@@ -56,24 +54,24 @@ def attend(
     interpret: Any,
     vmem_limit_bytes: int,
 ) -> Float[Array, "blocks*rows H*lanes"] | Float[Array, "Q Hkv groups lanes"]:
-    """Attention of `count` query tiles over pages already written.
+    """Compute attention of `count` query tiles over pages already written.
 
     Args:
-        scalars: int32 `[len(SCALARS), Q]`; tiles of one block are neighbours and every block has one.
-        count: int32 scalar, tiles in use.
-        q: `[blocks * rows, num_heads * head_dim]`, or for decodes `[Q, kv_heads, groups, head_dim]`.
-        rows: int32 `[blocks, 8, lanes]`, row slots and row starts of a block in its first two rows; None for decodes.
-        table: int32 `[S, 1, W]`, entries as `pages.LENGTH_BITS` says.
-        pool: `[pages, kv_heads, block_size, lanes]`.
+        scalars: scalars of the query tiles; tiles of one block are contiguous and every block has one.
+        count: query tiles in use.
+        q: queries by row; for decodes, by KV head. `lanes` is `shape.head_dim`.
+        rows: row slots and row starts of a block in its first two rows; None for decodes.
+        table: page-table entries, see `pages.LENGTH_BITS`.
+        pool: pages of K and V in `kv_lanes`, `shape.lanes`.
         shape: sizes.
-        scale: multiplies the scores.
-        soft_cap: bounds the scores, see `AttentionSpec`.
+        scale: factor of the scores.
+        soft_cap: bound of the scores, see `AttentionSpec`.
         window: see `AttentionBackend.forward`.
-        interpret: of `pl.pallas_call`.
-        vmem_limit_bytes: what the kernel may use.
+        interpret: argument of `pl.pallas_call`.
+        vmem_limit_bytes: bytes of vector memory that the kernel may use.
 
     Returns:
-        As `q`. Rows of no tile are zero; decodes beyond `count` are undefined.
+        The attention output in the form of `q`. Rows of no tile are zero; decodes beyond `count` are undefined.
     """
     decode = rows is None
     folded = shape.groups * shape.rows
@@ -125,7 +123,7 @@ def attend(
 
 
 def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, scores: _Scores, window: int | None) -> None:
-    """One grid step."""
+    """Run one grid step."""
     if decode:
         sc, q, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state = refs
         folded = q.at[0]
@@ -230,7 +228,7 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, scores: _Scor
 
 
 def _fold(q: Any, folded: Any, shape: Shape) -> None:
-    """`[rows, heads * groups * head_dim]` to `[heads, groups * rows, head_dim]`: whole registers move."""
+    """Copy `[rows, heads * groups * head_dim]` to `[heads, groups * rows, head_dim]` in whole registers."""
     for head in range(shape.heads):
         for group in range(shape.groups):
             lanes = pl.ds((head * shape.groups + group) * shape.head_dim, shape.head_dim)
@@ -239,7 +237,7 @@ def _fold(q: Any, folded: Any, shape: Shape) -> None:
 
 @dataclass(frozen=True)
 class _Scores:
-    """From products to the exponents of 2."""
+    """The map from query-key products to exponents of 2."""
 
     scale: float
     soft_cap: float | None
@@ -253,9 +251,10 @@ class _Scores:
 def _update(
     folded: Any, kv: Any, sums: list[Any], bias: Any | None, heads: list[Any], shape: Shape, exponents: _Scores
 ) -> None:
-    """One online-softmax step of some KV heads, stage by stage: the compiler overlaps what is written side by side.
+    """Take one online-softmax step of some KV heads.
 
-    The maximum stands in every lane; the sum is kept by lane and added up once, at the end.
+    The code runs stage by stage over the heads, because the compiler overlaps operations that are written side by side. Every
+    lane holds the maximum; the sum is kept by lane and added up once, at the end.
     """
     maximum, total, values = sums
     precision = lax.Precision.HIGHEST if folded.dtype == jnp.float32 else None

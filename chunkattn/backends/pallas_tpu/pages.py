@@ -15,11 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkattn.backends.pallas_tpu.blocks import Shape
 
 LENGTH_BITS = 9
-"""Low bits of a page-table entry: the page's valid slots (at most 256). The page is above them."""
+"""Low bits of a page-table entry, which hold the page's valid slots (at most 256). The page number is above them."""
 PACKED = 32
-"""Rows of a register of one-byte values: a load must begin at a multiple of it."""
+"""Rows of a register of one-byte values; a load must begin at a multiple of it."""
 NOWHERE = np.iinfo(np.int32).max
-"""Slot of a column that holds no token."""
+"""Slot number of a column that holds no token."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Pages:
         return pltpu.make_async_copy(source, self.kv.at[buffer, :, at, :], self.arrived.at[buffer])
 
     def _present(self, tile: Any, last: Any) -> Any:
-        """Pages of the tile that begin at or before slot `last`."""
+        """Return the number of the tile's pages that begin at or before slot `last`."""
         return jnp.minimum(lax.div(last, self.shape.block_size) + 1 - tile * self.shape.pages, self.shape.pages)
 
     def start(self, table: Any, tile: Any, last: Any, buffer: Any) -> None:
-        """Send for the pages of a KV tile."""
+        """Start the copies of a KV tile's pages."""
         shape, present, base = self.shape, self._present(tile, last), tile * self.shape.pages
         mask = (1 << LENGTH_BITS) - 1
 
@@ -66,11 +66,11 @@ class Pages:
             self.state[buffer] = 0
 
     def shortest(self, buffer: Any) -> Any:
-        """Least valid length of the tile's pages; 0 where a page is missing."""
+        """Return the least valid length of the tile's pages; 0 if a page is missing."""
         return self.state[buffer]
 
     def wait(self, tile: Any, last: Any, buffer: Any) -> None:
-        """Until the pages `start` sent for have arrived."""
+        """Wait until the copies begun by `start` have arrived."""
         shape, present = self.shape, self._present(tile, last)
 
         @pl.when(present == shape.pages)
@@ -83,10 +83,10 @@ class Pages:
             lax.fori_loop(0, present, lambda place, _: self._copy(0, place, buffer).wait(), None)
 
     def clean(self, table: Any, tile: Any, last: Any, buffer: Any, columns: Any) -> None:
-        """Zero the slots that no token was written to, and put `NOWHERE` in their columns."""
+        """Zero the slots without a token, and put `NOWHERE` in their columns."""
         shape, base = self.shape, tile * self.shape.pages
         size, mask = shape.block_size, (1 << LENGTH_BITS) - 1
-        together = max(1, PACKED // size)  # pages in what can be loaded at once
+        together = max(1, PACKED // size)  # pages per aligned load
         lane = lax.broadcasted_iota(jnp.int32, (1, shape.slots), 1)
         row = lax.broadcasted_iota(jnp.int32, (shape.heads, together * size, shape.lanes), 1)
 

@@ -1,10 +1,9 @@
-"""Writing a step's K/V into its pages on a TPU, in place.
+"""The in-place write of a step's K/V into their pages on a TPU.
 
-A page is tiled in HBM, so a copy can write 16 slots, not one. The host cuts the rows into
-pieces that lie in one such group of slots; the kernel reads the groups that a piece does
-not fill, shifts the rows to their place, and writes the groups back. Reads and writes of
-`DEPTH` pieces are under way at once. Pieces of one group are neighbours and share a buffer,
-so no group is read while another piece of it is being written.
+HBM tiles a page, so one copy writes 16 slots instead of one. The host cuts the rows into pieces that each lie in one such
+group of slots. The kernel reads the groups that a piece does not fill, shifts the rows to their place and writes the
+groups back. Reads and writes of `DEPTH` pieces are in flight at once. Pieces of one group are contiguous and share a
+buffer, so a group is never read while another piece of it is being written.
 """
 
 from __future__ import annotations
@@ -22,17 +21,22 @@ from jaxtyping import Array, Float, Int32, Shaped
 from chunkattn.backends.base import AttentionBatch
 
 GROUP = 16
-"""Slots written at once: a register's worth of 16-bit values, two of 32-bit ones."""
+"""Slots written at once: one register of 16-bit values, two of 32-bit values."""
 ROWS, ROW_BYTES = 256, 2 << 20
-"""Rows of a grid step, fewer where they would take more than so many bytes."""
+"""Most rows of a grid step, and most bytes of those rows."""
 DEPTH = 16
 """Pieces in flight."""
 _FIELDS = DEST, ROW, OFFSET, COUNT, BUFFER, LAST = range(6)
-"""Of a piece: group of the pool, row within the block, first slot within the group, rows, buffer, last of its group."""
+"""Fields of a piece: group of the pool, row within the block, first slot within the group, rows, buffer, last of its group."""
 
 
 def block_rows(rows: int, row_bytes: int) -> int:
-    """Rows of a grid step when a step has `rows`, at least one: at least two groups."""
+    """Return the rows of a grid step for a step of `rows` rows: at least two groups.
+
+    Args:
+        rows: rows of the step, at least one.
+        row_bytes: bytes of a row's K/V.
+    """
     size = min(ROWS, -(-rows // (2 * GROUP)) * 2 * GROUP)
     while size > 2 * GROUP and size * row_bytes > ROW_BYTES:
         size = -(-size // (4 * GROUP)) * 2 * GROUP
@@ -40,7 +44,15 @@ def block_rows(rows: int, row_bytes: int) -> int:
 
 
 def plan_writes(batch: AttentionBatch, size: int) -> tuple[Int32[np.ndarray, "blocks 6 size"], Int32[np.ndarray, " blocks"]]:
-    """Pieces int32 `[blocks, len(_FIELDS), size]` of blocks of `size` rows, and how many each has, int32 `[blocks]`."""
+    """Cut a step's rows into pieces.
+
+    Args:
+        batch: the step.
+        size: rows of a block, from `block_rows`.
+
+    Returns:
+        The pieces of each block of `size` rows, with the rows of `_FIELDS`, and the number of pieces of each block.
+    """
     blocks = -(-len(batch.row_seq) // size)
     pieces, counts = np.zeros((blocks, len(_FIELDS), size), np.int32), np.zeros(blocks, np.int32)
     flat = batch.flat_slots()[: batch.num_rows].astype(np.int64)
@@ -63,23 +75,23 @@ def plan_writes(batch: AttentionBatch, size: int) -> tuple[Int32[np.ndarray, "bl
 
 
 def write_rows(
-    pool: Shaped[Array, "P Hkv B kv_lanes"],
+    pool: Shaped[Array, "P Hkv block_size kv_lanes"],
     kv: Float[Array, "blocks*size Hkv*kv_lanes"],
     pieces: Int32[Array, "blocks 6 size"],
     counts: Int32[Array, " blocks"],
     *,
     interpret: Any,
     vmem_limit_bytes: int,
-) -> Shaped[Array, "P Hkv B kv_lanes"]:
-    """The pool with the rows' K/V in it; in place when the pool is donated.
+) -> Shaped[Array, "P Hkv block_size kv_lanes"]:
+    """Return the pool with the rows' K/V written; in place if the pool is donated.
 
     Args:
-        pool: `[pages, kv_heads, block_size, lanes]`.
-        kv: `[blocks * block_rows, kv_heads * lanes]`, of 2 or 4 bytes.
+        pool: pages of K and V.
+        kv: K and V of the rows, of 2 or 4 bytes a value.
         pieces: see `plan_writes`.
-        counts: see `plan_writes`.
-        interpret: of `pl.pallas_call`.
-        vmem_limit_bytes: what the kernel may use.
+        counts: pieces of each block, see `plan_writes`.
+        interpret: argument of `pl.pallas_call`.
+        vmem_limit_bytes: bytes of vector memory that the kernel may use.
     """
     _, heads, _, lanes = pool.shape
     blocks, fields, size = pieces.shape
@@ -110,7 +122,7 @@ def write_rows(
 
 
 def _write_block(counts: Any, pieces: Any, kv: Any, _: Any, pool: Any, groups: Any, done: Any) -> None:
-    """One grid step: the pieces of one block of rows, `DEPTH` at a time."""
+    """Run one grid step: the pieces of one block of rows, `DEPTH` at a time."""
     count = counts[pl.program_id(0)]
     per_page = pool.shape[2] // GROUP
 
@@ -122,7 +134,7 @@ def _write_block(counts: Any, pieces: Any, kv: Any, _: Any, pool: Any, groups: A
         return pltpu.make_async_copy(*((here, there) if back else (there, here)), done.at[int(back), buffer])
 
     def reads(piece: Any) -> Any:
-        """It is the first of its group and does not fill it."""
+        """Return whether a piece is the first of its group and does not fill it."""
         return (pieces[0, BUFFER, piece] == lax.rem(piece, DEPTH)) & (pieces[0, COUNT, piece] < GROUP)
 
     def read(piece: Any, _: Any) -> None:
