@@ -1,4 +1,4 @@
-"""Scoring: one query, many items, label log-probabilities as if each item were sent alone."""
+"""Scoring of many items against one query: label log-probabilities as if each item were sent alone."""
 
 from chunkattn.scoring.algorithms import ALGORITHMS, QueryItems, ScorePart
 from chunkattn.scoring.planner import QueryPlan, ScorePlanner

@@ -1,7 +1,7 @@
-"""How a scoring job becomes sequences. Every algorithm gives the same log-probabilities.
+"""Algorithms that turn a scoring job into sequences. All of them give the same log-probabilities.
 
-An algorithm only lays tokens out and says at which rows to read, one sequence at a time; the engine that
-generates also scores.
+An algorithm lays tokens out and names the rows to read, one sequence at a time. The engine that generates text also
+computes the scores.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ class QueryItems:
     """Token ids of a query and its items.
 
     Attributes:
-        leading: special tokens that begin every sequence.
-        item_first: each sequence is item + query instead of query + item.
-        max_pack_tokens: most tokens of one packed sequence, where more than one item is in it.
-        max_dense_tokens: the same under a dense mask; no pack may be larger then.
-        max_batch_tokens: most tokens of items that are sent together behind a cached query, where there is more than one.
-        max_extend_tokens: the same where there is one: what the KV pool holds beside the query.
+        query: token ids of the query.
+        items: token ids of each item.
+        leading: special tokens at the start of every sequence.
+        item_first: whether each sequence is item + query instead of query + item.
+        max_pack_tokens: most tokens of a packed sequence with more than one item.
+        max_dense_tokens: most tokens of a packed sequence under a dense mask, even with one item.
+        max_batch_tokens: most tokens of several items sent together behind a cached query.
+        max_extend_tokens: most tokens of one item behind a cached query: the room that the KV pool has beside the query.
         block_size: tokens of a KV page.
     """
 
@@ -43,11 +45,11 @@ class QueryItems:
 
     @property
     def prefix(self) -> list[int]:
-        """What every item stands behind."""
+        """Return the tokens that precede every item."""
         return self.leading + self.query
 
     def tokens(self) -> dict[str, int]:
-        """Tokens that each algorithm computes for this job, by name."""
+        """Return the number of tokens that each algorithm computes for this job, by name."""
         return score_tokens(
             len(self.leading) + len(self.query),
             [len(item) for item in self.items],
@@ -62,8 +64,9 @@ class ScorePart:
     """One sequence of a job.
 
     Attributes:
-        rows: int64 `[R]`, ascending token indices whose next-token distribution is read.
-        items: which item each row belongs to.
+        layout: layout of the sequence.
+        rows: token indices whose next-token distribution is read, ascending.
+        items: index of the item that each row belongs to.
     """
 
     layout: ChunkLayout
@@ -72,29 +75,29 @@ class ScorePart:
 
 
 def serial(job: QueryItems) -> Iterator[ScorePart]:
-    """The definition: every item a plain sequence of its own with the query."""
+    """Yield every item as a plain sequence with the query. This algorithm defines the scores."""
     for index, item in enumerate(job.items):
         ids = job.leading + (item + job.query if job.item_first else job.query + item)
         yield ScorePart(make_layout([], [], ids), np.asarray([len(ids) - 1]), [index])
 
 
 def packed_segment(job: QueryItems) -> Iterator[ScorePart]:
-    """The query once a pack, behind it as many items as the pack holds, each isolated from the others.
+    """Yield packs of the query followed by as many items as fit, each isolated from the others.
 
-    Read at each item's last token; an empty item at the query's.
+    Scores are read at each item's last token, or at the query's last token for an empty item.
     """
     return _packs(job, job.max_pack_tokens - len(job.prefix))
 
 
 def packed_dense(job: QueryItems) -> Iterator[ScorePart]:
-    """As `packed_segment`, in packs small enough for a mask over all their pairs."""
+    """Yield packs like `packed_segment`, small enough for a mask over all pairs of their tokens."""
     return _packs(job, job.max_dense_tokens - len(job.prefix))
 
 
 def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
-    """The items in batches behind the query, which is in the cache.
+    """Yield batches of items behind a query that is in the cache.
 
-    A cached token has no logits, so for empty items the query's last page of tokens is computed again.
+    A cached token has no logits, so empty items make the query's last page of tokens be computed again.
     """
     prefix, empty = job.prefix, [index for index, item in enumerate(job.items) if not item]
     yield from _packs(job, job.max_batch_tokens, [index for index, item in enumerate(job.items) if item])
@@ -105,12 +108,12 @@ def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
 
 
 def _packs(job: QueryItems, most: int, picked: Sequence[int] | None = None) -> Iterator[ScorePart]:
-    """Sequences of the query and up to `most` tokens of items, of `picked` ones in this order."""
+    """Yield sequences of the query and up to `most` tokens of the items in `picked`, in that order; None picks all items."""
     if job.item_first:
         raise ValueError("item_first leaves no shared prefix to pack behind")
     picked = range(len(job.items)) if picked is None else picked
     for first, last in groups([len(job.items[index]) for index in picked], most):
-        # Positions are the query's length onwards whatever the engine's strategy: an item stands alone.
+        # Every item starts at the query's length, whatever the engine's strategy, as if it were alone.
         layout = make_layout(job.prefix, [job.items[index] for index in picked[first:last]], [], "shared")
         ends = np.asarray([s.end - 1 if s.end > s.start else layout.prefix_len - 1 for s in layout.segments[1:-1]])
         order = np.argsort(ends, kind="stable")
@@ -123,7 +126,7 @@ ALGORITHMS: dict[str, Callable[[QueryItems], Iterator[ScorePart]]] = {
     "serial": serial,
     "packed_dense": packed_dense,
 }
-"""By name."""
+"""Algorithms by name."""
 
 AUTO = "packed_segment", "prefill_extend", "serial"
-"""Those to choose from; where costs are equal the first. Not `packed_dense`: it is there to be compared with."""
+"""Algorithms that `auto` chooses from; the first of equal cost wins. `packed_dense` exists for comparison only."""

@@ -1,4 +1,4 @@
-"""What an algorithm would cost: steps, rows and visited tiles of a job, times what they cost on this machine."""
+"""Predicted cost of the scoring algorithms: steps, rows and visited tiles of a job, times the engine's rates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from chunkattn.scoring.algorithms import QueryItems
 
 
 def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: bool) -> dict[str, float]:
-    """Seconds of every algorithm of `AUTO`, by name.
+    """Return the predicted seconds of every algorithm of `AUTO`, by name.
 
     Args:
-        job: what is to be scored.
-        rates: of the engine.
+        job: the job to score.
+        rates: the engine's rates.
         budget: most rows of a step.
         query_cached: whether `prefill_extend` finds the query in the cache.
     """
@@ -23,7 +23,7 @@ def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: boo
     sizes = buckets(8, max(budget, 8), 2)
 
     def seconds(rows: Sequence[int], area: float) -> float:
-        """Of parts that run one after the other, with their tiles."""
+        """Return the seconds of parts that run one after the other, with their tile area."""
         padded = [size for part in rows for size in _steps(part, sizes)]
         return rates.step * len(padded) + rates.row * sum(padded) + rates.area * area
 
@@ -51,7 +51,7 @@ def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: boo
 
 
 def _steps(rows: int, sizes: Sequence[int]) -> list[int]:
-    """Padded sizes of the steps that rows of one part take."""
+    """Return the padded sizes of the steps that `rows` rows of one part take."""
     steps = []
     while rows > 0:
         taken = trimmed(rows, sizes)
@@ -61,23 +61,23 @@ def _steps(rows: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _causal(tokens: int) -> int:
-    """Area of the tiles that plain causal rows visit."""
+    """Return the area of the tiles that plain causal rows visit."""
     tiles = -(-tokens // TILE_ROWS)
     return sum(-(-min((tile + 1) * TILE_ROWS, tokens) // TILE_SLOTS) for tile in range(tiles)) * TILE_ROWS * TILE_SLOTS
 
 
 def _behind(query: int, lens: Sequence[int], before: int = 0) -> float:
-    """Area of the tiles that items packed behind a query visit: the query's, and about those of the item itself.
+    """Return the area of the tiles that items packed behind a query visit: the query's tiles, and about the item's own.
 
     Args:
         query: tokens of the query.
-        lens: of the items.
-        before: rows of the same sequence before them, whose last query tile they fill up.
+        lens: tokens of each item.
+        before: rows of the same sequence before the items, whose last query tile the items fill up.
     """
     rows = sum(lens)
     if not rows:
         return 0.0
-    own = sum(n * n for n in lens) / rows / 2  # slots before a row in its own item, on average
+    own = sum(n * n for n in lens) / rows / 2  # mean slots before a row in its own item
     tiles = -(-query // TILE_SLOTS) + (TILE_ROWS + own) / TILE_SLOTS + 0.5
     query_tiles = -(-(before + rows) // TILE_ROWS) - -(-before // TILE_ROWS)
     return query_tiles * tiles * TILE_ROWS * TILE_SLOTS

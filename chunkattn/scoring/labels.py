@@ -1,4 +1,4 @@
-"""Labels of a scoring request: token ids, or texts that are one token each."""
+"""The labels of a scoring request: token ids, or texts of one token each."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from chunkattn.parsers.encode import PartEncoder
 def resolve_labels(
     encode: PartEncoder, labels: Sequence[str] | None = None, label_token_ids: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Token ids of the labels.
+    """Return the token ids of the labels.
 
     Args:
-        encode: of the engine's tokenizer.
-        labels: texts, each one token without special tokens.
-        label_token_ids: the ids, instead. Either may hold duplicates.
+        encode: encoder with the engine's tokenizer.
+        labels: texts, each one token without special tokens; duplicates are allowed.
+        label_token_ids: token ids instead of texts; duplicates are allowed.
 
     Raises:
         RequestError: both or neither are given, there is no label or more than `MAX_LABELS`, or one is not a token.

@@ -1,4 +1,4 @@
-"""From a scoring job to requests in stages, and from their results to its output."""
+"""The planner, which turns a scoring job into stages of requests and their results into the output."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from chunkattn.scoring.cost import predict
 from chunkattn.scoring.selector import Choice, check_algorithm, refusals, select_algorithm
 
 _REMEMBERED = 4096
-"""Queries, and requests, that are remembered."""
+"""Most queries, and most requests, that are remembered."""
 _OTHERS = 8
-"""Rows of a step left to others' decodes."""
+"""Rows of a step left to decodes of other requests."""
 STAGE_STEPS = 4
-"""Steps' worth of tokens that are sent to the engine together: others wait for no more of a long job at a time."""
+"""Tokens of one stage, in steps' worth: other requests wait for at most this much of a long job at a time."""
 
 T = TypeVar("T")
 
 Stage = list[PrecomputeRequest | ScoreRequest]
-"""Requests that are sent together, when all of the stage before have ended."""
+"""Requests sent together once all requests of the previous stage have ended."""
 
 
 class QueryPlan:
-    """One query's scoring: the requests, made stage by stage, and the output as results come in.
+    """The scoring of one query: requests made stage by stage, and the output collected from their results.
 
     Args:
-        job: what is scored.
-        choice: the algorithm.
-        request: makes the request of a part; the query alone has no rows.
-        max_stage_tokens: of the requests of one stage, where there is more than one.
-        columns: labels, or classes of a classifier.
+        job: the job to score.
+        choice: the chosen algorithm.
+        request: makes the request of a part; None as rows makes the request of the query alone.
+        max_stage_tokens: most tokens of a stage with more than one request.
+        columns: number of labels, or of classes of a classifier.
         apply_softmax: whether scores are normalised over the labels.
-        classifier: results are class logits.
-        note: is told every result.
+        classifier: whether results are class logits.
+        note: called with every result.
     """
 
     def __init__(
@@ -63,24 +63,24 @@ class QueryPlan:
         self._job, self._choice, self._request, self._note = job, choice, request, note
         self._max_stage_tokens, self._apply_softmax, self._classifier = max_stage_tokens, apply_softmax, classifier
         self._values = np.zeros((len(job.items), columns), np.float32)
-        self._places: dict[str, list[int]] = {}  # items of the requests that are on their way
+        self._places: dict[str, list[int]] = {}  # items of the requests in flight
         self._rows = self._cached = 0
 
     @property
     def num_items(self) -> int:
-        """Number of items."""
+        """Return the number of items."""
         return len(self._job.items)
 
     @property
     def independent(self) -> bool:
-        """True if requests of several stages could be sent together."""
+        """Return whether requests of several stages could be sent together."""
         return self._choice.algorithm != "prefill_extend"
 
     def stages(self) -> Iterator[Stage]:
-        """Make the requests of one stage after the other; nothing of a stage stays here but where its results belong."""
+        """Yield the requests of one stage after the other. The plan keeps only the item indices of their results."""
         most = self._max_stage_tokens if self.independent else 0
         if not self.independent and self._job.items:
-            # On its own first, so that every batch of items runs alike whether the query was in the cache or not.
+            # The query runs first by itself, so that batches of items run alike with and without a cached query.
             query = make_layout(self._job.prefix, [], [])
             self._rows += len(query)
             yield [self._request(query, None)]
@@ -100,7 +100,7 @@ class QueryPlan:
             yield stage
 
     def add(self, event: ScoreResult | PrecomputeResult) -> int:
-        """Take one request's result. Returns how many items it has scored."""
+        """Store one request's result. Returns the number of items it scores."""
         self._note(event)
         if isinstance(event, PrecomputeResult):
             self._cached = event.cached.total
@@ -109,7 +109,7 @@ class QueryPlan:
         return len(event.logprobs)
 
     def output(self) -> ScoreOutput:
-        """The scores, once every result is in."""
+        """Return the output; call it after every result is added."""
         values, job = self._values.astype(np.float64), self._job
         if self._classifier:
             scores = expit(values) if values.shape[1] == 1 else softmax(values, axis=1)
@@ -126,7 +126,7 @@ class QueryPlan:
 
 
 class ScorePlanner:
-    """Chooses algorithms, and makes requests of what they lay out.
+    """A planner that chooses algorithms and turns their sequences into requests.
 
     Raises:
         ConfigError: the engine's `score_algorithm` is unknown.
@@ -135,22 +135,22 @@ class ScorePlanner:
     def __init__(self, config: EngineConfig) -> None:
         check_algorithm(config.score_algorithm)
         self.config = config
-        self._lock = Lock()  # calls are planned in several threads
-        self._cached: OrderedDict[bytes, int] = OrderedDict()  # queries left in the cache, and their tokens
-        self._chosen: OrderedDict[bytes, str] = OrderedDict()  # what requests were given
+        self._lock = Lock()  # several threads plan calls
+        self._cached: OrderedDict[bytes, int] = OrderedDict()  # tokens of the queries left in the cache
+        self._chosen: OrderedDict[bytes, str] = OrderedDict()  # algorithms chosen before
 
     def connect(self, limits: EngineLimits) -> None:
-        """Learn what the engine can hold and how fast it is. Its cache is empty."""
+        """Store the limits and rates of a new engine, whose cache is empty."""
         self.limits, self._rates = limits, limits.rates
         self.forget_cached()
 
     def forget_cached(self) -> None:
-        """The engine's cache has been emptied."""
+        """Forget the cached queries, after the engine's cache is emptied."""
         with self._lock:
             self._cached.clear()
 
     def _note(self, event: ScoreResult | PrecomputeResult, query: bytes, tokens: int) -> None:
-        """Learn how fast the engine is by now, or that it has just computed a query."""
+        """Update the rates from a score result, or remember the query that a precompute result cached."""
         if isinstance(event, ScoreResult):
             self._rates = event.rates
             return
@@ -160,18 +160,18 @@ class ScorePlanner:
                 self._cached.popitem(last=False)
 
     def query_items(self, query: list[int], items: list[list[int]], leading: list[int], item_first: bool) -> QueryItems:
-        """A job within this engine's sizes."""
+        """Return a job within this engine's limits."""
         prefix, budget, limits = len(leading) + len(query), self.config.max_num_batched_tokens, self.limits
         room, block = limits.kv_tokens // 4, limits.block_size
         beside_query = max_request_tokens(limits) + prefix // -block * block
-        # Room for a few decodes of others in the same step.
+        # Leave room for a few decodes of other requests in the same step.
         batch = budget - _OTHERS if budget >= 8 * _OTHERS else budget
         return QueryItems(
             query,
             items,
             leading,
             item_first,
-            # Large enough that the query's share of a pack is small, small enough that several fit the pool.
+            # Large packs keep the query's share small; several packs must fit the pool.
             max_pack_tokens=min(max(8192, 4 * prefix, budget), max(room, min(2 * prefix, max_request_tokens(limits)))),
             max_dense_tokens=self.config.max_multi_item_seq_len,
             max_batch_tokens=max(min(batch, room, beside_query), 1),
@@ -180,7 +180,7 @@ class ScorePlanner:
         )
 
     def too_costly(self, jobs: Sequence[QueryItems]) -> dict[str, str]:
-        """Return why an algorithm cannot serve a call of these jobs within `max_tokens_per_call`, for those that cannot."""
+        """Return the reason for each algorithm that cannot serve a call of these jobs within `max_tokens_per_call`."""
         totals: Counter[str] = Counter()
         for job in jobs:
             totals.update(job.tokens())
@@ -204,22 +204,22 @@ class ScorePlanner:
         too_costly: Mapping[str, str],
         check: Callable[[PrecomputeRequest | ScoreRequest], None] = lambda _: None,
     ) -> QueryPlan:
-        """Choose a job's algorithm; nothing is laid out before a stage is asked for.
+        """Choose a job's algorithm. Requests are laid out only when a stage is asked for.
 
         Args:
-            job: what is scored.
-            algorithm: a name, or None for the engine's default.
+            job: the job to score.
+            algorithm: name of an algorithm; None uses the engine's default.
             labels: token ids to read.
             apply_softmax: see `QueryPlan`.
-            cache_salt: of the requests.
-            priority: of the requests.
-            new_id: makes their ids.
-            too_costly: of the call the job belongs to; see `too_costly`.
-            check: is given every request when it is made.
+            cache_salt: cache salt of the requests.
+            priority: priority of the requests.
+            new_id: makes request ids.
+            too_costly: result of `too_costly` for the call that the job belongs to.
+            check: called with every new request.
 
         Raises:
             RequestError: the algorithm is unknown or cannot serve the job.
-            CapacityError: every algorithm that could would compute more than `max_tokens_per_call`.
+            CapacityError: every suitable algorithm would compute more than `max_tokens_per_call`.
         """
         config = self.config
         wanted = algorithm or config.score_algorithm
@@ -268,7 +268,7 @@ class ScorePlanner:
 
 
 def max_request_tokens(limits: EngineLimits) -> int:
-    """Return how many tokens one request can hold: what the pool does, and a page table."""
+    """Return the most tokens of one request, bounded by the pool and by a page table."""
     return min(limits.num_pages, limits.max_table_pages) * limits.block_size
 
 
@@ -280,9 +280,9 @@ def _remember(known: OrderedDict[bytes, T], key: bytes, value: T) -> None:
 
 
 def _digests(job: QueryItems, cache_salt: str | None) -> tuple[bytes, bytes]:
-    """What tells a query from others, and a query with so many items of such lengths, for whom shares its cache.
+    """Return the digests of a query, and of a query with the number and lengths of its items, both with the cache salt.
 
-    Not the items themselves: one's contents must not choose the others' algorithm.
+    The items' contents are left out: the contents of one item must not change the algorithm of the others.
     """
     digest = xxhash.xxh3_128(repr(cache_salt).encode())
     digest.update(np.asarray(job.prefix, np.int64).tobytes())

@@ -1,4 +1,4 @@
-"""Scoring calls with a list of queries."""
+"""The form of scoring calls with a list of queries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from chunkattn.errors import RequestError
 
 
 def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
-    """Each query with its items; None where `query` is one text or one list of token ids.
+    """Pair each query with its items; return None if `query` is one text or one list of token ids.
 
-    A list that begins with a text or a list is a list of queries. Its `items` are flat, for every query, where one of them
-    is a text or a list that begins with an integer; else they are one list of items a query. `[]` is no item for any query.
+    A list that begins with a text or a list is a list of queries. Its `items` are flat, and apply to every query, if one of
+    them is a text or a list that begins with an integer; otherwise they are one list of items per query. `[]` means no items
+    for any query.
 
     Raises:
-        RequestError: `query` or `items` mix both forms, or there are not as many lists of items as queries.
+        RequestError: `query` or `items` mix both forms, or the numbers of item lists and queries differ.
     """
     if not _is_list(query) or not len(query) or not _is_part(query[0]):
         return None
@@ -29,14 +30,14 @@ def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
     flat = [isinstance(item, str) or (_is_list(item) and len(item) > 0 and not _is_part(item[0])) for item in items]
     if any(flat) or not len(items):
         for index, item in enumerate(items):
-            # An empty list is an item without tokens here.
+            # Among flat items, an empty list is an item without tokens.
             if not flat[index] and not (_is_list(item) and not len(item)):
                 raise RequestError(
                     f"items[{index}] is no item while items[{flat.index(True)}] is one; "
                     "give items for all queries, or a list of items for each query",
                     param="items",
                 )
-        shared = list(items)  # one list, whose items are tokenized once
+        shared = list(items)  # queries share one list, so its items are tokenized once
         return [(part, shared) for part in query]
     for index, own in enumerate(items):
         if not _is_list(own):
@@ -51,5 +52,5 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Whether it is more than a token id."""
+    """Return whether `value` is text or a list rather than a token id."""
     return isinstance(value, str) or _is_list(value)

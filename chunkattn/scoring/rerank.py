@@ -1,7 +1,7 @@
-"""Reranking: documents as items behind an instruction and a query, the chance of "yes" as their relevance.
+"""Reranking: documents are items behind an instruction and a query; the probability of "yes" is their relevance.
 
-A template says how a model is asked. Instruction and query come first, so that all documents share them. Template and
-users' texts are kept apart: control tokens come from the template alone.
+A template holds the text of the request to the model. Instruction and query come first, so all documents share them. The
+template's text and the users' texts are tokenized separately, so that only the template produces control tokens.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ _SLOT = re.compile(r"\{(instruction|query|document)\}")
 
 @dataclass(frozen=True)
 class RerankTemplate:
-    """How a model is asked whether a document is relevant.
+    """Text that asks a model whether a document is relevant.
 
-    Spaces before `{document}` are tokenized with the document, as tokenizers take a space with the word behind it.
+    Spaces before `{document}` are tokenized with the document, because tokenizers join a space with the word behind it.
 
     Attributes:
-        text: what the model reads: `{query}` once, `{instruction}` at most once, behind both `{document}` once.
-        labels: the answers that mean relevant and not, as they would follow the text; each must be one more token.
-        instruction: what stands for `{instruction}` when a request has none; None where the text has no such place.
-        control_tokens: what of the text must be tokens of their own in the model's tokenizer.
+        name: name of the template.
+        text: text for the model: `{query}` once, `{instruction}` at most once, and `{document}` once behind both.
+        labels: answers for relevant and not relevant, in the form that follows the text; each must be one more token.
+        instruction: default for `{instruction}`; None if the text has no such place.
+        control_tokens: parts of the text that must be single tokens in the model's tokenizer.
 
     Raises:
-        RequestError: a place is missing, or comes twice, or in another order.
+        RequestError: a place is missing, repeated or out of order.
     """
 
     name: str
@@ -66,14 +67,18 @@ class RerankTemplate:
             raise RequestError(f"the labels of template {self.name!r} must be two strings", param="template")
 
     def split(self, query: str, instruction: str | None = None) -> tuple[list[str], str, str]:
-        """What all documents share, and what each begins and ends with.
+        """Split the text, filled with the query and the instruction, around the document.
+
+        Args:
+            query: the query.
+            instruction: the instruction; None uses the template's own.
 
         Returns:
-            The shared text, the template's at even places and the users' at odd; the spaces before a document; the text
-            behind it.
+            The shared text in pieces, the template's at even indices and the users' at odd; the spaces before a document; the
+            text behind the document.
 
         Raises:
-            RequestError: an instruction, and no place for it.
+            RequestError: an instruction is given, and the template has no place for it.
         """
         if instruction is not None and self.instruction is None:
             raise RequestError(f"template {self.name!r} takes no instruction", param="instruction")
@@ -93,7 +98,7 @@ GENERIC = RerankTemplate(
     labels=(" yes", " no"),
     instruction="Given a search query, find passages that answer it",
 )
-"""For a model nobody has trained to rank."""
+"""Template for models that are not trained to rank."""
 
 QWEN3_RERANKER = RerankTemplate(
     name="qwen3-reranker",
@@ -106,24 +111,24 @@ QWEN3_RERANKER = RerankTemplate(
     instruction="Given a web search query, retrieve relevant passages that answer the query",
     control_tokens=("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
 )
-"""As Qwen3-Reranker was trained, word for word."""
+"""Template that Qwen3-Reranker was trained on, word for word."""
 
 PLAIN = RerankTemplate(name="plain", text="{query}{document}")
-"""Nothing but query and document; what the bundled demo model was trained on."""
+"""Template of query and document only, which the bundled demo model was trained on."""
 
 TEMPLATES = {template.name: template for template in (GENERIC, QWEN3_RERANKER, PLAIN)}
 
 
 def pick_template(wanted: RerankTemplate | str | None, model: str | None, encode: PartEncoder) -> RerankTemplate:
-    """The template asked for, or for None the model's own, by its name.
+    """Return the requested template, or the model's own for None, chosen by the model's name.
 
     Args:
-        wanted: a template, one's name, or None.
+        wanted: a template, the name of one, or None.
         model: folder or hub id; None is the bundled demo model.
-        encode: of the model's tokenizer.
+        encode: encoder with the model's tokenizer.
 
     Raises:
-        RequestError: no such template, or the tokenizer lacks its control tokens.
+        RequestError: the template is unknown, or the tokenizer lacks its control tokens.
     """
     if wanted is None:
         demo = model is None or Path(model).expanduser().resolve() == DEMO_FOLDER.resolve()
@@ -146,15 +151,17 @@ def _missing(template: RerankTemplate, encode: PartEncoder) -> list[str]:
 
 @dataclass(frozen=True)
 class RerankPlan:
-    """What to score for a reranking, and how to tell the result.
+    """Sequences to score for a reranking, and the data to build its result.
 
     Attributes:
-        prefix: token ids all documents share: instruction and query in their template.
-        items: of every document with the template's end.
-        labels: ids of the positive and the negative answer.
-        tail: tokens of the template's end.
-        truncated: of every document, whether it was cut.
-        top_n: how many of the best to return; None is all.
+        template: name of the template.
+        documents: texts of the documents.
+        prefix: token ids that all documents share: instruction and query in their template.
+        items: token ids of every document with the template's end.
+        labels: token ids of the positive and the negative answer.
+        tail: number of tokens of the template's end.
+        truncated: whether each document was cut.
+        top_n: number of best documents to return; None returns all.
     """
 
     template: str
@@ -169,8 +176,12 @@ class RerankPlan:
     def check_room(self, limits: EngineLimits, max_chunk_len: int) -> None:
         """Check that every document fits behind the query.
 
+        Args:
+            limits: the engine's limits.
+            max_chunk_len: most tokens of a document with the template's end.
+
         Raises:
-            CapacityError: one does not, or none could.
+            CapacityError: a document does not fit, or no document could.
         """
         bounds = {
             "max_chunk_len": max_chunk_len,
@@ -195,12 +206,12 @@ class RerankPlan:
                 )
 
     def ranked(self, result: ScoreOutput) -> RerankOutput:
-        """The documents by their scores, the best first, equal ones as they came.
+        """Return the documents sorted by score, best first; equal scores keep their order.
 
         Args:
             result: scores of `items`, relevance in the first column.
         """
-        # Equal documents tie, though rounding may depend on where in a batch they were.
+        # Equal documents share a score, because rounding may depend on the place in a batch.
         known: dict[tuple[int, ...], float] = {}
         relevance = [known.setdefault(tuple(item), row[0]) for item, row in zip(self.items, result.scores, strict=True)]
         order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[: self.top_n]
@@ -219,20 +230,20 @@ def plan_rerank(
     max_tokens_per_doc: int | None = None,
     special_tokens: bool = False,
 ) -> RerankPlan:
-    """Which sequences to score for a reranking, and at which labels.
+    """Plan the sequences to score for a reranking, and the labels to read.
 
     Args:
-        encode: of the model's tokenizer.
+        encode: encoder with the model's tokenizer.
         template: see `pick_template`.
-        query: what documents are judged by.
-        documents: texts; `[]` is fine.
-        top_n: how many of the best to return; None is all.
-        instruction: instead of the template's own.
-        max_tokens_per_doc: a document's own tokens beyond these are cut, never the template's; None cuts nothing.
-        special_tokens: read users' texts as the tokenizer reads them, control tokens included.
+        query: the query to judge documents by.
+        documents: texts; `[]` is allowed.
+        top_n: number of best documents to return; None returns all.
+        instruction: replaces the template's own.
+        max_tokens_per_doc: most tokens kept of a document itself, without the template's; None cuts nothing.
+        special_tokens: whether control tokens in the users' texts are read as such.
 
     Raises:
-        RequestError: an argument is of a wrong type or value, or a label is not one token.
+        RequestError: an argument has a wrong type or value, or a label is not one token.
     """
     if not isinstance(query, str) or not query:
         raise RequestError(f"query must be a string that is not empty, got {query!r}", param="query")
@@ -264,7 +275,7 @@ def plan_rerank(
 
 
 def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str, end: list[int]) -> tuple[int, int]:
-    """The tokens with which the labels continue the template."""
+    """Return the tokens with which the labels continue the template."""
     found = []
     for label in template.labels:
         ids = plain.fill([tail + label])

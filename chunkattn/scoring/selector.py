@@ -1,4 +1,4 @@
-"""Which algorithm serves a job."""
+"""The selection of the algorithm for a job."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, QueryItems
 logger = logging.getLogger(__name__)
 
 EQUAL = 1.01
-"""Costs within this factor are equal: the first of `AUTO` is taken then."""
+"""Costs within this factor count as equal; the first of `AUTO` then wins."""
 STEADY = 1.13
-"""What may be lost so that the choice does not depend on what the cache holds: equal requests then give equal bits."""
+"""Most loss accepted to keep the choice independent of the cache contents, so that equal requests give equal bits."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Choice:
     """The algorithm of a job.
 
     Attributes:
-        predicted_seconds: by algorithm, of those that `"auto"` may choose and that can serve the job.
+        algorithm: name of the algorithm.
+        predicted_seconds: predicted seconds of each algorithm that `"auto"` may choose and that can serve the job.
     """
 
     algorithm: str
@@ -30,7 +31,14 @@ class Choice:
 
 
 def refusals(job: QueryItems, *, sliding_window: int | None, caching: bool, dense_refusal: str | None = None) -> dict[str, str]:
-    """Why an algorithm cannot serve a job, for those that cannot."""
+    """Return the reason for each algorithm that cannot serve a job.
+
+    Args:
+        job: the job to score.
+        sliding_window: the model's sliding window in tokens, or None.
+        caching: whether the engine caches prefixes.
+        dense_refusal: reason why the engine cannot run a dense mask, or None.
+    """
     reason = None
     if job.item_first:
         reason = "item_first leaves no shared prefix"
@@ -60,10 +68,10 @@ def refusals(job: QueryItems, *, sliding_window: int | None, caching: bool, dens
 
 
 def check_algorithm(name: str) -> None:
-    """Check an engine's default.
+    """Check the name of an engine's default algorithm.
 
     Raises:
-        ConfigError: unknown.
+        ConfigError: the name is unknown.
     """
     if name not in (*ALGORITHMS, "auto"):
         raise ConfigError(f"score_algorithm {name!r} is unknown; choose auto, {', '.join(ALGORITHMS)}")
@@ -78,19 +86,19 @@ def select_algorithm(
     query_cached: bool,
     before: str | None = None,
 ) -> Choice:
-    """The algorithm to run: the named one, or for `"auto"` the cheapest.
+    """Choose the algorithm to run: the named one, or the cheapest for `"auto"`.
 
     Args:
-        name: of an algorithm, or `"auto"`.
+        name: name of an algorithm, or `"auto"`.
         refused: see `refusals`.
-        costs: predicted seconds by algorithm, of a query that is not in the cache.
-        cached: of `prefill_extend` when it is.
-        query_cached: whether it probably is.
-        before: what `"auto"` was for a request of the same query and lengths, which it then is again: rates change, and
-            bits must not.
+        costs: predicted seconds by algorithm, for a query that is not in the cache.
+        cached: predicted seconds of `prefill_extend` with a cached query.
+        query_cached: whether the query is probably in the cache.
+        before: earlier choice of `"auto"` for a request of the same query and lengths. The choice is repeated, because the
+            rates change over time and the results must not.
 
     Raises:
-        RequestError: unknown, or unable to serve this job; the message says why.
+        RequestError: the algorithm is unknown or cannot serve this job; the message gives the reason.
     """
     if name not in (*ALGORITHMS, "auto"):
         raise RequestError(f"unknown algorithm {name!r}; choose auto, {', '.join(ALGORITHMS)}", param="algorithm")
@@ -103,12 +111,12 @@ def select_algorithm(
     if name != "auto":
         return Choice(name, possible)
     if before in possible:
-        logger.info("scoring by %s, as such a request was before", before)
+        logger.info("scoring by %s, the earlier choice for such a request", before)
         return Choice(before, possible)
     others = {n: cost for n, cost in possible.items() if n != "prefill_extend"}
     least = min(others.values(), default=float("inf"))
     chosen = next((n for n, cost in others.items() if cost <= EQUAL * least), "prefill_extend")
-    if "prefill_extend" in possible and least > STEADY * cached:  # there is something to be gained from the cache
+    if "prefill_extend" in possible and least > STEADY * cached:  # the cache saves time
         gains = query_cached or costs["prefill_extend"] <= STEADY * least
         chosen = "prefill_extend" if gains else chosen
     logger.info("scoring by %s; predicted: %s", chosen, ", ".join(f"{n} {c:.3g} s" for n, c in possible.items()))
