@@ -28,7 +28,7 @@ from chunkattn.parsers.arguments import as_list
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.remote.client import EngineClient
 from chunkattn.remote.control_messages import Checkpoint
-from chunkattn.remote.inflight import Call
+from chunkattn.remote.inflight import InflightRequests
 from chunkattn.scoring.rerank import RerankTemplate
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class AsyncLLM:
         self.client = EngineClient(self.config, self._connect, self._warming)
         self._bar: tqdm | None = None
         self._frontend: Frontend | None = None
-        self._generations: dict[str, tuple[Call, GenerateJob | None]] = {}
+        self._generations: dict[str, tuple[InflightRequests, GenerateJob | None]] = {}
 
     # Life
 
@@ -561,7 +561,7 @@ class AsyncLLM:
         """Make a job and run its stages one after the other. Whatever takes long on the CPU runs in a thread.
 
         Raises:
-            ChunkAttnError: the job or a stage cannot be made, or as `Call.finish`.
+            ChunkAttnError: the job or a stage cannot be made, or as `InflightRequests.finish`.
         """
 
         def begin() -> tuple[Job[T], Iterator[Sequence[Message]], Sequence[Message] | None]:

@@ -1,4 +1,4 @@
-"""`EngineClient`: starts the engine's process, speaks with it, and starts it again when it dies or hangs."""
+"""`EngineClient`, which starts the engine's process, exchanges messages with it, and restarts it when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from chunkattn.remote.control_messages import (
     Unpin,
     WarmupProgress,
 )
-from chunkattn.remote.inflight import Call
+from chunkattn.remote.inflight import InflightRequests
 from chunkattn.remote.process import WorkerProcess, describe_exit
 from chunkattn.remote.wire import WireMessage, decode
 
@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _START_SILENCE_S = 60.0
-"""No sign of life that long while the process starts: Python and JAX have to be imported before the first one."""
+"""Longest silence while the process starts: it imports Python modules and JAX before its first heartbeat."""
 _EXCUSED_S = 1800.0
-"""Loading weights or compiling one program may take that long."""
+"""Longest time to load weights or to compile one program."""
 _LAST_WORDS_S = 0.1
 _LAST_WAIT_S = 5.0
 _FAILED_STARTS = 3
@@ -62,19 +62,20 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class EngineClient:
-    """One engine in a process of its own. Belongs to the event loop that starts it.
+    """The client of one engine in a process of its own. It belongs to the event loop that starts it.
 
     Args:
-        on_ready: told the limits whenever an engine is ready.
-        on_warmup: told the programs compiled, and in all.
+        config: the engine's configuration.
+        on_ready: called with the limits whenever an engine is ready.
+        on_warmup: called with the number of programs compiled and the total.
 
     Attributes:
-        state: `"starting"`, `"ready"`, `"restarting"`, `"failed"` (three starts in a row have failed; it is still
-            tried, every 30 s at last) or `"closed"`.
-        reason: what ended the last engine.
-        limits: of the engine, None until it has been ready once.
-        warmup: programs compiled and in all, of the engine that is starting.
-        restarts: engines started after the first.
+        state: `"starting"`, `"ready"`, `"restarting"`, `"failed"` (three starts in a row have failed; further starts follow,
+            at last every 30 s) or `"closed"`.
+        reason: reason why the last engine ended.
+        limits: the engine's limits; None until an engine has been ready once.
+        warmup: programs compiled and the total, for the engine that is starting.
+        restarts: number of engines started after the first.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class EngineClient:
         self.restarts = 0
         self._worker: WorkerProcess | None = None
         self._beat = Heartbeat(0.0, None)
-        self._calls: set[Call] = set()
-        self._owners: dict[str, Call] = {}
+        self._calls: set[InflightRequests] = set()
+        self._owners: dict[str, InflightRequests] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._query_ids = count()
         self._supervisor: asyncio.Task[None] | None = None
@@ -97,11 +98,14 @@ class EngineClient:
     # Life
 
     async def start(self, checkpoint: Checkpoint) -> None:
-        """Start the engine and wait until it is ready. Whatever ends this early closes the client.
+        """Start the engine and wait until it is ready. An error or a cancellation closes the client.
+
+        Args:
+            checkpoint: the checkpoint to load.
 
         Raises:
             ConfigError, ModelError, BackendError: the engine cannot be built.
-            EngineDeadError: its process died three times, or the client was closed.
+            EngineDeadError: its process died three times, or the client is closed.
         """
         if self._supervisor is not None or self.state == "closed":
             raise EngineDeadError(
@@ -118,10 +122,10 @@ class EngineClient:
             raise
 
     async def close(self, grace_s: float = 10.0) -> None:
-        """End the engine: all callers get `EngineDeadError`. Closing twice is fine.
+        """End the engine. All callers get `EngineDeadError`. Repeated calls are allowed.
 
         Args:
-            grace_s: seconds it gets to finish its step and write to its KV store before it is killed.
+            grace_s: seconds to finish the step and write to the KV store before the process is killed.
         """
         was_ready, self.state, self.reason = self.is_ready, "closed", "the engine is closed"
         self._fail_all()
@@ -132,18 +136,21 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
+        """Return whether the engine takes requests."""
         return self.state == "ready"
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process, if there is one."""
+        """Return the process id of the engine, or None without a process."""
         return None if self._worker is None else self._worker.pid
 
     # Calls
 
-    def call(self, timeout: float | None = None) -> Call:
-        """A new call, which takes one of `max_queued_requests` places until it is left.
+    def call(self, timeout: float | None = None) -> InflightRequests:
+        """Open a set of in-flight requests; it takes one of `max_queued_requests` places until it is left.
+
+        Args:
+            timeout: seconds until the requests fail with `DeadlineExceededError`; None never.
 
         Raises:
             EngineDeadError: the engine is not ready.
@@ -155,20 +162,20 @@ class EngineClient:
                 f"{len(self._calls)} requests are on their way, max_queued_requests is {self.config.max_queued_requests}; "
                 "try again later"
             )
-        made = Call(self, timeout)
+        made = InflightRequests(self, timeout)
         self._calls.add(made)
         return made
 
-    def hold(self, call: Call) -> None:
-        """Have a call that goes on take its place again."""
+    def hold(self, call: InflightRequests) -> None:
+        """Take a place again for a call that continues."""
         self._calls.add(call)
 
-    def release(self, call: Call) -> None:
-        """Give a call's place back."""
+    def release(self, call: InflightRequests) -> None:
+        """Free the place of a call."""
         self._calls.discard(call)
 
-    def send_requests(self, call: Call, requests: Sequence[Message]) -> None:
-        """Send requests whose outputs go to `call`.
+    def send_requests(self, call: InflightRequests, requests: Sequence[Message]) -> None:
+        """Send requests and deliver their outputs to `call`.
 
         Raises:
             EngineDeadError: the engine is not ready.
@@ -179,11 +186,11 @@ class EngineClient:
         self._owners |= {r.request_id: call for r in requests}
 
     def forget(self, request_id: str) -> None:
-        """No output of this request is expected any more."""
+        """Stop delivering outputs of a request."""
         self._owners.pop(request_id, None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests here and in the engine."""
+        """Stop delivering outputs of requests and abort the requests in the engine."""
         aborts = [Abort(r) for r in request_ids]
         for message in aborts:
             self.forget(message.request_id)
@@ -194,37 +201,41 @@ class EngineClient:
         self.tell([Stop(request_id, sample)])
 
     def unpin(self, request_ids: Iterable[str]) -> None:
-        """Let the cache evict what these precompute requests pinned; an engine started since holds nothing of it."""
+        """Let the cache evict the blocks that these precompute requests pinned. A restarted engine holds no pins."""
         if names := tuple(request_ids):
             self.tell([Unpin(names)])
 
     def tell(self, messages: Sequence[ToWorker]) -> None:
-        """Send what needs no answer; an engine that is not ready has nothing to be told."""
+        """Send messages that need no answer, if the engine is ready."""
         if self.is_ready and messages:
             self._send(messages)
 
     async def metrics(self) -> str:
-        """The engine's metrics in Prometheus' text format.
+        """Return the engine's metrics in Prometheus' text format.
 
         Raises:
-            EngineDeadError: it is not ready, or dies.
+            EngineDeadError: the engine is not ready, or dies.
         """
         return await self._query(MetricsQuery)
 
     async def look_up(self, requests: Sequence[PrecomputeRequest], *, forget: bool) -> Sequence[CachedTokens]:
-        """What is in memory of each request, see `EngineCore.look_up`.
+        """Return the tokens of each request that are cached in memory; see `EngineCore.look_up`.
+
+        Args:
+            requests: the requests to look up.
+            forget: see `EngineCore.look_up`.
 
         Raises:
-            EngineDeadError: it is not ready, or dies.
+            EngineDeadError: the engine is not ready, or dies.
             RequestError: a value cannot be sent.
         """
         return await self._query(lambda number: CacheQuery(number, tuple(requests), forget))
 
     async def reset_cache(self) -> bool:
-        """Forget everything cached. Returns whether every page is free.
+        """Empty the cache. Returns whether every page is free.
 
         Raises:
-            EngineDeadError: it is not ready, or dies.
+            EngineDeadError: the engine is not ready, or dies.
         """
         return await self._query(ResetCache)
 
@@ -257,7 +268,7 @@ class EngineClient:
         return self.reason + what.get(self.state, "")
 
     def _fail_all(self) -> None:
-        """Every caller learns the reason; none is left waiting."""
+        """Fail every waiting caller with the reason."""
         text = self._explain()
         for call in list(self._calls):
             call.fail(EngineDeadError(text))
@@ -276,7 +287,7 @@ class EngineClient:
                 if self._closing.done():
                     break
                 if not self._started.done() and self._failure is not None and (kind := _ours(self._failure)):
-                    self._start_failed(kind(self._failure.text))  # trying again would not help
+                    self._start_failed(kind(self._failure.text))  # a restart would fail alike
                     break
                 logger.error("%s; starting it again", self.reason)
                 if failed >= _FAILED_STARTS:
@@ -299,7 +310,7 @@ class EngineClient:
             self._started.set_exception(error)
 
     async def _run_worker(self, context: zmq.Context[zmq.Socket[bytes]], checkpoint: Checkpoint) -> bool:
-        """Run one process to its end, and see that nothing of it remains. Returns whether it was ever ready."""
+        """Run one process to its end and dispose of it. Returns whether it was ever ready."""
         self.warmup, self._beat, self._served = None, Heartbeat(0.0, None), False
         self._failure = None
         try:
@@ -308,7 +319,7 @@ class EngineClient:
             self.reason = f"the engine's process cannot be started: {error}"
             return False
         try:
-            # After a death callers wait, and the compile cache has what they need: the engine warms up beside their requests.
+            # After a restart callers wait and the compile cache is warm, so the engine warms up beside their requests.
             warms, first = self.config.warmup is not False, self.limits is None
             level = logging.getLogger("chunkattn").getEffectiveLevel()
             heartbeat = min(0.5, self.config.engine_hang_timeout_s / 4)
@@ -316,8 +327,8 @@ class EngineClient:
             worker.send([Start(config, checkpoint, level, heartbeat, warm_beside=warms and not first)])
             reason = await self._watch(worker)
         except Exception as error:
-            logger.exception("the engine's process cannot be understood")
-            reason = f"sent what cannot be understood ({error!r}) and was killed"
+            logger.exception("a message of the engine's process cannot be understood")
+            reason = f"sent a message that cannot be understood ({error!r}) and was killed"
         finally:
             worker.dispose()
         if self.state != "closed":
@@ -331,7 +342,7 @@ class EngineClient:
         return self._served
 
     async def _watch(self, worker: WorkerProcess) -> str:
-        """Take messages until the process has ended or must be ended. Returns what happened to it."""
+        """Handle messages until the process has ended or must be killed. Returns its fate for `reason`."""
         now = asyncio.get_running_loop().time
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         before, silence, until = now(), 0.0, float("inf")
@@ -366,7 +377,7 @@ class EngineClient:
                     await asyncio.wait({broken}, timeout=_LAST_WORDS_S)
             if broken.done():
                 broken.result()
-            # Counted in ticks: time in which this very process stood still says nothing about the other one.
+            # Count at most two ticks: while this process itself stood still, the other one may have been alive.
             silence, before = silence + min(now() - before, 2 * _TICK_S), now()
             if frames != seen:
                 silence = 0.0
@@ -379,7 +390,7 @@ class EngineClient:
         return "was closed"
 
     def _hang(self, silence: float) -> str | None:
-        """Why the process counts as hung, if it does."""
+        """Return the reason why the process counts as hung, or None."""
         limit = self.config.engine_hang_timeout_s
         quiet = limit if self.is_ready else max(limit, _START_SILENCE_S)
         if silence > quiet:
@@ -390,7 +401,7 @@ class EngineClient:
         return None
 
     def _take(self, message: WireMessage) -> None:
-        """One message of the worker."""
+        """Handle one message of the worker."""
         match message:
             case Heartbeat():
                 self._beat = message
@@ -411,11 +422,11 @@ class EngineClient:
                 if (query := self._queries.get(query_id)) is not None and not query.done():
                     query.set_result(answer)
             case TokenOutput() | PromptLogprobsOutput() | ScoreResult() | PrecomputeResult() | RequestFailed():
-                if (call := self._owners.get(message.request_id)) is not None:  # else aborted meanwhile
+                if (call := self._owners.get(message.request_id)) is not None:  # otherwise aborted
                     call.receive(message)
 
 
 def _ours(failure: Failed) -> type[ChunkAttnError] | None:
-    """The deliberate error a worker failed with, if it was one."""
+    """Return the `ChunkAttnError` class that a worker failed with, or None for another error."""
     kind = getattr(errors, failure.error_type, None)
     return kind if isinstance(kind, type) and issubclass(kind, ChunkAttnError) else None

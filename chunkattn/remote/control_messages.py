@@ -1,4 +1,4 @@
-"""Messages between `EngineClient` and its worker beside requests and their outputs."""
+"""Messages between `EngineClient` and its worker, besides requests and their outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chunkattn.models.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a worker has to know of a checkpoint: read once, by the client, so that no worker imports transformers."""
+    """A checkpoint as a worker needs it. The client reads the configuration once, so that no worker imports transformers."""
 
     folder: str
     spec: DecoderSpec
@@ -25,11 +25,11 @@ class Checkpoint:
 
     @staticmethod
     def of(files: ModelFiles) -> Checkpoint:
-        """Of opened files."""
+        """Return the checkpoint of opened files."""
         return Checkpoint(str(files.folder), files.spec, files.dtype.name)
 
     def files(self) -> ModelFiles:
-        """The same files opened, without a tokenizer and what only front ends need."""
+        """Return the opened files, without the tokenizer and the other parts that only front ends need."""
         return ModelFiles(Path(self.folder), self.spec, jnp.dtype(self.dtype), None, ())
 
 
@@ -38,7 +38,9 @@ class Start:
     """The first message: build the engine, then answer `Ready` or `Failed`.
 
     Attributes:
-        log_level: of the `chunkattn` logger.
+        config: the engine's configuration.
+        checkpoint: the checkpoint to load.
+        log_level: level of the `chunkattn` logger.
         heartbeat_s: seconds between heartbeats.
         warm_beside: compile every program beside the requests instead of before `Ready`.
     """
@@ -52,14 +54,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Abort:
-    """Forget a request; its pages are free before the next step begins."""
+    """Order to abort a request; its pages are free before the next step begins."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End one sample."""
+    """Order to end one sample of a request."""
 
     request_id: str
     sample: int
@@ -67,25 +69,26 @@ class Stop:
 
 @dataclass(frozen=True)
 class Unpin:
-    """Let the cache evict what these precompute requests pinned."""
+    """Order to let the cache evict the blocks that these precompute requests pinned."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ResetCache:
-    """Forget everything cached; answered by `ResetReply`."""
+    """Order to empty the cache; answered by `ResetReply`."""
 
     query_id: int
 
 
 @dataclass(frozen=True)
 class CacheQuery:
-    """Answered by `CacheReply`.
+    """Query for the cached tokens of requests; answered by `CacheReply`.
 
     Attributes:
+        query_id: id of the query.
         requests: see `EngineCore.look_up`.
-        forget: see there.
+        forget: see `EngineCore.look_up`.
     """
 
     query_id: int
@@ -95,14 +98,14 @@ class CacheQuery:
 
 @dataclass(frozen=True)
 class MetricsQuery:
-    """Answered by `MetricsReply`."""
+    """Query for the metrics; answered by `MetricsReply`."""
 
     query_id: int
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Leave in order: write what the KV store still waits for, then exit."""
+    """Order to write everything that waits for the KV store, then exit."""
 
 
 ToWorker = Start | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
@@ -112,11 +115,11 @@ ToWorker = Start | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Sent all the time, from a thread of its own.
+    """Periodic sign of life, sent from a thread of its own.
 
     Attributes:
-        step_running_s: seconds the worker has been at one thing; 0 while it waits for work.
-        busy: what may take long for good reason: `"loading"`, `"compiling"`, `"writing"` or `"closing"`; None in a step.
+        step_running_s: seconds since the current step or work began; 0 while the worker waits for work.
+        busy: work that may take long: `"loading"`, `"compiling"`, `"writing"` or `"closing"`; None in a step.
     """
 
     step_running_s: float
@@ -125,7 +128,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class WarmupProgress:
-    """Programs compiled of those the warm-up compiles."""
+    """Number of programs that the warm-up has compiled, and the total."""
 
     done: int
     total: int
@@ -133,17 +136,18 @@ class WarmupProgress:
 
 @dataclass(frozen=True)
 class Ready:
-    """Requests are welcome."""
+    """Notice that the engine takes requests."""
 
     limits: EngineLimits
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker is about to exit.
+    """Notice that the worker is about to exit.
 
     Attributes:
-        error_type: the exception's class name.
+        error_type: class name of the exception.
+        text: message of the exception.
     """
 
     error_type: str
@@ -152,7 +156,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class ResetReply:
-    """Whether every page is free now."""
+    """Answer to `ResetCache`: whether every page is free."""
 
     query_id: int
     all_free: bool
@@ -160,7 +164,7 @@ class ResetReply:
 
 @dataclass(frozen=True)
 class CacheReply:
-    """What was in memory of each request."""
+    """Answer to `CacheQuery`: the tokens of each request that were cached in memory."""
 
     query_id: int
     cached: tuple[CachedTokens, ...]
@@ -168,7 +172,7 @@ class CacheReply:
 
 @dataclass(frozen=True)
 class MetricsReply:
-    """Metrics in Prometheus' text format."""
+    """Answer to `MetricsQuery`: metrics in Prometheus' text format."""
 
     query_id: int
     text: str

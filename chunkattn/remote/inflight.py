@@ -1,4 +1,4 @@
-"""`Call`: the requests one caller waits for."""
+"""`InflightRequests`, the requests that one caller waits for."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Take = Callable[[Any], bool]
-"""Takes one output of a request; True when it was the last."""
+"""Handler of one output of a request; returns True for the request's last output."""
 
 
-class Call:
-    """Requests that live and end together: when one fails, the caller leaves or time is up, all are aborted.
+class InflightRequests:
+    """Requests that live and end together: one failure, the timeout or leaving the context aborts all of them.
 
-    Outputs go to `take` as they arrive, on the event loop; the caller wakes up when it gets to it. So nothing piles up
-    behind a slow caller but what `take` keeps. A context manager: leaving it aborts what has not ended.
+    Outputs go to `take` as they arrive, on the event loop; the caller wakes up later. A slow caller therefore accumulates
+    only the data that `take` keeps. The object is a context manager; leaving it aborts the requests still running.
 
     Args:
-        timeout: seconds until it fails with `DeadlineExceededError`, whatever the engine does.
+        client: the engine's client.
+        timeout: seconds until the requests fail with `DeadlineExceededError`, whatever the engine does; None never.
 
     Attributes:
-        done: no output will come any more. It cannot fail then.
+        done: whether all outputs have arrived. The requests can no longer fail then.
     """
 
     def __init__(self, client: EngineClient, timeout: float | None) -> None:
@@ -43,7 +44,7 @@ class Call:
         self._expired: DeadlineExceededError | None = None
         self._timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> InflightRequests:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -53,18 +54,18 @@ class Call:
             self._timer.cancel()
 
     async def prepare(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Run a function in a thread, waiting for it no longer than this call lives.
+        """Run a function in a thread, waiting at most until these requests fail.
 
         Raises:
-            DeadlineExceededError, EngineDeadError: this call has failed meanwhile.
-            Exception: whatever the function raises.
+            DeadlineExceededError, EngineDeadError: the requests have failed meanwhile.
+            Exception: any error of the function.
         """
         work = asyncio.ensure_future(asyncio.to_thread(function, *args, **options))
 
         def wake(done: asyncio.Future[T]) -> None:
             self._changed.set()
             if not done.cancelled():
-                done.exception()  # retrieved, for perhaps nobody else does
+                done.exception()  # mark the exception as retrieved: the caller may have left
 
         work.add_done_callback(wake)
         try:
@@ -75,15 +76,15 @@ class Call:
         return work.result()
 
     def send(self, requests: Sequence[Message], take: Take, *, quiet: bool = False) -> None:
-        """Send the requests; their outputs go to `take`. May be called again when all before have ended.
+        """Send requests and deliver their outputs to `take`. All earlier requests must have ended.
 
         Args:
-            requests: whatever is to run.
+            requests: the requests to run.
             take: see `Take`.
-            quiet: wake the caller when all have ended, not at every output.
+            quiet: wake the caller once all requests have ended, instead of at every output.
 
         Raises:
-            DeadlineExceededError: time is up.
+            DeadlineExceededError: the timeout has passed.
             EngineDeadError: the engine is not ready.
             RequestError: a value cannot be sent.
         """
@@ -102,7 +103,7 @@ class Call:
         Raises:
             EngineError, CapacityError: a request has failed.
             EngineDeadError: the engine has died.
-            DeadlineExceededError: time is up.
+            DeadlineExceededError: the timeout has passed.
         """
         await self._changed.wait()
         self._changed.clear()
@@ -110,19 +111,23 @@ class Call:
             raise self._error
 
     async def finish(self, requests: Sequence[Message], take: Take) -> None:
-        """Send the requests and wait until all have ended.
+        """Send requests and wait until all have ended.
+
+        Args:
+            requests: the requests to run.
+            take: see `Take`.
 
         Raises:
-            ChunkAttnError: as `send` and `wait`.
+            ChunkAttnError: an error of `send` or `wait`.
         """
         self.send(requests, take, quiet=True)
         while not self.done:
             await self.wait()
 
-    # What the client and timers tell it
+    # Events from the client and the timer
 
     def receive(self, event: EngineOutput) -> None:
-        """An output of one of its requests."""
+        """Handle one output of these requests."""
         if isinstance(event, RequestFailed):
             self._client.forget(event.request_id)
             self._outstanding.discard(event.request_id)
@@ -133,26 +138,26 @@ class Call:
             return
         try:
             last = self._take(event)
-        except Exception as error:  # a defect of ours, and this caller's alone
+        except Exception as error:  # a defect here must fail only this caller
             self.fail(error)
             return
         if last:
             self._client.forget(event.request_id)
             self._outstanding.discard(event.request_id)
             self.done = not self._outstanding
-            if self.done:  # a caller that takes its time with the result keeps nobody out
+            if self.done:  # a caller slow to process its result must not block a place
                 self._client.release(self)
         if self.done or not self._quiet:
             self._changed.set()
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, unless it is done."""
+        """End with an error, unless already done."""
         if not self.done:
             self._error = error
             self.abort()
 
     def abort(self) -> None:
-        """Abort what has not ended, and wake the caller."""
+        """Abort the requests still running and wake the caller."""
         self.done = True
         self._client.abort(self._outstanding)
         self._outstanding = set()

@@ -1,4 +1,4 @@
-"""One engine process as its parent sees it."""
+"""One engine process, as seen by its parent."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import zmq
 from chunkattn.remote.wire import WireMessage, encode
 
 _AT_ONCE = 16
-"""Frames, before others of the event loop have their turn."""
+"""Frames read before the event loop runs other callbacks."""
 _RECONNECT_MS = 20
 _LONGEST_FOLDER = 90
-"""Bytes: a Unix socket's path holds little more than a hundred."""
+"""Most bytes of the folder's path: a Unix socket's path holds little more than a hundred."""
 
 
 class WorkerProcess:
-    """A process just started, and the sockets to it. Belongs to the running event loop.
+    """A new process and the sockets to it. It belongs to the running event loop.
 
     Attributes:
-        exited: the exit status as `subprocess` gives it, as soon as the process is gone and reaped.
+        exited: exit status as `subprocess` gives it, set once the process is reaped.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -39,15 +39,16 @@ class WorkerProcess:
         self._folder = _private_folder()
         self._requests, self._outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         try:
-            # Nothing waits for the process: how much can be on its way is bounded by the requests there can be.
+            # Sends never wait: the limit on requests bounds the frames in flight.
             self._requests.sndhwm = self._outputs.rcvhwm = 0
-            # The process binds this one: who connects can send at once, before there is anybody at the other end.
+            # The worker binds this socket: a connecting socket can send before its peer exists.
             self._requests.reconnect_ivl = _RECONNECT_MS
             self._requests.connect(f"ipc://{self._folder}/requests")
             self._outputs.bind(f"ipc://{self._folder}/outputs")
-            # Its stdin closes when this process dies. No PR_SET_PDEATHSIG: that fires when the *thread* that started it ends.
-            # A group of its own: Ctrl-C in the terminal does not reach it. Not a session: Linux gives each an equal share of
-            # the processors (sched(7), autogroup), and one thread here would count as much as all of the engine's together.
+            # The worker's stdin closes when this process dies. PR_SET_PDEATHSIG would fire when the starting *thread* ends.
+            # A process group of its own keeps Ctrl-C in the terminal away. A session of its own would hurt: Linux gives each
+            # session an equal share of the processors (sched(7), autogroup), so one thread here would weigh as much as all
+            # threads of the engine.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "chunkattn.remote.worker", f"ipc://{self._folder}"],
                 stdin=subprocess.PIPE,
@@ -62,11 +63,11 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Return the process id."""
         return self._process.pid
 
     def send(self, messages: Sequence[WireMessage]) -> None:
-        """Send one frame, without waiting.
+        """Send one frame without waiting.
 
         Raises:
             UnicodeEncodeError, OverflowError: see `chunkattn.remote.wire.encode`.
@@ -74,32 +75,32 @@ class WorkerProcess:
         self._requests.send(encode(messages), zmq.NOBLOCK)
 
     def listen(self, take: Callable[[bytes], None]) -> None:
-        """Call `take`, which must not raise, with every frame as it comes in."""
+        """Call `take`, which must not raise, with every arriving frame."""
 
-        # Not `zmq.asyncio`, whose futures cost more than what is in a frame.
+        # The futures of `zmq.asyncio` cost more than handling a frame.
         def drain() -> None:
             for _ in range(_AT_ONCE):
                 try:
                     frame = self._outputs.recv(zmq.NOBLOCK)
-                except zmq.ZMQError:  # there is none, or the socket is closed
+                except zmq.ZMQError:  # no frame, or the socket is closed
                     return
                 take(frame)
-            # The descriptor tells of a frame that comes when none is left, and of no other.
+            # ZeroMQ's descriptor is edge-triggered: it fires only when an empty queue receives a frame.
             self._loop.call_soon(drain)
 
         self._loop.add_reader(self._outputs.fileno(), drain)
         drain()
 
     def kill(self) -> None:
-        """End the process and any of its own, stopped ones too."""
+        """Kill the process and its children, stopped ones included."""
         if not self.exited.done():
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # not yet its group's leader, or just gone
+            except ProcessLookupError:  # not yet its group's leader, or already gone
                 self._process.kill()
 
     def dispose(self) -> None:
-        """Kill it if it lives, close the sockets."""
+        """Kill the process if it is alive, and close the sockets."""
         self.kill()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -119,12 +120,12 @@ class WorkerProcess:
             if not self.exited.done():
                 self.exited.set_result(status)
 
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed, so no task waits
             loop.call_soon_threadsafe(note)
 
 
 def describe_exit(status: int) -> str:
-    """What a `subprocess` exit status means, for messages."""
+    """Describe a `subprocess` exit status for messages."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -134,7 +135,7 @@ def describe_exit(status: int) -> str:
 
 
 def _private_folder() -> Path:
-    """A new folder that only this user can enter, its name short enough for sockets in it."""
+    """Make a folder that only this user can enter, with a name short enough for sockets in it."""
     folder = Path(tempfile.mkdtemp(prefix="chunkattn-"))
     if len(os.fsencode(folder)) > _LONGEST_FOLDER:
         folder.rmdir()
@@ -143,7 +144,7 @@ def _private_folder() -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with this package where the worker finds it even if the caller has changed `sys.path`."""
+    """Return this process's environment, with this package on the path even if the caller changed `sys.path`."""
     home = str(Path(__file__).parents[2])
     environment = dict(os.environ)
     if home not in (*site.getsitepackages(), site.getusersitepackages()):

@@ -1,4 +1,4 @@
-"""Tells a long compilation from a hang."""
+"""The clock that distinguishes a long compilation from a hang."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ _COMPILE_EVENTS = "/jax/core/compile/"
 
 
 class StepClock:
-    """How long one thread, the one that makes this, has been at what it does; any thread may ask.
+    """The time that one thread, the creating one, has spent in its current step; any thread may read it.
 
-    JAX announces the beginning (a scalar) and the end (a duration) of every tracing, lowering and compilation. Between
-    the two the thread is compiling; each end starts the clock anew, so that a step that hangs after it has compiled is
-    still found.
+    JAX announces the beginning (a scalar) and the end (a duration) of every tracing, lowering and compilation. Between the two
+    the thread is compiling. Each end restarts the clock, so that a step that hangs after compiling is still detected.
     """
 
     def __init__(self) -> None:
         self._thread, self._open = threading.get_ident(), 0
         self._work: str | None = None
-        self._state: tuple[float, str | None] | None = None  # replaced as a whole, for it is read without a lock
+        self._state: tuple[float, str | None] | None = None  # replaced as a whole, because readers take no lock
         jax.monitoring.register_scalar_listener(self._begun)
         jax.monitoring.register_event_duration_secs_listener(self._ended)
 
     def begin(self, work: str | None = None) -> None:
-        """A step begins, or `work` that may take long."""
+        """Start the clock for a step, or for `work` that may take long."""
         self._work, self._open = work, 0
         self._state = time.monotonic(), work
 
     def idle(self) -> None:
-        """Nothing to do."""
+        """Stop the clock while there is no work."""
         self._state = None
 
     def read(self) -> Heartbeat:
-        """What a heartbeat says now."""
+        """Return the current heartbeat."""
         state = self._state
         return Heartbeat(0.0, None) if state is None else Heartbeat(time.monotonic() - state[0], state[1])
 

@@ -1,4 +1,4 @@
-"""Messages to bytes and back: msgpack, checked against their types, never pickle."""
+"""The wire form of messages: msgpack, checked against the messages' types, without pickle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chunkattn.remote.control_messages import FromWorker, ToWorker
 WireMessage = Message | ToWorker | EngineOutput | FromWorker
 
 _KINDS = "biuf"
-"""NumPy kinds that may travel: bool, integers, floats."""
+"""NumPy kinds that may be sent: bool, integers, floats."""
 
 
 def _to_plain(value: Any) -> Any:
@@ -46,7 +46,7 @@ _decoders = {
 
 
 def encode(messages: Sequence[WireMessage]) -> bytes:
-    """One frame of any number of messages, each beside its type's name.
+    """Encode messages into one frame, each with its type's name.
 
     Raises:
         UnicodeEncodeError: a text holds half a surrogate pair.
@@ -57,10 +57,10 @@ def encode(messages: Sequence[WireMessage]) -> bytes:
 
 
 def decode(frame: bytes) -> list[Any]:
-    """The messages of a frame, validated; arrays are read-only.
+    """Decode and validate the messages of a frame; arrays are read-only.
 
     Raises:
-        msgspec.DecodeError: not a frame, or a message does not have its type's form.
+        msgspec.DecodeError: the frame is malformed, or a message does not match its type.
     """
     try:
         return [_decoders[name].decode(raw) for name, raw in _frames.decode(frame)]

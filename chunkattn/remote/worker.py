@@ -1,4 +1,4 @@
-"""The engine's process, `python -m chunkattn.remote.worker ADDRESS`: started by `EngineClient`, driven by messages."""
+"""The engine's process, `python -m chunkattn.remote.worker ADDRESS`, which `EngineClient` starts and drives by messages."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _LAST_WORDS_S = 2
 _INBOX_S = 0.05
 _DISK_WAIT_S = 600
 _WARM_PAUSE_S = 1.0
-"""Seconds of steps between two programs that are compiled beside them."""
+"""Seconds of steps between two programs compiled beside them."""
 
 
 class Worker:
-    """Moves messages in and outputs out of an `EngineCore`, one frame a step."""
+    """The loop that passes messages to an `EngineCore` and sends its outputs, one frame a step."""
 
     def __init__(self, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], clock: StepClock) -> None:
         self._inbox, self._outbox, self._clock = inbox, outbox, clock
@@ -67,29 +67,29 @@ class Worker:
         self.core: EngineCore
 
     def start(self) -> float:
-        """Wait for `Start` and build the engine. Returns the seconds between heartbeats it wants."""
+        """Wait for `Start` and build the engine. Returns the requested seconds between heartbeats."""
         (start,) = decode(self._inbox.recv())
         if not isinstance(start, Start):
             raise TypeError(f"the first message must be Start, got {type(start).__name__}")
         logging.getLogger("chunkattn").setLevel(start.log_level)
         self._clock.begin("loading")
-        from chunkattn.engine.build import build_core  # after the first heartbeat: this imports much
+        from chunkattn.engine.build import build_core  # a slow import, so after the first heartbeat
 
         self.core = build_core(start.config, start.checkpoint.files())
         if start.config.warmup:
             self.core.warm_up(self._warmed)
         self._warms = start.warm_beside
         gc.collect()
-        gc.freeze()  # later collections skip the modules and the model, which stay
+        gc.freeze()  # later collections skip the modules and the model
         self._send([Ready(self.core.limits)])
         return start.heartbeat_s
 
     def _warmed(self, done: int, total: int) -> None:
-        self._clock.begin()  # one program at a time, each compiled and run as a step is
+        self._clock.begin()  # each program counts as one step
         self._send([WarmupProgress(done, total)])
 
     def serve(self) -> None:
-        """Run until told to shut down."""
+        """Run until a `Shutdown` arrives."""
         while not self._closing:
             if not self.core.has_work and not self._warm_beside(pause_s=0.0):
                 self._clock.idle()
@@ -117,14 +117,14 @@ class Worker:
             self._outbox.send(encode(batch))
 
     def _take_messages(self) -> None:
-        """Handle what has come in, without waiting: whatever it ends is gone before the next step.
+        """Handle the messages that have arrived, without waiting, so that aborted requests are gone before the next step.
 
-        A flood does not keep others from their steps.
+        A flood of messages delays a step by `_INBOX_S` seconds, and one frame, at most.
         """
         until = time.monotonic() + _INBOX_S
         while not (self.core.has_work and time.monotonic() > until):
             try:
-                frame = self._inbox.recv(zmq.NOBLOCK)  # a poll would take longer
+                frame = self._inbox.recv(zmq.NOBLOCK)  # faster than a poll
             except zmq.Again:
                 break
             replies: list[WireMessage] = []
@@ -162,11 +162,11 @@ class Worker:
     def _look_up(self, request: PrecomputeRequest, forget: bool) -> CachedTokens:
         try:
             return self.core.look_up(request, forget=forget)
-        except RequestError:  # what this engine could not even compute it does not have
+        except RequestError:  # a request that this engine cannot compute is not cached
             return CachedTokens(0, (0,) * request.layout.num_chunks, 0)
 
     def _let_disk_catch_up(self, outputs: Iterable[EngineOutput]) -> None:
-        """Wait for the K/V store until a message comes; see `EngineCore.has_precomputed`."""
+        """Wait for the K/V store until a message arrives; see `EngineCore.has_precomputed`."""
         if (disk := self.core.disk) is not None and self.core.has_precomputed(outputs):
             self._clock.begin("writing")
             for _ in range(_DISK_WAIT_S * 10):
@@ -175,7 +175,7 @@ class Worker:
 
 
 class _Heart:
-    """Sends heartbeats from a thread and over a socket of its own, and ends the process when its parent is gone."""
+    """A thread that sends heartbeats over a socket of its own and ends the process when its parent is gone."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, clock: StepClock) -> None:
         self.interval = _FIRST_HEARTBEATS_S
@@ -195,35 +195,35 @@ class _Heart:
                     socket.send(encode([self._clock.read()]))
 
     def close(self) -> None:
-        """Stop; the context can be closed then."""
+        """Stop the thread, so that the context can be closed."""
         self._stop.set()
         self._thread.join()
 
 
 def _leave_with_parent(address: str) -> None:
-    """Exit when the other end of stdin closes: the parent has died, whatever the main thread is doing."""
+    """Exit when the other end of stdin closes, because the parent has died, whatever the main thread does."""
     while os.read(0, 1):
         pass
     _leave(address)
 
 
 def _leave(address: str) -> None:
-    """Exit at once and remove the sockets, as nobody is left to do it."""
+    """Exit at once and remove the sockets, which no other process would remove."""
     shutil.rmtree(address.removeprefix("ipc://"), ignore_errors=True)
     os._exit(1)
 
 
 def main(address: str) -> int:
     """Serve one engine over the sockets in `address`. Returns the exit status."""
-    # A signal sent to everybody, as a service manager's SIGTERM, reaches the parent too, and the parent decides.
-    # SIGTTOU would stop it for a line of its log, where the terminal lets only the foreground write (stty tostop).
+    # A signal to all processes, such as a service manager's SIGTERM, also reaches the parent, which decides.
+    # SIGTTOU would stop this process at a log line if the terminal lets only the foreground write (stty tostop).
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
         signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, args=(address,), name="parent", daemon=True).start()
     logging.basicConfig(handlers=[make_handler()])
     context = zmq.Context()
     inbox, outbox, clock = context.socket(zmq.PULL), context.socket(zmq.PUSH), StepClock()
-    inbox.rcvhwm = outbox.sndhwm = 0  # the client bounds what is on its way
+    inbox.rcvhwm = outbox.sndhwm = 0  # the client bounds the frames in flight
     inbox.bind(f"{address}/requests")
     outbox.connect(f"{address}/outputs")
     heart = _Heart(context, address, clock)
@@ -247,4 +247,4 @@ def main(address: str) -> int:
 if __name__ == "__main__":
     if status := main(sys.argv[1]):
         sys.exit(status)
-    os._exit(0)  # everything is closed, and JAX would take a second to take itself apart
+    os._exit(0)  # everything is closed, and JAX's teardown would take a second
