@@ -1,1 +1,1 @@
-"""How the bundled demo model came to be: its worlds of facts, its training, its evaluation."""
+"""The bundled demo model: its worlds of facts, its training and its evaluation."""

@@ -1,7 +1,7 @@
-"""The demo model on held-out worlds, through the product: `python -m training.evaluate`.
+"""Evaluate the demo model on held-out worlds, through the public API: `python -m training.evaluate`.
 
-For 2 to 8 documents: exact answers, right yes/no judgements, and whether the answer is
-the same in every order of the documents (all orders up to 4 documents, 24 sampled above).
+For 2 to 8 documents the table shows the shares of exact answers, of right yes/no judgements, and of answers that are the
+same in every order of the documents (all orders up to 4 documents, 24 sampled orders above).
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 @dataclass(frozen=True)
 class Result:
-    """Shares of right answers for one number of documents."""
+    """Shares of right answers for one number of documents.
+
+    Attributes:
+        documents: number of documents.
+        exact_answers: share of answers equal to the expected text.
+        right_judgements: share of items judged correctly.
+        same_in_every_order: share of worlds with one answer in every order.
+        orders: number of orders asked.
+    """
 
     documents: int
     exact_answers: float
@@ -34,14 +42,22 @@ class Result:
 
 
 def orders_of(documents: int, rng: random.Random) -> list[tuple[int, ...]]:
-    """All orders of up to 4 documents, else a sample with the given order among it."""
+    """Return all orders of up to 4 documents, otherwise a sample that includes the given order."""
     if math.factorial(documents) <= SAMPLED_ORDERS:
         return list(itertools.permutations(range(documents)))
     return [tuple(range(documents)), *(tuple(rng.sample(range(documents), documents)) for _ in range(SAMPLED_ORDERS - 1))]
 
 
 def evaluate(llm: LLM, documents: int, worlds: int, reordered: int, seed: int) -> Result:
-    """Ask about `worlds` held-out worlds, and about `reordered` of them in many orders."""
+    """Ask about held-out worlds.
+
+    Args:
+        llm: the model.
+        documents: number of documents of a world.
+        worlds: number of worlds to ask about.
+        reordered: number of those worlds to ask about in many orders.
+        seed: seed of the worlds.
+    """
     world = World(seed * 100 + documents, held_out=True)
     readings = [world.reading(documents) for _ in range(worlds)]
     prompts = [ChunkedPrompt(PREFIX, r.documents, r.questions[0].text) for r in readings]
@@ -72,11 +88,11 @@ def _share(values: list[bool]) -> float:
 
 
 def main() -> None:
-    """Command line; exits 1 below the threshold."""
+    """Run the command line; exit with status 1 below the threshold."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="folder; the bundled demo model when left out")
-    parser.add_argument("--worlds", type=int, default=200, help="for each number of documents")
-    parser.add_argument("--reordered", type=int, default=20, help="worlds asked in many orders")
+    parser.add_argument("--model", help="model folder; default: the bundled demo model")
+    parser.add_argument("--worlds", type=int, default=200, help="worlds for each number of documents")
+    parser.add_argument("--reordered", type=int, default=20, help="worlds asked about in many orders")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

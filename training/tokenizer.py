@@ -21,13 +21,13 @@ CHAT_TEMPLATE = (
 
 
 def corpus(sentences: int, seed: int = 0) -> list[str]:
-    """Training-world texts of every kind."""
+    """Return training-world texts of every kind, about `sentences` of them and half as many lines of syllables."""
     world, lines = World(seed, held_out=False), [PREFIX]
     while len(lines) < sentences:
         reading, judging = world.reading(3, 2), world.judging(3)
         lines += [*reading.documents, *(q.text for q in reading.questions), *(q.answer for q in reading.questions)]
         lines += [judging.query, *judging.items, "yes", "no", PREFIX]
-    # Syllables on their own, so that names are cut consonant-vowel and not in odd places.
+    # Separate syllables make the vocabulary cut names at syllable boundaries.
     return lines + [".".join(world.rng.choices(SYLLABLES, k=40)) for _ in range(sentences // 2)]
 
 
@@ -39,7 +39,7 @@ def train_tokenizer(folder: Path, vocab_size: int = 704) -> None:
         model_prefix=str(folder / "tokenizer"),
         vocab_size=vocab_size,
         model_type="bpe",
-        # Letters and digits the worlds lack, so that a visitor's own text is not all bytes.
+        # Letters and digits that the worlds lack, so that a user's own text is not all bytes.
         required_chars=string.ascii_letters + string.digits + ".,:;!?'\"()-",
         byte_fallback=True,
         normalization_rule_name="identity",

@@ -1,8 +1,8 @@
 """Train the demo model: `python -m training.train --out FOLDER`.
 
-One sequence holds prefix, documents and questions (or query and items) under the
-chunk-isolated mask and shared positions, from the first step on. Several questions
-in a row over the same documents, and one label an item, make supervision dense.
+One sequence holds prefix, documents and questions (or query and items) under the chunk-isolated mask and shared positions,
+from the first step on. Several consecutive questions over the same documents, and one label per item, make supervision
+dense.
 """
 
 from __future__ import annotations
@@ -31,11 +31,20 @@ from training.tokenizer import train_tokenizer
 from training.world import EOS, PREFIX, World
 
 LABEL_WEIGHT = 4.0
-"""Loss weight of an item's yes/no label beside 1.0 for a token of an answer: there are few of them."""
+"""Loss weight of an item's yes/no label, against 1.0 for a token of an answer: labels are few."""
 
 
 class Batch(NamedTuple):
-    """Padded sequences `[B, L]`; padding rows see only themselves and carry no loss."""
+    """Padded sequences of length `L`. Padding rows see only themselves and carry no loss.
+
+    Attributes:
+        token_ids: int32 `[B, L]`.
+        positions: int32 `[B, L]`.
+        row_start: int32 `[B, L]`, first token a row sees beyond the prefix.
+        prefix_len: int32 `[B]`, tokens of the prefix.
+        targets: int32 `[B, L]`, next tokens.
+        weights: float32 `[B, L]`, loss weights.
+    """
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -46,10 +55,16 @@ class Batch(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A stretch of the curriculum: steps, padded length and how large its worlds are.
+    """A stretch of the curriculum.
 
-    `text_weight` is the loss weight of ordinary text. Early on it is high: names repeated
-    within a document teach copying, long before answers would.
+    Attributes:
+        steps: training steps.
+        length: padded length in tokens.
+        documents: least and most documents of a world.
+        most_facts: most facts of a document.
+        questions: questions of a sequence.
+        text_weight: loss weight of ordinary text. Early stages weigh text high, because names repeated within a document
+            teach copying long before answers do.
     """
 
     steps: int
@@ -61,7 +76,7 @@ class Stage(NamedTuple):
 
 
 class Sampler:
-    """Turns worlds into layouts with targets."""
+    """A source of layouts with targets, made from random worlds."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -96,7 +111,7 @@ class Sampler:
         return layout, targets, weights
 
     def batch(self, size: int, stage: Stage) -> Batch:
-        """`size` sequences, half reading and half judging, that fit the stage's length."""
+        """Return `size` sequences, half reading and half judging, that fit the stage's length."""
         out = Batch(*(np.zeros((size, stage.length), d) for d in (np.int32,) * 3 + (np.int32, np.int32, np.float32)))
         out = out._replace(prefix_len=np.zeros(size, np.int32))
         out.row_start[:] = np.arange(stage.length)
@@ -114,14 +129,14 @@ class Sampler:
 
 
 def _next_tokens(layout: ChunkLayout, weight: float) -> tuple[np.ndarray, np.ndarray]:
-    """Next-token targets within each part, weighted as text; the last token of a part has none."""
+    """Return next-token targets within each part, weighted as text; the last token of a part has weight 0."""
     weights = np.full(len(layout), weight, np.float32)
     weights[[s.end - 1 for s in layout.segments if s.end > s.start]] = 0.0
     return np.roll(layout.token_ids, -1), weights
 
 
 def loss_fn(model: Decoder, batch: Batch) -> jax.Array:
-    """Weighted mean cross-entropy under the dense chunk-isolated mask."""
+    """Return the weighted mean cross-entropy under the dense chunk-isolated mask."""
     size, length = batch.token_ids.shape
     i, k = jnp.arange(length)[:, None], jnp.arange(length)[None]
     prefix_end, row_start = batch.prefix_len[:, None, None], batch.row_start[:, :, None]
@@ -139,7 +154,7 @@ def loss_fn(model: Decoder, batch: Batch) -> jax.Array:
 
 
 def demo_config(vocab_size: int) -> Qwen3Config:
-    """The demo's architecture: Qwen3, for its per-head norms let a small model take a high learning rate."""
+    """Return the demo's architecture: Qwen3, because its per-head norms allow a high learning rate in a small model."""
     return Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=vocab_size,
@@ -166,19 +181,19 @@ CURRICULUM = (
 
 
 def batches(sampler: Sampler, batch_size: int, scale: float) -> Iterator[Batch]:
-    """Batches of the whole curriculum in order."""
+    """Yield the batches of the whole curriculum in order."""
     for stage in CURRICULUM:
         for _ in range(int(stage.steps * scale)):
             yield sampler.batch(batch_size, stage)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--scale", type=float, default=1.0, help="shortens or stretches the curriculum")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the curriculum's steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 

@@ -1,8 +1,7 @@
 """Generated worlds of facts: documents about invented people, questions and yes/no queries.
 
-Every name is made of random syllables. Names whose checksum falls in one residue
-class are never used in training; held-out worlds use only those, so a model can
-answer about them by reading, not by remembering.
+Every name consists of random syllables. Training never uses names whose checksum falls in one residue class; held-out
+worlds use only those names, so a model can answer about them only by reading.
 """
 
 from __future__ import annotations
@@ -20,16 +19,23 @@ FOODS = "apples beans bread cheese figs fish grapes honey nuts olives onions pea
 
 @dataclass(frozen=True)
 class Relation:
-    """One kind of fact: how documents, questions and queries word it."""
+    """The wording of one kind of fact in documents, questions and queries.
+
+    Attributes:
+        statements: sentences with the person `{p}` and the value `{v}`.
+        question: question about the person.
+        query: yes/no query about the value.
+        values: possible values; empty for invented names.
+    """
 
     statements: tuple[str, ...]
     question: str
     query: str
-    values: tuple[str, ...] = ()  # empty: the value is an invented name
+    values: tuple[str, ...] = ()
 
     @property
     def hard_rival(self) -> bool:
-        """Whether another relation takes values of the same kind."""
+        """Return whether another relation takes values of the same kind."""
         return not self.values
 
 
@@ -66,7 +72,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reading:
-    """Documents and questions each of which one document answers."""
+    """Documents, and questions that one document each answers."""
 
     documents: tuple[str, ...]
     questions: tuple[Question, ...]
@@ -82,19 +88,19 @@ class Judging:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether training never uses this name: one in eight, by checksum."""
+    """Return whether training never uses this name: one name in eight, by checksum."""
     return zlib.crc32(name.encode()) % 8 == 0
 
 
 class World:
-    """A source of random documents. `held_out` picks the share of the name space it draws from."""
+    """A source of random documents. `held_out` picks its share of the name space."""
 
     def __init__(self, seed: int, *, held_out: bool) -> None:
         self.rng = random.Random(seed)
         self.held_out = held_out
 
     def name(self) -> str:
-        """A name of two or three syllables, from this world's share of the name space."""
+        """Return a name of two or three syllables from this world's share of the name space."""
         while True:
             name = "".join(self.rng.choices(SYLLABLES, k=self.rng.choice((2, 3)))).capitalize()
             if is_held_out(name) == self.held_out:
@@ -115,7 +121,7 @@ class World:
         return " ".join(self._sentence(person, r, v) for r, v in facts.items())
 
     def reading(self, documents: int, questions: int = 1, most_facts: int = 3) -> Reading:
-        """`documents` people, one document each, and `questions` questions about any of them."""
+        """Return one document for each of `documents` people, and `questions` questions about any of them."""
         people: dict[str, dict[Relation, str]] = {}
         while len(people) < documents:
             people.setdefault(self.name(), self._facts(most_facts))
@@ -127,7 +133,7 @@ class World:
         return Reading(tuple(self._document(p, f) for p, f in people.items()), tuple(asked))
 
     def judging(self, items: int, most_facts: int = 3) -> Judging:
-        """A query and `items` documents, about half of which satisfy it."""
+        """Return a query and `items` documents, about half of which satisfy the query."""
         relation = self.rng.choice(RELATIONS)
         wanted = self._value(relation)
         texts, labels = [], []
@@ -141,7 +147,7 @@ class World:
                 self.rng.shuffle(order)
                 facts = dict(order)
             else:
-                # The hard negatives: the right value of another relation, the right relation of another value.
+                # Hard negatives: another relation with the right value, or the right relation with another value.
                 rivals = [r for r in facts if r is not relation and r.hard_rival and relation.hard_rival]
                 if rivals and self.rng.random() < 0.5:
                     facts[self.rng.choice(rivals)] = wanted
