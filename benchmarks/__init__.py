@@ -1,1 +1,1 @@
-"""Figures the documentation quotes. Each prints a table, and JSON with `--json`."""
+"""Benchmarks whose figures the documentation quotes. Each prints a table, and JSON with `--json`."""

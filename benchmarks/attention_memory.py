@@ -1,9 +1,9 @@
-"""Temporary memory of one attention call against the length of the prompt.
+"""Measure the temporary memory of one attention call against the length of the prompt.
 
     python -m benchmarks.attention_memory
 
-XLA's own memory analysis of the compiled call, plain causal and chunked: linear for
-`xla`, quadratic for `reference` and for `packed_dense`, which gets a mask besides.
+The figures come from XLA's memory analysis of the compiled call, for plain causal and chunked prompts. Memory is linear
+for `xla`, and quadratic for `reference` and for `packed_dense`, which also gets a mask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 16
 
 
 def layout_of(tokens: int, kind: str) -> ChunkLayout:
-    """A plain prompt, or 16 chunks between a prefix and a question."""
+    """Return the layout of a plain prompt, or of 16 chunks between a prefix and a question."""
     ids = np.zeros(tokens, np.int32)
     if kind == "plain":
         return make_layout([], [], ids)
@@ -32,7 +32,7 @@ def layout_of(tokens: int, kind: str) -> ChunkLayout:
 
 
 def temporary_bytes(backend: str, tokens: int, kind: str) -> int:
-    """Bytes XLA allocates beside arguments and results."""
+    """Return the bytes that XLA allocates besides arguments and results."""
     layout = layout_of(tokens, kind)
     attention = make_backend(backend, AttentionSpec(16, 8, 128, jnp.dtype("bfloat16"), BLOCK))
     pages = tokens // BLOCK

@@ -1,8 +1,8 @@
-"""Decode step time against how many sequences share a decode tile, and which side of its product the keys are on.
+"""Measure decode step time against the sequences per decode tile and the side of the keys in their product.
 
     python -m benchmarks.decode --geometry qwen3-0.6b --context 500 --batch 16 --decode-rows 1 4 --keys left right
 
-The settings take turns step by step, in one process. On CPU a step of up to 8 sequences has one a tile whatever is asked for.
+The settings alternate step by step in one process. On CPU, a step of up to 8 sequences always has one sequence per tile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chunkattn.rope.positions import make_layout
 
 
 def start(core: EngineCore, batch: int, context: int, steps: int) -> None:
-    """Bring `batch` sequences of `context` tokens to decoding, everything compiled."""
+    """Bring `batch` sequences of `context` tokens to decoding, with everything compiled."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=steps + 10, ignore_eos=True)
     for i in range(batch):
@@ -39,7 +39,7 @@ def start(core: EngineCore, batch: int, context: int, steps: int) -> None:
 
 
 def choose(rows: int, keys: str) -> None:
-    """What is read when a step is built and traced."""
+    """Set the constants that are read when a step is built and traced."""
     xla.DECODE_ROWS, xla.DECODE_VALUES = rows, 1 << 62
     xla.KEYS_FIRST = (32, 0 if keys == "left" else 1 << 62)
 

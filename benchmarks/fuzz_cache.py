@@ -1,10 +1,11 @@
-"""Fuzz the cache for as long as you like.
+"""Fuzz the cache for a chosen time.
 
     python -m benchmarks.fuzz_cache --seed 0 --seconds 3600
 
-Runs episodes of `tests.fuzz`, one a seed from `--seed` on. The first difference from an independent answer is printed with
-its seed, its operation and, where one or two prompts show it on a new engine, those prompts; the exit status is then 1.
-Run the printed seed again to see it again. `--plant` has a known defect in the engine, to see that it is found.
+The command runs episodes of `tests.fuzz`, one per seed from `--seed` on. It prints the first difference from an independent
+answer with its seed, its operation and, if one or two prompts reproduce it on a new engine, those prompts. The exit status
+is then 1. The same seed reproduces the difference. `--plant` puts a known defect into the engine, to check that the fuzzer
+finds it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from tests.fuzz.witness import ColdEngine, Difference, Transformers
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="of the first episode")
-    parser.add_argument("--ops", type=int, default=None, help=f"operations in all; an episode has {EPISODE}")
-    parser.add_argument("--seconds", type=float, default=None, help="stop after so many; 120 when --ops is not given either")
-    parser.add_argument("--plant", choices=PLANTS, default=None, help="a defect to find")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first episode")
+    parser.add_argument("--ops", type=int, default=None, help=f"total operations; an episode has {EPISODE}")
+    parser.add_argument("--seconds", type=float, default=None, help="time limit in seconds; default 120 without --ops")
+    parser.add_argument("--plant", choices=PLANTS, default=None, help="defect to find")
     args = parser.parse_args()
     seconds = 120.0 if args.seconds is None and args.ops is None else args.seconds
-    logging.disable(logging.ERROR)  # of the injected failures
+    logging.disable(logging.ERROR)  # hide the injected failures
     with tempfile.TemporaryDirectory() as folder, planted(args.plant):
         model = make_model(Path(folder))
         rig, cold, oracle = Rig(model), ColdEngine(model), Transformers(model)

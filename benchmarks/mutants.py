@@ -1,10 +1,10 @@
-"""Change the source one place at a time and count the changes that a test command notices.
+"""Change the source in one place at a time and count the changes that a test command detects.
 
     python -m benchmarks.mutants [--count 20] [--seed 0] [--seconds 300] [--under chunkattn/cache] -- tests/test_cache.py
 
-Draws places at random, applies each change to a temporary copy of the tree, and runs pytest there with the given
-arguments. A mutant is killed when pytest fails or passes the time limit. A survivor shows a line whose change no test
-sees, or a change without effect.
+The command draws places at random, applies each change to a temporary copy of the tree, and runs pytest there with the
+given arguments. A mutant is killed if pytest fails or exceeds the time limit. A survivor shows a line that no test checks,
+or a change without effect.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Mutant:
     kind: str
 
     def describe(self) -> str:
-        """One line: the place, the kind of change, the old and the new text."""
+        """Return a line with the place, the kind of change, the old and the new text."""
         old = (ROOT / self.path).read_bytes()[self.start : self.end].decode()
         return f"{self.path}:{self.line} {self.kind}: {' '.join(old.split())} -> {' '.join(self.text.split())}"
 
 
 def changed(node: ast.AST, random_step: int) -> tuple[str, ast.AST] | None:
-    """Return the kind of change and the node that replaces `node`, or None where no operator applies."""
+    """Return the kind of change and the node that replaces `node`, or None if no operator applies."""
     match node:
         case ast.Compare(left, [op, *rest], comparators) if type(op) in COMPARISONS:
             return "comparison", ast.Compare(left, [COMPARISONS[type(op)](), *rest], comparators)
@@ -70,7 +70,7 @@ def changed(node: ast.AST, random_step: int) -> tuple[str, ast.AST] | None:
 
 
 def code_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that run: annotations and the parts of f-strings are left out."""
+    """Yield the nodes that run, without annotations and the parts of f-strings."""
     for name, field in ast.iter_fields(node):
         if name in ("annotation", "returns"):
             continue
@@ -81,7 +81,7 @@ def code_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants_of(path: Path, rng: random.Random) -> Iterator[Mutant]:
-    """Every change of one file; `path` is relative to the root."""
+    """Yield every change of one file; `path` is relative to the root."""
     source = (ROOT / path).read_bytes()
     lines = source.splitlines(keepends=True)
     starts = [0]
@@ -99,7 +99,7 @@ def mutants_of(path: Path, rng: random.Random) -> Iterator[Mutant]:
 
 
 def draw(folders: list[str], count: int, seed: int) -> list[Mutant]:
-    """Draw `count` mutants; files count by the number of their changes."""
+    """Draw `count` mutants; a file's weight is the number of its changes."""
     rng = random.Random(seed)
     files = sorted(file.relative_to(ROOT) for folder in folders for file in (ROOT / folder).rglob("*.py"))
     every = [mutant for file in files for mutant in mutants_of(file, rng)]
@@ -109,7 +109,7 @@ def draw(folders: list[str], count: int, seed: int) -> list[Mutant]:
 def run_tests(tree: Path, arguments: list[str], seconds: float) -> str:
     """Run pytest in a tree; return "passed", "failed" or "timeout"."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
-    # A session of its own, so that a timeout ends the engines that tests started.
+    # A session of its own lets a timeout also kill the engines that tests started.
     process = subprocess.Popen(
         command,
         cwd=tree,
@@ -132,10 +132,10 @@ def run_tests(tree: Path, arguments: list[str], seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20, help="mutants to draw")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--seconds", type=float, default=300, help="time limit of one run")
-    parser.add_argument("--under", action="append", help="a folder to draw from; may be repeated; default six of chunkattn's")
-    parser.add_argument("pytest", nargs="*", help="arguments of pytest, behind --")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit of one run, in seconds")
+    parser.add_argument("--under", action="append", help="folder to draw from; repeatable; default: six of chunkattn's")
+    parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"

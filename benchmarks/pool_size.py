@@ -1,8 +1,8 @@
-"""Step time against the size of the KV pool: a pool that is copied shows at once.
+"""Measure step time against the size of the KV pool, to detect a pool that is copied.
 
     python -m benchmarks.pool_size
 
-Decodes 8 running sequences over a small and a large pool, step by step in turn.
+The command decodes 8 sequences over a small and a large pool, alternating step by step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chunkattn.rope.positions import make_layout
 
 
 def start(core: EngineCore, steps: int) -> None:
-    """Bring 8 sequences to decoding, everything compiled."""
+    """Bring 8 sequences to decoding, with everything compiled."""
     rng = np.random.default_rng(0)
     for i in range(8):
         layout = make_layout([], [], rng.integers(0, 1000, 100))

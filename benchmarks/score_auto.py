@@ -1,11 +1,12 @@
-"""Whether `auto` takes the best scoring algorithm: a grid of 40 workloads.
+"""Check that `auto` takes the best scoring algorithm, on a grid of 40 workloads.
 
     python -m benchmarks.score_auto [--json FILE|-] [--png FILE]
 
-Queries of 1 to 2000 tokens, the longest also with the query in the cache, times 8 numbers and lengths of items, on one
-engine over random weights. For every workload, `auto`'s choice is noted after a round that compiles; then the algorithms it
-chooses from take turns, `--repeats` times. Fails unless the median of the chosen is within 15% of the best in 90%
-of the workloads. `serial` is timed on some of the items where all would be more than `--serial-rows` rows, and scaled.
+The grid crosses queries of 1 to 2000 tokens (the longest also with the query in the cache) with 8 numbers and lengths of
+items, on one engine with random weights. In every workload, `auto` chooses after a round that compiles; then its candidate
+algorithms alternate, `--repeats` times each. The command fails unless the median of the chosen algorithm is within 15% of
+the best in 90% of the workloads. If `serial` needs more than `--serial-rows` rows, it is timed on some of the items and
+scaled.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ class Query(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its label."""
+        """Return the row's label."""
         return f"{self.tokens}, cached" if self.cached else str(self.tokens)
 
 
 QUERIES = [Query(1, False), Query(100, False), Query(500, False), Query(2000, False), Query(2000, True)]
 ITEMS = [(1, 20), (1, 200), (3, 5), (10, 20), (10, 100), (50, 200), (100, 20), (500, 20)]
-"""Columns of the grid: numbers and lengths."""
+"""Columns of the grid: numbers and lengths of items."""
 
 
 def measure(bench: ScoreBench, query: Query, workload: Workload, repeats: int, serial_rows: int) -> dict[str, Any]:
-    """One cell of the grid."""
+    """Measure one cell of the grid."""
     sample = max(1, serial_rows // (workload.query + workload.item_len))
     seconds: dict[str, list[float]] = {name: [] for name in AUTO}
     known = bench.ids(query.tokens)
@@ -54,10 +55,10 @@ def measure(bench: ScoreBench, query: Query, workload: Workload, repeats: int, s
         for name in AUTO:
             asked, items = known if query.cached else bench.ids(query.tokens), bench.items(workload)
             if query.cached:
-                bench.run(known, [bench.ids(1)], EXTEND)  # what ran before may have taken its pages
+                bench.run(known, [bench.ids(1)], EXTEND)  # earlier runs may have evicted the query
             used = items[:sample] if name == "serial" else items
             taken = bench.run(asked, used, name).seconds * len(items) / len(used)
-            if number:  # not the round that compiles
+            if number:  # skip the round that compiles
                 seconds[name].append(taken)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     best = min(medians, key=lambda name: medians[name])
@@ -75,7 +76,7 @@ def measure(bench: ScoreBench, query: Query, workload: Workload, repeats: int, s
 
 
 def draw(rows: list[dict[str, Any]], share: float, title: str, path: Path) -> None:
-    """A cell for every workload: what `auto` took, and its time over the best's."""
+    """Draw a cell for every workload: `auto`'s choice, and its time relative to the best's."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -106,13 +107,13 @@ def main() -> None:
     parser.add_argument("--serial-rows", type=int, default=20_000)
     parser.add_argument("--queries", type=int, nargs="+", help="rows of the grid, by number; default: all")
     parser.add_argument("--columns", type=int, nargs="+", help="columns of the grid, by number; default: all")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there as JSON; - is standard output, without the table")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="draw a heat map there; needs matplotlib")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it instead of the table")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="draw a heat map to FILE; needs matplotlib")
     args = parser.parse_args()
     queries = [QUERIES[i] for i in args.queries or range(len(QUERIES))]
     columns = [ITEMS[i] for i in args.columns or range(len(ITEMS))]
     bench = ScoreBench(args.geometry, pool_tokens(max(query.tokens for query in queries)), dtype=args.dtype)
-    for tokens, items in ((1000, 100), (100, 10), (1, 300)):  # from which the engine learns how fast it is
+    for tokens, items in ((1000, 100), (100, 10), (1, 300)):  # the engine learns its rates from these
         for name in AUTO:
             warm = Workload(tokens, items, 20)
             for _ in range(2):

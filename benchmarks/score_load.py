@@ -1,12 +1,12 @@
-"""Many callers score at once: no errors, right answers, no growth of memory, no stalled stream.
+"""Load the engine with many scoring callers and check errors, answers, memory and streams.
 
     python -m benchmarks.score_load [--callers 8 32] [--minutes 10] [--aborts] [--stream] [--json FILE|-]
 
-Callers of one `AsyncLLM` on the demo model (float32) send requests of 3, 30 and 500 items one after the other, every other one
-under a salt of its own and so without a cached query. All answers are compared with `LLM`'s by `serial`. With `--aborts`
-a third of the requests is given up at a random moment, by cancelling the task or by its own timeout. With `--stream` somebody
-generates text meanwhile. Fails on any error, any wrong answer, any page that is not free in the end, and memory that is more
-at the end than in the middle.
+Callers of one `AsyncLLM` on the demo model (float32) send requests of 3, 30 and 500 items one after the other. Every other
+request has a salt of its own and therefore no cached query. All answers are compared with `LLM`'s by `serial`. With
+`--aborts`, a third of the requests is abandoned at a random moment, by cancelling the task or by the request's timeout.
+With `--stream`, another caller generates text meanwhile. The command fails on any error, any wrong answer, any page still
+held at the end, and more memory at the end than in the middle.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from chunkattn.bench.memory import resident_bytes
 from chunkattn.errors import DeadlineExceededError
 
 SIZES = {3: 0.5, 30: 0.35, 500: 0.15}
-"""Numbers of items, and how often each is asked for."""
+"""Shares of the requests by number of items."""
 TOLERANCE = 1e-5
-"""Of scores, relative to a request's largest."""
+"""Tolerance of scores, relative to a request's largest score."""
 ABORTED = 1 / 3
 GROWTH = 1.05
-"""Of memory from the middle to the end: more is not noise."""
+"""Largest ratio of memory at the end to memory in the middle that counts as noise."""
 SETTLED = 120
-"""Seconds of a run that says something about it: caches fill up in shorter ones."""
+"""Least seconds of a run whose memory growth is meaningful: caches still fill up in shorter runs."""
 LABELS = [5, 6]
 
 
@@ -51,13 +51,21 @@ class Job:
     scores: np.ndarray
 
     def is_right(self, scores: list[list[float]]) -> bool:
-        """Whether an answer is."""
+        """Return whether the scores match the right answer."""
         return bool(np.abs(np.asarray(scores) - self.scores).max() <= TOLERANCE * self.scores.max())
 
 
 @dataclass
 class Load:
-    """What one run has seen; times in seconds."""
+    """Observations of one run.
+
+    Attributes:
+        latencies: seconds of each finished request, by number of items.
+        gaps: seconds between outputs of the stream.
+        errors: counts by message.
+        memory: bytes of the engine's process and of this one, where known.
+        aborted: number of abandoned requests.
+    """
 
     latencies: dict[int, list[float]] = field(default_factory=lambda: {size: [] for size in SIZES})
     gaps: list[float] = field(default_factory=list)
@@ -66,12 +74,12 @@ class Load:
     aborted: int = 0
 
     def typical(self, size: int) -> float:
-        """Of the latency, as far as it is known."""
+        """Return the median latency in seconds, or 0.1 before the first answer."""
         return float(np.median(self.latencies[size])) if self.latencies[size] else 0.1
 
 
 def make_jobs(variants: int, options: dict[str, Any]) -> dict[int, list[Job]]:
-    """Requests of every size, answered one item at a time."""
+    """Make requests of every size and answer them one item at a time."""
     rng, llm = np.random.default_rng(0), LLM(dtype="float32", **options)
     vocab = llm.limits.vocab_size
     jobs: dict[int, list[Job]] = {size: [] for size in SIZES}
@@ -84,7 +92,7 @@ def make_jobs(variants: int, options: dict[str, Any]) -> dict[int, list[Job]]:
 
 
 async def ask(llm: AsyncLLM, job: Job, load: Load, salt: str | None, timeout: float | None = None) -> None:
-    """One request, timed and checked."""
+    """Send one request, time it and check its answer."""
     began = time.perf_counter()
     output = await llm.score(job.query, job.items, label_token_ids=LABELS, cache_salt=salt, timeout=timeout)
     load.latencies[len(job.items)].append(time.perf_counter() - began)
@@ -93,7 +101,7 @@ async def ask(llm: AsyncLLM, job: Job, load: Load, salt: str | None, timeout: fl
 
 
 async def call(llm: AsyncLLM, jobs: dict[int, list[Job]], load: Load, until: float, aborts: bool, rng: random.Random) -> None:
-    """One caller: request after request."""
+    """Send request after request, as one caller."""
     while time.perf_counter() < until:
         (size,) = rng.choices(list(SIZES), list(SIZES.values()))
         job, salt = rng.choice(jobs[size]), rng.choice([None, f"{rng.random()}"])
@@ -104,12 +112,12 @@ async def call(llm: AsyncLLM, jobs: dict[int, list[Job]], load: Load, until: flo
                 await ask(llm, job, load, salt, None if cancelled else patience)
         except (TimeoutError, DeadlineExceededError):
             load.aborted += 1
-        except Exception as error:  # whatever it is, it is counted
+        except Exception as error:  # every error is counted
             load.errors[f"{type(error).__name__}: {error}"] += 1
 
 
 async def stream(llm: AsyncLLM, load: Load, until: float) -> None:
-    """Generate text, noting the gaps between outputs."""
+    """Generate text and record the gaps between outputs."""
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     while time.perf_counter() < until:
         last = None
@@ -122,14 +130,14 @@ async def stream(llm: AsyncLLM, load: Load, until: float) -> None:
 
 
 async def watch(llm: AsyncLLM, load: Load, seconds: float) -> None:
-    """Memory of the engine's process and of this one at the start, in the middle and at the end."""
+    """Record memory of the engine's process and of this one at the start, in the middle and at the end."""
     for pause in (0, seconds / 2, seconds / 2):
         await asyncio.sleep(pause)
         load.memory.append((resident_bytes(llm.client.pid), resident_bytes()))
 
 
 async def all_free(llm: AsyncLLM) -> bool:
-    """Whether no page is held, once the last abort has arrived."""
+    """Return whether no page is held, once the last abort has arrived."""
     for _ in range(100):
         if await llm.reset_prefix_cache():
             return True
@@ -138,7 +146,7 @@ async def all_free(llm: AsyncLLM) -> bool:
 
 
 async def run(llm: AsyncLLM, jobs: dict[int, list[Job]], callers: int, args: argparse.Namespace) -> dict[str, Any]:
-    """So many callers for so long."""
+    """Run `callers` callers for the requested time and return the results."""
     await asyncio.gather(*(ask(llm, job, Load(), None) for listed in jobs.values() for job in listed))
     load, seconds = Load(), args.seconds or 60 * args.minutes
     began, restarts = time.perf_counter(), llm.client.restarts
@@ -173,12 +181,12 @@ async def run(llm: AsyncLLM, jobs: dict[int, list[Job]], callers: int, args: arg
 
 
 def mib(held: int | None) -> float | None:
-    """Of bytes, where they are known."""
+    """Return bytes in MiB, or None if they are unknown."""
     return None if held is None else round(held / 2**20, 1)
 
 
 def percentile(seconds: list[float], which: float) -> float | None:
-    """In milliseconds."""
+    """Return a percentile in milliseconds, or None without values."""
     return 1000 * float(np.percentile(seconds, which)) if seconds else None
 
 
@@ -216,11 +224,11 @@ async def main(args: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--callers", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--minutes", type=float, default=10.0, help="of every number of callers")
-    parser.add_argument("--seconds", type=float, help="instead of --minutes")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes of each run")
+    parser.add_argument("--seconds", type=float, help="seconds of each run, instead of --minutes")
     parser.add_argument("--aborts", action="store_true")
     parser.add_argument("--stream", action="store_true")
-    parser.add_argument("--variants", type=int, default=3, help="different requests of every size")
+    parser.add_argument("--variants", type=int, default=3, help="different requests of each size")
     parser.add_argument("--budget", type=int, default=2048, help="max_num_batched_tokens")
-    parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it instead of the text")
     sys.exit(asyncio.run(main(parser.parse_args())))

@@ -1,11 +1,11 @@
-"""Cost of the worst requests of each route to the others: gaps between tokens of running streams, and answers of `/health`.
+"""Measure the cost of each route's worst requests to other clients: gaps between tokens of streams, and latency of `/health`.
 
     python -m benchmarks.serve_attacks [--streams 16] [--only NAME] [--json FILE|-] [-- OPTION...]
 
-`chunkattn serve` has the demo model and its default options, or those behind `--`. While 16 streams run and `/health` is
-asked every 100 ms without waiting for the last answer, each request is sent by itself and given 30 seconds. Gaps are those
-between two events of a stream. The aim: no gap beyond `max_decode_gap_s` + 1 s, `/health` within 250 ms at the 99th
-percentile and 1.5 s at most.
+`chunkattn serve` runs the demo model with its default options, or with the options after `--`. While 16 streams run and
+`/health` is requested every 100 ms without waiting for the last answer, each request is sent by itself and given 30
+seconds. A gap is the time between two events of a stream. The target: no gap beyond `max_decode_gap_s` + 1 s, and `/health`
+within 250 ms at the 99th percentile and 1.5 s at most.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Body = dict[str, Any] | bytes
 
 
 def attacks() -> Iterator[tuple[str, str, Body]]:
-    """Name, route and body of every attack."""
+    """Yield name, route and body of every attack."""
     text = WORDS * (BODY // len(WORDS))
     question = {"prefix": "Read.", "question": "Who?"}
     yield "empty documents", PATH, {"chunks": {**question, "documents": [""] * (BODY // 4)}, "max_tokens": 1}
@@ -72,11 +72,11 @@ def attacks() -> Iterator[tuple[str, str, Body]]:
 
 
 class Watch:
-    """Streams that never end, and the server's health.
+    """Endless streams, and polls of the server's health.
 
     Attributes:
-        gap: seconds, the longest between two events of a stream since `reset`.
-        health: seconds of each answer since then.
+        gap: longest time in seconds between two events of a stream since `reset`.
+        health: seconds of each answer of `/health` since `reset`.
     """
 
     def __init__(self, client: httpx.AsyncClient, streams: int) -> None:
@@ -88,7 +88,7 @@ class Watch:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget the measurements so far."""
         self.gap, self.health = 0.0, list[float]()
 
     async def _stream(self, number: int) -> None:
@@ -127,7 +127,7 @@ class Watch:
 
 
 def send(url: httpx.URL, path: str, body: bytes) -> str:
-    """One request, its answer read and thrown away; returns the status, or how it ended."""
+    """Send one request and discard its answer. Returns the status, or the way the request ended."""
     connection = http.client.HTTPConnection(url.host, url.port or 80, timeout=ATTACK_S)
     try:
         connection.request("POST", path, body, {"Content-Type": "application/json"})
@@ -143,7 +143,7 @@ def send(url: httpx.URL, path: str, body: bytes) -> str:
 
 
 async def measure(url: str, streams: int, only: str | None, show: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """Every attack's row."""
+    """Run every attack and return their rows."""
     rows = []
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
@@ -175,7 +175,7 @@ async def measure(url: str, streams: int, only: str | None, show: Callable[[dict
 
 
 def show(row: dict[str, Any]) -> None:
-    """A line of the table."""
+    """Print a line of the table."""
     print(
         f"{row['request']:28} {row['answer']:>14} {row['seconds']:7.2f} {row['gap']:7.2f} "
         f"{1000 * row['health_p99']:8.0f} {1000 * row['health_max']:8.0f}",
@@ -184,12 +184,12 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run, print the table, write the JSON."""
+    """Run, print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--only", help="requests whose name holds this")
+    parser.add_argument("--only", help="run only requests whose name contains this")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("options", nargs="*", help="of the server, behind --")
+    parser.add_argument("options", nargs="*", help="options of the server, after --")
     args = parser.parse_args()
     server = Server(*args.options)
     try:

@@ -1,13 +1,15 @@
-"""How long a server is away whose engine dies or hangs under load, and what its clients are told.
+"""Measure how long a server is unavailable when its engine dies or hangs under load, and the answers its clients get.
 
     python -m benchmarks.serve_faults [--clients 16] [--repeats 5] [--json FILE|-]
 
-`chunkattn serve` has the demo model and its default options, but takes an engine for hung after two seconds. Clients ask it one
-thing after the other, half of them for streams, and ask again after an error. Its engine's process gets SIGKILL, or SIGSTOP and
-so no longer answers, in turn. Times are those from the signal until `/health` says it, from there until `/health` says that
-all is well and a first answer is right, and the longest that any request took to get its answer or its error. Answers must
-equal those from before the faults; any error but a 503 fails, as does a request that is without either for a minute. (That
-answers are right at all is for `serve_load` to see; a step that fails is the tests'.)
+`chunkattn serve` runs the demo model with its default options, except that an engine counts as hung after two seconds.
+Clients send one request after the other, half of them streams, and retry after an error. The engine's process
+alternately gets SIGKILL, and SIGSTOP, after which it no longer answers. The command reports three times: from the signal
+until `/health` reports the fault, from there until `/health` is well again and a first answer is right, and the longest
+that any request took to get its answer or its error.
+
+Answers must equal those from before the faults. The command fails on any error other than 503, and on a request without
+answer or error for a minute. (`serve_load` checks that answers are right at all; the tests cover failing steps.)
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class Load:
     """Clients of one server.
 
     Attributes:
-        seen: how many requests ended how: "right", "wrong", "503" or another status.
-        longest: seconds that any took.
+        seen: number of requests by outcome: "right", "wrong", "503" or another status.
+        longest: most seconds that a request took.
     """
 
     def __init__(self, http: httpx.AsyncClient, prompts: list[str]) -> None:
@@ -47,7 +49,7 @@ class Load:
         self.longest = 0.0
 
     async def ask(self, prompt: str, *, stream: bool = False) -> str:
-        """One request; returns how it ended. The first answer of a prompt is the one that others must equal."""
+        """Send one request and return its outcome. A prompt's first answer is the reference for its later ones."""
         began = time.perf_counter()
         answer = await self.http.post(PATH, json={"prompt": prompt, **greedy(TOKENS), "stream": stream})
         self.longest = max(self.longest, time.perf_counter() - began)
@@ -63,7 +65,7 @@ class Load:
         return "right" if self.expected.setdefault(prompt, text) == text else "wrong"
 
     async def call(self, number: int) -> None:
-        """Ask for ever."""
+        """Send requests forever."""
         while True:
             ended = await self.ask(self.prompts[number % len(self.prompts)], stream=number % 2 == 1)
             self.seen[ended] += 1
@@ -71,24 +73,24 @@ class Load:
                 await asyncio.sleep(0.1)
 
     async def healthy(self) -> bool:
-        """What the server says of itself."""
+        """Return whether the server reports that it is healthy."""
         return (await self.http.get("/health")).status_code == 200
 
     async def until(self, healthy: bool) -> None:
-        """Wait for that."""
+        """Wait until the server's health is `healthy`."""
         while await self.healthy() != healthy:
             await asyncio.sleep(TICK_S)
 
 
 def engine_pid(server: Server) -> int:
-    """The process of a server's engine."""
+    """Return the process id of a server's engine."""
     pid = server.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return next(int(child) for child in children if b"chunkattn.remote.worker" in Path(f"/proc/{child}/cmdline").read_bytes())
 
 
 async def fault(server: Server, load: Load, number: signal.Signals) -> dict[str, float]:
-    """Hit the engine in the midst of its work. Returns the seconds until that is noticed, and from there until all is well."""
+    """Send a signal to the busy engine. Returns the seconds until the server notices, and from there until it serves again."""
     await asyncio.sleep(BETWEEN_S)
     os.kill(engine_pid(server), number)
     began = time.perf_counter()
@@ -116,7 +118,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                     await asyncio.wait({hit, clients}, return_when=asyncio.FIRST_COMPLETED)
                     if clients.done():
                         hit.cancel()
-                        await clients  # raises what has happened
+                        await clients  # raises the client's error
                     faults[way].append(await hit)
             clients.cancel()
             await asyncio.gather(clients, return_exceptions=True)
@@ -143,7 +145,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5, help="faults of each kind")
-    parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it instead of the text")
     args = parser.parse_args()
     result = asyncio.run(measure(args))
     if args.json != "-":

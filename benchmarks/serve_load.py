@@ -1,13 +1,15 @@
-"""Clients of every kind load a real server, and a third of their requests is given up: right answers, and nothing left behind.
+"""Load a real server with clients of every kind, abandon a third of their requests, and check answers and leftovers.
 
     python -m benchmarks.serve_load [--seconds 600] [--clients 32] [--json FILE|-]
 
-`chunkattn serve` has the demo model (float32), and a KV pool so small that requests wait for pages. Clients of httpx and of
-`openai` send one request after the other, every other one under a salt of its own and so without anything cached. Streams are
-left after a few events, other requests after a moment. All answers are compared with `LLM`'s in this process: texts must be
-equal, scores within 1e-5. A 429 is waited out. Fails on any other error, any wrong answer, an error in the server's log, pages
-or requests still held a minute after the last answer, memory of server and engine that is more at the end than in the middle
-(of runs of two minutes and more), and an exit code other than 0.
+`chunkattn serve` runs the demo model (float32) with a KV pool so small that requests wait for pages. Clients of httpx and
+of `openai` send one request after the other, every other one with a salt of its own and therefore nothing cached. Streams
+are abandoned after a few events, other requests after a moment. All answers are compared with `LLM`'s in this process:
+texts must be equal, scores within 1e-5. Clients wait after a 429 and retry.
+
+The command fails on any other error, any wrong answer, an error in the server's log, pages or requests still held a minute
+after the last answer, more memory of server and engine at the end than in the middle (in runs of two minutes and more),
+and an exit code other than 0.
 """
 
 from __future__ import annotations
@@ -40,20 +42,20 @@ from chunkattn.server.state import DEMO_NAME
 from training.world import PREFIX, World
 
 SIZES = {"score 3": 3, "score 30": 30, "score 100": 100}
-"""Numbers of items."""
+"""Number of items by kind of request."""
 KINDS = ("completion", "chunked", "chat", "prompts", *SIZES, "rerank", "tokenize")
 STREAMED, BY_OPENAI = ("chunked", "chat"), ("completion", "chat")
 ENDS = ("finished", "disconnected", "refused")
 VARIANTS = 3
 """Different requests of every kind."""
 LENGTHS = (8, 16, 24)
-"""Tokens to generate."""
+"""Numbers of tokens to generate."""
 LEAVING = 1 / 3
 LIMITS = httpx.Limits()
-"""Any number of connections."""
+"""No limit on connections."""
 TOLERANCE = 1e-5
 MARGIN = 1e-3
-"""By how much the likeliest token's log-probability must lead: what is closer, rounding could turn round."""
+"""Least lead of the likeliest token's log-probability; rounding could reverse a smaller one."""
 BUDGET = 512
 POOL_BYTES = 4 << 20
 """102 pages of the demo model; a request over four documents takes about a dozen."""
@@ -72,7 +74,7 @@ class Job:
     margin: float = math.inf
 
     def is_right(self, found: list[Any]) -> bool:
-        """Whether an answer is."""
+        """Return whether an answer matches the right one."""
         pairs = zip(found, self.expected, strict=False)
         return len(found) == len(self.expected) and all(
             abs(a - b) <= TOLERANCE if isinstance(b, float) else a == b for a, b in pairs
@@ -81,7 +83,15 @@ class Job:
 
 @dataclass
 class Load:
-    """What one run has seen: counts of `ENDS` by kind and in all, latencies in seconds, bytes."""
+    """Observations of one run.
+
+    Attributes:
+        counts: number of requests by kind and outcome, of `ENDS` or "count" for all.
+        latencies: seconds of each finished request, by kind.
+        errors: counts by message.
+        wrong: wrong answers.
+        memory: bytes of server and engine, sampled.
+    """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     latencies: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
@@ -90,7 +100,7 @@ class Load:
     memory: list[int] = field(default_factory=list)
 
     def typical(self, kind: str) -> float:
-        """Of the latency, as far as it is known."""
+        """Return the median of recent latencies in seconds, or 0.1 before the first answer."""
         return statistics.median(self.latencies[kind][-50:]) if self.latencies[kind] else 0.1
 
 
@@ -98,7 +108,7 @@ class Load:
 
 
 def draw(kind: str, llm: LLM, world: World) -> Job:
-    """A random request, answered offline."""
+    """Make a random request and answer it offline."""
     if kind == "tokenize":
         text = " ".join(world.reading(8).documents)
         return Job(kind, "/tokenize", {"prompt": text}, list(llm.tokenizer(text).input_ids))
@@ -130,13 +140,13 @@ def draw(kind: str, llm: LLM, world: World) -> Job:
 
 
 def closest(outputs: list[RequestOutput]) -> float:
-    """By how much the likeliest token led the second where it led least."""
+    """Return the smallest lead of the likeliest token's log-probability over the second's."""
     steps = (sorted(p.logprob for p in step.values()) for o in outputs for step in o.outputs[0].logprobs or ())
     return min(values[-1] - values[-2] for values in steps)
 
 
 def make_catalogue() -> dict[str, list[Job]]:
-    """Requests by kind, always the same. Nothing of the engine that answers them stays."""
+    """Return requests by kind, the same in every run. The engine that answers them is freed."""
     llm = LLM(enable_chunk_aware=True, max_num_batched_tokens=BUDGET, kv_cache_memory_bytes=32 << 20)
     catalogue: dict[str, list[Job]] = {kind: [] for kind in KINDS}
     world = World(0, held_out=True)
@@ -155,14 +165,14 @@ def make_catalogue() -> dict[str, list[Job]]:
 
 
 class Client:
-    """httpx and `openai` over one pool of connections."""
+    """A client with httpx and `openai` over one pool of connections."""
 
     def __init__(self, http: httpx.AsyncClient, url: str) -> None:
         self.http = http
         self.openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S, http_client=http)
 
     async def ask(self, job: Job, body: dict[str, Any], most: int | None) -> list[Any] | None:
-        """What a request is told; None when its stream was left after `most` events."""
+        """Send a request and return its answer; None if its stream is abandoned after `most` events."""
         if job.kind in STREAMED:
             parts: list[str] = []
             async with aclosing(self._chat(body) if job.kind in BY_OPENAI else self._stream(job.path, body)) as texts:
@@ -192,7 +202,7 @@ class Client:
     async def _stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[str, None]:
         async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
             if response.is_error:
-                await response.aread()  # for whoever wants to know why
+                await response.aread()  # for the error message
             response.raise_for_status()
             async with aclosing(response.aiter_lines()) as lines:
                 async for line in lines:
@@ -204,7 +214,7 @@ class Client:
 
 
 async def attempt(client: Client, job: Job, load: Load, rng: random.Random) -> float | None:
-    """One request. Returns the seconds to wait before another attempt, if it was refused."""
+    """Send one request. Returns the seconds to wait before another attempt if the request is refused."""
     kind, leaves, streamed = job.kind, rng.random() < LEAVING, job.kind in STREAMED
     most = rng.randint(1, 6) if leaves and streamed else None
     patience = rng.uniform(1e-3, load.typical(kind)) if leaves and not streamed else None
@@ -213,7 +223,7 @@ async def attempt(client: Client, job: Job, load: Load, rng: random.Random) -> f
     try:
         async with asyncio.timeout(patience) as limit:
             found = await client.ask(job, body, most)
-    except Exception as error:  # whatever it is, it is counted
+    except Exception as error:  # every error is counted
         response = getattr(error, "response", None)
         if isinstance(error, TimeoutError) and limit.expired():
             load.counts[kind, "disconnected"] += 1
@@ -223,7 +233,7 @@ async def attempt(client: Client, job: Job, load: Load, rng: random.Random) -> f
         else:
             said = error if response is None else f"{response.status_code} {response.text}"
             load.errors[f"{kind}: {type(error).__name__}: {said}"[:300]] += 1
-            await asyncio.sleep(0.1)  # a server that is gone need not be asked at once
+            await asyncio.sleep(0.1)  # give a dead server time to restart
         return None
     load.counts[kind, "disconnected" if found is None else "finished"] += 1
     if found is not None:
@@ -235,7 +245,7 @@ async def attempt(client: Client, job: Job, load: Load, rng: random.Random) -> f
 
 
 async def call(client: Client, catalogue: dict[str, list[Job]], load: Load, until: float, rng: random.Random) -> None:
-    """One caller: request after request."""
+    """Send request after request, as one caller."""
     while time.perf_counter() < until:
         job = rng.choice(catalogue[rng.choice(KINDS)])
         load.counts[job.kind, "count"] += 1
@@ -243,11 +253,11 @@ async def call(client: Client, catalogue: dict[str, list[Job]], load: Load, unti
             await asyncio.sleep(pause)
 
 
-# What is left behind
+# Leftovers
 
 
 async def watch(pid: int, load: Load, until: float) -> None:
-    """Sample the memory of a process and its children, where the system tells (Linux does)."""
+    """Sample the memory of a process and its children, where the system reports it (Linux does)."""
     while time.perf_counter() < until:
         with suppress(OSError):
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -256,13 +266,13 @@ async def watch(pid: int, load: Load, until: float) -> None:
 
 
 def grown(memory: list[int]) -> float | None:
-    """Median of the last fifth over that of the middle one, where there is one."""
+    """Return the median of the last fifth over that of the middle fifth, or None with too few samples."""
     fifth = len(memory) // 5
     return statistics.median(memory[-fifth:]) / statistics.median(memory[2 * fifth : -2 * fifth]) if fifth else None
 
 
 async def read_metrics(http: httpx.AsyncClient) -> dict[str, float]:
-    """By name and labels; none when the server does not answer."""
+    """Return the metrics by name and labels; empty if the server does not answer."""
     with suppress(httpx.HTTPError):
         lines = (await http.get("/metrics")).text.splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] not in ("", "#"))}
@@ -270,7 +280,7 @@ async def read_metrics(http: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def settle(http: httpx.AsyncClient) -> dict[str, float]:
-    """The metrics as soon as nothing is held, or when that has been waited for long enough."""
+    """Return the metrics once no page or request is held, or after a time limit."""
     until, found = time.perf_counter() + IDLE_S, await read_metrics(http)
     while any(found.get(name) != 0 for name in HELD) and time.perf_counter() < until:
         await asyncio.sleep(0.1)
@@ -279,7 +289,7 @@ async def settle(http: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def run(server: Server, catalogue: dict[str, list[Job]], clients: int, seconds: float) -> dict[str, Any]:
-    """So many clients for so long."""
+    """Run `clients` clients for `seconds` seconds and return the results."""
     load, began = Load(), time.perf_counter()
     async with httpx.AsyncClient(base_url=server.url, timeout=ANSWER_S, limits=LIMITS) as http:
         client, until = Client(http, server.url), began + seconds
@@ -330,7 +340,7 @@ def main(args: argparse.Namespace) -> int:
     options = {
         "max-num-batched-tokens": BUDGET,
         "kv-cache-memory-bytes": POOL_BYTES,
-        "max-queued-requests": max(4, 3 * args.clients // 2),  # many lists of prompts at once reach it
+        "max-queued-requests": max(4, 3 * args.clients // 2),  # several lists of prompts reach it together
     }
     server = Server("--enable-chunk-aware", *(f"--{name}={value}" for name, value in options.items()))
     try:
@@ -355,5 +365,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it instead of the text")
     sys.exit(main(parser.parse_args()))

@@ -1,26 +1,28 @@
-"""What the process boundary and HTTP cost: throughput and the time to the first token of `LLM`, `AsyncLLM` and the server.
+"""Measure the cost of the process boundary and of HTTP: throughput and time to first token of `LLM`, `AsyncLLM` and the server.
 
     python -m benchmarks.serve_overhead [--geometry qwen3-0.6b] [--clients 16] [--prompt-tokens 66] [--tokens 64]
                                         [--requests 192] [--repeats 24] [--launches 3] [--json FILE|-]
 
-Three engines with the same options live side by side on a CPU and take turns. `LLM`, in this process, gets all requests at
-once; `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have so many callers, each with one request after
-the other. As many sequences run at once in all three. Every turn has new prompts of about `--prompt-tokens` tokens, so nothing
-is cached, and each request makes half to one and a half times `--tokens` tokens. What HTTP costs is mostly per request, so of
-short ones its share should be the largest.
-Then the same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. Of the time to the first token,
-what the engine itself counted (from a request's arrival in it to its first token) is told apart from what is beyond:
-tokenization, the messages of both processes, HTTP and its client. Computing differs by more than that.
-The time of the HTTP client, in this process, is part of the server's; it is a lean one, as httpx takes more of the machine
-than the server does. All run on uvloop.
+Throughput. Three engines with the same options live side by side on a CPU and take turns. `LLM`, in this process, gets all
+requests at once. `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have `--clients` callers, each
+with one request after the other. All three run equally many sequences at once. Every turn has new prompts of about
+`--prompt-tokens` tokens, so nothing is cached, and each request makes half to one and a half times `--tokens` tokens. The
+cost of HTTP is mostly per request, so its share should be largest for short requests.
+
+Time to first token. The same prompts go to the idle `AsyncLLM` and to the idle server, one by one in turn. The time is
+split into the part that the engine itself counts (from a request's arrival in it to its first token) and the part beyond:
+tokenization, the messages of both processes, HTTP and its client. The variation of the computation exceeds the second
+part. The time of the HTTP client, in this process, counts as the server's; the client is minimal, because httpx takes more
+of the machine than the server does. All run on uvloop.
+
 A geometry is served with random weights and the demo model's tokenizer.
 
-Many short turns tell more than few long ones: a machine shared with others changes its speed within seconds and within minutes.
-The defaults are made for the demo model, with turns of 6 seconds; of Qwen3-0.6B's geometry `--requests 64 --repeats 3` takes
-half an hour.
-An engine's process may be some percent faster or slower than another of the same code for all its life, so turns of the same
-processes tell too small an error: `--launches` does all of this so often anew, and tells the error between launches. From three
-of them that is a rough one itself: one time in twenty the mean is off by four of it.
+Many short turns give a smaller error than few long ones, because a shared machine changes its speed within seconds and
+within minutes. The defaults suit the demo model, with turns of 6 seconds; Qwen3-0.6B's geometry takes half an hour with
+`--requests 64 --repeats 3`. An engine's process may be some percent faster or slower than another of the same code for its
+whole life, so turns of the same processes understate the error. `--launches` repeats the whole measurement with new
+processes and reports the error between launches. With three launches that error is rough itself: one time in twenty the
+mean is off by four times the error.
 """
 
 from __future__ import annotations
@@ -53,39 +55,39 @@ from chunkattn.engine.messages import EngineLimits
 NAMES = ("Nila", "Rumi", "Siku", "Zenuso", "Lezudo", "Tunise", "Kirora", "Pegelu")
 WORDS = (*NAMES, "lives", "works", "likes", "was", "born", "in", "as", "a", "baker", "poet", "honey", "figs")
 WORD_TOKENS, WORD_SPREAD = 1.65, 0.85
-"""Mean and standard deviation over `WORDS`, by the demo model's tokenizer."""
+"""Mean and standard deviation of the tokens per word over `WORDS`, by the demo model's tokenizer."""
 FIRST_TOKENS = 8
 FIRSTS = 40
-"""Single requests to each."""
+"""Single requests to each of `AsyncLLM` and the server."""
 BATCHED_TOKENS = 512
-"""Few programs to warm up."""
+"""Small, so that the warm-up compiles few programs."""
 
 
 def lengths(tokens: int) -> range:
-    """How many tokens a request may make, for so many on average."""
+    """Return the range of tokens that a request may make, for `tokens` on average."""
     return range(max(tokens // 2, 1), tokens + tokens // 2 + 1)
 
 
 def longest(args: argparse.Namespace) -> int:
-    """Tokens that not one in a hundred million requests exceeds, its prompt included."""
+    """Return a bound on a request's tokens, prompt included, that one in a hundred million requests exceeds."""
     words = args.prompt_tokens / WORD_TOKENS
     return math.ceil(args.prompt_tokens + 6 * WORD_SPREAD * math.sqrt(words)) + lengths(args.tokens)[-1]
 
 
 def draw(rng: random.Random, count: int, prompt_tokens: int, tokens: int) -> list[Job]:
-    """Random requests, which share no beginning worth a page."""
+    """Make random requests, whose common beginnings are shorter than a page."""
     words = round(prompt_tokens / WORD_TOKENS)
     return [Job(" ".join(rng.choices(WORDS, k=words)), rng.choice(lengths(tokens))) for _ in range(count)]
 
 
-# Throughput: each way answers all requests and returns tokens a second
+# Throughput: each way answers all requests and returns tokens per second
 
 
 async def timed(jobs: list[Job], work: Awaitable[int]) -> float:
-    """Of work that returns the number of tokens made, tokens a second.
+    """Return the tokens per second of `work`, which returns the number of tokens made.
 
     Raises:
-        RuntimeError: they are not as many as were asked for.
+        RuntimeError: the number of tokens differs from the requested one.
     """
     began = time.perf_counter()
     tokens = await work
@@ -96,37 +98,37 @@ async def timed(jobs: list[Job], work: Awaitable[int]) -> float:
 
 
 def generate(llm: LLM, jobs: list[Job]) -> int:
-    """All at once; returns their tokens."""
+    """Generate all requests at once and return the number of their tokens."""
     params = [SamplingParams(**greedy(job.tokens)) for job in jobs]
     outputs = llm.generate([job.prompt for job in jobs], params, use_tqdm=False)
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 async def offline(llm: LLM, jobs: list[Job]) -> float:
-    """All at once."""
+    """Return the tokens per second of `LLM` with all requests at once."""
     return await timed(jobs, asyncio.to_thread(generate, llm, jobs))
 
 
 async def by_coroutines(engine: AsyncLLM, callers: int, jobs: list[Job]) -> float:
-    """By so many callers."""
+    """Return the tokens per second of `AsyncLLM` with `callers` callers."""
     return await timed(jobs, by_callers([partial(by_engine, engine)] * callers, jobs))
 
 
 async def by_engine(engine: AsyncLLM, job: Job) -> int:
-    """One request."""
+    """Run one request with `AsyncLLM` and return its number of tokens."""
     params = SamplingParams(**greedy(job.tokens))
     outputs = [output async for output in engine.generate(job.prompt, params, final_only=True)]
     return len(outputs[-1].outputs[0].token_ids)
 
 
 async def by_connections(url: httpx.URL, callers: int, jobs: list[Job]) -> float:
-    """By so many callers, each over a connection of its own."""
+    """Return the tokens per second of the server with `callers` callers, each with a connection of its own."""
     async with connected(url, callers) as connections:
         return await timed(jobs, by_callers([connection.ask for connection in connections], jobs))
 
 
 async def by_callers(asks: Sequence[Callable[[Job], Awaitable[int]]], jobs: list[Job]) -> int:
-    """All requests, each caller with one after the other."""
+    """Run all requests, each caller with one after the other, and return the number of tokens."""
     waiting = iter(jobs)
 
     async def call(ask: Callable[[Job], Awaitable[int]]) -> int:
@@ -138,22 +140,22 @@ async def by_callers(asks: Sequence[Callable[[Job], Awaitable[int]]], jobs: list
 async def throughput(
     ways: Mapping[str, Callable[[list[Job]], Awaitable[float]]], args: argparse.Namespace, rng: random.Random
 ) -> dict[str, list[float]]:
-    """Tokens a second of every turn of every way."""
+    """Return the tokens per second of every turn, by way."""
     speeds = {name: list[float]() for name in ways}
     for turn in range(args.repeats + 1):
         jobs = draw(rng, args.requests if turn else args.clients, args.prompt_tokens, args.tokens)
         for name in rng.sample(list(ways), len(ways)):
             speed = await ways[name](jobs)
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 speeds[name].append(speed)
     return speeds
 
 
-# The first token, which may be a piece of a character. Then the rest is waited for, so that the engine is idle again
+# Time to first token, which may be a piece of a character. Each request runs to its end, so that the engine is idle again
 
 
 async def first_by_engine(engine: AsyncLLM, job: Job) -> float:
-    """One request; returns the seconds until its first token."""
+    """Run one request with `AsyncLLM` and return the seconds until its first token."""
     began, first = time.perf_counter(), math.nan
     async for output in engine.generate(job.prompt, SamplingParams(**greedy(job.tokens))):
         if math.isnan(first) and output.outputs[0].token_ids:
@@ -162,20 +164,25 @@ async def first_by_engine(engine: AsyncLLM, job: Job) -> float:
 
 
 def engine_first_tokens(metrics: str) -> float:
-    """Seconds, summed over an engine's requests, from their arrival in the engine to their first token."""
+    """Return the seconds from arrival in the engine to the first token, summed over the engine's requests."""
     (found,) = re.findall(r"^chunkattn_time_to_first_token_seconds_sum (\S+)", metrics, re.MULTILINE)
     return float(found)
 
 
 class First(NamedTuple):
-    """Milliseconds until a request's first token, and those of them beyond what the engine itself counted."""
+    """Time to first token of one request.
+
+    Attributes:
+        ms: milliseconds until the first token.
+        beyond_ms: milliseconds of these that the engine itself does not count.
+    """
 
     ms: float
     beyond_ms: float
 
 
 async def first_tokens(engine: AsyncLLM, url: httpx.URL, jobs: list[Job]) -> dict[str, list[First]]:
-    """Of the same prompts, both ways in turn; nobody else speaks with either engine."""
+    """Return the times to first token of the same prompts, both ways in turn. Both engines must be idle."""
     found: dict[str, list[First]] = {"AsyncLLM": [], "HTTP": []}
     counted = dict.fromkeys(found, math.nan)
     async with connected(url, 1) as (connection,), httpx.AsyncClient(base_url=url, trust_env=False) as client:
@@ -191,18 +198,18 @@ async def first_tokens(engine: AsyncLLM, url: httpx.URL, jobs: list[Job]) -> dic
             for name, way, metrics in ways[:: 1 if number % 2 else -1]:
                 seconds, before = await way(job), counted[name]
                 counted[name] = engine_first_tokens(await metrics())
-                if number:  # the first one warms up
+                if number:  # the first request warms up
                     found[name].append(First(1000 * seconds, 1000 * (seconds - (counted[name] - before))))
     return found
 
 
 def check_room(limits: EngineLimits, args: argparse.Namespace) -> None:
-    """With less room for K/V fewer requests than callers would run at once, and hardly any cost of theirs would show.
+    """Check that all callers' requests fit the KV pool at once; otherwise fewer run at once, which hides the callers' cost.
 
     Raises:
         SystemExit: the model or the pool is too small.
     """
-    most, pages = longest(args), -(-longest(args) // limits.block_size) + 1  # one is kept free for each to grow
+    most, pages = longest(args), -(-longest(args) // limits.block_size) + 1  # each keeps one page free to grow
     if most > limits.max_model_len:
         text = f"requests of up to {most} tokens exceed the model's {limits.max_model_len}"
         raise SystemExit(text + ": make --prompt-tokens or --tokens less")
@@ -212,7 +219,7 @@ def check_room(limits: EngineLimits, args: argparse.Namespace) -> None:
 
 
 async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything: medians, mean shares with their standard errors, and all values."""
+    """Measure everything and return medians, mean shares with their standard errors, and all values."""
     options: dict[str, Any] = {"max_num_seqs": args.clients, "max_num_batched_tokens": BATCHED_TOKENS}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     rng = random.Random(0)
@@ -221,7 +228,7 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
     async with AsyncLLM(model, **options) as engine:
         server = await asyncio.to_thread(Server, *([model] if model else []), *arguments)
         gc.collect()
-        gc.freeze()  # as the other two have done
+        gc.freeze()  # the other two processes do the same
         try:
             url = httpx.URL(server.url)
             ways = {
@@ -255,7 +262,12 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
 
 
 class Share(NamedTuple):
-    """The mean of ratios, and its standard error; of one ratio there is none."""
+    """Mean of ratios.
+
+    Attributes:
+        mean: the mean.
+        error: its standard error; None for a single ratio.
+    """
 
     mean: float
     error: float | None
@@ -265,14 +277,22 @@ class Share(NamedTuple):
 
 
 def share(values: list[float], others: list[float]) -> Share:
-    """Of the ratios within a turn, for between turns the machine itself changes. Geometric: neither way is favoured."""
+    """Return the geometric mean of the ratios within each turn, which favours neither way.
+
+    Ratios are taken within a turn, because the machine itself changes between turns.
+    """
     logs = [math.log(a / b) for a, b in zip(values, others, strict=True)]
     mean = math.exp(statistics.fmean(logs))
     return Share(mean, mean * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None)
 
 
 class Median(NamedTuple):
-    """A median, and its standard error."""
+    """Median of values.
+
+    Attributes:
+        median: the median.
+        error: its standard error.
+    """
 
     median: float
     error: float
@@ -282,14 +302,17 @@ class Median(NamedTuple):
 
 
 def median_and_error(values: list[float]) -> Median:
-    """The error is that of normal values with these quartiles: a few stalls of the machine change neither."""
+    """Return the median, with the standard error of normal values with the same quartiles.
+
+    A few stalls of the machine change neither.
+    """
     low, median, high = statistics.quantiles(values, n=4)
     spread = (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75))
     return Median(median, spread * math.sqrt(math.pi / 2 / len(values)))
 
 
 def launched(args: argparse.Namespace) -> dict[str, Any]:
-    """What this command measures once, in a process of its own."""
+    """Run this command once in a process of its own and return its result."""
     options = {**vars(args), "launches": 1, "json": "-"}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
     command = [sys.executable, "-m", "benchmarks.serve_overhead", *given]
@@ -297,7 +320,7 @@ def launched(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def over_launches(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The means of several launches with their standard errors, and all they have measured."""
+    """Return the means over several launches with their standard errors, and all results."""
 
     def of(shares: list[dict[str, float]]) -> dict[str, Any]:
         return share([s["mean"] for s in shares], [1.0] * len(shares))._asdict()
@@ -339,7 +362,7 @@ def show_means(result: dict[str, Any]) -> None:
 
 
 def measure_all(args: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """What the command measures; `tell` is given each launch's as it comes."""
+    """Run the requested launches and return the result; `tell` is called with each launch's result."""
     if args.launches > 1:
         results = []
         for _ in range(args.launches):
@@ -369,17 +392,17 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--geometry", choices=GEOMETRIES, help="of a model; the bundled demo model when left out")
+    parser.add_argument("--geometry", choices=GEOMETRIES, help="geometry of the model; default: the bundled demo model")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=66, help="of a prompt, about")
-    parser.add_argument("--tokens", type=int, default=64, help="that a request makes on average")
+    parser.add_argument("--prompt-tokens", type=int, default=66, help="mean tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="mean tokens that a request makes")
     parser.add_argument(
         "--requests",
         type=int,
         default=192,
-        help="of a turn: in the first moments of one, callers come one by one and offline all at once",
+        help="requests of a turn; at its start, callers arrive one by one and `LLM` has all at once",
     )
-    parser.add_argument("--repeats", type=int, default=24, help="turns of each; they differ by some percent")
-    parser.add_argument("--launches", type=int, default=1, help="of all processes; they differ, too")
-    parser.add_argument("--json", metavar="FILE", help="write the results there as JSON; - is standard output, without text")
+    parser.add_argument("--repeats", type=int, default=24, help="turns of each way; they differ by some percent")
+    parser.add_argument("--launches", type=int, default=1, help="launches of all processes; they differ, too")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it instead of the text")
     main(parser.parse_args())

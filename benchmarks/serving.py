@@ -1,4 +1,4 @@
-"""A server in a process of its own, and a client that takes hardly anything of the machine: what the benchmarks of it share."""
+"""A server in a process of its own and a lightweight client, shared by the server benchmarks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ PATH = "/v1/completions"
 class Server:
     """`chunkattn serve` on a free port, in a process of its own.
 
-    Its log goes to a file: a pipe would wake whoever reads it at every line.
+    Its log goes to a file, because a pipe would wake the reader at every line.
 
     Args:
-        arguments: of the command.
+        arguments: arguments of the command.
 
     Attributes:
-        url: of the server.
+        url: base URL of the server.
+        process: process of the server.
 
     Raises:
-        RuntimeError: it did not start.
+        RuntimeError: the server did not start.
     """
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "chunkattn", "serve", "--port=0", *arguments]
-        self._log = TemporaryFile("w+")  # noqa: SIM115, as long as the server lives
+        self._log = TemporaryFile("w+")  # noqa: SIM115, open for the server's lifetime
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
         late = threading.Timer(START_S, self.process.kill)
         late.start()
@@ -51,16 +52,16 @@ class Server:
         self.url = told[1]
 
     def log(self) -> list[str]:
-        """The lines of its log so far."""
-        with open(f"/dev/fd/{self._log.fileno()}", encoding="utf-8") as log:  # a position of its own
+        """Return the lines of the log so far."""
+        with open(f"/dev/fd/{self._log.fileno()}", encoding="utf-8") as log:  # opened anew for a read position of its own
             return log.readlines()
 
     def faults(self) -> list[str]:
-        """Those that tell of errors."""
+        """Return the log lines that report errors."""
         return [line.rstrip() for line in self.log() if re.search(r"\b(ERROR|CRITICAL)\b|Traceback", line)]
 
     def end(self) -> int | None:
-        """Send SIGTERM. Returns the exit code, None if it had to be killed."""
+        """Send SIGTERM. Returns the exit code, or None if the server had to be killed."""
         self.process.terminate()
         try:
             return self.process.wait(END_S)
@@ -70,25 +71,25 @@ class Server:
 
 
 def greedy(tokens: int) -> dict[str, Any]:
-    """So many tokens, as both Python and HTTP have it."""
+    """Return the options for exactly `tokens` greedy tokens, valid in Python and HTTP."""
     return {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
 
 
 class Job(NamedTuple):
-    """A request: text, and how many tokens to make."""
+    """A request: text, and the number of tokens to make."""
 
     prompt: str
     tokens: int
 
 
 class Connection:
-    """One HTTP/1.1 connection that is kept."""
+    """One persistent HTTP/1.1 connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     async def _send(self, job: Job, **options: object) -> str:
-        """Send a request; returns the head of its answer, which must be a 200."""
+        """Send a request and return the head of its answer, which must be a 200."""
         body = json.dumps({"prompt": job.prompt, **greedy(job.tokens), **options}).encode()
         head = (
             f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -100,16 +101,16 @@ class Connection:
         return told
 
     async def ask(self, job: Job) -> int:
-        """One request; returns its tokens."""
+        """Send one request and return its number of tokens."""
         told = await self._send(job)
         answer = json.loads(await self.reader.readexactly(int(re.findall(r"content-length: (\d+)", told)[0])))
         return answer["usage"]["completion_tokens"]
 
     async def first_token(self, job: Job) -> float:
-        """One request, streamed; returns the seconds until the event of its first token."""
+        """Send one streamed request and return the seconds until the event of its first token."""
         began, first, line = time.perf_counter(), math.nan, b""
         await self._send(job, stream=True)
-        while line != b"0\r\n":  # the end of a body in chunks
+        while line != b"0\r\n":  # the end of a chunked body
             line = await self.reader.readline()
             if not line or line.startswith(b'data: {"error"'):
                 raise RuntimeError(f"the stream broke off: {line.decode() or 'the connection was closed'}")
@@ -121,7 +122,7 @@ class Connection:
 
 @asynccontextmanager
 async def connected(url: httpx.URL, count: int) -> AsyncIterator[list[Connection]]:
-    """So many connections."""
+    """Open `count` connections."""
     connections = [Connection(*await asyncio.open_connection(url.host, url.port)) for _ in range(count)]
     try:
         yield connections

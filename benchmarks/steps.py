@@ -1,10 +1,10 @@
-"""What a step is made of: the spans of the scheduler's textbook case, and the host's share of a step.
+"""Measure the parts of a step: the spans of the scheduler's textbook case, and the host's share of a step.
 
     python -m benchmarks.steps --running 64 --context 200 --geometry qwen3-0.6b
 
-First two requests of 250 and 300 tokens under a budget of 256 and spans of 128, step by step, beside one span a step.
-Then the host's work (admission, spans, tile ranges, metadata, bookkeeping) and the device's, while `--running`
-requests generate and, every other step, one of them is replaced by a new prompt.
+The textbook case is two requests of 250 and 300 tokens under a budget of 256 and spans of 128, step by step, compared with
+one span per step. Then the command measures the host's work (admission, spans, tile ranges, metadata, bookkeeping) and the
+device's, while `--running` requests generate and, every other step, a new prompt replaces one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chunkattn.rope.positions import make_layout
 
 
 def textbook() -> list[dict[str, Any]]:
-    """The steps of two prompts, and of one span a step."""
+    """Return the steps of two prompts."""
     core = make_core("small", 64, max_num_batched_tokens=256, long_prefill_token_threshold=128)
     rng = np.random.default_rng(0)
     for name, length in (("R1", 250), ("R2", 300)):
@@ -52,13 +52,13 @@ def textbook() -> list[dict[str, Any]]:
 
 
 class Clock:
-    """Adds up the time spent in some of an object's methods."""
+    """A sum of the time spent in some of an object's methods."""
 
     def __init__(self) -> None:
         self.spent = 0.0
 
     def watch(self, owner: object, name: str) -> None:
-        """Time this method from now on."""
+        """Time the method `name` of `owner` from now on."""
         original: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any) -> Any:
@@ -72,7 +72,7 @@ class Clock:
 
 
 def host_share(geometry: str, running: int, context: int, steps: int, chunks: int) -> dict[str, float]:
-    """Median milliseconds of a step, and of what the host does in it."""
+    """Return the median milliseconds of a step and of the host's work in it."""
     per_request = (context + chunks * 16 + 2 * steps + 64) // 16
     core = make_core(geometry, running * per_request + 256, max_num_seqs=running + 1, enable_prefix_caching=True)
     rng = np.random.default_rng(0)
@@ -110,7 +110,7 @@ def host_share(geometry: str, running: int, context: int, steps: int, chunks: in
         known = plan.spent, tables.spent, commit.spent
         for values, spent in zip(parts.values(), (*known, hosts[-1] - sum(known)), strict=True):
             values.append(spent)
-    totals, hosts = totals[4:], hosts[4:]  # the first ones compile
+    totals, hosts = totals[4:], hosts[4:]  # the first steps compile
     core_steps = {
         "step_ms": 1000 * statistics.median(totals),
         "host_ms": 1000 * statistics.median(hosts),
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--geometry", default="small")
     parser.add_argument("--running", type=int, default=64)
     parser.add_argument("--context", type=int, default=200)
-    parser.add_argument("--chunks", type=int, default=4, help="of every prompt; 0 is plain")
+    parser.add_argument("--chunks", type=int, default=4, help="chunks of every prompt; 0 for a plain prompt")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

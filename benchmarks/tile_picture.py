@@ -1,4 +1,4 @@
-"""Picture of the TPU kernel's walk: the tiles of a small prompt, and the timeline of one query tile."""
+"""A picture of the TPU kernel's walk: the tiles of a small prompt, and the timeline of one query tile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROWS, SLOTS = 32, 64
-"""Tiles small enough that a prompt of a few hundred tokens has many; real ones are several times larger."""
+"""Tile sizes small enough that a prompt of a few hundred tokens has many tiles; real tiles are several times larger."""
 LAYOUT = make_layout(np.zeros(180), [np.zeros(n) for n in (44, 40, 164, 36, 56)], np.zeros(56))
 
 _WHOLE, _MASKED, _SEEN = "#2e86c1", "#fbe6c4", "#e59a26"
@@ -37,10 +37,10 @@ class Visit(NamedTuple):
     """One KV tile of a query tile's walk.
 
     Attributes:
-        tile: the KV tile.
-        pages: how many of its pages are copied.
-        whole: every row sees every slot, so no mask is computed.
-        buffer: where the pages are copied to.
+        tile: number of the KV tile.
+        pages: number of its pages that are copied.
+        whole: whether every row sees every slot, so that no mask is computed.
+        buffer: buffer that receives the pages.
     """
 
     tile: int
@@ -50,7 +50,14 @@ class Visit(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """One grid step: rows `[low, high)`, the two ranges of slots they see, and the KV tiles visited."""
+    """One grid step.
+
+    Attributes:
+        low: first row.
+        high: end of the rows.
+        ranges: ranges of slots that the rows see.
+        visits: the KV tiles visited.
+    """
 
     low: int
     high: int
@@ -59,7 +66,7 @@ class Walk(NamedTuple):
 
 
 def walks(batch: AttentionBatch) -> list[Walk]:
-    """The kernel's query tiles of a step of one prompt, from the metadata it gets."""
+    """Return the kernel's query tiles of a step of one prompt, from its metadata."""
 
     class Small(PallasTpuBackend):
         chip = "v6e"
@@ -79,7 +86,7 @@ def walks(batch: AttentionBatch) -> list[Walk]:
         for tile in (*range(first_end), *range(second_start, second_end)):
             begin, end = tile * shape.slots, (tile + 1) * shape.slots
             pages = min(last // size + 1 - tile * shape.pages, shape.pages)
-            # As in the kernel: no hole, before every row, and prefix or not before any row's own part.
+            # The kernel's condition: no hole, before every row, and within the prefix or every row's own part.
             whole = pages == shape.pages and lengths[tile * shape.pages :][: shape.pages].min() == size
             whole = bool(whole and end <= sc[kernel.MIN_SLOT] + 1 and (end <= prefix or begin >= sc[kernel.MAX_START]))
             visits.append(Visit(tile, pages, whole, (done + len(visits)) % 2))
@@ -103,7 +110,7 @@ def draw(path: Path) -> None:
         raise ConfigError("--png needs matplotlib: pip install 'chunkattn[plot]'") from error
     plan = plan_slots(LAYOUT, BLOCK, aligned=True)
     found = walks(batch_of(plan))
-    # Of the tiles with two ranges the one that has most to show.
+    # Show the tile with the most ranges and, among these, the most unmasked tiles.
     shown = max(range(len(found)), key=lambda i: (len(found[i].ranges), sum(v.whole for v in found[i].visits)))
     figure = Figure(figsize=(10, 8.7), facecolor="white")
     _matrix(figure.add_axes((0.085, 0.295, 0.905, 0.66)), plan, found, shown)
@@ -114,7 +121,7 @@ def draw(path: Path) -> None:
 
 
 def _matrix(axes: Axes, plan: SlotPlan, found: list[Walk], shown: int) -> None:
-    """Rows against slots, with the tiles."""
+    """Draw rows against slots, with the tiles."""
     from matplotlib.patches import Rectangle
 
     tokens, end = len(plan.slots), len(plan.page_len) * plan.block_size
@@ -204,7 +211,7 @@ def _matrix(axes: Axes, plan: SlotPlan, found: list[Walk], shown: int) -> None:
 
 
 def _timeline(axes: Axes, found: list[Walk], shown: int) -> None:
-    """Copies and multiplications of one query tile, one KV tile a column; its neighbours' at both ends are grey."""
+    """Draw copies and multiplications of one query tile, one KV tile a column, with its neighbours in grey at both ends."""
     from matplotlib.patches import Rectangle
 
     owners = {shown - 1: found[shown - 1].visits[-1:], shown: found[shown].visits, shown + 1: found[shown + 1].visits[:2]}
@@ -220,7 +227,7 @@ def _timeline(axes: Axes, found: list[Walk], shown: int) -> None:
 
     for at, (owner, visit) in enumerate(steps):
         own, middle = owner == shown, lanes[visit.buffer] + height / 2
-        if at:  # its pages come while the KV tile before it is multiplied
+        if at:  # its pages are copied while the previous KV tile is multiplied
             edge, fill, ink = (_COPY, _COPYING, _INK) if own else (_HOLE, _OTHER, _SOFT)
             box(at - 0.9, lanes[visit.buffer], 0.8, height, facecolor=fill, edgecolor=edge, linewidth=1)
             write(at - 0.86, middle, f"tile {visit.tile}", ha="left", fontsize=_SMALL, color=ink)

@@ -1,14 +1,14 @@
-"""Compile the TPU kernels and whole decoder steps for real chips, with no TPU at hand.
+"""Compile the TPU kernels and whole decoder steps for real chips, on a machine without a TPU.
 
     make .cache/libtpu/.installed    # the libtpu of the installed JAX
     PYTHONPATH=.cache/libtpu python -m benchmarks.tpu_aot [--topology v6e] [--quick] [--only kernels] [--layers N] [--grid]
         [--json FILE|-]
 
-For each chip: one layer's call of the kernels in the settings that matter, with the static schedule of their inner
-loops; JAX's splash attention (an equal mask) and ragged paged attention beside them; and whole steps of Qwen3-0.6B
-and, where it fits, Llama-3-8B. What did not compile says why. `--quick` is the common case on v6e, in a few seconds;
-`--grid` compiles every supported head_dim, page size and dtype instead. Shares are estimates from bundles: what a
-chip's memory and clock make of them nobody has measured.
+The command compiles for each chip: one layer's call of the kernels in the main settings, with the static schedule of their
+inner loops; JAX's splash attention (with an equal mask) and ragged paged attention for comparison; and whole steps of
+Qwen3-0.6B and, where it fits, Llama-3-8B. Failed compilations report the reason. `--quick` is the common case on v6e, in a
+few seconds; `--grid` compiles every supported head_dim, page size and dtype instead. Shares are estimates from bundles;
+they are not measured on a chip.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import benchmarks.tpu  # noqa: F401  sets what libtpu reads
+import benchmarks.tpu  # noqa: F401  sets libtpu's environment
 from benchmarks.tpu import attention, peers, step
 from benchmarks.tpu.chips import CHIPS
 from benchmarks.tpu.schedule import dump_schedules
@@ -32,7 +32,7 @@ _SCHEDULES: Path | None = None
 
 
 def _want_schedules() -> None:
-    """In the process that writes them: a whole step's would be gigabytes."""
+    """Turn schedules on in the process that compiles kernels; those of a whole step would take gigabytes."""
     global _SCHEDULES
     _SCHEDULES = dump_schedules()
 
@@ -47,7 +47,7 @@ def _compile(case: Any) -> dict[str, Any]:
 
 
 def compile_all(calls: Iterable[Any], without_schedules: Iterable[Any]) -> Iterable[dict[str, Any]]:
-    """Results as they come, from two processes."""
+    """Yield results as they arrive, from two processes."""
     spawn = get_context("spawn")
     with (
         ProcessPoolExecutor(1, spawn, _want_schedules) as watched,
@@ -59,7 +59,7 @@ def compile_all(calls: Iterable[Any], without_schedules: Iterable[Any]) -> Itera
 
 
 def describe(result: dict[str, Any]) -> str:
-    """One line."""
+    """Return a result as one line."""
     if result["kind"] == "step":
         name = f"{result['model']}, {result['rows']} rows, {result['width']} pages a sequence, KV {result['kv_cache_dtype']}"
     elif result["kind"] == "attention":
@@ -91,7 +91,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def compare(results: list[dict[str, Any]]) -> list[str]:
-    """Our bundles per tile beside the best of each peer's."""
+    """Return lines with our bundles per tile beside the best of each peer's."""
     lines = []
     for chip in CHIPS:
         for head_dim in (64, 128, 256):
@@ -115,12 +115,12 @@ def compare(results: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", choices=CHIPS, action="append", help="a chip; may be repeated; default all")
-    parser.add_argument("--quick", action="store_true", help="the common case, on v6e unless --topology says otherwise")
-    parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated; default all")
-    parser.add_argument("--layers", type=int, help="layers of a whole step; default all of the model")
+    parser.add_argument("--topology", choices=CHIPS, action="append", help="chip; repeatable; default: all")
+    parser.add_argument("--quick", action="store_true", help="only the common case, on v6e or the chips of --topology")
+    parser.add_argument("--only", choices=PARTS, action="append", help="part; repeatable; default: all")
+    parser.add_argument("--layers", type=int, help="layers of a whole step; default: all of the model")
     parser.add_argument("--grid", action="store_true", help="every supported head_dim, page size and dtype, without schedules")
-    parser.add_argument("--json", metavar="FILE", help="write the cases there as JSON; - is standard output, without the table")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it instead of the table")
     args = parser.parse_args()
     chips = args.topology or (["v6e"] if args.quick else list(CHIPS))
     calls: list[Any] = []

@@ -1,12 +1,12 @@
-"""The TPU kernels in Pallas' TPU interpreter against `reference`, over hundreds of random ragged batches.
+"""Check the TPU kernels in Pallas' TPU interpreter against `reference`, over hundreds of random ragged batches.
 
     python -m benchmarks.tpu_interpret [--quick] [--json FILE|-]
 
-Every batch is a step of several sequences (`chunkattn.testing.random_steps`): prefill, decode and scoring rows mixed,
-chunks split over steps, empty and one-token chunks, holes, padding; the pool is full of NaN. Some run with the
-interpreter's race detection. Exits with 1 when a difference is beyond the tolerance, something races, or the batches
-did not go through what is to be shown: walks of three and more KV tiles, tiles without a mask, more pieces of writes than
-are in flight at once.
+Every batch is a step of several sequences (`chunkattn.testing.random_steps`): mixed prefill, decode and scoring rows,
+chunks split over steps, empty and one-token chunks, holes and padding. The pool is full of NaN. Some batches run with the
+interpreter's race detection. The exit status is 1 if a difference exceeds the tolerance, a race occurs, or the batches lack
+the required cases: walks of three and more KV tiles, tiles without a mask, and more pieces of writes than are in flight at
+once.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ FP8 = "float8_e4m3fn"
 
 
 class Setting(NamedTuple):
-    """What `check_backend` is asked, and how.
+    """Arguments of one call of `check_backend`, and its environment.
 
     Attributes:
-        options: of `check_backend`.
-        cases: sets of sequences; each is several batches.
-        tiles: "small", or "chip": those of the table.
-        watched: with race detection.
-        chip: whose cores and tiles.
+        options: options of `check_backend`.
+        cases: number of sets of sequences; each set is several batches.
+        tiles: "small", or "chip" for the tiles of the table.
+        watched: whether race detection is on.
+        chip: chip whose cores and tiles are used.
     """
 
     options: dict[str, Any]
@@ -56,7 +56,7 @@ class Setting(NamedTuple):
 
 
 LONG = {"scale": 5}
-"""Walks of several tiles in every case; short sequences, of one or two, are where edges are."""
+"""Options for walks of several tiles in every case. Short sequences, of one or two tiles, cover the edges."""
 
 SETTINGS = [
     Setting(LONG, 3),
@@ -84,13 +84,13 @@ SETTINGS = [
 
 
 class Seen:
-    """What the batches of a setting went through."""
+    """Counts of the cases that a setting's batches covered."""
 
     def __init__(self) -> None:
         self.batches = self.walk = self.whole = self.pieces = 0
 
     def add(self, metadata: PallasMetadata, slots: int) -> None:
-        """Take note of a step."""
+        """Count a step."""
         self.batches += 1
         tiles = np.concatenate([metadata.tiles[:, : metadata.num_tiles], metadata.decodes[:, : metadata.num_decodes]], axis=1)
         visits = tiles[kernel.FIRST_END] + tiles[kernel.SECOND_END] - tiles[kernel.SECOND_START]
@@ -101,7 +101,7 @@ class Seen:
 
 
 class Races:
-    """Every kernel call has a record of its own, and only the last one's is kept: so all are collected."""
+    """The race records of all kernel calls. The interpreter itself keeps only the last call's record."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []
@@ -120,12 +120,12 @@ class Races:
 
     @property
     def found(self) -> bool:
-        """In any call."""
+        """Return whether any call raced."""
         return any(state.races_found for state in self.states)
 
 
 def run(setting: Setting, seed: int) -> dict[str, Any]:
-    """One setting's batches: the largest difference, and whether anything raced (None: not watched)."""
+    """Run one setting's batches; return the largest difference, and whether a race occurred (None without detection)."""
     seen = Seen()
 
     class Judged(PallasTpuBackend):
@@ -162,8 +162,8 @@ def run(setting: Setting, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the first two settings")
-    parser.add_argument("--json", metavar="FILE", help="write the results there; - is standard output, without the table")
+    parser.add_argument("--quick", action="store_true", help="run only the first two settings")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it instead of the table")
     args = parser.parse_args()
     results = []
     for seed, setting in enumerate(SETTINGS[: 2 if args.quick else None]):

@@ -3,10 +3,10 @@
     make .cache/libtpu/.installed    # the libtpu of the installed JAX
     PYTHONPATH=.cache/libtpu python -m benchmarks.tpu_tune [--chip v6e] [--head-dim 128] [--json FILE]
 
-Every candidate is compiled, and its static schedule gives the bundles of a KV tile (with and without a mask), of
-what stands around it, and of a query tile. The host's own metadata of three workloads says how many of each a step
-has: a part of 2,000 + 500 x 20 tokens of scoring, 8 documents of 500 with a question of 50, and 2,048 causal rows
-over 6,144 cached ones. The candidate whose three sums, each relative to the best's, add up to the least wins.
+The command compiles every candidate. Its static schedule gives the bundles of a KV tile (with and without a mask), of the
+code around it, and of a query tile. The host's own metadata of three workloads give the number of each in a step: a part of
+2,000 + 500 x 20 tokens of scoring, 8 documents of 500 with a question of 50, and 2,048 causal rows over 6,144 cached ones.
+The candidate with the least total of the three sums, each relative to the best, wins.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from chunkattn.backends.pallas_tpu.blocks import Blocks  # noqa: E402
 
 FOLDED, SLOTS, TOGETHER = (256, 512), (256, 512, 1024), (1, 4)
 HEADS = {64: (14, 2), 128: (16, 8), 256: (16, 8)}
-"""Query and KV heads of a usual model of that head size."""
+"""Query and KV heads of a usual model, by head size."""
 PAGES = (16, 128)
 """Page sizes measured: a small one and a large one."""
 ROWS = 2048
 
 
 def step_of(block_size: int, spans: list[tuple[int, int, int, int]]) -> AttentionBatch:
-    """A step of `ROWS` rows from spans `(first slot, rows, first row start, prefix end)`, each a sequence."""
+    """Return a step of `ROWS` rows from spans `(first slot, rows, first row start, prefix end)`, each a sequence."""
     row_seq, row_slot, row_start = np.zeros((3, ROWS), np.int32)
     prefix_end = np.zeros(len(spans), np.int32)
     at = 0
@@ -54,7 +54,7 @@ def step_of(block_size: int, spans: list[tuple[int, int, int, int]]) -> Attentio
 
 
 def workloads(block_size: int) -> dict[str, AttentionBatch]:
-    """The steps that are summed."""
+    """Return the steps whose costs are summed."""
     items = step_of(block_size, [(2000, ROWS, 0, 2000)])
     items.row_start[:] = 2000 + np.arange(ROWS) // 20 * 20
     page = 512
@@ -67,18 +67,18 @@ def workloads(block_size: int) -> dict[str, AttentionBatch]:
 
 
 def cost(backend: PallasTpuBackend, bundles: dict[str, float], batch: AttentionBatch) -> float:
-    """Bundles of a step's prefill rows."""
+    """Return the bundles of a step's prefill rows."""
     metadata = backend.build_metadata(batch)
     tiles = metadata.tiles[:, : int(metadata.num_tiles)]
     visits = tiles[kernel.FIRST_END] + tiles[kernel.SECOND_END] - tiles[kernel.SECOND_START]
-    # A KV tile on the diagonal or across a chunk's edge needs a mask; about two of each query tile do.
+    # KV tiles on the diagonal or across a chunk's edge need a mask: about two per query tile.
     masked = np.minimum(visits, 2)
     total = visits * bundles["around"] + masked * bundles["masked"] + (visits - masked) * bundles["clear"]
     return float((total + bundles["query_tile"]).sum())
 
 
 def measure(chip: str, head_dim: int, block_size: int, blocks: Blocks) -> dict[str, Any] | None:
-    """One candidate, compiled; None where it does not compile (vector memory runs out)."""
+    """Compile and measure one candidate; return None if it does not compile (vector memory runs out)."""
     heads, kv_heads = HEADS[head_dim]
     case = Case(chip, head_dim, block_size, heads=heads, kv_heads=kv_heads, rows=ROWS, pages=65536 // block_size)
     cls = compiled_backend(chip)
@@ -86,7 +86,7 @@ def measure(chip: str, head_dim: int, block_size: int, blocks: Blocks) -> dict[s
     backend = cls(case.spec)
     try:
         lower(case, backend).compile()
-    except Exception as error:  # whatever the compiler objects to
+    except Exception as error:  # the compiler may raise anything
         print(f"{chip} {head_dim} {block_size} {blocks}: {str(error).splitlines()[0]}")
         read_schedules(SCHEDULES)
         return None
@@ -113,7 +113,7 @@ def measure(chip: str, head_dim: int, block_size: int, blocks: Blocks) -> dict[s
 
 
 def choose(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The candidate with the least sum of relative costs; every one gets its `score`."""
+    """Return the candidate with the least sum of relative costs, and set the `score` of every candidate."""
     least = {name: min(f["costs"][name] for f in found) for name in found[0]["costs"]}
     for f in found:
         f["score"] = round(sum(f["costs"][name] / least[name] for name in least) / len(least), 3)
@@ -122,11 +122,11 @@ def choose(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chip", choices=CHIPS, action="append", help="may be repeated; default all")
-    parser.add_argument("--head-dim", type=int, choices=HEADS, action="append", help="may be repeated; default all")
+    parser.add_argument("--chip", choices=CHIPS, action="append", help="repeatable; default: all")
+    parser.add_argument("--head-dim", type=int, choices=HEADS, action="append", help="repeatable; default: all")
     for name in Blocks._fields:
-        parser.add_argument(f"--{name}", type=int, action="append", help="sizes to try; may be repeated")
-    parser.add_argument("--json", metavar="FILE", help="write every candidate there")
+        parser.add_argument(f"--{name}", type=int, action="append", help="size to try; repeatable")
+    parser.add_argument("--json", metavar="FILE", help="write every candidate to FILE as JSON")
     args = parser.parse_args()
     table, everything = {}, []
     for chip, head_dim in product(args.chip or CHIPS, args.head_dim or HEADS):

@@ -1,13 +1,12 @@
-"""KV tiles that attention visits, against those of a causal kernel.
+"""Count the KV tiles that attention visits, against those of a causal kernel.
 
     python -m benchmarks.visited_tiles [--json FILE|-]
     python -m benchmarks.visited_tiles --png FILE
 
-Counted on the host from the tile ranges every backend loops over, in tiles of 128x128 and
-in the Pallas kernel's own, one prompt in one step. "seen" counts, by brute force over all
-pairs of tokens, the tiles that hold a visible one; a causal kernel has the same number of
-tokens and sees all before its own. Fails when a tile is visited in vain or left out.
-`--png` draws a small prompt's tiles and the walk of one query tile instead.
+The host counts the tile ranges that every backend loops over, in tiles of 128x128 and in the Pallas kernel's own, for one
+prompt in one step. "seen" counts the tiles that hold a visible pair of tokens, by brute force over all pairs. The causal
+kernel has the same number of tokens, and each sees all tokens before it. The command fails if a tile is visited in vain or
+left out. `--png` draws a small prompt's tiles and the walk of one query tile instead.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from chunkattn.rope.positions import make_layout
 
 BLOCK = 16
 STEP = 2048
-"""Rows of a full step, from which the Pallas kernel takes the size of its tiles."""
+"""Rows of a full step, which determine the Pallas kernel's tile size."""
 
 
 class Tile(NamedTuple):
@@ -41,7 +40,7 @@ class Tile(NamedTuple):
 
 
 def layout_of(prefix: int, chunks: int, chunk: int, question: int) -> ChunkLayout:
-    """A layout of that many tokens; chunks of one length."""
+    """Return a layout with these numbers of tokens; all chunks have one length."""
     return make_layout(np.zeros(prefix), [np.zeros(chunk)] * chunks, np.zeros(question))
 
 
@@ -55,14 +54,14 @@ WORKLOADS = {
 
 
 def pallas_tile() -> Tile:
-    """The Pallas kernel's own tiles, for 16 heads of 128 over 8 KV heads in bfloat16."""
+    """Return the Pallas kernel's own tiles, for 16 heads of 128 over 8 KV heads in bfloat16."""
     backend = PallasTpuBackend(AttentionSpec(16, 8, 128, jnp.dtype("bfloat16"), BLOCK))
     rows = backend.block(STEP)
     return Tile(rows, backend.shape(rows).slots)
 
 
 def batch_of(plan: SlotPlan) -> AttentionBatch:
-    """One prompt in one step."""
+    """Return one prompt as one step."""
     rows, pages = len(plan.slots), len(plan.page_len)
     return AttentionBatch(
         rows,
@@ -77,14 +76,14 @@ def batch_of(plan: SlotPlan) -> AttentionBatch:
 
 
 def visited_tiles(plan: SlotPlan, tile: Tile) -> list[set[int]]:
-    """KV tiles of every query tile, as the backends walk them."""
+    """Return the KV tiles of every query tile, as the backends walk them."""
     batch = batch_of(plan)
     ranges = tile_ranges(batch, cut(spans(batch), tile.rows), tile.slots)
     return [{*range(a), *range(b, c)} for a, b, c in zip(*ranges, strict=True)]
 
 
 def seen_tiles(layout: ChunkLayout, plan: SlotPlan, tile: Tile) -> tuple[list[set[int]], int]:
-    """KV tiles with a pair that is visible by the parts' names, for every query tile, and the visible pairs."""
+    """Return every query tile's KV tiles with a pair visible by the parts' names, and the number of visible pairs."""
     part, kv_tile = layout.chunk_ids, plan.slots // tile.slots
     seen, pairs = [], 0
     for first in range(0, len(layout), tile.rows):
@@ -97,13 +96,13 @@ def seen_tiles(layout: ChunkLayout, plan: SlotPlan, tile: Tile) -> tuple[list[se
 
 
 def causal_tiles(tokens: int, tile: Tile) -> int:
-    """KV tiles a causal kernel visits on so many tokens."""
+    """Return the number of KV tiles that a causal kernel visits on `tokens` tokens."""
     ends = np.minimum(np.arange(tile.rows, tokens + tile.rows, tile.rows), tokens)
     return int((-(-ends // tile.slots)).sum())
 
 
 def measure(name: str, tile: Tile) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     layout, aligned = WORKLOADS[name]
     plan, tokens = plan_slots(layout, BLOCK, aligned=aligned), len(layout)
     visited, (seen, pairs) = visited_tiles(plan, tile), seen_tiles(layout, plan, tile)
@@ -124,8 +123,8 @@ def measure(name: str, tile: Tile) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the rows there as JSON; - is standard output, without the table")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="draw a picture there and do nothing else; needs matplotlib")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it instead of the table")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="only draw a picture to FILE; needs matplotlib")
     args = parser.parse_args()
     if args.png is not None:
         from benchmarks.tile_picture import draw

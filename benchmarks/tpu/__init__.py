@@ -1,8 +1,8 @@
-"""Compiling for TPUs with no TPU at hand: libtpu compiles for a chip it is told of.
+"""Compilation for TPUs on machines without one: libtpu compiles for a chip given by its settings.
 
     make .cache/libtpu/.installed    # the libtpu of the installed JAX
 
-Import this package before JAX: libtpu reads its settings when JAX first asks for it.
+Import this package before JAX: libtpu reads its settings when JAX first loads it.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One layer's call of the kernels: compiled, what it takes, and what its inner loops cost."""
+"""One layer's call of the kernels: its compilation, its memory, and the cost of its inner loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chunkattn.backends.pallas_tpu.blocks import Shape
 
 MIB = 2**20
 TILE = 128 * 128
-"""Rows times slots of the tile that bundles are counted per, one query head."""
+"""Rows times slots of the tile that bundles are counted per, for one query head."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        """As a backend is asked."""
+        """Return the spec that the backend gets."""
         kept = None if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
         dtype = jnp.dtype(self.dtype)
         return AttentionSpec(
@@ -53,18 +53,18 @@ class Case:
 
     @property
     def pool_bytes(self) -> int:
-        """Of one layer's K and V."""
+        """Return the bytes of one layer's K and V."""
         return 2 * self.pages * self.kv_heads * self.block_size * self.head_dim * self.spec.cache_dtype.itemsize
 
     def batch(self) -> AttentionBatch:
-        """A step of these sizes with nothing in it: what is compiled depends on the sizes alone."""
+        """Return an empty step of these sizes; compilation depends on the sizes alone."""
         row, seq = np.zeros(self.rows, np.int32), np.zeros(self.sequences, np.int32)
         table = np.zeros((self.sequences, self.width), np.int32)
         return AttentionBatch(0, row, row, row, seq, table, table, self.block_size)
 
 
 def compiled_backend(chip: str) -> type[PallasTpuBackend]:
-    """The kernels themselves, not their interpreter, as they would run on that chip."""
+    """Return the backend class that compiles the kernels for `chip` instead of interpreting them."""
     return type("PallasTpuBackend", (PallasTpuBackend,), {"interpret": False, "chip": chip})
 
 
@@ -72,7 +72,7 @@ FP8 = "float8_e4m3fn"
 
 
 def cases(chip: str) -> Iterator[Case]:
-    """The settings compiled for a chip, the common one first."""
+    """Yield the settings compiled for a chip, the common one first."""
     common = Case(chip)
     yield common
     yield replace(common, kv_dtype=FP8)
@@ -84,21 +84,21 @@ def cases(chip: str) -> Iterator[Case]:
     yield replace(common, block_size=256, heads=40, kv_heads=40, pages=256)
     yield replace(common, dtype="float32")
     yield replace(common, head_dim=64, block_size=32, dtype="float32", heads=9, kv_heads=3)
-    # 131,072 cached tokens beneath a step of 8,192 rows, and 131,072 plain causal rows at once.
+    # 131,072 cached tokens below a step of 8,192 rows, and 131,072 plain causal rows at once.
     yield replace(common, heads=32, rows=8192, sequences=256, width=16384, pages=16384)
     yield replace(common, rows=131072, sequences=1, width=8192, pages=8192)
     yield replace(common, rows=1, sequences=1, width=1)
 
 
 def grid(chip: str) -> Iterator[Case]:
-    """Every supported head_dim, page size and dtype, GQA ratios from 1 to 16 among them."""
+    """Yield every supported head_dim, page size and dtype, with GQA ratios from 1 to 16."""
     ratios = iter([(16, 8), (8, 8), (16, 1), (14, 2), (12, 4), (7, 1), (32, 8)] * 100)
     for head_dim in (64, 128, 256):
         for block_size in (16, 32, 64, 128, 256):
             for dtype, kept in (("bfloat16", None), ("float32", None), ("bfloat16", FP8), ("float32", FP8)):
                 heads, kv_heads = next(ratios)
                 yield Case(chip, head_dim, block_size, dtype, heads, kv_heads, 512, 16, 64, 512, kv_dtype=kept)
-    # Many KV heads, and many rows: what vector memory bounds.
+    # Many KV heads and many rows are bounded by vector memory.
     for head_dim, block_size, dtype, heads in ((256, 16, "bfloat16", 32), (128, 256, "bfloat16", 40), (256, 32, "float32", 16)):
         yield Case(chip, head_dim, block_size, dtype, heads, heads, 4096, 16, 64, 512)
     yield Case(chip, heads=71, kv_heads=1, rows=4096)
@@ -106,11 +106,11 @@ def grid(chip: str) -> Iterator[Case]:
 
 
 def compile_call(lower: Callable[[], Any]) -> dict[str, Any]:
-    """Compile: whether that went well, and what it takes of HBM and vector memory."""
+    """Compile a call and return its success and its use of HBM and vector memory."""
     began = time.perf_counter()
     try:
         compiled = lower().compile()
-    except Exception as error:  # whatever the compiler objects to is the answer
+    except Exception as error:  # any error of the compiler is a result
         return {"compiled": False, "error": str(error).strip()}
     memory = compiled.memory_analysis()
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
@@ -127,7 +127,7 @@ def compile_call(lower: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _vector_memory(hlo: str) -> dict[str, float]:
-    """MiB of vector memory of each kernel, by name."""
+    """Return the MiB of vector memory of each kernel, by name."""
     used = {}
     for line in hlo.splitlines():
         kernel = re.search(r"%(\w+?)[.\d]* = .*tpu_custom_call", line)
@@ -138,7 +138,7 @@ def _vector_memory(hlo: str) -> dict[str, float]:
 
 
 def lower(case: Case, backend: PallasTpuBackend) -> Any:
-    """The call of one layer, lowered for the case's chip; the pool is donated."""
+    """Lower the call of one layer for the case's chip; the pool is donated."""
     where, dtype = CHIPS[case.chip].sharding(), jnp.dtype(case.dtype)
     metadata = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), backend.build_metadata(case.batch()))
     q, k = (jax.ShapeDtypeStruct((case.rows, heads, case.head_dim), dtype) for heads in (case.heads, case.kv_heads))
@@ -151,7 +151,12 @@ def lower(case: Case, backend: PallasTpuBackend) -> Any:
 
 
 def compile_case(case: Case, schedules: Path | None = None) -> dict[str, Any]:
-    """Return the result for JSON; with `schedules`, the loops' costs too, or `unread`, the reason why there are none."""
+    """Compile a case and return the result for JSON.
+
+    Args:
+        case: the case.
+        schedules: folder of the schedules. The result then holds the loops' costs, or `unread`, the reason for their absence.
+    """
     backend = compiled_backend(case.chip)(case.spec)
     result = {"kind": "attention", **asdict(case), "pool_mib": round(case.pool_bytes / MIB, 1)}
     result |= compile_call(lambda: lower(case, backend))
@@ -172,10 +177,11 @@ class Walk:
     """Bundles of one KV tile's turn in the loop over KV tiles, from a kernel's schedule.
 
     Attributes:
-        clear, masked: what multiplies a tile that needs no mask, and one that does; a few heads at a time.
-        around: sending for the next tile's pages, and waiting.
-        mask: building a mask, holes in the last page of a part included.
-        setup: of a query tile, before its first KV tile and after its last.
+        clear: block that multiplies a tile without a mask, a few heads at a time.
+        masked: block that multiplies a tile with a mask, a few heads at a time.
+        around: bundles that start the copies of the next tile's pages and wait.
+        mask: bundles that build a mask, holes in the last page of a part included.
+        setup: bundles of a query tile before its first KV tile and after its last.
     """
 
     clear: Block
@@ -186,10 +192,10 @@ class Walk:
 
 
 def walk_of(schedule: Schedule) -> Walk:
-    """Find the parts by their order: what goes before, the clear tile, the mask and its tile, the end.
+    """Identify the parts by their order: before, the clear tile, the mask and its tile, the end.
 
     Raises:
-        UnknownSchedule: the schedule has not two inner loops that multiply, or other blocks multiply as well.
+        UnknownSchedule: the schedule lacks two inner loops that multiply, or other blocks multiply as well.
     """
     inside = [block for block in schedule.multiplying if block.depth >= 2]
     if len(inside) < 2:
@@ -202,15 +208,15 @@ def walk_of(schedule: Schedule) -> Walk:
     before = sum(block.bundles for block in depth2 if block.last <= clear.first)
     mask = sum(block.bundles for block in depth2 if clear.last <= block.first and block.last <= masked.first)
     setup = sum(block.bundles for block in schedule.blocks if block.depth == 1)
-    # The next tile is the same query tile's or the next one's: two ways, equally long, of which one is taken.
+    # The next tile belongs to the same query tile or to the next one: two equally long branches, one of them taken.
     return Walk(clear, masked, before // 2, mask, setup)
 
 
 def prefill_cost(schedule: Schedule, shape: Shape, case: Case) -> dict[str, Any]:
-    """Bundles per 128 rows times 128 slots of one query head, and what the inner loop spends them on.
+    """Return the bundles per 128 rows times 128 slots of one query head, and the slots that the inner loop spends them on.
 
-    `bundles_per_tile` counts the loop that multiplies; `with_copies` also sending for the next tile's pages and waiting;
-    `masked_with_copies` the same of a tile that needs a mask, and building it.
+    `bundles_per_tile` counts the loop that multiplies. `with_copies` adds starting the copies of the next tile's pages and
+    waiting. `masked_with_copies` counts the same for a tile with a mask, and building the mask.
     """
     walk, chip = walk_of(schedule), CHIPS[case.chip]
     turns = shape.heads // shape.together
@@ -230,19 +236,19 @@ def prefill_cost(schedule: Schedule, shape: Shape, case: Case) -> dict[str, Any]
 
 
 def peak_share(macs: float, bundles: int, chip: Chip) -> float:
-    """Of the MXU's peak, at most: multiplications over those possible while the bundles pass.
+    """Return an upper bound of the share of the MXU's peak: multiplications over those possible in the bundles' time.
 
-    Bundles are no cycles where the MXU itself is what they wait for, and then the share is 1.
+    If the bundles wait for the MXU itself, they take several cycles, and the share is 1.
     """
     return round(min(1.0, macs / (bundles * chip.macs_per_bundle)), 3)
 
 
 def decode_cost(schedule: Schedule, shape: Shape, case: Case) -> dict[str, Any]:
-    """Bundles of one sequence's KV tile against the bundles that pass while its bytes come from HBM."""
+    """Return the bundles of one sequence's KV tile, and the bundles that pass while its bytes come from HBM."""
     chip, walk = CHIPS[case.chip], walk_of(schedule)
     bundles = walk.clear.bundles * (shape.heads // shape.together) + walk.around
     size = shape.heads * shape.slots * shape.lanes * case.spec.cache_dtype.itemsize
-    share = chip.cores if shape.head_blocks == chip.cores else 1  # cores at work, each with its part of the bandwidth
+    share = chip.cores if shape.head_blocks == chip.cores else 1  # busy cores share the bandwidth
     copying = size * share / chip.hbm_bandwidth * chip.clock
     return {
         "slots": shape.slots,

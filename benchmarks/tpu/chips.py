@@ -1,4 +1,4 @@
-"""The chips compiled for. Figures are Google's (cloud.google.com/tpu/docs), per chip unless said."""
+"""The chips compiled for. Figures are Google's (cloud.google.com/tpu/docs), per chip unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Chip:
     """One generation.
 
     Attributes:
-        name: as topologies are named.
-        topology: what `get_topology_desc` wants; the smallest there is.
+        name: name as in topologies.
+        topology: arguments of `get_topology_desc` for the smallest topology.
         cores: TensorCores, which a kernel sees as one device.
-        clock: bundles a second of a core.
-        flops: bfloat16 peak.
-        hbm_bytes: memory.
-        hbm_bandwidth: bytes a second.
+        clock: bundles per second of a core.
+        flops: bfloat16 peak, in operations per second.
+        hbm_bytes: HBM in bytes.
+        hbm_bandwidth: HBM bytes per second.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Chip:
 
     @property
     def macs_per_bundle(self) -> float:
-        """Multiplications of one core in one bundle, at most."""
+        """Return the most multiplications of one core in one bundle."""
         return self.flops / 2 / self.cores / self.clock
 
     def sharding(self) -> jax.sharding.Sharding:
-        """Of arrays on one chip."""
+        """Return the sharding of arrays on one chip."""
         return jax.sharding.SingleDeviceSharding(_device(self.name))
 
 

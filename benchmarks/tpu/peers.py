@@ -21,7 +21,7 @@ from benchmarks.tpu.schedule import UnknownSchedule, pick, read_schedules
 
 @dataclass(frozen=True)
 class Splash:
-    """Splash attention over a mask of `prefix` tokens and chunks of `chunk`.
+    """Splash attention over a mask of `prefix` tokens and chunks of `chunk` tokens.
 
     Attributes:
         rows: rows of a query tile.
@@ -39,7 +39,7 @@ class Splash:
     chunk: int = 512
 
     def lower(self) -> Any:
-        """Two heads, lowered for the chip."""
+        """Lower two heads for the chip."""
         where, token = CHIPS[self.chip].sharding(), np.arange(self.tokens)
         start = np.where(token < self.prefix, 0, token - (token - self.prefix) % self.chunk)
         seen = (token <= token[:, None]) & ((token < self.prefix) | (token >= start[:, None]))
@@ -60,7 +60,7 @@ class Splash:
 
 @dataclass(frozen=True)
 class Ragged:
-    """Ragged paged attention, plain causal: it knows no chunks.
+    """Ragged paged attention, plain causal, without chunks.
 
     Attributes:
         kv_pages: pages of a KV tile.
@@ -80,7 +80,7 @@ class Ragged:
     pages: int = 4096
 
     def lower(self) -> Any:
-        """One layer's call, lowered for the chip."""
+        """Lower one layer's call for the chip."""
         where = CHIPS[self.chip].sharding()
         shapes: list[tuple[tuple[int, ...], Any]] = [
             ((self.rows, self.heads, self.head_dim), jnp.bfloat16),
@@ -101,21 +101,21 @@ class Ragged:
             )
 
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-        with jax.default_device(next(iter(where.device_set))):  # it asks which chip it is for
+        with jax.default_device(next(iter(where.device_set))):  # the kernel reads the default device
             return jax.jit(call, in_shardings=where, out_shardings=where).lower(*arrays)
 
 
 def peers(chip: str, head_dim: int) -> Iterator[Splash | Ragged]:
-    """What our kernel is put beside; the best of each counts."""
+    """Yield the kernels to compare with; the best of each kind counts."""
     for rows, slots, compute in ((512, 512, 512), (512, 1024, 512), (1024, 1024, 512), (1024, 2048, 512), (512, 1024, 1024)):
         yield Splash(chip, head_dim, rows, slots, compute)
-    if head_dim == 128:  # the only one it has besides 256
+    if head_dim == 128:  # ragged paged attention supports 128 and 256
         for kv_pages, queries in ((32, 32), (32, 64), (16, 128), (32, 128)):
             yield Ragged(chip, head_dim, 16, kv_pages, queries)
 
 
 def compile_peer(peer: Splash | Ragged, schedules: Path) -> dict[str, Any]:
-    """As `attention.compile_case`."""
+    """Compile a peer and return the result for JSON, like `attention.compile_case`."""
     result = {"kind": "splash" if isinstance(peer, Splash) else "ragged_paged", **asdict(peer)}
     result |= compile_call(peer.lower)
     names, tiles = ("ragged", "paged", "RPA"), 0.0

@@ -1,8 +1,8 @@
-"""Reading the schedules that libtpu's compiler writes: bundles of the loops that multiply, and the slots they use.
+"""Readers of the schedules that libtpu's compiler writes: bundles of the loops that multiply, and the slots they use.
 
-A TPU core issues one bundle (a very long instruction word) a cycle at most, so the bundles of a loop's body are the
-cycles of one iteration when nothing waits for memory. `dump_schedules` asks the compiler for them; it must be
-called before JAX loads libtpu.
+A TPU core issues at most one bundle (a very long instruction word) a cycle, so the bundles of a loop's body are the cycles
+of one iteration when no operation waits for memory. `dump_schedules` makes the compiler write the schedules; call it
+before JAX loads libtpu.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 _LINE = re.compile(r"^\s*0x([0-9a-f]+)\s*([A-Z]{2})?:\s*(>*)\s*\{")
 _UNITS = {"MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU"}
-_RENAMED = {"MATMUL": "MXU"}  # libtpu 0.0.52 counts the same instructions by this name, and pushes of weights apart
+_RENAMED = {"MATMUL": "MXU"}  # libtpu 0.0.52 uses this name for the same instructions, and counts pushes of weights separately
 KNOWN = "0.0.42.1", "0.0.46.3", "0.0.48.1", "0.0.50.1", "0.0.52"
-"""Versions of libtpu whose schedules were read."""
+"""Versions of libtpu whose schedules this module reads."""
 
 
 class UnknownSchedule(ValueError):
@@ -36,7 +36,7 @@ def unknown(what: str) -> UnknownSchedule:
 
 
 def dump_schedules() -> Path:
-    """A new folder, into which every later compilation of this process writes its schedules."""
+    """Make a folder into which every later compilation of this process writes its schedules."""
     folder = Path(tempfile.mkdtemp(prefix="schedules-"))
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
     flags += " --xla_jf_dump_llo_html=false --xla_jf_dump_llo_static_gaps=true"
@@ -46,12 +46,13 @@ def dump_schedules() -> Path:
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring bundles without a label among them: a loop's body, or one branch in it.
+    """Contiguous bundles without a label among them: a loop's body, or one branch in it.
 
     Attributes:
-        depth: loops around it, the grid's included.
-        first, last: its bundles, `[first, last)`.
-        slots: how many slots of each unit they use.
+        depth: number of loops around the block, the grid's included.
+        first: first bundle.
+        last: end of the bundles.
+        slots: number of slots of each unit that the block uses.
     """
 
     depth: int
@@ -61,11 +62,11 @@ class Block:
 
     @property
     def bundles(self) -> int:
-        """Bundles in it."""
+        """Return the number of bundles."""
         return self.last - self.first
 
     def shares(self, capacity: dict[str, int]) -> dict[str, float]:
-        """Of each unit's slots, what is used."""
+        """Return the used share of each unit's slots."""
         return {unit: round(count / (capacity[unit] * self.bundles), 3) for unit, count in self.slots.items()}
 
 
@@ -74,10 +75,10 @@ class Schedule:
     """One kernel's schedule.
 
     Attributes:
-        kernel: its name.
+        kernel: name of the kernel.
         capacity: slots of each unit in a bundle.
-        blocks: all of it, in order of address.
-        smem_bytes: scalar memory it takes.
+        blocks: all blocks, in order of address.
+        smem_bytes: bytes of scalar memory.
     """
 
     kernel: str
@@ -87,12 +88,12 @@ class Schedule:
 
     @property
     def multiplying(self) -> list[Block]:
-        """Blocks that use the MXU."""
+        """Return the blocks that use the MXU."""
         return [block for block in self.blocks if block.slots["MXU"]]
 
 
 def read_schedules(folder: Path, *, keep: bool = False) -> dict[str, Schedule]:
-    """The Pallas kernels whose schedules lie in `folder`, by name; the files are then deleted."""
+    """Return the Pallas kernels whose schedules are in `folder`, by name. The files are then deleted unless `keep` is set."""
     found = {}
     for bundles in sorted(folder.glob("*-final_bundles.txt")):
         stem = re.match(r"(\d+-(.+?)[.\d]*)-\d+-final_bundles", bundles.name)

@@ -1,4 +1,4 @@
-"""A whole decoder step, every layer of a real geometry, compiled for a chip and held against its memory."""
+"""A whole decoder step with every layer of a real geometry, compiled for a chip and compared with its memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chunkattn.models.decoder import Decoder
 from chunkattn.models.spec import spec_from_config
 
 WIDEST = 1 << 15
-"""Pages of the longest page table: what a pool of the chip's memory makes, or the kernel's limit."""
+"""Pages of the longest page table, which fills a pool of the chip's memory or reaches the kernel's limit."""
 MODELS = {
     "qwen3-0.6b": GEOMETRIES["qwen3-0.6b"],
     "llama-3-8b": LlamaConfig(
@@ -41,7 +41,7 @@ MODELS = {
     ),
 }
 SHARE = 0.85
-"""Of the memory, for weights and pages together: what the engine gives itself."""
+"""Share of the memory for weights and pages together, as in the engine."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Step:
     block_size: int = 16
     kv_cache_dtype: str = "auto"
     layers: int | None = None
-    """Layers to compile; all by default. The pool keeps the pages of the whole model."""
+    """Number of layers to compile; all by default. The pool keeps the pages of the whole model."""
 
 
 def steps(chip: str, layers: int | None = None) -> Iterator[Step]:
-    """Prefill and decode steps of the models whose weights leave room for pages."""
+    """Yield prefill and decode steps of the models whose weights leave room for pages."""
     for model in MODELS:
         weights = _weight_bytes(model)
         if weights < SHARE * CHIPS[chip].hbm_bytes - (1 << 30):
@@ -72,7 +72,7 @@ def steps(chip: str, layers: int | None = None) -> Iterator[Step]:
 
 
 def _decoder(model: str, layers: int | None = None) -> Decoder:
-    """The model without its weights' values."""
+    """Return the model without its weights' values."""
     config = deepcopy(MODELS[model])
     config.num_hidden_layers = layers or config.num_hidden_layers
     return nnx.eval_shape(lambda: Decoder(spec_from_config(config), jnp.dtype("bfloat16"), rngs=nnx.Rngs(0)))
@@ -84,7 +84,7 @@ def _weight_bytes(model: str) -> int:
 
 
 def compile_step(step: Step) -> dict[str, Any]:
-    """What became of it, as JSON has it: with the pool the engine would allocate beside the weights."""
+    """Compile a step with the pool that the engine would allocate beside the weights, and return the result for JSON."""
     chip = CHIPS[step.chip]
     config = EngineConfig(
         max_num_seqs=step.max_num_seqs,
