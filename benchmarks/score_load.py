@@ -162,7 +162,7 @@ async def run(llm: AsyncLLM, jobs: dict[int, list[Job]], callers: int, args: arg
         if seconds >= SETTLED and held[1] and held[2] and held[2] > GROWTH * held[1]:
             load.errors[f"memory of the {who} has grown"] += 1
     if not await all_free(llm):
-        load.errors["pages are held by nobody"] += 1
+        load.errors["pages are still held at the end"] += 1
     return {
         "callers": callers,
         "seconds": taken,

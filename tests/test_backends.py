@@ -384,7 +384,7 @@ def test_gradients_under_reference():
 def test_chunk_attention_refuses_shapes_that_do_not_match():
     layout = random_layout(np.random.default_rng(0))
     x = jnp.zeros((len(layout) + 1, 2, 8))
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="do not match"):
         chunk_attention(x, x, x, layout)
     for bad in (x[:0], x.astype(int), x[0]):
         with pytest.raises(ValueError, match="one float dtype and not empty"):

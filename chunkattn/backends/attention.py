@@ -51,7 +51,7 @@ def chunk_attention(
         )
     tokens, heads, head_dim = q.shape
     if k.shape != v.shape or k.shape[::2] != (tokens, head_dim) or heads % k.shape[1] or len(layout) != tokens:
-        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} and a layout of {len(layout)} tokens do not go together")
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} and a layout of {len(layout)} tokens do not match")
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if not scale >= 0:
         raise ValueError(f"scale must be 0 or more, got {scale}")

@@ -197,6 +197,10 @@ def to_cache(x: Float[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"
     """Convert values to the cache's `dtype`, clipping those beyond `FP8`'s range to its largest number. NaN stays NaN.
 
     A bare cast to `FP8` turns values beyond its range into NaN.
+
+    Args:
+        x: values of the model's dtype.
+        dtype: dtype of the cache.
     """
     if dtype == FP8:
         x = jnp.clip(x, -FP8_MAX, FP8_MAX)
@@ -206,7 +210,17 @@ def to_cache(x: Float[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"
 def write_pages(
     cache: KVCache, k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], flat_slots: Int32[Array, " T"]
 ) -> KVCache:
-    """Scatter rows' K/V into a cache of the default form, converted to its dtype. Rows with slot -1 are dropped."""
+    """Scatter rows' K/V into a cache of the default form, converted to its dtype.
+
+    Args:
+        cache: one layer's cache.
+        k: keys of the rows.
+        v: values of the rows.
+        flat_slots: result of `AttentionBatch.flat_slots`; rows with slot -1 are dropped.
+
+    Returns:
+        The updated cache.
+    """
 
     def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
         flat = pool.reshape(-1, *pool.shape[2:])
@@ -220,7 +234,16 @@ def write_pages(
 def read_pages(
     cache: KVCache, pages: Int[Array, "*N"], dtype: jnp.dtype
 ) -> tuple[Float[Array, "*N block_size Hkv D"], Float[Array, "*N block_size Hkv D"]]:
-    """Gather K and V of `pages` in the model's `dtype`."""
+    """Gather K and V of pages from a cache of the default form.
+
+    Args:
+        cache: one layer's cache.
+        pages: page numbers.
+        dtype: the model's dtype, to which K and V are converted.
+
+    Returns:
+        K and V of the pages.
+    """
     keys, values = (_bitcast(pool[pages], _kept_as(pool, dtype)).astype(dtype) for pool in cache)
     return keys, values
 

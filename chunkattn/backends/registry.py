@@ -79,6 +79,10 @@ def get_backend(name: str) -> type[AttentionBackend]:
 def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     """Make a backend for `spec`: the named one, or for `"auto"` the platform's first that supports `spec`.
 
+    Args:
+        name: name of a backend, or `"auto"`.
+        spec: properties to support.
+
     Raises:
         BackendError: the name is unknown, or the backend does not support `spec`; the message gives the reason.
     """

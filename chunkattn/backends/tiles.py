@@ -47,7 +47,12 @@ def spans(batch: AttentionBatch) -> Tiles:
 
 
 def cut(runs: Tiles, rows: int) -> Tiles:
-    """Cut runs into query tiles of at most `rows` rows, in order."""
+    """Cut runs into query tiles, in order.
+
+    Args:
+        runs: runs of rows, see `spans`.
+        rows: most rows of a query tile.
+    """
     per_run = -(-runs.size // rows)
     run = np.repeat(np.arange(len(per_run)), per_run)
     within = (np.arange(len(run)) - np.repeat(np.cumsum(per_run) - per_run, per_run)) * rows
@@ -55,11 +60,16 @@ def cut(runs: Tiles, rows: int) -> Tiles:
 
 
 def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRanges:
-    """Return the KV tiles of `tile_slots` slots that each query tile visits.
+    """Return the KV tiles that each query tile visits.
 
     The result holds exactly the tiles with a slot visible to one of the query tile's rows, under two conditions: a query
     tile's rows are consecutive tokens, as a span's are, and `tile_slots` is a multiple of `block_size`. Every page holds a
     token, but a tile smaller than a page may lie in a hole.
+
+    Args:
+        batch: the step.
+        tiles: query tiles.
+        tile_slots: slots of a KV tile.
     """
     start = _over_rows(np.minimum, batch, tiles)
     last = batch.row_slot[tiles.row + tiles.size - 1]
@@ -76,6 +86,11 @@ def full_tiles(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRang
 
     The result is a subset of `tile_ranges` for the same tiles. It is exact except for tiles whose only invisible slots are
     holes.
+
+    Args:
+        batch: the step.
+        tiles: query tiles.
+        tile_slots: slots of a KV tile.
     """
     start = _over_rows(np.maximum, batch, tiles)
     seen = batch.row_slot[tiles.row] + 1  # the first row sees least of its own part

@@ -174,6 +174,10 @@ class BlockTrie:
     def new(self, size: int, *, keep: bool) -> Block:
         """Return a held, private block on a page of its own. Evict the least recently used leaf if no page is free.
 
+        Args:
+            size: slots that hold a token once the block is complete.
+            keep: whether the block stays cached after its last holder releases it.
+
         Raises:
             OutOfPagesError: every page is held.
         """
@@ -184,7 +188,13 @@ class BlockTrie:
         return block
 
     def link(self, block: Block, parents: tuple[Block, ...], key: Key) -> None:
-        """Put a private block into the trie. `parents` must be held and in the trie, and `key` free under the first."""
+        """Put a private block into the trie.
+
+        Args:
+            block: the private block.
+            parents: blocks that its K/V depend on; all must be held and in the trie.
+            key: key of the block under the first parent; it must be free.
+        """
         block.parents, block.key = parents, key
         parents[0].children[key] = block
         for parent in parents:

@@ -175,7 +175,11 @@ class EngineClient:
         self._calls.discard(call)
 
     def send_requests(self, call: InflightRequests, requests: Sequence[Message]) -> None:
-        """Send requests and deliver their outputs to `call`.
+        """Send requests and deliver their outputs to a call.
+
+        Args:
+            call: receiver of the outputs.
+            requests: the requests to run.
 
         Raises:
             EngineDeadError: the engine is not ready.
@@ -197,7 +201,7 @@ class EngineClient:
         self.tell(aborts)
 
     def stop(self, request_id: str, sample: int) -> None:
-        """End one sample of a request."""
+        """End sample number `sample` of a request."""
         self.tell([Stop(request_id, sample)])
 
     def unpin(self, request_ids: Iterable[str]) -> None:

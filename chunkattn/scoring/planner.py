@@ -160,7 +160,14 @@ class ScorePlanner:
                 self._cached.popitem(last=False)
 
     def query_items(self, query: list[int], items: list[list[int]], leading: list[int], item_first: bool) -> QueryItems:
-        """Return a job within this engine's limits."""
+        """Return a job within this engine's limits.
+
+        Args:
+            query: token ids of the query.
+            items: token ids of each item.
+            leading: special tokens at the start of every sequence.
+            item_first: whether each sequence is item + query.
+        """
         prefix, budget, limits = len(leading) + len(query), self.config.max_num_batched_tokens, self.limits
         room, block = limits.kv_tokens // 4, limits.block_size
         beside_query = max_request_tokens(limits) + prefix // -block * block

@@ -17,6 +17,10 @@ def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
     them is a text or a list that begins with an integer; otherwise they are one list of items per query. `[]` means no items
     for any query.
 
+    Args:
+        query: one query or a list of queries, each a text or token ids.
+        items: items for all queries, or a list of items per query.
+
     Raises:
         RequestError: `query` or `items` mix both forms, or the numbers of item lists and queries differ.
     """

@@ -111,7 +111,7 @@ class PallasTpuBackend(AttentionBackend):
     def allocate(self, num_pages: int) -> KVCache:
         """Allocate one layer's pool, `[pages, kv_heads, block_size, 2 * head_dim]` in the cache's dtype."""
         if num_pages > self.max_pages:
-            raise BackendError(f"pallas_tpu counts at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
+            raise BackendError(f"pallas_tpu supports at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
         spec = self.spec
         return jnp.zeros((num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_dim), spec.cache_dtype)
 

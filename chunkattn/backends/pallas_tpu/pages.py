@@ -24,7 +24,19 @@ NOWHERE = np.iinfo(np.int32).max
 
 @dataclass(frozen=True)
 class Pages:
-    """Copies of pages to one of two buffers `[heads, slots, lanes]`."""
+    """Copies of pages to one of two buffers `[heads, slots, lanes]`.
+
+    The methods take the sequence's row of the page table in SMEM, the number of the KV tile, the slot of the query tile's last
+    row and the number of the buffer.
+
+    Attributes:
+        pool: pages in HBM, `[pages, kv_heads, block_size, lanes]`.
+        kv: the two buffers in VMEM.
+        arrived: DMA semaphore of each buffer.
+        state: `shortest` of each buffer, then the first buffer of the next query tile, in SMEM.
+        first_head: first KV head of the grid step.
+        shape: sizes.
+    """
 
     pool: Any
     kv: Any

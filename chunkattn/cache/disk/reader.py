@@ -58,7 +58,12 @@ class StoreReader:
             return frozenset(self._owners)
 
     def submit(self, owner: Hashable, wanted: Sequence[Wanted]) -> None:
-        """Queue entries to read for an owner that has none pending."""
+        """Queue entries to read.
+
+        Args:
+            owner: owner of the entries; it must have none pending.
+            wanted: entries to read, in order.
+        """
         with self._changed:
             self._owners.add(owner)
             self._waiting.append((owner, wanted))

@@ -103,6 +103,10 @@ class Meta(msgspec.Struct, frozen=True):
     def decode(key: bytes, record: bytes) -> Meta:
         """Decode a record made by `encode`.
 
+        Args:
+            key: key of the entry.
+            record: the encoded record.
+
         Raises:
             Damage: the checksum, the msgpack form or the format version is wrong.
         """
@@ -118,5 +122,10 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 def signature(shape: Sequence[int], dtype: np.dtype) -> tuple[str, list[int]]:
-    """Return the entry of `Meta.arrays` for an array."""
+    """Return the entry of `Meta.arrays` for an array.
+
+    Args:
+        shape: shape of the array.
+        dtype: dtype of the array.
+    """
     return f"{dtype.str} {dtype.name}", list(shape)  # the name distinguishes bfloat16 from other 2-byte void types
