@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from chunkattn.cache.disk.store import SEGMENT, KVStore, StoreWriter, entry_key, model_tag
+from chunkattn.cache.disk.store import SEGMENT, KVStore, entry_key, model_tag
+from chunkattn.cache.disk.writer import StoreWriter
 from chunkattn.errors import ConfigError
 from tests.store_writer import contents, like, name, same
 
@@ -558,7 +559,8 @@ def test_errors_do_not_kill_the_writer(store, caplog):
 
 def test_an_unclosed_writer_does_not_hold_up_the_exit(tmp_path):
     code = (
-        "import sys; from chunkattn.cache.disk.store import KVStore, StoreWriter\n"
+        "import sys; from chunkattn.cache.disk.store import KVStore\n"
+        "from chunkattn.cache.disk.writer import StoreWriter\n"
         "from tests.store_writer import name, contents\n"
         "writer = StoreWriter(KVStore(sys.argv[1], max_bytes=16 << 20))\n"
         "for n in range(20): writer.submit(name(n), lambda n=n: contents(name(n)), tokens=n, kind='chunk')"

@@ -7,7 +7,8 @@ import sys
 
 import numpy as np
 
-from chunkattn.cache.disk.store import KVStore, StoreWriter, entry_key
+from chunkattn.cache.disk.store import KVStore, entry_key
+from chunkattn.cache.disk.writer import StoreWriter
 
 LIKE = [((64, 1024), np.dtype(np.float32))]
 

@@ -10,7 +10,8 @@ from typing import cast
 import numpy as np
 
 from chunkattn.cache.disk.reader import Found, StoreReader, Wanted
-from chunkattn.cache.disk.store import KVStore, StoreWriter, entry_key
+from chunkattn.cache.disk.store import KVStore, entry_key
+from chunkattn.cache.disk.writer import StoreWriter
 from chunkattn.engine.request import Part, Request
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.scheduler import Span

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
 from chunkattn.errors import CapacityError, DeadlineExceededError, EngineError
-
-if TYPE_CHECKING:
-    from chunkattn.remote.client import EngineClient
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 Take = Callable[[Any], bool]
 """Handler of one output of a request; returns True for the request's last output."""
+
+
+class Sender(Protocol):
+    """The engine's client as its callers' requests see it; see `EngineClient` for the methods."""
+
+    def hold(self, requests: InflightRequests, /) -> None: ...  # noqa: D102
+    def release(self, requests: InflightRequests, /) -> None: ...  # noqa: D102
+    def send_requests(self, owner: InflightRequests, requests: Sequence[Message], /) -> None: ...  # noqa: D102
+    def forget(self, request_id: str, /) -> None: ...  # noqa: D102
+    def abort(self, request_ids: Iterable[str], /) -> None: ...  # noqa: D102
 
 
 class InflightRequests:
@@ -34,7 +41,7 @@ class InflightRequests:
         done: whether all outputs have arrived. The requests can no longer fail then.
     """
 
-    def __init__(self, client: EngineClient, timeout: float | None) -> None:
+    def __init__(self, client: Sender, timeout: float | None) -> None:
         self._client = client
         self._take: Take = lambda _: False
         self._outstanding: set[str] = set()

@@ -29,10 +29,9 @@ import xxhash
 
 from chunkattn.cache.disk.environment import Environment, is_damage
 from chunkattn.cache.disk.records import FORMAT, KEY_BYTES, TAG_BYTES, Damage, Meta, StoreEntry, entry_key, model_tag, signature
-from chunkattn.cache.disk.writer import StoreWriter
 from chunkattn.errors import ConfigError
 
-__all__ = ["KVStore", "Like", "StoreEntry", "StoreWriter", "entry_key", "model_tag"]
+__all__ = ["KVStore", "Like", "StoreEntry", "entry_key", "model_tag"]
 
 logger = logging.getLogger(__name__)
 
