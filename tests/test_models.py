@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -227,3 +228,10 @@ def test_the_demo_is_an_ordinary_folder():
     out = llm.generate(text, SamplingParams(temperature=0, max_tokens=1, logprobs=0))[0].outputs[0]
     assert out.token_ids == [int(logits[-1].argmax())]
     assert sum(f.stat().st_size for f in DEMO_FOLDER.iterdir()) <= 10 * 10**6
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_row_s_operations_are_those_of_the_layers_matrices(engine, oracle, name):
+    layers = oracle(name).model.model.layers
+    weights = sum(module.weight.numel() for module in layers.modules() if isinstance(module, torch.nn.Linear))
+    assert engine(name).core.runner.row_flops == 2 * weights
