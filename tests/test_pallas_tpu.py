@@ -14,7 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks.tpu_interpret import Races
 from chunkattn import ChunkedPrompt, SamplingParams
-from chunkattn.backends import AttentionBatch, AttentionSpec, get_backend, pallas_tpu
+from chunkattn.backends import AttentionBatch, AttentionSpec, get_backend
+from chunkattn.backends.pallas_tpu import backend as pallas_tpu
 from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.blocks import TABLE, Blocks
 from chunkattn.backends.pallas_tpu.write import BUFFER, COUNT, DEPTH, DEST, GROUP, LAST, OFFSET, ROW, block_rows, plan_writes
@@ -41,7 +42,7 @@ def small_tiles(monkeypatch):
         pytest.param({"scale": 4}, marks=pytest.mark.telling),
         {"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
         pytest.param({"window": 19, "soft_cap": 2.0}, marks=pytest.mark.telling),
-        {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"},
+        {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16", "scale": 4},
     ],
     ids=str,
 )
