@@ -215,6 +215,13 @@ def test_prompts_samples_and_documents_count(frontend):
         precompute_job(made, [5] * 41, [[6] * 30] * 2)
 
 
+def test_prompts_of_one_http_request_count_together(frontend):
+    body = CompletionBody(prompt=[[5] * 40] * 2, max_tokens=20)
+    answer = generation.Completion(body, state(frontend(max_tokens_per_call=100)), SimpleNamespace(salt=lambda salt: salt))
+    with pytest.raises(CapacityError, match="are 120 tokens, max_tokens_per_call is 100"):
+        answer._jobs(body.prompts())
+
+
 def test_queries_times_items_are_bounded_before_they_are_tokenized(frontend, monkeypatch):
     made = frontend(max_items_per_request=100)
     monkeypatch.setattr(PartEncoder, "__call__", refuse)

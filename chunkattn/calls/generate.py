@@ -16,20 +16,30 @@ from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import check_salt, one_each, salt_key
 
 
+COST = "prompts and max_tokens of all samples"
+"""What `max_tokens_per_call` bounds."""
+
+
 class GenerateJob:
     """A call of `generate` or `chat`; see `chunkattn.calls.job.Job`.
 
     Attributes:
         builders: one for each prompt, in order.
+        tokens: tokens that the call may make the engine compute.
         final_only: the caller wants each prompt's last output alone.
     """
 
     unit = "prompts"
 
     def __init__(
-        self, requests: Sequence[GenerateRequest], builders: Sequence[OutputBuilder], *, final_only: bool = False
+        self,
+        requests: Sequence[GenerateRequest],
+        builders: Sequence[OutputBuilder],
+        tokens: int,
+        *,
+        final_only: bool = False,
     ) -> None:
-        self._requests, self.builders, self.final_only = requests, builders, final_only
+        self._requests, self.builders, self.tokens, self.final_only = requests, builders, tokens, final_only
         self._by_id = {request.request_id: builder for request, builder in zip(requests, builders, strict=True)}
         self.total, self.done = len(requests), 0
         self.pins: Sequence[str] = ()
@@ -80,8 +90,8 @@ def generate_job(
     salt = check_salt(cache_salt)
     listed = one_each(SamplingParams() if params is None else params, SamplingParams, len(prompts), "sampling_params")
     # Where max_tokens is None, one token a sample is certain.
-    costs = (generation_tokens(len(q.layout), p.n, p.max_tokens or 1) for q, p in zip(prompts, listed, strict=True))
-    frontend.check_tokens(sum(costs), "prompts and max_tokens of all samples", "prompt")
+    tokens = sum(generation_tokens(len(q.layout), p.n, p.max_tokens or 1) for q, p in zip(prompts, listed, strict=True))
+    frontend.check_tokens(tokens, COST, "prompt")
     requests, builders = [], []
     for prompt, param, rank in zip(prompts, listed, check_priorities(priority, len(prompts)), strict=True):
         if param.stop and frontend.tokenizer is None:
@@ -97,4 +107,4 @@ def generate_job(
         frontend.intake.check(request)
         requests.append(request)
         builders.append(OutputBuilder(request, prompt.text, frontend.tokenizer, frontend.decode))
-    return GenerateJob(requests, builders, final_only=final_only)
+    return GenerateJob(requests, builders, tokens, final_only=final_only)

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from chunkattn.async_llm import snapshot
-from chunkattn.calls.generate import GenerateJob, generate_job
+from chunkattn.calls.generate import COST, GenerateJob, generate_job
 from chunkattn.config import SamplingParams
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
@@ -196,6 +196,7 @@ class Completion(Answer):
                 jobs.append(generate_job(frontend, parsed, self.params, body.priority, **options))
             except RequestError as error:
                 raise type(error)(f"prompt {number}: {error}", param=error.param) from None
+        frontend.check_tokens(sum(job.tokens for job in jobs), COST, "prompt")
         return jobs
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
