@@ -247,7 +247,7 @@ def test_requests_that_cannot_be_served_leave_nothing_behind(engine):
         (ok, SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias"),
         (ok, SamplingParams(stop="x"), "stop strings need a tokenizer"),
         (ok, SamplingParams(max_tokens=None, min_tokens=5000), "min_tokens 5000 exceeds the 254 that fit"),
-        ({"prompt_token_ids": [1] * 256}, SamplingParams(max_tokens=None), "even one token more would exceed"),
+        ({"prompt_token_ids": [1] * 256}, SamplingParams(max_tokens=None), "one more token would exceed"),
         (ChunkedPrompt([1], [[2], [VOCAB + 1]], [3]), GREEDY, "chunk 1: token id 129 at index 0"),
         (ChunkedPrompt([1], [[i % 100, i // 100, 7] for i in range(1000)], [4]), GREEDY, "the pool has"),
         (ChunkedPrompt([1], [[2] * 20] * 2000, [4]), GREEDY, "entries of a page table"),

@@ -1,1 +1,1 @@
-"""From a request to its tokens: scheduling, batching, the jitted step, sampling."""
+"""The engine: scheduling, batching, the jitted step and sampling."""

@@ -1,4 +1,4 @@
-"""Spans to arrays: one step's tokens, positions, page tables and the rows to read out."""
+"""`BatchBuilder`: turns the spans of a step into arrays of tokens, positions, page tables and rows to read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from chunkattn.engine.scheduler import Span
 
 
 class ReadRow(NamedTuple):
-    """A row of the step that is read for a request.
+    """Row of a step whose hidden state is read for a request.
 
     Attributes:
-        place: of a scoring request the index among its rows; of prompt log-probabilities the index of the token whose
+        row: index of the row in the step.
+        request: request that receives the values.
+        place: for a scoring request, the index among its rows; for prompt log-probabilities, the index of the token whose
             log-probability the row gives.
     """
 
@@ -30,18 +32,19 @@ class ReadRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Everything the device needs of one step: arrays and plain numbers.
+    """Input of one step on the device: arrays and plain numbers.
 
     Attributes:
-        token_ids, positions: int32 `[T]`, padded to a bucket.
-        num_rows: rows in use.
-        metadata: the backend's description of the same rows.
-        area: rows times slots of the tiles its attention visits.
-        sampling: blocks of rows to sample at.
-        score_rows: rows to read labels or classes at.
-        labels: token ids to read at each of them; empty for a classifier.
-        target_rows: rows to read a prompt token's log-probability at.
-        targets: that token's id for each of them.
+        token_ids: int32 `[T]`, padded to a bucket.
+        positions: int32 `[T]` position ids, padded likewise.
+        num_rows: number of rows in use.
+        metadata: attention backend's description of the rows.
+        area: rows times slots of the tiles that attention visits.
+        sampling: blocks of rows to sample from.
+        score_rows: rows to read labels or classes from.
+        labels: token ids of the labels to read from each of `score_rows`; empty for a classifier.
+        target_rows: rows to read the log-probability of a prompt token from.
+        targets: token id to read from each of `target_rows`.
     """
 
     token_ids: np.ndarray
@@ -57,19 +60,20 @@ class StepBatch:
 
     @property
     def reads(self) -> bool:
-        """True when the host waits for values of this step."""
+        """Return whether the host waits for values of this step."""
         return bool(self.sampling or self.score_rows or self.target_rows)
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step's batch, and the sequences and requests that its results belong to.
+    """Batch of a step, with the sequences and requests that receive its results.
 
     Attributes:
+        batch: input of the step on the device.
         spans: tokens that the step computes; empty for a `packed_dense` request.
-        samples: in the order of the rows of `batch.sampling`.
-        scores: in the order of `batch.score_rows`.
-        prompt_logprobs: in the order of `batch.target_rows`.
+        samples: rows to sample from, in the order of the rows of `batch.sampling`.
+        scores: rows to read scores from, in the order of `batch.score_rows`.
+        prompt_logprobs: rows to read prompt log-probabilities from, in the order of `batch.target_rows`.
     """
 
     batch: StepBatch
@@ -80,12 +84,12 @@ class StepPlan:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests of the step."""
+        """Return the requests of the step, each once."""
         return [*dict.fromkeys([s.sequence.request for s in self.spans] + [r.request for r in self.scores])]
 
 
 class BatchBuilder:
-    """Builds steps whose array sizes come from two small lists of buckets.
+    """Builder of steps whose array sizes come from two small lists of buckets.
 
     Attributes:
         token_buckets: sizes `T` of the flat token arrays.
@@ -110,16 +114,21 @@ class BatchBuilder:
 
     @property
     def variants(self) -> list[tuple[int, int]]:
-        """Every `(T, W)` a step can have, largest first."""
+        """Return every `(T, W)` that a step can have, largest first."""
         return [(rows, width) for width in self.width_buckets for rows in reversed(self.token_buckets)]
 
     def empty(self, rows: int, width: int) -> StepBatch:
-        """A step of nothing but padding, which writes no page."""
+        """Return a step of padding rows only, which writes no page.
+
+        Args:
+            rows: one of `token_buckets`.
+            width: one of `width_buckets`.
+        """
         token_ids, positions, attention = self._arrays(rows, width, 0)
         return StepBatch(token_ids, positions, 0, self.backend.build_metadata(attention))
 
     def _arrays(self, rows: int, width: int, used: int) -> tuple[np.ndarray, np.ndarray, AttentionBatch]:
-        """Token ids, positions and attention of a step, zero but for the page lengths."""
+        """Return the token ids, positions and attention batch of a step, all zero except the page lengths."""
         token_ids, positions, row_seq, row_slot, row_start = np.zeros((5, rows), np.int32)
         prefix_end, block_tables = np.zeros(self.max_spans, np.int32), np.zeros((self.max_spans, width), np.int32)
         page_len = np.full((self.max_spans, width), self.block_size, np.int32)
@@ -127,7 +136,11 @@ class BatchBuilder:
         return token_ids, positions, attention
 
     def build(self, spans: list[Span]) -> StepPlan:
-        """Make the arrays of one step; every span is a sequence of its own to the backend."""
+        """Return the step that computes `spans`. The attention backend sees every span as its own sequence.
+
+        Args:
+            spans: tokens to compute, at most `max_spans` spans.
+        """
         total = sum(s.end - s.start for s in spans)
         width = bucket_for(max(s.sequence.num_pages for s in spans), self.width_buckets)
         token_ids, positions, attention = self._arrays(bucket_for(total, self.token_buckets), width, total)
@@ -138,7 +151,7 @@ class BatchBuilder:
         for index, (sequence, start, end) in enumerate(spans):
             request, plan, last = sequence.request, sequence.request.plan, first + end - start
             attention.row_seq[first:last] = index
-            if start >= len(request.layout) and last == first + 1:  # a decode: no arrays needed
+            if start >= len(request.layout) and last == first + 1:  # fast path for a decode
                 token_ids[first] = sequence.output_ids[start - len(request.layout)]
                 later = start - len(request.layout)
                 positions[first], attention.row_slot[first] = request.next_position + later, plan.end + later
@@ -177,19 +190,19 @@ class BatchBuilder:
 
 
 def score_reads(scores: list[ReadRow]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the rows to read scores at, and the label token ids of each."""
+    """Return the rows to read scores from, and the label token ids of each."""
     return tuple(r.row for r in scores), tuple(r.request.score.label_token_ids for r in scores if r.request.score)
 
 
 def _score_rows(request: Request) -> np.ndarray | None:
-    """`[2, R]`: token indices to read labels at (ascending), and their places in the request."""
+    """Return `[2, R]`: ascending token indices to read labels from, and the place of each in the request."""
     if request.score is None:
         return None
     return np.stack([request.score.rows, np.arange(len(request.score.rows))])
 
 
 def _prompt_rows(request: Request, sequence: Sequence) -> np.ndarray | None:
-    """`[2, R]`: token indices with a next token in the same part, and that next token's index."""
+    """Return `[2, R]`: token indices with a next token in the same part, and the index of that next token."""
     params = request.sampling
     if params is None or params.prompt_logprobs is None or sequence.sample or sequence.output_ids:
         return None

@@ -1,15 +1,15 @@
-"""Array sizes: few, so that few programs are compiled."""
+"""Buckets: the few array sizes that steps are padded to, so that few programs are compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 TRIM_FROM = 512
-"""Steps of fewer rows cost about the same however many they are: reading the weights is what they wait for."""
+"""Rows below which `trimmed` leaves a step alone: smaller steps all take about as long as reading the weights."""
 
 
 def buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    """Array sizes from `smallest` by `factor` up to exactly `largest`.
+    """Return array sizes from `smallest` by `factor` up to exactly `largest`.
 
     >>> buckets(8, 100, 4)
     (8, 32, 100)
@@ -22,12 +22,16 @@ def buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
 
 
 def bucket_for(size: int, sizes: Sequence[int]) -> int:
-    """The smallest bucket that holds `size`."""
+    """Return the smallest bucket that holds `size`."""
     return next(s for s in sizes if s >= size)
 
 
 def trimmed(tokens: int, sizes: Sequence[int]) -> int:
-    """Of `tokens` that could run in a step, how many should: a bucket less than three quarters full is mostly padding.
+    """Return how many of `tokens` a step should compute: a bucket less than three quarters full is mostly padding.
+
+    Args:
+        tokens: number of tokens that can run in the step.
+        sizes: buckets, ascending.
 
     >>> trimmed(1100, (512, 1024, 2048)), trimmed(1600, (512, 1024, 2048))
     (1024, 1600)

@@ -1,4 +1,4 @@
-"""From options and a checkpoint to a running `EngineCore`."""
+"""Construction of an `EngineCore` from options and a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ _ACCELERATOR_SHARE = 0.85
 
 
 def open_files(config: EngineConfig) -> ModelFiles:
-    """The checkpoint of a configuration, its weights not read yet.
+    """Open the checkpoint of a configuration, without reading the weights.
+
+    Args:
+        config: options of the engine.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the checkpoint cannot be loaded.
     """
     return open_model(
         config.model,
@@ -43,19 +46,23 @@ def open_files(config: EngineConfig) -> ModelFiles:
 
 
 def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
-    """Load the weights and make the engine.
+    """Load the weights and return the engine.
+
+    Args:
+        config: options of the engine.
+        files: checkpoint of `config`.
 
     Raises:
-        ConfigError: options that contradict the checkpoint or the machine.
+        ConfigError: an option contradicts the checkpoint or the machine.
         BackendError: the attention backend is unknown or does not support the model.
     """
     enable_compile_cache()
-    # Everything that can be wrong with the options is found before the weights are read.
+    # Check all options before the slow reading of the weights.
     max_model_len = _max_model_len(config, files.spec)
     backend = make_backend(config.attention_backend, attention_spec(config, files.spec, files.dtype))
     store = _open_store(config)
     decoder = files.load()
-    # Of the memory the weights leave, as many as the backend can count.
+    # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
     num_pages = min(_num_pages(config, page_bytes(backend, files.spec.num_layers)), backend.max_pages)
     runner = Runner(decoder, backend, num_pages, config.max_logprobs)
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None)
@@ -77,7 +84,13 @@ def _max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
 
 
 def attention_spec(config: EngineConfig, model: DecoderSpec, dtype: jnp.dtype) -> AttentionSpec:
-    """What a configuration asks of the attention backend of a model of `dtype`."""
+    """Return what a configuration requires of the attention backend of a model of `dtype`.
+
+    Args:
+        config: options of the engine.
+        model: shape of the decoder.
+        dtype: dtype of weights and activations.
+    """
     return AttentionSpec(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
@@ -90,7 +103,7 @@ def attention_spec(config: EngineConfig, model: DecoderSpec, dtype: jnp.dtype) -
 
 
 def _num_pages(config: EngineConfig, per_page: int) -> int:
-    """Pages of the KV pool: what fits the memory it may have."""
+    """Return the number of pages that fit the memory of the KV pool."""
     memory = config.kv_cache_memory_bytes or _default_kv_bytes(per_page, config.block_size)
     if memory < per_page:
         raise ConfigError(f"kv_cache_memory_bytes {memory} is less than one page of {per_page} bytes")
@@ -100,7 +113,10 @@ def _num_pages(config: EngineConfig, per_page: int) -> int:
 
 
 def _default_kv_bytes(per_page: int, block_size: int) -> int:
-    """85% of an accelerator's memory less what the weights take; on CPU 1 GiB, or less where that is beyond 256K tokens."""
+    """Return the default size of the KV pool in bytes.
+
+    An accelerator gives 85% of its memory less the bytes in use. A CPU gives 1 GiB, but no more than 256K tokens need.
+    """
     stats = jax.devices()[0].memory_stats() or {}
     if jax.default_backend() != "cpu" and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * _ACCELERATOR_SHARE) - stats.get("bytes_in_use", 0)

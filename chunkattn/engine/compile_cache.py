@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, on by default."""
+"""Setup of JAX's persistent compilation cache, which is on by default."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import jax
 
 SHORTEST_COMPILE_S = 0.2
-"""Programs that compile faster than this are not worth a file."""
+"""Compile time in seconds below which a program is not written to the cache."""
 
 
 def enable_compile_cache() -> None:
-    """Keep compiled programs in the user's cache folder, so that a second start compiles nothing.
+    """Keep compiled programs in the user's cache folder, so that the next start loads them.
 
-    Does nothing where a cache is configured already (`JAX_COMPILATION_CACHE_DIR`, `jax.config`).
+    A cache configured by `JAX_COMPILATION_CACHE_DIR` or `jax.config` takes precedence.
     """
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkattn" / "jax"

@@ -1,4 +1,4 @@
-"""`EngineCore`: messages in, outputs out, one step at a time."""
+"""`EngineCore`: takes request messages, runs steps and returns outputs."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from chunkattn.errors import RequestError
 logger = logging.getLogger(__name__)
 
 _DISK_WAIT_S = 0.02
-"""Longest pause of a step that has nothing to compute while parts are read from disk."""
+"""Seconds that an idle step waits at most for parts to be read from disk."""
 
 
 @dataclass
 class _Step:
-    """The step under way.
+    """State of the step under way.
 
     Attributes:
-        outputs: made so far.
-        began: on the clock of `time.perf_counter`, seconds.
-        compiled: programs compiled before it.
-        requests: requests that an exception would blame.
-        spans: tokens that it computes.
+        outputs: outputs made so far.
+        began: start of the step in seconds on the clock of `time.perf_counter`.
+        compiled: number of programs compiled before the step.
+        requests: requests that an exception in the step concerns.
+        spans: tokens that the step computes.
     """
 
     outputs: list[EngineOutput]
@@ -64,15 +64,15 @@ class _Step:
 
 
 class EngineCore:
-    """Admits requests, schedules and runs steps. Knows token ids, never text.
+    """Engine that admits requests, schedules and runs steps. It handles token ids only.
 
     Attributes:
-        requests: added and not yet ended, by id.
-        limits: what it can hold.
-        warm_ups: what is compiled ahead.
-        scheduler: for its counts of waiting and running requests, and the cache.
-        runner: for its counts of compiled programs.
-        metrics: of this engine.
+        requests: requests added and not yet ended, by id.
+        limits: sizes and limits of the engine.
+        warm_ups: warm-up of the compiled programs.
+        scheduler: scheduler of the paged requests; also counts waiting and running requests and holds the cache.
+        runner: runner of the model; also counts the compiled programs.
+        metrics: Prometheus metrics of this engine.
     """
 
     def __init__(self, runner: Runner, config: EngineConfig, max_model_len: int, disk: DiskTier | None = None) -> None:
@@ -114,13 +114,13 @@ class EngineCore:
         self.metrics = EngineMetrics()
         self._readouts = Readouts()
         self._pins: dict[str, Request] = {}
-        self._undelivered: list[EngineOutput] = []  # of a step that was interrupted
+        self._undelivered: list[EngineOutput] = []  # outputs of a step that was interrupted
         self._arrivals = 0
-        self._dense_next = False  # `packed_dense` requests and the others take turns
+        self._dense_next = False  # `packed_dense` requests take turns with the others
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, or a pinned document to be computed again."""
+        """Return whether a request waits or runs, a pinned document must be recomputed, or outputs wait to be returned."""
         return bool(self.requests or self.scheduler.waiting or self.scheduler.running or self._undelivered)
 
     # Requests
@@ -129,11 +129,11 @@ class EngineCore:
         """Queue a request.
 
         Args:
-            message: its chunks in the user's order.
-            checked: the caller's `Intake` has checked it.
+            message: request with its chunks in the user's order.
+            checked: whether the caller's `Intake` has checked the message.
 
         Raises:
-            RequestError: as `Intake.check`, or its id is in use.
+            RequestError: as `Intake.check`, or the request id is in use.
         """
         if message.request_id in self.requests or message.request_id in self._pins:
             raise RequestError(f"request_id {message.request_id!r} is already in use", param="request_id")
@@ -150,12 +150,17 @@ class EngineCore:
             self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and free its pages; unknown ids are ignored, for it may just have finished."""
+        """End a request and free its pages. Unknown ids are ignored, since the request may just have finished."""
         if request_id in self.requests:
             self._end(self.requests[request_id], "aborted")
 
     def stop(self, request_id: str, sample: int) -> None:
-        """End one sample early, for instance at a stop string."""
+        """End one sample early, for instance at a stop string.
+
+        Args:
+            request_id: id of the request; unknown ids are ignored.
+            sample: number of the sample in the request.
+        """
         request = self.requests.get(request_id)
         for sequence in list(request.sequences) if request else []:
             if sequence.sample == sample:
@@ -168,7 +173,7 @@ class EngineCore:
             self.scheduler.finish(sequence)
 
     def _end(self, request: Request, outcome: str) -> None:
-        """The one way out for every request: nothing of it stays behind but what the cache keeps, or a pin."""
+        """End a request, for every outcome except a failed step, and free everything but cached and pinned blocks."""
         if request.request_id not in self._pins:
             self.scheduler.remove(request)
         self.dense.remove(request)
@@ -186,23 +191,23 @@ class EngineCore:
 
     @property
     def pins(self) -> list[str]:
-        """Ids of the precompute requests whose blocks are pinned, or computed again to be."""
+        """Return the ids of the precompute requests whose blocks are pinned, or are recomputed to be pinned."""
         return list(self._pins)
 
     def unpin(self, request_ids: Iterable[str]) -> None:
-        """Let the cache evict what these precompute requests pinned; unknown ids are ignored."""
+        """Let the cache evict the blocks that these precompute requests pinned. Unknown ids are ignored."""
         for request_id in request_ids:
             if request := self._pins.pop(request_id, None):
                 self.scheduler.remove(request)
 
     def look_up(self, message: PrecomputeRequest, *, forget: bool = False, checked: bool = False) -> CachedTokens:
-        """How much of a prefix and its chunks is in memory now.
+        """Return how many tokens of a prefix and its chunks are in memory.
 
         Args:
-            message: as for `add`; nothing is computed.
+            message: prefix and chunks; nothing is computed.
+            forget: whether to forget the chunks, or the prefix if there is no chunk, in memory and on disk. A block in memory
+                is freed when its last user releases it. A prefix stays while the cache holds other chunks below it.
             checked: see `add`.
-            forget: give the chunks up, or the prefix if there is no chunk, in memory as soon as nobody uses them and
-                on disk; a prefix that other chunks stand behind stays for them.
 
         Raises:
             RequestError: as `Intake.check`.
@@ -223,15 +228,19 @@ class EngineCore:
         return cached_tokens(request)
 
     def has_precomputed(self, outputs: Iterable[EngineOutput]) -> bool:
-        """Return whether a document has just been computed and nothing but documents is left to compute.
+        """Return whether a step computed a document and the engine has only documents left to compute.
 
-        Computing outruns the K/V store, which drops what it cannot write in time: a driver waits for the store then.
+        Computing is faster than writing to the K/V store, which refuses parts when it is behind. The driver waits for the store
+        when this returns True.
+
+        Args:
+            outputs: outputs of the step.
         """
         computed = any(isinstance(output, PrecomputeResult) for output in outputs)
         return computed and all(request.precompute for request in self.requests.values())
 
     def reset_prefix_cache(self) -> bool:
-        """Unpin and forget everything cached. Returns whether every page is free: False while requests run."""
+        """Unpin and evict everything cached. Return whether every page is free: False while requests run."""
         self.unpin(self.pins)
         self.scheduler.trie.evict_all()
         return self.scheduler.trie.pool.num_free == self.limits.num_pages
@@ -241,26 +250,26 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Run one step and return its outputs: often none, while prompts are being computed.
 
-        An exception drops the KV pool: all requests are recomputed. The requests of the failed step run again, each
-        alone, and those that fail alone fail.
+        An exception drops the KV pool, so all requests are recomputed. Each request of the failed step runs again alone. A
+        request that fails alone ends with `RequestFailed`.
         """
         step = _Step(self._undelivered, time.perf_counter(), self.runner.compiles.total())
         self._undelivered = []
         try:
             if plan := self._plan(step):
                 result = self.runner.run(plan.batch)
-                self._hand_on(plan, result, step)
+                self._deliver(plan, result, step)
             self.isolation.step_done(self._is_alive, len(step.spans))
         except Exception as error:
             return self._blame(error, step)
-        except BaseException:  # an interrupt blames no request, but the donated pool may be just as lost
+        except BaseException:  # an interrupt fails no request, but may lose the donated pool
             self._undelivered = step.outputs
             self._recover([])
             raise
         return step.outputs
 
     def _plan(self, step: _Step) -> StepPlan | None:
-        """Place waiting requests and plan a step: the scheduler's spans, or one `packed_dense` request in its turn."""
+        """Place waiting requests and plan a step: the scheduler's spans, or one `packed_dense` request when it is its turn."""
         self._take_read()
         self._admit(step)
         while request := self.scheduler.stuck:
@@ -274,7 +283,7 @@ class EngineCore:
             plan = self.batches.build(step.spans) if step.spans else self._plan_dense(step)
         self._dense_next = bool(step.spans)
         if plan is None:
-            self._take_read(_DISK_WAIT_S)  # instead of asking the scheduler again and again
+            self._take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
         else:
             self.metrics.host_time.observe(time.perf_counter() - step.began)
             self.meter.add(step.began, len(plan.batch.token_ids), plan.batch.area)
@@ -286,8 +295,8 @@ class EngineCore:
         step.requests = self.dense.waiting[:1]
         return self.dense.build(self.dense.waiting[0])
 
-    def _hand_on(self, plan: StepPlan, result: StepResult, step: _Step) -> None:
-        """Give the results of a step to its requests, and end those that are complete."""
+    def _deliver(self, plan: StepPlan, result: StepResult, step: _Step) -> None:
+        """Hand the results of a step to its requests, and end the requests that are complete."""
         for _, request, _ in plan.scores:
             self.metrics.scored.labels(request.score.algorithm if request.score else "").inc()
         step.outputs += self._readouts.take(plan, result, self.meter)
@@ -309,7 +318,7 @@ class EngineCore:
         self.metrics.step_time.observe(time.perf_counter() - step.began)
 
     def _blame(self, error: Exception, step: _Step) -> list[EngineOutput]:
-        """Recover from an exception. Returns the step's outputs, and a failure of every request that has failed alone."""
+        """Recover from an exception. Return the step's outputs, and a failure for every request that failed alone."""
         logger.exception("a step of %d requests failed", len(step.requests))
         self.metrics.failed_steps.inc()
         answered = {output.request_id for output in step.outputs}
@@ -324,9 +333,9 @@ class EngineCore:
         return request.request_id in self.requests or request.request_id in self._pins
 
     def _measure(self, batch: StepBatch, result: StepResult, step: _Step) -> None:
-        """Note the time of the steps whose results have arrived, unless a program was compiled meanwhile."""
+        """Measure the time of the steps whose results have arrived, unless a program was compiled meanwhile."""
         if not self.requests:
-            result.hidden.block_until_ready()  # the next step's time begins after this one's end
+            result.hidden.block_until_ready()  # so that the next step is timed from the end of this one
         if self.runner.compiles.total() > step.compiled or isinstance(batch.metadata, MaskMetadata):
             self.meter.forget()
         elif not self.requests or batch.reads:
@@ -347,21 +356,21 @@ class EngineCore:
             self.scheduler.add(request)
 
     def close_disk(self) -> None:
-        """Write what is left to the KV store and close it; requests go on without."""
+        """Write pending parts to the KV store and close it. The engine continues without a store."""
         if self.disk is not None:
             disk, self.disk = self.disk, None
             for request in disk.close():
                 self.scheduler.add(request)
 
     def _fork(self, samples: list[SampleRow]) -> None:
-        """Split the requests whose prompts are complete into their samples, before their first tokens are taken."""
+        """Split the requests whose prompts are complete into their samples, before the first tokens are accepted."""
         copies = []
         for request in dict.fromkeys(r.sequence.request for r in samples if r.sample != r.sequence.sample):
             copies += self.scheduler.placement.fork(request)
         self.runner.copy_pages(copies)
 
     def _accept(self, row: SampleRow, token: int, logprobs: TokenLogprobs | None, outputs: list[EngineOutput]) -> None:
-        """Append a sampled token and end its sequence when it is the last."""
+        """Append a sampled token, and end its sequence if the token is the last."""
         request, sample, params, now = row.sequence.request, row.sample, row.params, time.perf_counter()
         sequence = next(s for s in request.sequences if s.sample == sample)
         number, cached = len(sequence.output_ids) + 1, None
@@ -381,18 +390,18 @@ class EngineCore:
                 finish_reason = "stop"
         if finish_reason is None and number >= request.max_tokens:
             finish_reason = "length"
-        # Side by side, so that hardly an interrupt comes between.
+        # Adjacent statements leave an interrupt little time between them.
         sequence.output_ids.append(token)
         outputs.append(TokenOutput(request.request_id, sample, (token,), logprobs, finish_reason, stop_reason, cached))
         if finish_reason:
             self._finish(sequence)
 
     def _finish_precomputed(self, outputs: list[EngineOutput]) -> None:
-        """Answer the precompute requests whose blocks are all there, whoever computed them."""
+        """Answer the precompute requests whose blocks are all complete, whichever request computed them."""
         for request in [r for r in self.scheduler.running if r.precompute]:
             if request.sequences[0].num_computed < len(request.layout):
                 continue
-            if request.request_id in self._pins:  # computed again after a failure
+            if request.request_id in self._pins:  # recomputed after a failure
                 self.scheduler.pin(request)
                 continue
             cached = cached_tokens(request)
@@ -404,7 +413,7 @@ class EngineCore:
             self._end(request, "finished")
 
     def _fail_stuck(self, request: Request) -> RequestFailed:
-        """Fail who could not even be placed alone: pinned pages leave too few."""
+        """Fail a request that cannot be placed even alone, because pinned pages leave too few."""
         self._end(request, "failed")
         reason = (
             f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages, "
@@ -413,9 +422,9 @@ class EngineCore:
         return RequestFailed(request.request_id, reason, "prompt")
 
     def _recover(self, failed: Iterable[Request]) -> None:
-        """Drop the donated pool and the requests that failed; the others start over on a fresh pool.
+        """Drop the donated pool and the failed requests, and restart all others on a fresh pool.
 
-        A pinned document that is among the failed loses its pin, or it would fail for ever.
+        A failed request loses its pin; otherwise its documents would be recomputed and fail forever.
         """
         for request in failed:
             if self.disk is not None:
@@ -432,31 +441,31 @@ class EngineCore:
         self.isolation.restart(failed)
         self.runner.reset()
 
-    # Before and beside the steps
+    # Warm-up and metrics
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every program a request may need, but those of `packed_dense`, so that no request waits for it.
+        """Compile every program that requests may need, except those of `packed_dense`, so that no request waits for it.
 
         Args:
-            progress: called with the number of step variants done and in all.
+            progress: called with the number of step variants compiled and the total number.
 
         Returns:
-            Seconds it took.
+            Duration of the warm-up in seconds.
         """
         return self.warm_ups.run(progress)
 
     def warm_beside(self) -> bool:
-        """Compile the next program of a warm-up beside the requests. Returns whether there are more."""
+        """Compile the next program of a warm-up that runs beside requests. Return whether programs are left."""
         try:
             return self.warm_ups.advance()
         except Exception:  # the donated pool may be lost
-            logger.exception("a program cannot be compiled ahead; the others are compiled as requests need them")
+            logger.exception("a program cannot be compiled ahead; the other programs are compiled when requests need them")
             self.warm_ups.stop()
             self._recover([])
             return False
 
     def metrics_text(self) -> str:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         self._update_totals()
         return generate_latest(self.metrics.registry).decode()
 
@@ -469,7 +478,7 @@ class EngineCore:
         self.metrics.padding.inc(len(plan.batch.token_ids) - rows)
 
     def _update_totals(self) -> None:
-        """What others count, and what stands at this moment."""
+        """Copy the counts that other objects keep, and the current states, to the metrics."""
         scheduler, trie, metrics = self.scheduler, self.scheduler.trie, self.metrics
         metrics.raise_to(metrics.evictions, trie.evictions)
         metrics.raise_to(metrics.preemptions, scheduler.preemptions)

@@ -1,4 +1,4 @@
-"""Scoring packs under a dense mask: one pass each, alone in its step, without pages. The baseline."""
+"""`DensePacks`: the scoring baseline that computes each pack in a step of its own, under a dense mask, without pages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from chunkattn.engine.runner import Runner
 
 
 class DensePacks:
-    """Requests waiting for a pass of their own, in order of arrival.
+    """Queue of `packed_dense` requests, in order of arrival. Each runs alone in a step.
 
     Args:
-        limit: most tokens of a pack.
+        runner: runner of the model.
+        limit: token limit of one pack.
 
     Attributes:
-        refusal: why the model cannot be run so, None if it can.
+        waiting: requests that wait for their step.
+        refusal: reason why the model cannot run under a dense mask, or None if it can.
     """
 
     def __init__(self, runner: Runner, limit: int) -> None:
@@ -28,12 +30,12 @@ class DensePacks:
         self._runner, self._limit, self._sizes = runner, limit, buckets(8, max(limit, 8), 2)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, if it is here."""
+        """Remove a request from the queue, if it is there."""
         if request in self.waiting:
             self.waiting.remove(request)
 
     def build(self, request: Request) -> StepPlan:
-        """Make the step of one request alone."""
+        """Return the step that computes one request."""
         layout, plan = request.layout, request.plan
         used = len(layout)
         rows = bucket_for(used, self._sizes)

@@ -1,4 +1,4 @@
-"""Between the pool and the store on disk: parts are read before a request is placed, and written behind the steps."""
+"""`DiskTier`: reads parts from the KV store before a request is placed, and writes computed parts behind the steps."""
 
 from __future__ import annotations
 
@@ -20,40 +20,44 @@ from chunkattn.layout import PREFIX_ID, QUESTION_ID
 logger = logging.getLogger(__name__)
 
 PENDING_BYTES = 1 << 30
-"""K/V copied out of the pool and not yet written; beyond it parts are refused until they are used again."""
+"""Limit in bytes on K/V copied out of the pool and not yet written. Beyond it, parts are refused until their next use."""
 READ_BYTES = 1 << 30
-"""K/V read from disk for requests that are not placed yet; beyond it reading pauses."""
+"""Limit in bytes on K/V read from disk for requests that are not placed yet. Beyond it, reading pauses."""
 _REMEMBERED = 1 << 17
 
 
 class DiskTier:
-    """Keeps prefixes and chunks of requests that share the cache."""
+    """Tier of the cache on disk: keeps prefixes and chunks of requests that share the cache."""
 
     def __init__(self, store: KVStore, runner: Runner) -> None:
         self.store, self.runner = store, runner
         self.writer = StoreWriter(store, max_pending=1 << 14, max_pending_bytes=PENDING_BYTES)
         self.reader = StoreReader(store, max_bytes=READ_BYTES)
         self.fingerprint = runner.fingerprint()
-        self._found: dict[Request, Found] = {}  # of requests that are not placed yet
+        self._found: dict[Request, Found] = {}  # parts read for requests that are not placed yet
         self._counts = Counter({"hit": 0, "miss": 0})
-        self._stored: OrderedDict[bytes, None] = OrderedDict()  # keys believed on disk, the latest last
+        self._stored: OrderedDict[bytes, None] = OrderedDict()  # keys assumed to be on disk, the most recent last
 
     @property
     def counts(self) -> dict[str, int]:
-        """Parts found, not found, written, refused because the writer was behind, not writable, and damaged."""
+        """Return the number of parts by event.
+
+        Events: `hit` and `miss` on reading, `written`, `refused` because the writer was behind, `failed` to be written, and
+        `damaged` on disk.
+        """
         writer = self.writer
         written = {"written": writer.written, "refused": writer.dropped, "failed": writer.failed}
         return {**self._counts, **written, "damaged": self.store.damaged}
 
     def read_ahead(self, request: Request, look_up: Callable[[Request], list[Part]]) -> bool:
-        """Start reading the parts that memory lacks, for a request that is not placed yet.
+        """Start reading the parts of a request that memory lacks.
 
         Args:
-            request: not placed.
-            look_up: returns its parts with the blocks that memory has.
+            request: request that is not placed yet.
+            look_up: returns the request's parts with the blocks that are in memory.
 
         Returns:
-            Whether anything is read; `take_read` then tells when it is there.
+            Whether anything is read. If so, `take_read` returns the request when its parts are there.
         """
         if not any(self._keeps(request, kind) for kind, _, _ in request.parts):
             return False
@@ -70,26 +74,30 @@ class DiskTier:
 
     @property
     def reading(self) -> frozenset[Request]:
-        """Requests that wait for their parts."""
+        """Return the requests that wait for their parts."""
         return cast("frozenset[Request]", self.reader.owners)
 
     def take_read(self, timeout: float = 0.0) -> list[Request]:
-        """Requests whose parts have been read since the last call; waits up to `timeout` seconds for the first."""
+        """Return the requests whose parts have been read since the last call.
+
+        Args:
+            timeout: seconds to wait at most for the first request.
+        """
         arrived = cast("list[tuple[Request, Found]]", self.reader.take(timeout) if self.reading else [])
         self._found |= arrived
         return [request for request, _ in arrived]
 
     def drop(self, request: Request) -> None:
-        """Forget what was read for a request."""
+        """Cancel reading for a request, and free the parts read for it."""
         self.reader.cancel(request)
         if (found := self._found.pop(request, None)) is not None:
             self.reader.release(found)
 
     def load(self, request: Request) -> None:
-        """Fill a placed request's missing parts with what was read for it, each below a complete prefix only.
+        """Fill the missing parts of a placed request with those read from disk. A part needs a complete prefix above it.
 
-        Parts found in memory count as used on disk too, and are written if they are not there: their blocks may have
-        come from a plain prompt, or the writer may have been behind.
+        A part found in memory counts as used on disk as well, and is written if it is not there: a plain prompt may have
+        computed its blocks, or the writer may have been behind.
         """
         found = self._found.get(request, {})
         for part, kind, start, end in self._parts(request):
@@ -98,18 +106,18 @@ class DiskTier:
             key = self._key(request, kind, start, end)
             if part.complete:
                 self._keep(key, part, kind, end - start)
-            elif key in found and not any(b.filled for b in part.blocks[part.cursor :]):  # else another request computes it
+            elif key in found and not any(b.filled for b in part.blocks[part.cursor :]):  # another request computes it
                 self._fill(key, part, found[key])
         self.drop(request)
 
     def forget(self, request: Request) -> None:
-        """Delete the chunks of a prompt, or the prefix if there is no chunk."""
+        """Delete the chunks of a prompt from the store, or the prefix if there is no chunk."""
         for kind, start, end in request.parts:
             if kind >= 0 or not request.layout.num_chunks:
                 key = self._key(request, kind, start, end)
                 self._stored.pop(key, None)
                 self.writer.delete(key)
-                for found in self._found.values():  # read before, for requests that are not placed yet
+                for found in self._found.values():  # parts already read for requests that are not placed yet
                     if (arrays := found.pop(key, None)) is not None:
                         self.reader.release({key: arrays})
 
@@ -117,7 +125,7 @@ class DiskTier:
         return [((pages, *shape), dtype) for shape, dtype in self.runner.page_shapes]
 
     def _fill(self, key: bytes, part: Part, arrays: list[np.ndarray] | None) -> None:
-        if self.writer.deletes(key):  # forgotten since it was read
+        if self.writer.deletes(key):  # the part was forgotten after it was read
             arrays = None
         self._counts["miss" if arrays is None else "hit"] += 1
         if arrays is None:
@@ -131,17 +139,17 @@ class DiskTier:
         self.writer.touch(key)
 
     def save(self, spans: Iterable[Span]) -> None:
-        """Hand parts that a step has completed to the writer."""
+        """Hand the parts that a step completed to the writer."""
         for sequence, start, end in spans:
             if start >= sequence.request.layout.question_start:
                 continue
             for part, kind, first, last in self._parts(sequence.request):
                 wanted = first < end and start < last and part.complete
-                if wanted and all(block.keep for block in part.blocks):  # nobody has it forgotten meanwhile
+                if wanted and all(block.keep for block in part.blocks):  # no caller has forgotten the part meanwhile
                     self._keep(self._key(sequence.request, kind, first, last), part, kind, last - first)
 
     def _keep(self, key: bytes, part: Part, kind: int, tokens: int) -> None:
-        """See that a complete part is on disk, and count it as used."""
+        """Write a complete part unless it is on disk, and count it as used."""
         for lost in self.writer.take_lost():
             self._stored.pop(lost, None)
         if key in self._stored:
@@ -159,14 +167,17 @@ class DiskTier:
             self._stored.popitem(last=False)
 
     def _parts(self, request: Request) -> list[tuple[Part, int, int, int]]:
-        """Parts the store keeps, with chunk id and token range; none of a request that does not share or has ended."""
+        """Return the parts that the store keeps, each with chunk id and token range.
+
+        A request that does not share the cache, or has ended, has none.
+        """
         if not request.sequences or not request.sequences[0].parts:
             return []
         parts = zip(request.sequences[0].parts, request.parts, strict=True)
         return [(part, kind, start, end) for part, (kind, start, end) in parts if self._keeps(request, kind)]
 
     def _keeps(self, request: Request, kind: int) -> bool:
-        """Return whether the store keeps such a part of a request."""
+        """Return whether the store keeps parts of this kind for a request."""
         passing = request.score or (request.precompute and not request.precompute.persist)
         return request.shares and not passing and kind != QUESTION_ID
 
@@ -177,11 +188,15 @@ class DiskTier:
         return entry_key(self.fingerprint, request.cache_salt, prefix, chunk, int(request.layout.positions[start]))
 
     def catch_up(self, timeout: float = 600.0) -> bool:
-        """Wait for the writer when it is far behind, as precomputing makes it. Returns whether it no longer is."""
+        """Wait up to `timeout` seconds for the writer if it is far behind. Return whether it has caught up.
+
+        Args:
+            timeout: limit on the wait in seconds.
+        """
         return self.writer.pending_bytes < PENDING_BYTES // 2 or self.writer.flush(timeout)
 
     def close(self) -> list[Request]:
-        """Write what is pending and close the store. Returns the requests that waited for what was being read."""
+        """Write pending parts and close the store. Return the requests that still wait for their parts."""
         left = cast("list[Request]", self.reader.close())
         self.writer.close(timeout=60)
         self.store.close()

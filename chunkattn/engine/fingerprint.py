@@ -1,4 +1,4 @@
-"""Fingerprint of a model's K/V: names everything it depends on beside the prompt."""
+"""Fingerprint of a model's K/V: identifies everything that K/V depends on besides the prompt."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 import xxhash
 
 KV_VERSION = 2
-"""Version of the code that computes and caches K/V. Raise it with any change after which K/V on disk may be wrong."""
+"""Version of the code that computes and caches K/V. Raise it with any change that may invalidate K/V on disk."""
 
 
 def fingerprint(form: Any, weights: Iterable[tuple[str, jax.Array]]) -> bytes:
     """Return 16 bytes that differ between models whose K/V may differ. Equal inputs give equal bytes on every machine.
 
     Args:
-        form: geometry, attention and pool, as nested dataclasses, sequences, arrays and scalars.
-        weights: name and array of every weight.
+        form: geometry of the model, attention and pool, as nested dataclasses, sequences, arrays and scalars.
+        weights: name and array of every weight of the model.
     """
     digest = xxhash.xxh3_128(json.dumps([KV_VERSION, _plain(form)], sort_keys=True).encode())
     for name, leaf in weights:
@@ -31,7 +31,7 @@ def fingerprint(form: Any, weights: Iterable[tuple[str, jax.Array]]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """JSON of a value. `repr` would do but for NumPy, whose texts differ between its versions."""
+    """Return a value as JSON types. `repr` is unsuitable: NumPy's texts differ between its versions."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""`Footprint`: the KV pages that a request needs, from the lengths of its parts."""
+"""`Footprint`: the number of KV pages that a request needs, computed from the lengths of its parts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from chunkattn.engine.messages import GenerateRequest, Message, PrecomputeReques
 
 @dataclass(frozen=True)
 class Footprint:
-    """KV pages of one request, whatever the cache holds.
+    """Number of KV pages that one request needs when the cache is empty.
 
     Attributes:
-        end: slots of the prompt, with the unused ones at the end of pages.
-        repeated_pages: entries of the page table that name a page again, for a repeated chunk.
-        samples: sequences that share the prompt's full pages.
-        block_size: slots of a page.
+        end: slots of the prompt, including the unused ones at the ends of pages.
+        repeated_pages: page table entries that repeat a page, because a chunk is repeated.
+        samples: number of sequences that share the prompt's full pages.
+        block_size: slots per page.
     """
 
     end: int
@@ -26,37 +26,37 @@ class Footprint:
 
     @property
     def shared_pages(self) -> int:
-        """Full pages of the prompt, which all samples share."""
+        """Return the number of full pages of the prompt, which all samples share."""
         return self.end // self.block_size
 
     def pages_per_sample(self, max_tokens: int) -> int:
-        """Return the entries of one sample's page table at its longest; the last token generated is never computed."""
+        """Return the entries in the page table of one sample at its longest. The last generated token is never computed."""
         return -(-(self.end + max(max_tokens - 1, 0)) // self.block_size)
 
     def total_pages(self, max_tokens: int) -> int:
-        """Return the pages of all samples at their longest."""
+        """Return the number of pages of all samples at their longest."""
         own = self.pages_per_sample(max_tokens) - self.shared_pages
         return self.shared_pages - self.repeated_pages + self.samples * own
 
     def most_tokens(self, num_pages: int) -> int:
-        """Return how many tokens each sample can have in a pool of `num_pages`."""
+        """Return how many tokens each sample can generate in a pool of `num_pages` pages."""
         room = num_pages - self.shared_pages + self.repeated_pages
         pages = room // self.samples + self.shared_pages
         return pages * self.block_size - self.end + 1
 
 
 def is_aligned(message: Message) -> bool:
-    """Return whether every part of a prompt begins on a page of its own, so that its pages can be shared.
+    """Return whether every part of a prompt begins on a new page, so that its pages can be shared.
 
-    A prompt without chunks has none to share but its beginning. Scored items share the prefix alone, where asked for.
+    A plain prompt shares its beginning only and needs no alignment. Scored items share only the prefix, if `share_prefix`.
     """
     return message.layout.num_chunks > 0 and (not isinstance(message, ScoreRequest) or message.share_prefix)
 
 
 def footprint_of(message: Message, block_size: int) -> Footprint:
-    """Return the footprint of a request in pages of `block_size` slots."""
+    """Return the footprint of a request with `block_size` slots per page."""
     layout, aligned, repeated = message.layout, is_aligned(message), 0
-    # The log-probability of a prompt token needs the token computed, in a repeated chunk as well.
+    # Log-probabilities need every prompt token computed, including those of a repeated chunk.
     distinct = isinstance(message, GenerateRequest) and message.sampling.prompt_logprobs is not None
     if aligned and not distinct and isinstance(message, (GenerateRequest, PrecomputeRequest)):
         seen: set[tuple[int, bytes]] = set()

@@ -1,4 +1,4 @@
-"""`Intake`: checks messages against every limit, and makes requests of them."""
+"""`Intake`: checks messages against every limit, and turns them into requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chunkattn.layout import ChunkLayout
 
 
 class Intake:
-    """Depends on configuration and limits alone, so that callers check with one of their own."""
+    """Checker of messages. It depends on configuration and limits only, so each caller can have its own instance."""
 
     def __init__(self, config: EngineConfig, limits: EngineLimits) -> None:
         self.config, self.limits = config, limits
@@ -25,8 +25,8 @@ class Intake:
         """Check a message against every limit.
 
         Raises:
-            RequestError: malformed; the error names the part, its size and the limit.
-            CapacityError: it can never fit this engine.
+            RequestError: the message is malformed; the error names the part, its size and the limit.
+            CapacityError: the message can never fit this engine.
         """
         self._check_layout(message.layout)
         if isinstance(message, GenerateRequest):
@@ -35,14 +35,14 @@ class Intake:
             self._check_score(message)
             if message.algorithm == "packed_dense":
                 self._check_dense(message)
-                return  # it takes no pages
+                return  # a dense pack needs no pages
         self._check_pages(message)
 
     def check_generates(self) -> None:
         """Check that the checkpoint is a language model.
 
         Raises:
-            RequestError: it is a sequence classifier.
+            RequestError: the checkpoint is a sequence classifier.
         """
         if self.limits.num_labels is not None:
             raise RequestError(
@@ -50,15 +50,16 @@ class Intake:
             )
 
     def prepare(self, message: Message, *, arrival: int) -> Request:
-        """Make the request of a message that has been checked.
+        """Return the request for a message that has been checked.
 
         Args:
-            message: its chunks in the user's order.
-            arrival: its place among all requests, which seeds its random numbers if it has no seed; 0 if it is not to run.
+            message: message with its chunks in the user's order.
+            arrival: number of the request in order of arrival; seeds its random numbers if it has no seed. 0 for a request that
+                does not run.
         """
         layout, index, order = message.layout, np.arange(len(message.layout)), [*range(message.layout.num_chunks)]
         scores = isinstance(message, ScoreRequest)
-        # Items of a scoring request stay where they are, so that one's content cannot move another.
+        # Scored items keep their order, so that the content of one item cannot move another.
         if self.config.position_strategy == "shared" and layout.num_chunks > 1 and not scores:
             order = layout.canonical_order()
             index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
@@ -77,7 +78,7 @@ class Intake:
         )
 
     def _options(self, message: Message, footprint: Footprint, arrival: int) -> dict[str, Any]:
-        """What a request has according to its kind."""
+        """Return the arguments of `Request` that depend on the kind of message."""
         caches = self.config.enable_prefix_caching
         common = {"cache_salt": message.cache_salt, "max_tokens": 0, "seed": 0}
         if isinstance(message, PrecomputeRequest):
@@ -87,7 +88,7 @@ class Intake:
         params, seed = message.sampling, message.sampling.seed
         if seed is None and arrival:
             seed = int(np.random.SeedSequence([self.config.seed, arrival]).generate_state(1, np.uint64)[0])
-        # Every prompt token has to be computed for its log-probability.
+        # Prompt log-probabilities need every prompt token computed.
         shares = caches and not params.skip_reading_prefix_cache and params.prompt_logprobs is None
         return common | {
             "max_tokens": self._max_tokens(message, footprint),
@@ -98,7 +99,7 @@ class Intake:
         }
 
     def _max_tokens(self, message: GenerateRequest, footprint: Footprint) -> int:
-        """Most tokens to generate; without a limit of the caller's, as many as positions and pages allow."""
+        """Return the limit on generated tokens: the caller's, or as many as positions and pages allow."""
         room = self.limits.max_model_len - message.layout.next_position
         return message.sampling.max_tokens or max(min(footprint.most_tokens(self.limits.num_pages), room), 1)
 
@@ -111,7 +112,7 @@ class Intake:
             raise RequestError(text, param="min_tokens")
         if (entries := footprint.pages_per_sample(longest)) > limits.max_table_pages:
             raise CapacityError(
-                f"the prompt of {tokens} tokens, repeated chunks and all, fills {entries} entries of a "
+                f"the prompt of {tokens} tokens, repeated chunks included, fills {entries} entries of a "
                 f"page table, which has {limits.max_table_pages}; send less or raise kv_cache_memory_bytes",
                 param="prompt",
             )
@@ -184,7 +185,7 @@ class Intake:
         params, layout = message.sampling, message.layout
         room = self.limits.max_model_len - layout.next_position
         if room < (params.max_tokens or 1):
-            wanted = f"max_tokens {params.max_tokens}" if params.max_tokens else "even one token more"
+            wanted = f"max_tokens {params.max_tokens}" if params.max_tokens else "one more token"
             raise CapacityError(
                 f"the prompt reaches position {layout.next_position - 1}; {wanted} would exceed max_model_len "
                 f"{self.limits.max_model_len}; shorten the prompt or lower max_tokens",

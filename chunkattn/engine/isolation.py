@@ -1,4 +1,4 @@
-"""Isolation of the requests of a failed step: each runs again alone, once."""
+"""`Isolation`: runs each request of a failed step again, alone, to find the one that fails."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from chunkattn.engine.scheduler import Scheduler, Span
 
 
 class Isolation:
-    """Runs the requests of a failed step one at a time until each has passed the point of the failure or fails alone.
+    """Queue of suspects: requests of a failed step, run one at a time until each passes the point of failure or fails.
 
-    All other requests wait meanwhile and hold no pages, so that a suspect finds the room it had.
+    All other requests wait meanwhile and hold no pages, so that a suspect has at least the pages it had in the failed step.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._suspects: deque[tuple[Request, dict[Sample, int]]] = deque()  # with the tokens each sequence had to reach
-        self._cleared: set[Request] = set()  # passed alone, and no step of several spans has succeeded since
+        self._suspects: deque[tuple[Request, dict[Sample, int]]] = deque()  # with the token count that each sequence must reach
+        self._cleared: set[Request] = set()  # passed alone; emptied when a step of several spans succeeds
 
     def blame(self, concerned: Sequence[Request], spans: Iterable[Span]) -> Sequence[Request]:
-        """Return the requests that fail because a step raised; the others of the step become suspects.
+        """Return the requests that fail because a step raised. The other requests of the step become suspects.
 
         Args:
-            concerned: requests of the step.
-            spans: what the step computed of them.
+            concerned: requests of the failed step.
+            spans: spans of the failed step.
         """
         if self._suspects:
             return [self._suspects[0][0]]
-        if len(concerned) == 1 or self._cleared.issuperset(concerned):  # alone again they would pass again, without end
+        if len(concerned) == 1 or self._cleared.issuperset(concerned):  # a second run alone would pass again
             return concerned
         ends: dict[Request, dict[Sample, int]] = {request: {} for request in concerned}
         for sequence, _, end in spans:
@@ -40,18 +40,18 @@ class Isolation:
         return []
 
     def restart(self, failed: Iterable[Request]) -> None:
-        """Go on after the scheduler has started over without the failed requests."""
+        """Remove the failed requests, after the scheduler has restarted without them."""
         gone = set(failed)
         self._suspects = deque(suspect for suspect in self._suspects if suspect[0] not in gone)
         self._cleared -= gone
         self._set_alone()
 
     def step_done(self, is_alive: Callable[[Request], bool], num_spans: int) -> None:
-        """Move on to the next suspect if the step was enough to clear the current one.
+        """Continue with the next suspect if the step cleared the current one.
 
         Args:
-            is_alive: whether a request has not ended.
-            num_spans: spans of the step that has just succeeded.
+            is_alive: returns whether a request has not ended yet.
+            num_spans: number of spans of the step that has just succeeded.
         """
         if not self._suspects:
             if num_spans > 1:

@@ -1,4 +1,4 @@
-"""What goes into and comes out of `EngineCore`: plain values, nothing shared."""
+"""Messages to and from `EngineCore`: plain values that share no state with the engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from chunkattn.layout import ChunkLayout
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Continue a prompt.
+    """Request to continue a prompt.
 
     Attributes:
-        layout: in the user's order of chunks.
-        eos_token_ids: tokens that end the text unless `ignore_eos`.
-        cache_salt: shares the cache with requests of the same salt alone.
-        priority: the lower, the earlier.
+        request_id: id, unique among the engine's requests.
+        layout: layout of the prompt, chunks in the user's order.
+        sampling: sampling parameters.
+        eos_token_ids: tokens that end the text unless `ignore_eos` is set.
+        cache_salt: salt of the cache; only requests of equal salt share blocks.
+        priority: rank in the queue; lower goes first.
     """
 
     request_id: str
@@ -31,16 +33,18 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Read label log-probabilities off a prompt, or the class logits of a sequence classifier.
+    """Request for the label log-probabilities of a prompt, or the class logits of a sequence classifier.
 
     Attributes:
-        rows: `[R]`, ascending token indices to read at.
-        label_token_ids: whose log-probabilities to return; empty for a classifier.
-        share_prefix: read the prefix from the cache and leave it there; its last token is not read at then.
-        algorithm: whose layout this is, one of `chunkattn.scoring.ALGORITHMS`; `"packed_dense"` is one pass under a
-            dense mask, which reads no cache.
+        request_id: id, unique among the engine's requests.
+        layout: layout of the prompt, items as chunks.
+        rows: `[R]`, ascending token indices to read scores from.
+        label_token_ids: tokens whose log-probabilities are returned; empty for a classifier.
+        share_prefix: whether to read the prefix from the cache and keep it there; then `rows` lie behind the prefix.
+        algorithm: algorithm that made this layout, one of `chunkattn.scoring.ALGORITHMS`; `"packed_dense"` runs one step
+            under a dense mask and uses no cache.
         cache_salt: see `GenerateRequest`.
-        priority: the lower, the earlier.
+        priority: see `GenerateRequest`.
     """
 
     request_id: str
@@ -55,14 +59,15 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class PrecomputeRequest:
-    """Fill the cache with a prefix and its chunks.
+    """Request to fill the cache with a prefix and its chunks.
 
     Attributes:
-        layout: without a question.
+        request_id: id, unique among the engine's requests.
+        layout: layout of prefix and chunks, without a question.
         cache_salt: see `GenerateRequest`.
-        pin: keep everything in the cache until `EngineCore.unpin`.
-        persist: write it to the KV store as well, where there is one.
-        priority: the lower, the earlier.
+        pin: whether to keep all blocks in the cache until `EngineCore.unpin`.
+        persist: whether to write the parts to the KV store as well, if the engine has one.
+        priority: see `GenerateRequest`.
     """
 
     request_id: str
@@ -78,12 +83,12 @@ Message = GenerateRequest | ScoreRequest | PrecomputeRequest
 
 @dataclass(frozen=True)
 class StepRates:
-    """Seconds of a step: `step + rows * row + area * area`.
+    """Cost model of a step: it takes `step + rows * row + area * area` seconds.
 
     Attributes:
-        step: of any step.
-        row: of a row, padding included.
-        area: of a row and a slot in a visited tile.
+        step: seconds per step, whatever its size.
+        row: seconds per row, padding included.
+        area: seconds per row and slot of a visited tile.
     """
 
     step: float
@@ -93,18 +98,20 @@ class StepRates:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine can hold; told once, at its start.
+    """Sizes and limits of an engine, sent once when it starts.
 
     Attributes:
-        num_pages: pages of the KV pool, of `block_size` tokens each.
+        num_pages: pages of the KV pool.
+        block_size: tokens per page.
         page_bytes: bytes of one page over all layers.
-        max_model_len: bound on the highest position id + 1.
-        max_logprobs: most log-probabilities per token.
-        sliding_window: of the checkpoint, None when it has none.
-        rates: of its steps, as far as they are known at its start.
-        longest_table: entries of a page table its backend can take.
+        max_model_len: limit on the highest position id + 1.
+        max_logprobs: limit on the log-probabilities per token.
+        vocab_size: number of token ids.
+        sliding_window: sliding window of the checkpoint in tokens, or None.
+        rates: cost model of the engine's steps, as known at the start.
+        longest_table: page table entries that the attention backend supports.
         num_labels: classes of a sequence classifier, None for a language model.
-        dense_refusal: why nothing can be scored by `packed_dense`, None where it can.
+        dense_refusal: reason why `packed_dense` cannot run, or None if it can.
     """
 
     num_pages: int
@@ -121,23 +128,24 @@ class EngineLimits:
 
     @property
     def kv_tokens(self) -> int:
-        """Slots of the KV pool."""
+        """Return the number of slots of the KV pool."""
         return self.num_pages * self.block_size
 
     @property
     def max_table_pages(self) -> int:
-        """Entries of the longest page table; more than pages, for a repeated chunk names its pages again."""
+        """Return the limit on page table entries. It may exceed `num_pages`: a repeated chunk repeats its pages."""
         return min(max(1 << (self.num_pages - 1).bit_length(), 32), self.longest_table)
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Raw-distribution log-probabilities at `N` rows.
+    """Log-probabilities of the raw distribution at `N` rows.
 
     Attributes:
-        target: float32 `[N]`, of the row's own target token.
-        rank: int32 `[N]`, 1 for the likeliest.
-        top_ids, top: int32 and float32 `[N, K]`, the likeliest tokens, descending.
+        target: float32 `[N]` log-probabilities of each row's target token.
+        rank: int32 `[N]` ranks of the target tokens, 1 for the likeliest.
+        top_ids: int32 `[N, K]` likeliest tokens, descending.
+        top: float32 `[N, K]` log-probabilities of `top_ids`.
     """
 
     target: np.ndarray
@@ -148,11 +156,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """Prompt tokens whose K/V this request did not have to compute.
+    """Number of prompt tokens, by part, whose K/V came from the cache or from a concurrent request.
 
     Attributes:
-        prefix, question: of these parts.
-        chunks: of every chunk, in the user's order.
+        prefix: tokens of the prefix.
+        chunks: tokens of every chunk, in the user's order.
+        question: tokens of the question.
     """
 
     prefix: int
@@ -161,19 +170,22 @@ class CachedTokens:
 
     @property
     def total(self) -> int:
-        """Of the whole prompt."""
+        """Return the tokens of the whole prompt."""
         return self.prefix + sum(self.chunks) + self.question
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """The next tokens of one sample.
+    """Next tokens of one sample.
 
     Attributes:
-        logprobs: of these tokens, `N` of them; None when not asked for.
-        finish_reason: `"stop"`, `"length"` or None while it goes on.
-        stop_reason: the stop token id that ended it, None for end of sequence.
-        cached: with the first token of every sample.
+        request_id: id of the request.
+        sample: number of the sample in the request.
+        token_ids: new tokens, in order.
+        logprobs: log-probabilities of the `N` new tokens; None if not requested.
+        finish_reason: `"stop"` or `"length"`; None while the sample continues.
+        stop_reason: stop token id that ended the sample; None for an end-of-sequence token.
+        cached: cached prompt tokens; sent with the first token of every sample.
     """
 
     request_id: str
@@ -187,10 +199,11 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class PromptLogprobsOutput:
-    """Prompt log-probabilities in the user's order of tokens.
+    """Log-probabilities of a prompt, tokens in the user's order.
 
     Attributes:
-        logprobs: of every prompt token, `N = T`; rows where `known` is False are void.
+        request_id: id of the request.
+        logprobs: log-probabilities of every prompt token, `N = T`; ignore rows where `known` is False.
         known: bool `[T]`, False for the first token of every part.
     """
 
@@ -201,11 +214,12 @@ class PromptLogprobsOutput:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """A `ScoreRequest` is done.
+    """Result of a `ScoreRequest`.
 
     Attributes:
-        logprobs: float32 `[R, L]`, of its labels; a classifier's raw class logits.
-        rates: of the engine's steps, as they are known now.
+        request_id: id of the request.
+        logprobs: float32 `[R, L]` log-probabilities of the labels; raw class logits of a classifier.
+        rates: cost model of the engine's steps, as known now.
     """
 
     request_id: str
@@ -215,10 +229,11 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class PrecomputeResult:
-    """A `PrecomputeRequest` is done.
+    """Result of a `PrecomputeRequest`.
 
     Attributes:
-        cached: what was in the cache already.
+        request_id: id of the request.
+        cached: tokens that this request did not compute.
     """
 
     request_id: str
@@ -227,11 +242,12 @@ class PrecomputeResult:
 
 @dataclass(frozen=True)
 class RequestFailed:
-    """The request has ended without a result; its pages are free again.
+    """Failure of a request: it has ended without a result and holds no pages.
 
     Attributes:
-        reason: what happened, for the caller.
-        param: the offending argument, when it is the caller's to change.
+        request_id: id of the request.
+        reason: explanation for the caller.
+        param: argument that the caller can change to avoid the failure, or None.
     """
 
     request_id: str

@@ -1,6 +1,6 @@
-"""Where a sequence's K/V lives: its parts found in the trie, or given blocks of their own.
+"""`Placement`: finds the parts of a sequence in the trie of blocks, or allocates blocks for them.
 
-The one place that knows how a prompt becomes a path: prefix, chunks below it, and the
+This module alone defines how a prompt becomes a path in the trie: the prefix, the chunks below the prefix, and the
 question below the prefix and its chunks.
 """
 
@@ -16,20 +16,20 @@ from chunkattn.layout import PREFIX_ID, QUESTION_ID
 
 
 class Placement:
-    """Gives sequences their blocks and takes them back."""
+    """Allocator of blocks for sequences."""
 
     def __init__(self, trie: BlockTrie, block_size: int) -> None:
         self.trie, self.block_size = trie, block_size
 
     def place(self, request: Request, headroom: int) -> bool:
-        """Hold every block of the tokens known so far, for all sequences of a request, or nothing.
+        """Hold every block of the tokens known so far, for all sequences of a request, or hold none.
 
         Args:
-            request: not placed yet.
-            headroom: pages to leave for sequences that are growing.
+            request: request that is not placed yet.
+            headroom: pages to leave free for sequences that are growing.
 
         Returns:
-            Whether the pages were there.
+            Whether enough pages were available.
         """
         for sequence in request.sequences:
             if not self._place(sequence, headroom):
@@ -43,23 +43,23 @@ class Placement:
         return True
 
     def missing(self, request: Request) -> int:
-        """Pages that placing a request would take."""
+        """Return the number of pages that placing a request would take."""
         total = 0
         for sequence in request.sequences:
             found, missing = self._find(sequence)
-            self._let_go(sequence, found)
+            self._release_found(sequence, found)
             total += missing
         return total
 
     def look_up(self, request: Request) -> list[Part]:
-        """The parts of a prompt with the blocks that are there; nobody holds them for it."""
+        """Return the parts of a prompt with the blocks that are cached, without holding the blocks."""
         (sequence,) = request.sequences
         found, _ = self._find(sequence)
-        self._let_go(sequence, found, used=False)
+        self._release_found(sequence, found, used=False)
         return found
 
     def _find(self, sequence: Sequence) -> tuple[list[Part], int]:
-        """Hold what the trie has of a sequence; and how many blocks it has not."""
+        """Hold the blocks of a sequence that are in the trie. Return its parts and the number of missing blocks."""
         request = sequence.request
         if request.shares:
             root = self.trie.root(request.cache_salt)
@@ -68,7 +68,7 @@ class Placement:
         sequence.root = self.trie.acquire(root)
         return self._walk(sequence)
 
-    def _let_go(self, sequence: Sequence, found: list[Part], *, used: bool = True) -> None:
+    def _release_found(self, sequence: Sequence, found: list[Part], *, used: bool = True) -> None:
         assert sequence.root is not None
         self.trie.release([*held_by(found), sequence.root], used=used)
         sequence.root = None
@@ -77,7 +77,7 @@ class Placement:
         request = sequence.request
         found, missing = self._find(sequence)
         if missing + headroom > self.trie.num_available:
-            self._let_go(sequence, found)
+            self._release_found(sequence, found)
             return False
         sequence.parts, _ = self._walk(sequence, found)
         pages = [block.page for part in sequence.parts for block in part.blocks]
@@ -87,10 +87,10 @@ class Placement:
         return True
 
     def _walk(self, sequence: Sequence, found: list[Part] | None = None) -> tuple[list[Part], int]:
-        """Hold the blocks of a prompt that are in the trie, and count the others.
+        """Walk the parts of a sequence through the trie. Return the parts and the number of missing blocks.
 
-        With the parts that an earlier walk has found, make the other blocks instead. The found ones stay held meanwhile,
-        so that making blocks evicts none of them.
+        Without `found`, hold the blocks that are in the trie. With `found`, the parts from such a walk, allocate the missing
+        blocks. The found blocks stay held meanwhile, so that allocation evicts none of them.
         """
         request, parts, missing, first = sequence.request, [], 0, 0
         prefix: Block | None = sequence.root
@@ -103,7 +103,7 @@ class Placement:
             last = self._follow(sequence, part, number, size, grows, create=found is not None)
             parts.append(part)
             first += -(-size // self.block_size)
-            if number not in request.repeats:  # a repeated chunk finds the blocks of the first
+            if number not in request.repeats:  # a repeated chunk reuses the blocks of its first occurrence
                 missing += first - part.first - len(part.blocks)
             if kind == PREFIX_ID:
                 prefix = last
@@ -112,13 +112,13 @@ class Placement:
         return parts, missing
 
     def _follow(self, sequence: Sequence, part: Part, number: int, size: int, grows: bool, *, create: bool) -> Block | None:
-        """Go on with a part's blocks behind those it has. Returns the last one, or None if it is neither found nor made."""
+        """Extend a part by its next blocks. Return the last block, or None if it is neither found nor allocated."""
         request, block = sequence.request, part.blocks[-1] if part.blocks else None
         parents = part.parents if block is None else (block,)
         for kept in part.blocks if create else ():
             kept.keep |= request.shares  # a new user cancels a pending forget
         total = -(-size // self.block_size)
-        # The last prompt token is computed by every request itself: cached tokens have no logits.
+        # Every request computes its last prompt token itself: cached tokens have no logits.
         private = request.score is not None and request.parts[number][0] == QUESTION_ID
         shared = 0 if private else (size - 1) // self.block_size if grows else total
         for index in range(len(part.blocks), total):
@@ -143,7 +143,7 @@ class Placement:
         return block
 
     def _key(self, sequence: Sequence, number: int, start: int, width: int, parents: Seq[Block]) -> Key:
-        """What a block's K/V depends on beside its first parent: position, tokens, and its other parents."""
+        """Return what a block's K/V depends on besides its first parent: position, tokens and the other parents."""
         request = sequence.request
         private = number if request.distinct else -1
         return request.key_of(sequence, start, width), private, *(p.serial for p in parents[1:])
@@ -152,7 +152,7 @@ class Placement:
         return self.trie.new(size, keep=request.shares)
 
     def grow(self, sequence: Sequence) -> bool:
-        """Make room for one token more. Returns whether a page was there."""
+        """Provide a slot for one more token. Return whether a page was available."""
         part = sequence.parts[-1]
         if sequence.num_tokens - part.start <= len(part.blocks) * self.block_size:
             return True
@@ -165,10 +165,15 @@ class Placement:
         return True
 
     def publish(self, sequence: Sequence, part: Part, index: int) -> None:
-        """Enter a full block of generated tokens into the trie, or use the block of equal content that is there.
+        """Add a full block of generated tokens to the trie, or switch to the block of equal content that is there.
 
-        Blocks of scored items stay private: items are isolated and their positions restart, so neither their tokens
-        nor their first position tell what their K/V depends on.
+        Blocks of scored items stay private. Items are isolated and their positions restart, so tokens and first position do
+        not determine the K/V.
+
+        Args:
+            sequence: sequence that computed the block.
+            part: last part of the sequence.
+            index: index of the block in the part.
         """
         request, block = sequence.request, part.blocks[index]
         if request.sampling is None:
@@ -180,7 +185,7 @@ class Placement:
         key = self._key(sequence, len(request.parts) - 1, part.start + index * self.block_size, block.size, parents)
         twin = parents[0].children.get(key)
         if twin is None:
-            block.keep = all(parent.keep for parent in parents)  # not below what is to be forgotten
+            block.keep = all(parent.keep for parent in parents)  # a child of a block to be forgotten is forgotten, too
             self.trie.link(block, parents, key)
         elif twin.complete:
             part.blocks[index] = self.trie.acquire(twin)
@@ -188,10 +193,10 @@ class Placement:
             self.trie.release([block])
 
     def fork(self, request: Request) -> list[tuple[int, int]]:
-        """Make the further samples of a request whose prompt is computed.
+        """Create the other samples of a request whose prompt is computed.
 
         Returns:
-            Pages to copy, `(from, to)`: each sample's own copy of the prompt's last, partial page.
+            Pages to copy, `(from, to)`. Each sample gets its own copy of the prompt's last, partial page.
         """
         first, copies = request.sequences[0], []
         for sample in range(1, request.samples):
@@ -211,19 +216,19 @@ class Placement:
         return copies
 
     def release(self, request: Request) -> None:
-        """Let go of every block of a request. What it has generated so far it keeps."""
+        """Release every block of a request. The request keeps its generated tokens."""
         for sequence in request.sequences:
             self.release_sequence(sequence)
         self.trie.release(request.spares)
         request.spares = []
 
     def forget(self, request: Request) -> None:
-        """The blocks of a request are no more."""
+        """Clear the blocks of a request after the pool was reset, without releasing them."""
         for sequence in request.sequences:
             sequence.parts, sequence.root, sequence.current, sequence.num_pages = [], None, 0, 0
         request.spares, request.root = [], None
 
     def release_sequence(self, sequence: Sequence) -> None:
-        """Let go of one sequence's blocks."""
+        """Release the blocks of one sequence."""
         self.trie.release(sequence.held)
         sequence.parts, sequence.root, sequence.current, sequence.num_pages = [], None, 0, 0

@@ -1,4 +1,4 @@
-"""What steps cost on this machine, learnt from the steps themselves."""
+"""`RateMeter`: measures what steps cost on this machine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.engine.messages import StepRates
 
 TILE_ROWS, TILE_SLOTS = 256, 256
-"""Of the tiles whose area counts as attention's work: those of `xla` in large steps; others differ by a factor."""
+"""Tile size used to estimate the cost of attention: that of `xla` in large steps. Other tiles differ by a factor."""
 
 _KEPT = 128
 _LAST = 8
 _TINY = 1e-12
 _GUESS_WEIGHT = 0.5
-"""Of the first guess, against one for every observation."""
+"""Weight of the initial guess in the fit; an observation has weight 1."""
 
 
 def tile_area(batch: AttentionBatch) -> int:
-    """Rows times slots of the tiles a step visits; decodes, which no tile is computed for, count for nothing."""
+    """Return rows times slots of the tiles that a step visits. Decodes use no tiles and count 0.
+
+    Args:
+        batch: attention batch of the step.
+    """
     runs = spans(batch)
     several = runs.size > 1
     if not several.any():
@@ -35,53 +39,65 @@ def tile_area(batch: AttentionBatch) -> int:
 
 
 class RateMeter:
-    """Fits `StepRates` to what steps took, from a first guess by the speed of one matrix product.
+    """Meter that fits `StepRates` to measured step times, from an initial guess by the speed of one matrix product.
 
-    Non-negative least squares (Lawson and Hanson, 1974) over relative errors.
+    The fit is non-negative least squares over relative errors.
+
+    Source: Lawson and Hanson, Solving Least Squares Problems, 1974.
 
     Args:
-        row_flops: of the model's matrices, a row.
-        pair_flops: of attention, a row and a slot.
-        dtype: of the matrices.
+        row_flops: floating-point operations of the model's matrices per row.
+        pair_flops: floating-point operations of attention per row and slot.
+        dtype: dtype of the matrices.
     """
 
     def __init__(self, row_flops: float, pair_flops: float, dtype: jnp.dtype) -> None:
         rate = _matmul_rate(dtype)
-        # Attention runs at about a third of the speed.
+        # Attention reaches about a third of the speed of a matrix product.
         self._guess = np.asarray([1e-3, row_flops / rate, 3 * pair_flops / rate])
-        # Of steps with and without tiles apart: decodes would soon be all that is remembered.
+        # Steps with and without tiles are kept apart, since the many decode steps would displace all others.
         self._seen: dict[bool, deque[np.ndarray]] = {tiles: deque(maxlen=_KEPT) for tiles in (False, True)}
         self._pending, self._began = np.zeros(3), 0.0
         self._rates: StepRates | None = None
 
     @property
     def rates(self) -> StepRates:
-        """The fit of what has been seen."""
+        """Return the rates fitted to the steps measured so far."""
         if self._rates is None:
             self._rates = self._fitted()
         return self._rates
 
     def rows_within(self, seconds: float) -> int:
-        """Rows of a step that is expected to take so long, with as many tiles a row as the last such steps had."""
+        """Return the number of rows of a step expected to take `seconds`, at the tile area per row of the last tiled steps.
+
+        Args:
+            seconds: time limit of the step.
+        """
         last = np.sum([*self._seen[True]][-_LAST:] or np.zeros((1, 4)), axis=0)
         a_row = self.rates.row + self.rates.area * last[2] / max(last[1], 1)
         return int((seconds - self.rates.step) / max(a_row, _TINY))
 
     def add(self, began: float, rows: int, area: int) -> None:
-        """A step of `rows` rows, padding included, was sent to the device; it began at that `time.perf_counter()`."""
+        """Add a step that was sent to the device.
+
+        Args:
+            began: start of the step in seconds on the clock of `time.perf_counter`.
+            rows: number of rows, padding included.
+            area: rows times slots of the tiles that attention visits.
+        """
         if not self._pending[0]:
             self._began = began
         self._pending += (1, rows, area)
 
     def finish(self) -> None:
-        """The device has just done all that was added."""
+        """Record the time of the added steps, when the device has just finished them."""
         if self._pending[0]:
             seen = np.append(self._pending, time.perf_counter() - self._began)
             self._seen[bool(self._pending[2])].append(seen)
             self._pending, self._rates = np.zeros(3), None
 
     def forget(self) -> None:
-        """What was added does not count: a program was compiled meanwhile."""
+        """Discard the added steps, whose time includes the compilation of a program."""
         self._pending = np.zeros(3)
 
     def _fitted(self) -> StepRates:
@@ -95,7 +111,7 @@ class RateMeter:
 
 
 def _matmul_rate(dtype: jnp.dtype) -> float:
-    """Floating-point operations a second of a matrix product."""
+    """Measure the floating-point operations per second of a matrix product."""
     rows, size = 256, 1024
     a, b = jnp.ones((rows, size), dtype), jnp.ones((size, size), dtype)
     multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))

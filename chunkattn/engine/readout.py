@@ -1,4 +1,4 @@
-"""What is read off a request: rows as steps compute them, and how much of its prompt was cached."""
+"""Readouts of a request: the rows that steps read for it, and its cached prompt tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from chunkattn.engine.runner import StepResult
 
 
 class Readouts:
-    """Rows read for the requests that have asked for scores or prompt log-probabilities, until each has all of its rows."""
+    """Collectors of the requests that want scores or prompt log-probabilities, until each has all of its rows."""
 
     def __init__(self) -> None:
         self._open: dict[str, RowCollector] = {}
 
     def expect(self, request: Request) -> None:
-        """Take note of a new request."""
+        """Open a collector for a new request, if it wants scores or prompt log-probabilities."""
         params = request.sampling
         if request.score is not None:
             self._open[request.request_id] = RowCollector(len(request.score.rows))
@@ -35,44 +35,50 @@ class Readouts:
             self._open[request.request_id] = RowCollector(wanted)
 
     def forget(self, request_id: str) -> None:
-        """Drop what was read for a request, if anything."""
+        """Drop the rows read for a request."""
         self._open.pop(request_id, None)
 
     def take(self, plan: StepPlan, result: StepResult, meter: RateMeter) -> list[EngineOutput]:
-        """Take the rows of one step. Returns the outputs of the requests whose last row is among them."""
+        """Collect the rows of one step. Return the outputs of the requests whose last row is among them.
+
+        Args:
+            plan: plan of the step.
+            result: values read from the step.
+            meter: meter whose rates score results carry.
+        """
         outputs: list[EngineOutput] = []
         for (_, request, place), values in zip(plan.scores, result.scores, strict=True):
-            if collector := self._note(request, place, values):
+            if collector := self._collect(request, place, values):
                 outputs.append(collector.score_result(request, meter.rates))
         if (read := result.prompt_logprobs) is not None:
             for i, (_, request, place) in enumerate(plan.prompt_logprobs):
                 row = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
-                if collector := self._note(request, int(request.user_index[place]), row):
+                if collector := self._collect(request, int(request.user_index[place]), row):
                     outputs.append(collector.prompt_output(request))
         return outputs
 
-    def _note(self, request: Request, index: int, row: object) -> RowCollector | None:
-        """Note a row; returns the request's collector, no longer kept here, when this was its last."""
+    def _collect(self, request: Request, index: int, row: object) -> RowCollector | None:
+        """Collect a row. Return and remove the request's collector if the row was the last."""
         collector = self._open.get(request.request_id)
-        if collector is None:  # answered before its sequence had to start over
+        if collector is None:  # the request was answered before its sequence restarted
             return None
         collector.rows[index] = row
         return self._open.pop(request.request_id) if len(collector.rows) == collector.wanted else None
 
 
 class RowCollector:
-    """Rows of one request's readout as steps compute them."""
+    """Collector of the rows of one request's readout."""
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
         self.rows: dict[int, Any] = {}
 
     def score_result(self, request: Request, rates: StepRates) -> ScoreResult:
-        """Label log-probabilities, or a classifier's logits, in the order of the request's rows."""
+        """Return label log-probabilities, or a classifier's logits, in the order of the request's rows."""
         return ScoreResult(request.request_id, np.stack([self.rows[i] for i in range(self.wanted)]), rates)
 
     def prompt_output(self, request: Request) -> PromptLogprobsOutput:
-        """Everything collected, by token index in the user's order."""
+        """Return the prompt log-probabilities collected, by token index in the user's order."""
         assert request.sampling is not None
         tokens, num_top = len(request.layout), request.sampling.prompt_logprobs or 0
         target, rank, known = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32), np.zeros(tokens, bool)
@@ -84,7 +90,7 @@ class RowCollector:
 
 
 def _by_part(request: Request, tokens: np.ndarray) -> CachedTokens:
-    """Counts of a bool `[T]` over the parts, chunks in the user's order."""
+    """Count the True values of a bool `[T]` by part, chunks in the user's order."""
     layout = request.layout
     counts = [int(tokens[s.start : s.end].sum()) for s in layout.segments]
     chunks = [0] * layout.num_chunks
@@ -94,10 +100,10 @@ def _by_part(request: Request, tokens: np.ndarray) -> CachedTokens:
 
 
 def cached_tokens(request: Request) -> CachedTokens:
-    """Prompt tokens the request did not have to compute."""
+    """Return the number of prompt tokens that the request did not compute, by part."""
     return _by_part(request, ~request.computed)
 
 
 def prompt_tokens(request: Request) -> CachedTokens:
-    """All of them, by part."""
+    """Return the number of prompt tokens, by part."""
     return _by_part(request, np.ones(len(request.layout), bool))

@@ -1,4 +1,4 @@
-"""A request inside the engine, and the sequences that compute it."""
+"""`Request` and `Sequence`: a request inside the engine, and the sequences that compute it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout
 
 @dataclass(eq=False)
 class Request:
-    """An admitted request in the order the engine computes it.
+    """Request that the engine has accepted, with its tokens in the order in which the engine computes them.
 
     Attributes:
-        layout: chunks in canonical order when the engine's strategy allows it.
-        footprint: pages it needs.
+        request_id: id, unique among the engine's requests.
+        layout: layout of the prompt, chunks in canonical order if the position strategy allows it.
+        footprint: number of KV pages that the request needs.
         plan: slots of the layout.
-        user_index: int64 `[T]`, for every token here its token index in the user's order.
-        chunk_order: for every chunk here its number in the user's order.
-        arrival: its place in the order of arrival.
-        max_tokens: most tokens to generate; 0 for scoring and precomputing.
-        seed: of the request's random numbers, 64 bits.
-        shares: whether it reads and feeds the cache.
-        cache_salt: whom it shares with.
-        sampling: of a generation request, else None.
-        score: of a scoring request, else None.
-        precompute: of a request that fills the cache, else None.
+        user_index: int64 `[T]`, for every token its token index in the user's order.
+        chunk_order: for every chunk its number in the user's order.
+        arrival: number in the order of arrival.
+        priority: rank in the queue; lower goes first.
+        max_tokens: limit on generated tokens per sample; 0 for scoring and precomputing.
+        seed: 64-bit seed of the request's random numbers.
+        shares: whether the request reads and feeds the cache.
+        cache_salt: salt of the cache; only requests of equal salt share blocks.
+        sampling: parameters of a generation request, else None.
+        score: message of a scoring request, else None.
+        precompute: message of a precompute request, else None.
         eos_token_ids: tokens that end the text.
-        computed: bool `[T]`, prompt tokens this request has had computed; the rest came from the cache.
-        sequences: its samples; one until the prompt is computed. Never empty before the request ends.
-        spares: blocks held for the partial pages of the samples still to come.
-        root: of the trie, when it is the request's own.
-        added_at: on the clock of `time.perf_counter`, seconds.
+        computed: bool `[T]`, True for prompt tokens computed for this request; the others came from the cache or from a
+            concurrent request.
+        sequences: samples of the request; one until the prompt is computed. Never empty before the request ends.
+        spares: blocks held for the partial pages of samples still to be created.
+        root: private root of the trie, or None if the request shares the cache.
+        added_at: arrival in seconds on the clock of `time.perf_counter`.
     """
 
     request_id: str
@@ -69,32 +72,32 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Whoever has less goes first: priority, then arrival."""
+        """Return the sort key of the queue, priority then arrival; the lowest goes first."""
         return (self.priority, self.arrival)
 
     @cached_property
     def prompt_ids(self) -> np.ndarray:
-        """int32, the prompt's distinct token ids."""
+        """Return the prompt's distinct token ids, int32, ascending."""
         return np.unique(self.layout.token_ids)
 
     @cached_property
     def next_position(self) -> int:
-        """Position id of the first generated token."""
+        """Return the position id of the first generated token."""
         return self.layout.next_position
 
     @property
     def samples(self) -> int:
-        """Sequences this request ends up with."""
+        """Return the number of samples of this request."""
         return self.sampling.n if self.sampling else 1
 
     @property
     def distinct(self) -> bool:
-        """Whether every prompt token must be computed, a repeated chunk's too: its log-probability is wanted."""
+        """Return whether every prompt token must be computed, even in repeated chunks, for its log-probability."""
         return self.sampling is not None and self.sampling.prompt_logprobs is not None
 
     @cached_property
     def repeats(self) -> frozenset[int]:
-        """Places in `parts` of chunks that share their blocks with one before them."""
+        """Return the places in `parts` of chunks that share the blocks of an earlier chunk."""
         seen: set[tuple[int, bytes]] = set()
         repeats: set[int] = set()
         for number, (kind, start, end) in enumerate(self.parts):
@@ -107,26 +110,32 @@ class Request:
 
     @property
     def pages_per_sample(self) -> int:
-        """Pages of one sample at its longest."""
+        """Return the number of pages of one sample at its longest."""
         return self.footprint.pages_per_sample(self.max_tokens)
 
     @property
     def total_pages(self) -> int:
-        """Pages of all samples at their longest, whatever the cache holds."""
+        """Return the number of pages of all samples at their longest, when the cache is empty."""
         return self.footprint.total_pages(self.max_tokens)
 
     @cached_property
     def parts(self) -> list[tuple[int, int, int]]:
-        """Chunk id and token range of every part that begins on a page of its own, in order."""
+        """Return chunk id and token range of every part that begins on a new page, in order."""
         if not self.plan.aligned:
             return [(PREFIX_ID if self.precompute else QUESTION_ID, 0, len(self.layout))]
-        if self.score:  # items are nobody else's, and need no pages of their own
+        if self.score:  # no other request shares the items, so they need no page alignment
             parts = [(PREFIX_ID, 0, self.layout.prefix_len), (QUESTION_ID, self.layout.prefix_len, len(self.layout))]
             return [part for part in parts if part[2] > part[1]]
         return [(s.chunk_id, s.start, s.end) for s in self.layout.segments if s.end > s.start]
 
     def key_of(self, sequence: Sequence, start: int, width: int) -> tuple[int, bytes]:
-        """Position and tokens of a block, remembered for the prompt: admission may ask again and again."""
+        """Return position and tokens of a block, cached for prompt blocks because admission may ask repeatedly.
+
+        Args:
+            sequence: sequence of the block.
+            start: token index of the block's first token.
+            width: number of tokens in the block.
+        """
         if start + width > len(self.layout):
             position = int(sequence.rows(start, start + 1)[0][0])
             return position, sequence.tokens(start, start + width).tobytes()
@@ -137,7 +146,7 @@ class Request:
 
     @property
     def forks(self) -> bool:
-        """Whether the further samples are still to be made of the first."""
+        """Return whether the other samples are still to be forked from the first."""
         return (
             self.samples > 1 and len(self.sequences) == 1 and not self.sequences[0].output_ids and not self.sequences[0].sample
         )
@@ -145,14 +154,14 @@ class Request:
 
 @dataclass(eq=False)
 class Part:
-    """A sequence's blocks of one part of the prompt; the last part goes on into the generated tokens.
+    """Blocks of one part of a sequence's prompt; the last part continues into the generated tokens.
 
     Attributes:
         start: token index of the first token.
-        first: place of the first block in the sequence's page table.
-        parents: what its first block depends on.
-        blocks: in order.
-        cursor: blocks before this one are complete.
+        first: index of the first block in the sequence's page table.
+        parents: blocks that the first block's K/V depends on.
+        blocks: blocks of the part, in order.
+        cursor: number of blocks known to be complete from the start.
     """
 
     start: int
@@ -163,29 +172,33 @@ class Part:
 
     @property
     def complete(self) -> bool:
-        """Whether all its blocks are, moving the cursor on."""
+        """Return whether all blocks are complete, after advancing the cursor."""
         while self.cursor < len(self.blocks) and self.blocks[self.cursor].complete:
             self.cursor += 1
         return self.cursor == len(self.blocks)
 
 
 def held_by(parts: list[Part]) -> list[Block]:
-    """The blocks of parts, children before their parents."""
+    """Return the blocks of parts, children before their parents."""
     return [block for part in reversed(parts) for block in reversed(part.blocks)]
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample of a request: its output so far and, while it runs, its blocks.
+    """Sample of a request: its output so far and, while it runs, its blocks.
 
-    Token `i` of a sequence is the layout's for `i < len(layout)`, then the generated ones.
+    Token `i` of a sequence is the layout's token for `i < len(layout)`, and a generated token after that.
 
     Attributes:
-        parts: empty while it waits.
-        current: parts before this one are complete.
-        pages: int32, its page table; the first `num_pages` entries are in use.
-        root: of the trie, which it holds.
-        last_token_at: see `Request.added_at`.
+        request: request of the sample.
+        sample: number of the sample in the request.
+        output_ids: generated tokens.
+        parts: parts of the prompt with their blocks; empty while the sequence waits.
+        current: number of parts known to be complete from the start.
+        pages: int32 page table; the first `num_pages` entries are in use.
+        num_pages: number of page table entries in use.
+        root: root of the trie, held by the sequence.
+        last_token_at: time of the last token in seconds on the clock of `time.perf_counter`.
     """
 
     request: Request
@@ -200,18 +213,18 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far: prompt and generated."""
+        """Return the number of tokens known so far: prompt and generated."""
         return len(self.request.layout) + len(self.output_ids)
 
     @property
     def held(self) -> list[Block]:
-        """Every block it holds, children before their parents."""
+        """Return every block that the sequence holds, children before their parents."""
         blocks = held_by(self.parts)
         return [*blocks, self.root] if self.root else blocks
 
     @property
     def num_computed(self) -> int:
-        """Tokens at the beginning whose K/V is there."""
+        """Return the number of tokens from the start whose K/V is computed."""
         while self.current < len(self.parts) - 1 and self.parts[self.current].complete:
             self.current += 1
         if not self.parts:
@@ -222,7 +235,7 @@ class Sequence:
         return part.start + part.cursor * self.request.plan.block_size + part.blocks[part.cursor].filled
 
     def tokens(self, start: int, end: int) -> np.ndarray:
-        """int32 token ids `[end - start]`."""
+        """Return the token ids of tokens `start ... end - 1`, int32 `[end - start]`."""
         prompt = self.request.layout.token_ids
         if end <= len(prompt):
             return prompt[start:end]
@@ -230,7 +243,7 @@ class Sequence:
         return np.concatenate([prompt[start:end], np.asarray(generated, np.int32)])
 
     def rows(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Position ids, slots and first visible slots of tokens `start ... end - 1`, int32 each."""
+        """Return position ids, slots and first visible slots of tokens `start ... end - 1`, int32 `[end - start]` each."""
         layout, plan, prompt = self.request.layout, self.request.plan, len(self.request.layout)
         if end <= prompt:
             return layout.positions[start:end], plan.slots[start:end], plan.row_start[start:end]

@@ -1,4 +1,4 @@
-"""The model on the device: one jitted step, and the readouts of its hidden states."""
+"""`Runner`: the model on the device, with one jitted step and the readouts of its hidden states."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ from chunkattn.models.decoder import Decoder
 
 T = TypeVar("T")
 Params = list[jax.Array]
-"""The model's arrays, in the order of its tree."""
+"""Arrays of the model, in the order of its tree."""
 
 LABEL_WIDTHS = (2, 8)
-"""Labels a row that one program reads; longer lists are picked on the host."""
+"""Sizes of the label lists that programs read; longer lists are picked on the host."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Values of one step, in the order of the rows of its `StepBatch`.
+    """Values read from one step, in the order of the rows of its `StepBatch`.
 
     Attributes:
-        hidden: float32 `[T, hidden]`, on the device; the step has run when it is ready.
-        tokens: the sampled tokens.
-        logprobs: of each sampled token, None where none are asked for.
-        scores: float32, log-probabilities of each row's labels, or its class logits.
-        prompt_logprobs: of the targets; None where there is none.
+        hidden: float32 `[T, hidden]` hidden states on the device; the step is done when this array is ready.
+        tokens: sampled tokens.
+        logprobs: log-probabilities of each sampled token; None where not requested.
+        scores: float32 log-probabilities of each row's labels, or a classifier's logits.
+        prompt_logprobs: log-probabilities of `StepBatch.targets`, or None if the step has no targets.
     """
 
     hidden: jax.Array
@@ -67,13 +67,19 @@ class StepResult:
 
 
 class Runner:
-    """Owns the parameters and the KV pool.
+    """Owner of the parameters and the KV pool.
 
-    The step's outputs are hidden states; sampling and log-probabilities are separate
-    small programs, so their variants add to the step's instead of multiplying them.
+    The step outputs hidden states. Sampling and log-probabilities are separate small programs, so that their variants add to
+    those of the step instead of multiplying them.
 
     Attributes:
-        compiles: programs traced so far, by name.
+        spec: shape of the decoder.
+        backend: attention backend.
+        num_pages: number of pages in the KV pool.
+        max_logprobs: number of likeliest tokens that the readouts return, at most the vocabulary size.
+        dtype: dtype of the model's weights.
+        caches: KV pool, one entry per layer.
+        compiles: number of programs traced so far, by name.
     """
 
     def __init__(self, model: Decoder, backend: AttentionBackend, num_pages: int, max_logprobs: int) -> None:
@@ -81,11 +87,11 @@ class Runner:
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
         self.compiles: Counter[str] = Counter()
         self._graph, state = nnx.split(model)
-        # Plain leaves: a call flattens its arguments, and nnx's variables, one by one, in Python.
+        # The step takes plain arrays, since every call flattens its arguments, and nnx flattens its variables in Python.
         self._params, self._state = jax.tree.flatten(state)
         self.dtype = model.dtype
         self._page_buckets = buckets(8, READ_ROWS, 2)
-        # The pool is donated: writing a token must not copy it.
+        # The pool is donated, so that writing a token does not copy it.
         self._step = jax.jit(self._trace_step, donate_argnums=1)
         self._copy = jax.jit(self._trace_copy, donate_argnums=0)
         self._gather = jax.jit(self._trace_gather)
@@ -102,12 +108,12 @@ class Runner:
         self.reset()
 
     def reset(self) -> None:
-        """A fresh, empty KV pool."""
-        self.caches: list[KVCache] = []  # let go of an old pool before there are two
+        """Allocate a new, empty KV pool."""
+        self.caches: list[KVCache] = []  # frees the old pool before the new one is allocated
         self.caches = [self.backend.allocate(self.num_pages) for _ in range(self.spec.num_layers)]
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Run one step and read everything that its batch asks for."""
+        """Run one step and read all values that its batch asks for."""
         hidden = self.forward(batch)
         tokens, logprobs = self.sample(hidden, batch.sampling)
         scores: Seq[np.ndarray] = ()
@@ -119,18 +125,22 @@ class Runner:
         return StepResult(hidden, tokens, logprobs, scores, targets)
 
     def forward(self, batch: StepBatch) -> jax.Array:
-        """Return the hidden states of one step, float32 `[T, hidden]`."""
+        """Return the hidden states of one step, float32 `[T, hidden]`.
+
+        Args:
+            batch: batch of the step; its K/V is written to the pool.
+        """
         hidden, self.caches = self._step(self._params, self.caches, batch.token_ids, batch.positions, batch.metadata)
         return hidden
 
     @property
     def row_flops(self) -> float:
-        """Floating-point operations of the layers' matrices on a row, without the head."""
+        """Return the floating-point operations of the layers' matrices per row, without the head."""
         return 2.0 * sum(leaf.size for leaf in jax.tree.leaves(self._params) if leaf.ndim == 2) - 2.0 * self._embedding_size
 
     @property
     def pair_flops(self) -> float:
-        """Floating-point operations of attention between a row and a slot, all layers."""
+        """Return the floating-point operations of attention per row and slot, over all layers."""
         return 4.0 * self.spec.num_layers * self.spec.num_heads * self.spec.head_dim
 
     @property
@@ -140,11 +150,17 @@ class Runner:
 
     @cached_property
     def dense_backend(self) -> PackedDenseBackend:
-        """The one that attends under a dense mask, over the same heads; only where it supports the model."""
+        """Return the backend that attends under a dense mask, with the same heads. Use it only where it supports the model."""
         return PackedDenseBackend(self.backend.spec)
 
     def lower(self, batch: StepBatch, num_pages: int, where: jax.sharding.Sharding) -> jax.stages.Lowered:
-        """The step's program for a device that need not be here, over a pool of `num_pages`: to compile ahead of time."""
+        """Lower the step's program for a device that may be absent, to compile it ahead of time.
+
+        Args:
+            batch: batch of the step.
+            num_pages: number of pages of the KV pool.
+            where: sharding of all arrays on the device.
+        """
         caches = [jax.eval_shape(lambda: self.backend.allocate(num_pages)) for _ in range(self.spec.num_layers)]
         arrays = (self._params, caches, batch.token_ids, batch.positions, batch.metadata)
 
@@ -154,11 +170,11 @@ class Runner:
         return self._step.lower(*jax.tree.map(there, arrays))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 `[N, vocab or num_labels]` of hidden states `[N, hidden]`, uncompiled: for inspection and tests."""
+        """Return the logits, float32 `[N, vocab or num_labels]`, of hidden states `[N, hidden]`: uncompiled, for tests."""
         return self._model(self._params).logits(hidden)
 
     def copy_pages(self, pairs: Seq[tuple[int, int]]) -> None:
-        """Copy whole pages `(from, to)` in every layer."""
+        """Copy whole pages in every layer; `pairs` holds the pages `(from, to)`."""
         for first in range(0, len(pairs), READ_ROWS):
             block = np.asarray(pairs[first : first + READ_ROWS], np.int32)
             padding = np.full((bucket_for(len(block), ROW_BUCKETS) - len(block), 2), (0, self.num_pages), np.int32)
@@ -166,21 +182,24 @@ class Runner:
 
     @property
     def page_shapes(self) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of one page in every array of the pool."""
+        """Return shape and dtype of one page in every array of the pool."""
         return [(leaf.shape[1:], np.dtype(leaf.dtype)) for leaf in jax.tree.leaves(self.caches)]
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """Return the bytes of one page over all layers."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.page_shapes)
 
     def read_pages(self, pages: Seq[int]) -> Callable[[], list[np.ndarray]]:
-        """Copy pages out of the pool.
+        """Copy pages out of the pool, without waiting for the copy.
 
-        The copy is made before any later step, but not waited for here.
+        The copy is made before any later step runs.
+
+        Args:
+            pages: page numbers.
 
         Returns:
-            Waits for the copy: one array `[len(pages), ...]` for every array of the pool.
+            Function that waits for the copy and returns one array `[len(pages), ...]` for every array of the pool.
         """
         blocks = [self._fetch(self.caches, padded) for padded in self._page_blocks(pages, 0)]
 
@@ -191,7 +210,12 @@ class Runner:
         return wait
 
     def write_pages(self, pages: Seq[int], arrays: Seq[np.ndarray]) -> None:
-        """Put what `read_pages` returned into pages of the pool."""
+        """Write arrays that `read_pages` returned to pages of the pool.
+
+        Args:
+            pages: page numbers.
+            arrays: one array `[len(pages), ...]` for every array of the pool.
+        """
         treedef = jax.tree.structure(self.caches)
         for number, padded in enumerate(self._page_blocks(pages, self.num_pages)):
             first = number * READ_ROWS
@@ -200,28 +224,28 @@ class Runner:
             self.caches = self._store(self.caches, padded, jax.tree.unflatten(treedef, values))
 
     def _page_blocks(self, pages: Seq[int], fill: int) -> list[np.ndarray]:
-        """Page numbers in blocks of a bucket's size."""
+        """Return the page numbers in blocks, each padded with `fill` to a bucket's size."""
         blocks = [np.asarray(pages[first : first + READ_ROWS], np.int32) for first in range(0, len(pages), READ_ROWS)]
         return [np.pad(b, (0, bucket_for(len(b), self._page_buckets) - len(b)), constant_values=fill) for b in blocks]
 
     def warm_picks(self, hidden: jax.Array) -> None:
-        """Compile the picking of rows from a step's hidden states `[T, hidden]`."""
+        """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
         for size in ROW_BUCKETS:
             self._pick(hidden, [0] * size)
 
     def warm_readouts(self) -> Iterator[None]:
-        """Compile every program that reads picked rows or moves pages, one at each `next`, but those of `packed_dense`."""
+        """Compile the programs that read picked rows or copy pages, one per iteration, except those of `packed_dense`."""
         for size in ROW_BUCKETS:
             picked = jnp.zeros((size, self.spec.hidden_size), jnp.float32)
             if self.spec.num_labels is not None:
                 yield self._wait(self._classify(self._params, picked))
             else:
                 yield from self._warm_tokens(picked)
-            self.copy_pages([(0, self.num_pages)] * size)  # out of the pool, so nothing is written
+            self.copy_pages([(0, self.num_pages)] * size)  # the target lies outside the pool, so nothing is written
             yield self._wait(self.caches)
 
     def warm_store(self) -> Iterator[None]:
-        """Compile what moves pages to and from a KV store, one program at each `next`."""
+        """Compile the programs that copy pages to and from a KV store, one per iteration."""
         for size in self._page_buckets:
             arrays = self.read_pages([0] * size)()
             yield
@@ -248,13 +272,18 @@ class Runner:
         jax.block_until_ready(values)  # type: ignore[no-untyped-call]
 
     def fingerprint(self) -> bytes:
-        """16 bytes that tell this model's K/V from any other's: its geometry, weights' bits, attention and pool's form."""
+        """Return 16 bytes that identify this model's K/V: its geometry, weights, attention and page format."""
         weights = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self._state, self._params))[0]
         form = (self.spec, self.backend.name, self.backend.spec, self.page_shapes)
         return fingerprint(form, ((str(path), leaf) for path, leaf in weights))
 
     def sample(self, hidden: jax.Array, plans: Seq[SamplingPlan]) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Return the next token of every row, and its log-probabilities where asked for."""
+        """Return the next token of every row, and its log-probabilities where requested.
+
+        Args:
+            hidden: float32 `[T, hidden]` hidden states of the step.
+            plans: blocks of rows to sample from.
+        """
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for plan in plans:
@@ -263,7 +292,7 @@ class Runner:
             picked = self._pick(hidden, plan.rows)
             if plan.edits is None:
                 chosen, readout = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
-            else:  # in three programs: every width of the edits compiles a small one of its own
+            else:  # three programs, so that each width of edits compiles only a small one
                 logits = self._logits(self._params, picked)
                 chosen, readout = self._choose(logits, self._edit(logits, plan.edits), given, with_logprobs=with_logprobs)
             tokens += np.asarray(chosen)[: len(plan.rows)].tolist()
@@ -272,10 +301,15 @@ class Runner:
         return tokens, logprobs
 
     def label_logprobs(self, hidden: jax.Array, rows: Seq[int], labels: Seq[tuple[int, ...]]) -> list[np.ndarray]:
-        """Return the log-probabilities of each row's labels, one float32 `[len(labels[i])]` a row.
+        """Return the log-probabilities of each row's labels, one float32 `[len(labels[i])]` per row.
 
-        Lists beyond the largest of `LABEL_WIDTHS` are picked on the host from the whole vocabulary's, so that no list
-        needs a program of its own.
+        Lists longer than the largest of `LABEL_WIDTHS` are picked on the host from the log-probabilities of the whole
+        vocabulary, so that every list uses an existing program.
+
+        Args:
+            hidden: float32 `[T, hidden]` hidden states of the step.
+            rows: rows to read from.
+            labels: token ids of each row's labels.
         """
         longest = max(map(len, labels))
         if longest > LABEL_WIDTHS[-1]:
@@ -291,11 +325,16 @@ class Runner:
         return [values[: len(ids)] for values, ids in zip(read, labels, strict=True)]
 
     def _vocabulary(self, hidden: jax.Array, rows: Seq[int]) -> np.ndarray:
-        """float32 `[len(rows), vocab]`: log-probabilities of every token, of up to `READ_ROWS` rows."""
+        """Return the log-probabilities of every token, float32 `[len(rows), vocab]`, at up to `READ_ROWS` rows."""
         return np.asarray(self._read_vocabulary(self._params, self._pick(hidden, rows)))[: len(rows)]
 
     def class_logits(self, hidden: jax.Array, rows: Seq[int]) -> np.ndarray:
-        """float32 `[rows, num_labels]`: what a classifier's head makes of each row."""
+        """Return a classifier's logits at `rows`, float32 `[len(rows), num_labels]`.
+
+        Args:
+            hidden: float32 `[T, hidden]` hidden states of the step.
+            rows: rows to read from.
+        """
         found = []
         for first in range(0, len(rows), READ_ROWS):
             block = rows[first : first + READ_ROWS]
@@ -303,12 +342,18 @@ class Runner:
         return np.concatenate(found)
 
     def token_logprobs(self, hidden: jax.Array, rows: Seq[int], targets: Seq[int]) -> TokenLogprobs:
-        """Log-probability, rank and likeliest tokens for one target a row."""
+        """Return the log-probability and rank of one target token per row, and the likeliest tokens of the row.
+
+        Args:
+            hidden: float32 `[T, hidden]` hidden states of the step.
+            rows: rows to read from.
+            targets: token id to read from each row.
+        """
         blocks = self._by_block(self._read, hidden, rows, np.asarray(targets, np.int32))
         return _to_logprobs(Readout(*map(np.concatenate, zip(*blocks, strict=True))), slice(None), self.max_logprobs)
 
     def _by_block(self, program: Callable[..., T], hidden: jax.Array, rows: Seq[int], targets: np.ndarray) -> list[T]:
-        """What a program reads at rows, `READ_ROWS` at a time; `targets` are `[rows, ...]`."""
+        """Run a program that reads rows, `READ_ROWS` at a time, and return its values; `targets` are `[rows, ...]`."""
         found = []
         for first in range(0, len(rows), READ_ROWS):
             block = rows[first : first + READ_ROWS]
@@ -319,7 +364,7 @@ class Runner:
         return found
 
     def _pick(self, hidden: jax.Array, rows: Seq[int]) -> jax.Array:
-        """The hidden states of up to `READ_ROWS` rows, padded to a bucket: what follows is compiled for that alone."""
+        """Return the hidden states of up to `READ_ROWS` rows, padded to a bucket, so that readers compile once per bucket."""
         padded = np.zeros(bucket_for(len(rows), ROW_BUCKETS), np.int32)
         padded[: len(rows)] = rows
         return self._gather(hidden, padded)
@@ -328,7 +373,7 @@ class Runner:
         model: Decoder = nnx.merge(self._graph, jax.tree.unflatten(self._state, params))
         return model
 
-    # Traced functions. Counting here counts compilations: tracing is what runs this code.
+    # Traced functions. They run only while JAX traces them, so the counters count compilations.
 
     def _trace_step(
         self, params: Params, caches: list[KVCache], token_ids: jax.Array, positions: jax.Array, metadata: Metadata
@@ -338,7 +383,7 @@ class Runner:
         caches, scale = list(caches), 1 / math.sqrt(self.spec.head_dim)
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            if dense:  # it reads and writes no page
+            if dense:  # a dense pass uses no pages
                 return self.dense_backend.forward(q, k, v, None, metadata, scale=scale)[0]
             out, caches[layer] = self.backend.forward(
                 q, k, v, caches[layer], metadata, scale=scale, window=self.spec.windows[layer]
@@ -417,6 +462,11 @@ def _to_logprobs(values: Readout, rows: slice, num_top: int) -> TokenLogprobs:
 
 
 def page_bytes(backend: AttentionBackend, num_layers: int) -> int:
-    """Bytes of one page over all layers."""
+    """Return the bytes of one page over all layers.
+
+    Args:
+        backend: attention backend that allocates the pool.
+        num_layers: number of layers.
+    """
     leaves = jax.tree.leaves(jax.eval_shape(lambda: backend.allocate(1)))
     return num_layers * sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)

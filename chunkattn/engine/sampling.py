@@ -1,4 +1,4 @@
-"""Choosing tokens and reading log-probabilities, on the device, a block of rows at a time."""
+"""Functions that choose tokens and read log-probabilities on the device, for a block of rows at a time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from chunkattn.backends.base import StepArray
 from chunkattn.engine.buckets import buckets
 
 READ_ROWS = 64
-"""Highest number of rows whose logits exist at once: bounds the float32 `[rows, vocab]` array."""
+"""Limit on the rows whose logits exist at once; bounds the float32 `[rows, vocab]` array."""
 ROW_BUCKETS = buckets(8, READ_ROWS, 8)
-"""Sizes of a block of rows."""
+"""Sizes to which a block of rows is padded."""
 _LEAST_EDITS = 64
 
 
 class Edits(NamedTuple):
-    """Changes to single logits, `[R, A]` each; unused places hold an id outside the vocabulary.
+    """Changes to single logits, arrays `[R, A]`; unused entries hold an id outside the vocabulary.
 
     Attributes:
-        ids: int32, each at most once a row.
-        bias: float32, added first; -inf bans a token.
-        seen: bool, subject to the repetition penalty.
-        count: float32, occurrences in the output.
-        repetition, presence, frequency: float32 `[R, 1]`.
+        ids: int32 token ids, each at most once per row.
+        bias: float32 bias, added first; -inf bans a token.
+        seen: bool, True for tokens subject to the repetition penalty.
+        count: float32 number of occurrences in the output.
+        repetition: float32 `[R, 1]` repetition penalty.
+        presence: float32 `[R, 1]` presence penalty.
+        frequency: float32 `[R, 1]` frequency penalty.
     """
 
     ids: StepArray
@@ -42,11 +44,12 @@ class SampleInput(NamedTuple):
     """Sampling parameters of one block of `R` rows.
 
     Attributes:
-        temperature: float32 `[R]`, 0 is greedy.
-        keys: uint32 `[R, 2]`, threefry keys of the requests' seeds.
-        fold: int32 `[R, 2]`, sample and output position, folded into the key.
-        top_k: int32 `[R]`, the vocabulary's size keeps all.
-        top_p, min_p: float32 `[R]`, 1 and 0 keep all.
+        temperature: float32 `[R]`; 0 is greedy.
+        keys: uint32 `[R, 2]`, threefry keys from the requests' seeds.
+        fold: int32 `[R, 2]`, sample number and output position, folded into the key.
+        top_k: int32 `[R]`; the vocabulary size keeps all tokens.
+        top_p: float32 `[R]`; 1 keeps all tokens.
+        min_p: float32 `[R]`; 0 keeps all tokens.
     """
 
     temperature: StepArray
@@ -58,7 +61,14 @@ class SampleInput(NamedTuple):
 
 
 class Readout(NamedTuple):
-    """Log-probabilities of the raw distribution: `target` and `rank` `[R]`, `top_ids` and `top` `[R, K]`."""
+    """Log-probabilities of the raw distribution, one row for each of `R` rows.
+
+    Attributes:
+        target: float32 `[R]` log-probabilities of the target tokens.
+        rank: int32 `[R]` ranks of the target tokens, 1 for the likeliest.
+        top_ids: int32 `[R, K]` likeliest tokens, descending.
+        top: float32 `[R, K]` log-probabilities of `top_ids`.
+    """
 
     target: StepArray
     rank: StepArray
@@ -67,19 +77,30 @@ class Readout(NamedTuple):
 
 
 def empty_input(size: int, vocab_size: int) -> SampleInput:
-    """The arrays of a block of `size` rows of no request, to compile with."""
+    """Return parameters of a block of `size` rows without requests, for compilation.
+
+    Args:
+        size: number of rows `R`.
+        vocab_size: number of token ids.
+    """
     pairs = (np.zeros((size, 2), np.uint32), np.zeros((size, 2), np.int32))
     ones = np.ones(size, np.float32)
     return SampleInput(ones, *pairs, np.full(size, vocab_size, np.int32), ones, np.zeros(size, np.float32))
 
 
 def edit_widths(vocab_size: int) -> tuple[int, ...]:
-    """Sizes `A` of `Edits`; a row has at most the whole vocabulary to edit."""
+    """Return the sizes `A` of `Edits`, up to the whole vocabulary."""
     return buckets(min(_LEAST_EDITS, vocab_size), vocab_size, 16)
 
 
 def empty_edits(size: int, width: int, vocab_size: int) -> Edits:
-    """Edits of a block of `size` rows that change nothing."""
+    """Return edits of a block of `size` rows that change nothing.
+
+    Args:
+        size: number of rows `R`.
+        width: number of entries per row `A`.
+        vocab_size: number of token ids.
+    """
     return Edits(
         np.full((size, width), vocab_size, np.int32),
         np.zeros((size, width), np.float32),
@@ -91,7 +112,14 @@ def empty_edits(size: int, width: int, vocab_size: int) -> Edits:
 
 
 def apply_edits(logits: jax.Array, edits: Edits) -> jax.Array:
-    """Bias, then repetition (arXiv:1909.05858), presence and frequency penalties, `[R, V]`."""
+    """Return the logits `[R, V]` with the bias added, then repetition, presence and frequency penalties applied.
+
+    Source: arXiv:1909.05858 for the repetition penalty.
+
+    Args:
+        logits: float32 `[R, V]`.
+        edits: changes of the logits; a token is edited if its id is in `edits.ids`.
+    """
     rows = jnp.arange(len(logits))[:, None]
     value = logits.at[rows, edits.ids].get(mode="fill", fill_value=0.0) + edits.bias
     penalty = jnp.where(edits.seen, edits.repetition, 1.0)
@@ -101,10 +129,16 @@ def apply_edits(logits: jax.Array, edits: Edits) -> jax.Array:
 
 
 def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Mask what min-p, then top-k, then top-p leave out, `[R, V]`; ties at a threshold stay.
+    """Return the logits `[R, V]`, -inf for tokens that min-p, then top-k, then top-p exclude. Ties at a threshold stay.
 
-    Thresholds are found by bisection over the bits of float32, in 32 passes over the
-    logits: exact, and without sorting a vocabulary of 150,000.
+    Thresholds are found by bisection over the bits of float32, in 32 passes over the logits. The result is exact and needs
+    no sort of a vocabulary of 150,000.
+
+    Args:
+        logits: float32 `[R, V]`.
+        top_k: int32 `[R]`; V keeps all tokens.
+        top_p: float32 `[R]`; 1 keeps all tokens.
+        min_p: float32 `[R]`; 0 keeps all tokens.
     """
     keep = logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)[:, None]
     logits = jnp.where(keep, logits, -jnp.inf)
@@ -116,13 +150,13 @@ def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-    """float32 to int32 of the same order."""
+    """Map float32 to int32 of the same order."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
-    """Per row the largest `t` such that the weights where `order >= t` sum to `target` or more, `[R, 1]`."""
+    """Return `[R, 1]`, per row the largest `t` such that the weights where `order >= t` sum to `target` or more."""
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -137,16 +171,20 @@ def _threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Ar
 
 
 def choose(logits: jax.Array, given: SampleInput | None) -> jax.Array:
-    """Return int32 `[R]` token ids from logits float32 `[R, V]`, the likeliest without `given`.
+    """Return int32 `[R]` token ids chosen from logits float32 `[R, V]`: the likeliest if `given` is None.
 
-    The random numbers of a token depend on (seed, sample, output position) alone, so it
-    comes out the same in any company.
+    The random numbers of a token depend on seed, sample number and output position only, so the choice is independent of the
+    other rows of the batch.
+
+    Args:
+        logits: float32 `[R, V]`.
+        given: sampling parameters of the rows, or None.
     """
     likeliest = logits.argmax(-1)
     if given is None:
         return likeliest
     scaled = logits / jnp.where(given.temperature > 0, given.temperature, 1.0)[:, None]
-    # A branch of the one program: top_k, top_p and min_p must not make clients wait for a program of their own.
+    # Truncation is a branch of this program, so that no request waits for the compilation of a second one.
     limits = (jnp.asarray(given.top_k), jnp.asarray(given.top_p), jnp.asarray(given.min_p))
     truncates = (limits[0] < logits.shape[1]) | (limits[1] < 1) | (limits[2] > 0)
     scaled = jax.lax.cond(truncates.any(), lambda: truncate(scaled, *limits), lambda: scaled)
@@ -160,7 +198,13 @@ def choose(logits: jax.Array, given: SampleInput | None) -> jax.Array:
 
 
 def read(logits: jax.Array, targets: jax.Array, num_top: int) -> Readout:
-    """Log-probabilities of `targets` int32 `[R]` and of the `num_top` likeliest tokens, in float32."""
+    """Return the log-probabilities of `targets` int32 `[R]` and of the `num_top` likeliest tokens, in float32.
+
+    Args:
+        logits: float32 `[R, V]`.
+        targets: int32 `[R]` token ids.
+        num_top: number of likeliest tokens `K`.
+    """
     target = jnp.take_along_axis(logits, targets[:, None], axis=1)
     rank = 1 + (logits > target).sum(-1)
     top, top_ids = jax.lax.top_k(logits, num_top)
@@ -169,11 +213,16 @@ def read(logits: jax.Array, targets: jax.Array, num_top: int) -> Readout:
 
 
 def read_labels(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Log-probabilities float32 `[R, L]` of `labels` int32 `[R, L]`."""
+    """Return the log-probabilities, float32 `[R, L]`, of `labels` int32 `[R, L]`.
+
+    Args:
+        logits: float32 `[R, V]`.
+        labels: int32 `[R, L]` token ids.
+    """
     return _normalised(jnp.take_along_axis(logits, labels, axis=1), logits)
 
 
 def _normalised(some: jax.Array, logits: jax.Array) -> jax.Array:
-    """The log-softmax over all logits of some of each row's: nothing of the vocabulary's size is written."""
+    """Return the log-softmax of some logits of each row, without writing an array of the vocabulary's size."""
     maximum = logits.max(-1, keepdims=True)
     return some - maximum - jnp.log(jnp.exp(logits - maximum).sum(-1, keepdims=True))

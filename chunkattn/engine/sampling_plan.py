@@ -1,4 +1,4 @@
-"""`SamplingPlan`: the arrays with which a step samples up to `READ_ROWS` rows, made of their requests' parameters."""
+"""`SamplingPlan`: the arrays with which a step samples up to `READ_ROWS` rows, made from the requests' parameters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from chunkattn.engine.request import Sequence as Sample
 from chunkattn.engine.sampling import READ_ROWS, ROW_BUCKETS, Edits, SampleInput, edit_widths, empty_edits
 
 LOWEST_TEMPERATURE = 0.01
-"""Temperatures between 0 and this count as this, as in vLLM: dividing by less loses the logits' digits."""
+"""Minimum of temperatures above 0, as in vLLM: dividing by less loses the precision of the logits."""
 _NO_IDS = np.zeros(0, np.int64)
 
 
 class SampleRow(NamedTuple):
-    """A row of the step whose next token is sampled for `sequence`; `sample` is the number among the request's samples."""
+    """Row of a step from which the next token of a sample is drawn.
+
+    Attributes:
+        row: index of the row in the step.
+        sequence: sequence that computed the row; before a fork, the request's only one.
+        sample: number of the sample in the request.
+    """
 
     row: int
     sequence: Sample
@@ -27,7 +33,7 @@ class SampleRow(NamedTuple):
 
     @property
     def params(self) -> SamplingParams:
-        """Parameters of the row's request, a generation request."""
+        """Return the sampling parameters of the row's request, which is a generation request."""
         params = self.sequence.request.sampling
         assert params is not None
         return params
@@ -35,13 +41,13 @@ class SampleRow(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """One block of rows.
+    """Plan for one block of rows to sample from.
 
     Attributes:
         rows: rows of the step, at most `READ_ROWS`.
-        given: parameters, padded to one of `ROW_BUCKETS`; None when every row takes its likeliest token.
-        edits: changes of single logits, padded likewise; None when no row has any.
-        num_logprobs: for each row how many log-probabilities to return; None for none.
+        given: sampling parameters, padded to one of `ROW_BUCKETS`; None if every row takes its likeliest token.
+        edits: changes of single logits, padded likewise; None if no row has any.
+        num_logprobs: number of log-probabilities to return for each row; None for none.
     """
 
     rows: tuple[int, ...]
@@ -51,7 +57,12 @@ class SamplingPlan:
 
 
 def plan_sampling(rows: Sequence[SampleRow], vocab_size: int) -> Iterator[SamplingPlan]:
-    """Yield the plans of all rows, block by block."""
+    """Yield the plans of all rows, one for each block of up to `READ_ROWS` rows.
+
+    Args:
+        rows: rows of the step to sample from.
+        vocab_size: number of token ids.
+    """
     for first in range(0, len(rows), READ_ROWS):
         block = rows[first : first + READ_ROWS]
         size = bucket_for(len(block), ROW_BUCKETS)
@@ -64,7 +75,13 @@ def plan_sampling(rows: Sequence[SampleRow], vocab_size: int) -> Iterator[Sampli
 
 
 def sample_input(block: Sequence[SampleRow], size: int, vocab_size: int) -> SampleInput | None:
-    """Return the arrays of a block of rows, padded to `size`; None when every row takes its likeliest token."""
+    """Return the sampling parameters of a block, padded to `size` rows; None if every row takes its likeliest token.
+
+    Args:
+        block: rows to sample from.
+        size: one of `ROW_BUCKETS`.
+        vocab_size: number of token ids.
+    """
     params = [row.params for row in block]
     if all(p.greedy for p in params):
         return None
@@ -90,7 +107,13 @@ def _padded(rows: list[tuple[int, int]], size: int, dtype: type) -> np.ndarray:
 
 
 def edit_input(block: Sequence[SampleRow], size: int, vocab_size: int) -> Edits | None:
-    """Return the logits each row changes, or None when none does."""
+    """Return the changes of logits of a block, padded to `size` rows; None if no row has any.
+
+    Args:
+        block: rows to sample from.
+        size: one of `ROW_BUCKETS`.
+        vocab_size: number of token ids.
+    """
     per_row = [_edited_ids(row) for row in block]
     longest = max(map(len, per_row))
     if not longest:
@@ -102,7 +125,7 @@ def edit_input(block: Sequence[SampleRow], size: int, vocab_size: int) -> Edits 
         edits.presence[i], edits.frequency[i] = params.presence_penalty, params.frequency_penalty
         places = slice(0, len(ids))
         edits.ids[i, places] = ids
-        # Every output id is among the edited ones when a penalty needs it.
+        # If a penalty needs the output ids, all of them are among the edited ids.
         edits.count[i, places] = np.bincount(np.searchsorted(ids, output[np.isin(output, ids)]), minlength=len(ids))
         edits.seen[i, places] = (edits.count[i, places] > 0) | np.isin(ids, row.sequence.request.prompt_ids)
         for token, bias in _biases(row).items():
@@ -111,7 +134,7 @@ def edit_input(block: Sequence[SampleRow], size: int, vocab_size: int) -> Edits 
 
 
 def _biases(row: SampleRow) -> dict[int, float]:
-    """Token id to what is added to its logit; -inf bans it."""
+    """Return the bias of each biased token id; -inf bans the token."""
     params = row.params
     if len(row.sequence.output_ids) >= params.min_tokens:
         return dict(params.logit_bias)
@@ -120,13 +143,13 @@ def _biases(row: SampleRow) -> dict[int, float]:
 
 
 def _edited_ids(row: SampleRow) -> np.ndarray:
-    """Ascending distinct token ids whose logits this row changes."""
+    """Return the ascending distinct token ids whose logits this row changes."""
     params = row.params
     parts: list[np.ndarray | list[int]] = [[*_biases(row)]]
     if params.repetition_penalty != 1:
         parts.append(row.sequence.request.prompt_ids)
     if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
         parts.append(row.sequence.output_ids)
-    elif not parts[0]:  # most rows, at every step
+    elif not parts[0]:  # fast path, since most rows have no edits
         return _NO_IDS
     return np.unique(np.concatenate([np.asarray(p, np.int64) for p in parts]))

@@ -1,12 +1,12 @@
-"""Which tokens run in the next step.
+"""`Scheduler`: chooses the tokens that the next step computes.
 
-Running decodes first, one token each, then prefill spans of any size until the token
-budget is full: half for the first in order of priority and arrival, so that everybody's
-turn comes, and half for those with the fewest tokens to go, so that short prompts need
-not wait for long ones. A request is admitted when the pages of its prompt can be had;
-pages for what it generates are taken one by one, and when there are none the last in
-order is preempted, to be computed again later (what it had computed stays cached while
-there is room).
+Running decodes come first, one token each. Prefill spans of any size then fill the token budget. Half of the budget goes
+to the first request in order of priority and arrival, so that every request gets its turn. The other half goes to the
+sequences with the fewest tokens left, so that short prompts do not wait for long ones.
+
+A request is admitted when the pages of its prompt are available. Pages for its generated tokens are taken one by one. When
+no page is left, the scheduler preempts the last request in order, which is recomputed later. Its computed blocks stay cached
+while there is room.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sequence
 
 _LEAST_ROWS = 128
-"""Of a step that computes prompts beside decodes, however long that takes: reading the weights takes a while anyway."""
+"""Minimum rows of a step that computes prompts beside decodes: fewer save little time, as all weights are read anyway."""
 EXTRA_SPANS = 32
-"""A step has room for a span of every sequence, and so many more: parts found in the cache tear holes."""
+"""Spans that a step has room for beyond one per sequence, since cached parts split the tokens of a sequence."""
 
 
 class Span(NamedTuple):
-    """Tokens `start ... end - 1` of a sequence, to be computed in one step."""
+    """Tokens `start ... end - 1` of a sequence, computed in one step."""
 
     sequence: Sequence
     start: int
@@ -35,16 +35,16 @@ class Span(NamedTuple):
 
 
 class Scheduler:
-    """Waiting and running requests, both in order, and their blocks.
+    """Queues of waiting and running requests, both in order, and the blocks of the requests.
 
     Attributes:
         token_buckets: sizes `T` of a step's arrays.
-        trie: the cache, and through it every page.
-        waiting: not placed yet, or preempted.
-        running: hold their blocks.
-        pinned: completed precompute requests that go on holding theirs.
-        alone: the only request that may be placed, None when all may.
-        preemptions: requests sent back for want of pages so far.
+        trie: cache of blocks, which owns every page.
+        waiting: requests that are not placed yet, or are preempted.
+        running: requests that hold their blocks.
+        pinned: completed precompute requests that keep their blocks.
+        alone: the only request that may be placed; None if all may.
+        preemptions: number of preemptions for lack of pages.
     """
 
     def __init__(
@@ -69,26 +69,26 @@ class Scheduler:
         self.preemptions = 0
         self._touched: list[tuple[Sequence, Part, int]] = []
         self._span_of: dict[Sequence, int] = {}
-        self._refused: tuple[Request, tuple[int, int]] | None = None  # who could not be placed, and the room then
+        self._refused: tuple[Request, tuple[int, int]] | None = None  # request that could not be placed, and the room then
 
     @property
     def num_sequences(self) -> int:
-        """Sequences running or promised to a running request's samples."""
+        """Return the number of running sequences, including samples that running requests will fork."""
         return sum(r.samples if r.forks else len(r.sequences) for r in self.running)
 
-    # Requests in and out
+    # Requests
 
     def add(self, request: Request) -> None:
-        """Queue a request that fits the limits of the engine."""
+        """Queue a request, which must fit the limits of the engine."""
         insort(self.waiting, request, key=lambda r: r.order)
 
     def admit(self) -> Request | None:
-        """Place the first waiting request, if pages and sequences are there for it. Nobody overtakes.
+        """Place the first waiting request, if pages and sequences are available. No request overtakes another.
 
         Returns:
-            The request, None when it has to wait.
+            The request, or None if it has to wait.
         """
-        while (request := self._next) and not self._refused_still(request):
+        while (request := self._next) and not self._still_refused(request):
             if self._place(request):
                 self.waiting.remove(request)
                 insort(self.running, request, key=lambda r: r.order)
@@ -100,19 +100,19 @@ class Scheduler:
 
     @property
     def _next(self) -> Request | None:
-        """The waiting request to place next."""
+        """Return the waiting request to place next."""
         if self.alone is not None:
             return self.alone if self.alone in self.waiting else None
         return self.waiting[0] if self.waiting else None
 
     @property
     def _room(self) -> tuple[int, int]:
-        """Pages to be had, less one for every sequence that may grow; and sequences."""
+        """Return the available pages, less one for every sequence that may grow, and the available sequences."""
         growing = sum(len(r.sequences) for r in self.running if r.sampling)
         return self.trie.num_available - growing, self.max_num_seqs - self.num_sequences
 
-    def _refused_still(self, request: Request) -> bool:
-        """Whether the request was refused before and there is no more room since. Walking its blocks again costs."""
+    def _still_refused(self, request: Request) -> bool:
+        """Return whether the request was refused before and the room has not grown: walking its blocks again is slow."""
         if not self.running or self._refused is None or self._refused[0] is not request:
             return False
         return all(now <= then for now, then in zip(self._room, self._refused[1], strict=True))
@@ -122,7 +122,10 @@ class Scheduler:
         return request.samples <= sequences and self.placement.place(request, headroom=self.trie.num_available - pages)
 
     def _make_room(self, request: Request) -> bool:
-        """Preempt the last in order for a request of a better priority, if all of its like would make enough room."""
+        """Preempt the last running request for one of a better priority. Return whether it did.
+
+        Preemption happens only if all running requests of worse priority together would make enough room.
+        """
         worse = [r for r in self.running if r.priority > request.priority]
         held = {block for r in worse for s in r.sequences for block in s.held if block.page >= 0}
         pages, sequences = self._room
@@ -135,22 +138,22 @@ class Scheduler:
 
     @property
     def stuck(self) -> Request | None:
-        """The first in line, when nothing runs and still it could not be placed: pinned pages leave too few."""
+        """Return the first waiting request if nothing runs and it cannot be placed, because pinned pages leave too few."""
         return None if self.running else self._next
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to the waiting for want of pages."""
+        """Return a running request to the queue for lack of pages."""
         self.preemptions += 1
         self.send_back(request)
 
     def send_back(self, request: Request) -> None:
-        """Let a running or pinned request wait again, with what it has generated, and release its blocks."""
+        """Return a running or pinned request to the queue and release its blocks. It keeps its generated tokens."""
         (self.running if request in self.running else self.pinned).remove(request)
         self.placement.release(request)
         self.add(request)
 
     def finish(self, sequence: Sequence) -> None:
-        """Let a sequence go; its request leaves with its last sequence."""
+        """Remove a sequence and release its blocks. Its request is removed with its last sequence."""
         request = sequence.request
         if len(request.sequences) == 1:
             self.remove(request)
@@ -159,39 +162,39 @@ class Scheduler:
         request.sequences.remove(sequence)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is, and let go of everything it holds."""
+        """Remove a request from every queue and release its blocks."""
         for requests in (self.waiting, self.running, self.pinned):
             if request in requests:
                 requests.remove(request)
         self.placement.release(request)
 
     def pin(self, request: Request) -> None:
-        """Keep what a completed precompute request holds."""
+        """Keep the blocks of a completed precompute request."""
         self.running.remove(request)
         self.pinned.append(request)
 
     def restart(self, requests: Iterable[Request]) -> None:
-        """The pool is lost: these requests wait, in order, and the trie is empty, whatever state they were in."""
+        """Empty all queues and the trie after the loss of the pool, and queue `requests` in order, whatever their state."""
         self.waiting, self.running, self.pinned, self._touched, self._refused = [], [], [], [], None
         self.trie.reset()
         for request in requests:
             self.placement.forget(request)
             self.add(request)
 
-    # A step
+    # Steps
 
     def plan(self, beside_decodes: Callable[[], int] | None = None) -> list[Span]:
-        """The next step's spans, ascending within a sequence; empty when there is nothing to compute.
+        """Return the spans of the next step, ascending within a sequence; empty if there is nothing to compute.
 
         Args:
-            beside_decodes: how many rows a step may have that somebody's next token waits for; asked when it matters.
+            beside_decodes: returns the row limit of a step with decodes and prompts; called only for such a step.
         """
         self._touched, self._span_of = [], {}
         spans: list[Span] = []
         decoding = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed == 1]
         for sequence in decoding:
             self._grow(sequence)
-        decoding = [s for s in decoding if s.parts]  # the others have been preempted
+        decoding = [s for s in decoding if s.parts]  # drops the preempted ones
         filling = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed > 1]
         tokens = len(decoding) + sum(s.num_tokens - s.num_computed for s in filling)
         budget = min(trimmed(tokens, self.token_buckets), self.max_num_batched_tokens)
@@ -200,12 +203,12 @@ class Scheduler:
             budget = min(budget, max(size for size in self.token_buckets if size <= max(most, self.token_buckets[0])))
         for sequence in decoding:
             budget -= self._advance(sequence, 1, spans)
-        for sequence, limit in self._helpings(filling, budget):
+        for sequence, limit in self._prefill_turns(filling, budget):
             budget -= self._advance(sequence, min(limit, budget), spans)
         return spans
 
-    def _helpings(self, filling: list[Sequence], budget: int) -> Iterator[tuple[Sequence, int]]:
-        """Who may compute up to how many prompt tokens, in turn, as long as the budget lasts."""
+    def _prefill_turns(self, filling: list[Sequence], budget: int) -> Iterator[tuple[Sequence, int]]:
+        """Yield sequences, each with the number of prompt tokens it may compute, in turn; the caller stops at the budget."""
         if self.threshold is not None:
             yield from ((s, self.threshold) for s in filling)
         elif filling:
@@ -216,16 +219,15 @@ class Scheduler:
         yield from ((s, budget) for s in filling)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Find a page for the sequence's next token, preempting whoever is last, be it itself."""
+        """Find a page for the sequence's next token. Preempt the last request until a page is free, even the sequence's own."""
         while sequence.parts and not self.placement.grow(sequence):
             self.preempt(self.running[-1])
 
     def _advance(self, sequence: Sequence, room: int, spans: list[Span]) -> int:
-        """Plan up to `room` of a sequence's next tokens. Returns how many.
+        """Plan up to `room` of a sequence's next tokens. Return how many were planned.
 
-        In order, so that every slot before a planned one is filled when it runs. What another
-        sequence has planned of a shared block counts as filled: all rows of a step write
-        before any of them reads.
+        Tokens are planned in order, so that every slot before a planned one is filled when its token runs. Tokens of a shared
+        block that another sequence has planned count as filled: all rows of a step write before any of them reads.
         """
         taken = 0
         for part in sequence.parts[sequence.current :]:
@@ -246,7 +248,7 @@ class Scheduler:
         return taken
 
     def _emit(self, spans: list[Span], sequence: Sequence, start: int, count: int) -> bool:
-        """Add tokens to the spans, to the sequence's last where they adjoin; False when there is no room for a span."""
+        """Add tokens to the sequence's last span if they adjoin, else as a new span. Return False if no span is left."""
         last = self._span_of.get(sequence, -1)
         if last >= 0 and spans[last].end == start:
             spans[last] = Span(sequence, spans[last].start, start + count)
@@ -258,7 +260,7 @@ class Scheduler:
         return True
 
     def commit(self, spans: list[Span]) -> None:
-        """The planned step has run: what it computed is there for everybody."""
+        """Mark the tokens of the planned step as computed, for every request that shares their blocks."""
         for sequence, start, end in spans:
             if not sequence.output_ids:
                 sequence.request.computed[start:end] = True

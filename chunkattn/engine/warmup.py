@@ -1,4 +1,4 @@
-"""Warm-up: every program a request may need, compiled before one does."""
+"""`WarmUp`: compiles the programs that requests may need before they need them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class WarmUp:
-    """Compiles the step's variants, the readouts and what moves pages; of `packed_dense`, nothing.
+    """Warm-up of the step variants, the readouts and the copying of pages; `packed_dense` programs are left out.
 
     Args:
-        with_store: compile what moves pages to and from a KV store, too.
+        runner: runner whose programs are compiled.
+        batches: builder of the step variants.
+        meter: meter that is given one timed step of every token bucket.
+        with_store: whether to compile the programs that copy pages to and from a KV store.
     """
 
     def __init__(self, runner: Runner, batches: BatchBuilder, meter: RateMeter, *, with_store: bool) -> None:
@@ -28,20 +31,20 @@ class WarmUp:
 
     @property
     def late_compiles(self) -> int:
-        """Programs compiled after a warm-up had ended."""
+        """Return the number of programs compiled after the warm-up ended."""
         return 0 if self._compiled is None else self._runner.compiles.total() - self._compiled
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile everything.
+        """Compile every program.
 
         Args:
-            progress: called with the number of step variants done and in all.
+            progress: called with the number of step variants compiled and the total number.
 
         Returns:
-            Seconds it took.
+            Duration of the warm-up in seconds.
         """
         began, total, told = time.perf_counter(), len(self._batches.variants), -1
-        logger.info("warm-up: %d step variants; the first time they are compiled, later loaded", total)
+        logger.info("warm-up: %d step variants, compiled at the first start and loaded later", total)
         if progress:
             progress(0, total)
         for done in self._programs():
@@ -54,17 +57,17 @@ class WarmUp:
         return seconds
 
     def advance(self) -> bool:
-        """Compile one program, between two steps. Returns whether there are more."""
+        """Compile one program, between two steps. Return whether programs are left."""
         if self._running is None:
             self._running = self._programs()
         return next(self._running, None) is not None
 
     def stop(self) -> None:
-        """Compile nothing more."""
+        """Stop the warm-up."""
         self._running = iter(())
 
     def _programs(self) -> Iterator[int]:
-        """Compile one program at each `next`. Yields the number of step variants done."""
+        """Compile one program per iteration, and yield the number of step variants compiled."""
         sizes = self._batches.variants
         for done, (rows, width) in enumerate(sizes, 1):
             self._meter.forget()
