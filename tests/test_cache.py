@@ -286,7 +286,7 @@ def test_repeated_chunks_take_no_room(engine):
 
 def test_precompute_needs_a_cache_and_sound_input(engine):
     llm = engine("qwen3", enable_prefix_caching=False)
-    with pytest.raises(RequestError, match="keeps nothing"):
+    with pytest.raises(RequestError, match="has no cache"):
         llm.precompute([1], [[2]])
     llm = engine("qwen3")
     for prefix, documents in ((5, [[1]]), ([1], 5), ([1], ["text"])):

@@ -1,1 +1,1 @@
-"""Calls: arguments to jobs, engine outputs to results."""
+"""Calls of the API: turn arguments into jobs, and engine outputs into results."""

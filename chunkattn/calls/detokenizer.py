@@ -1,4 +1,4 @@
-"""Token ids to text as they come, never half a character."""
+"""`Detokenizer`: turns token ids into text as they arrive, in whole characters."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTEXT = 6
-"""Prompt tokens decoded along with the output: a tokenizer may treat the first token of a text differently."""
+"""Prompt tokens decoded together with the output, since a tokenizer may treat the first token of a text differently."""
 
 _UNKNOWN = "\ufffd"
-_AT_ONCE = 128
-"""Tokens that are decoded together: where one of them is half a character, all are decoded singly."""
-_LONGEST = 16
-"""Tokens that are held back: a character has four bytes, so this many are none, and each is decoded with all before it."""
+_DECODE_TOGETHER = 128
+"""Tokens decoded together. If one of them ends within a character, all are decoded one by one."""
+_MAX_HELD = 16
+"""Tokens held back at most: a character has at most four bytes, and each held token is decoded with all before it."""
 
 
 class Detokenizer:
     """Incremental text of one sample, cut at stop strings.
 
-    Tokens become text when it is asked for, any number at once: decoding one costs as much as decoding many. How often it
-    is asked for changes nothing in it. Where there are stop strings, each token is searched as it comes.
+    Tokens are decoded when the text is read, any number at once: decoding many costs as much as decoding one. The text does
+    not depend on how often it is read. With stop strings, each token is decoded and searched when it is added.
 
     Attributes:
-        stopped_by: the stop string that ended it, if one did.
+        stopped_by: stop string that ended the text, or None.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Detokenizer:
         self._stop, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
         self._ids = prompt_ids[-_CONTEXT:]
         self._before: str | None = self._decode(0, len(self._ids))
-        if self._before.endswith(_UNKNOWN):  # it ends within a character: no context is better
+        if self._before.endswith(_UNKNOWN):  # the context ends within a character, so it is dropped
             self._ids, self._before = [], ""
         self._text, self._num_generated, self._ended = "", 0, False
         self._begin, self._done = 0, len(self._ids)
@@ -51,19 +51,27 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """Everything so far but the bytes of an unfinished character, unless it is the end or they are too many for one."""
+        """Return the text so far, without the bytes of an unfinished character.
+
+        Such bytes are included at the end of the text, or when they are too many for a character.
+        """
         self._settle()
         return self._text
 
     def add(self, token_ids: Sequence[int], *, last: bool = False) -> bool:
-        """Take tokens, which may be the last; True when a stop string ended the text. Where there are any, one by one."""
+        """Add tokens, and return True if a stop string ended the text.
+
+        Args:
+            token_ids: new tokens; one at a time if there are stop strings.
+            last: whether these are the last tokens of the text.
+        """
         self._ids += token_ids
         self._num_generated += len(token_ids)
         self._ended = last
         return self._search()
 
     def flush(self) -> bool:
-        """The text ends here; True when a stop string turns up in what was held back."""
+        """End the text, and return True if the bytes held back complete a stop string."""
         self._ended = True
         return self._search()
 
@@ -75,12 +83,12 @@ class Detokenizer:
         return self._num_generated >= self._min_tokens and self._cut(searched)
 
     def _settle(self) -> None:
-        """Decode what is new, up to the last token that ends a character."""
+        """Decode the new tokens, up to the last token that ends a character."""
         end, state = len(self._ids), (len(self._ids), self._ended)
         if state == self._settled or self.stopped_by is not None:
             return
         self._settled = state
-        for until in (*range(self._done + _AT_ONCE, end, _AT_ONCE), end):
+        for until in (*range(self._done + _DECODE_TOGETHER, end, _DECODE_TOGETHER), end):
             new = self._new(until)
             if _UNKNOWN in new:
                 self._settle_singly(until)
@@ -88,17 +96,17 @@ class Detokenizer:
                 self._take(new, until)
 
     def _settle_singly(self, end: int) -> None:
-        # Some decoders give up a whole run of bytes for one that is astray: token by token, it harms no character before it.
+        # Some decoders drop a whole run of bytes for one invalid byte. Decoding by token keeps the characters before it.
         held = 0
         for until in range(self._done + 1, end + 1):
             new = self._new(until)
             held = held + 1 if new.endswith(_UNKNOWN) else 0
-            if held in (0, _LONGEST) or (self._ended and until == len(self._ids)):
+            if held in (0, _MAX_HELD) or (self._ended and until == len(self._ids)):
                 held = 0
                 self._take(new, until)
 
     def _new(self, until: int) -> str:
-        """The text that the tokens from `_done` on add to those before them."""
+        """Return the text that the tokens from `_done` to `until` add to those before them."""
         if self._before is None:
             self._before = self._decode(self._begin, self._done)
         now = self._decode(self._begin, until)
@@ -114,7 +122,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip)
 
     def _cut(self, searched: int) -> bool:
-        """Cut at the earliest stop string; what lies before `searched` was looked through already."""
+        """Cut the text at the earliest stop string, and return whether there is one; text before `searched` has none."""
         found = []
         for stop in self._stop:
             place = self._text.find(stop, max(searched - len(stop) + 1, 0))

@@ -21,15 +21,17 @@ from chunkattn.scoring import ScorePlanner
 
 
 class Frontend:
-    """One engine as its callers see it. Threads may share it.
+    """Entry of the calls of one engine. Threads may share it.
 
     Attributes:
-        tokenizer: None for an engine without one.
-        parser: from prompts to layouts.
-        decode: text of a token id, None without a tokenizer.
-        scores: chooses scoring algorithms.
-        limits: of the engine; set by `connect`.
-        intake: checks requests; set by `connect`.
+        config: options of the engine.
+        tokenizer: tokenizer, or None for an engine without one.
+        eos_token_ids: tokens that end a text.
+        parser: parser from prompts to layouts.
+        decode: function that returns the text of a token id, None without a tokenizer.
+        scores: planner that chooses scoring algorithms.
+        limits: limits of the engine; set by `connect`.
+        intake: checker of requests; set by `connect`.
     """
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
@@ -51,20 +53,24 @@ class Frontend:
         self.scores = ScorePlanner(config)
 
     def connect(self, limits: EngineLimits) -> None:
-        """Learn the limits of an engine whose cache is empty."""
+        """Store the limits of an engine whose cache is empty."""
         self.limits = limits
         self.intake = Intake(self.config, limits)
         self.scores.connect(limits)
 
     def new_id(self) -> str:
-        """Return a request id."""
+        """Return a new request id."""
         return str(next(self._ids))
 
     def parse(self, prompts: Prompt | Sequence[Prompt], chunk_aware: bool | None) -> list[ParsedPrompt]:
         """Parse one prompt or many.
 
+        Args:
+            prompts: prompt or list of prompts.
+            chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
+
         Raises:
-            RequestError: a prompt is malformed, or the checkpoint is no language model.
+            RequestError: a prompt is malformed, or the checkpoint is a sequence classifier.
         """
         self.intake.check_generates()
         listed = [prompts] if isinstance(prompts, (str, ChunkedPrompt, Mapping)) else as_list(prompts, "prompts")
@@ -78,6 +84,11 @@ class Frontend:
     ) -> list[ParsedPrompt]:
         """Parse one conversation or many.
 
+        Args:
+            messages: conversation or list of conversations.
+            documents: texts that become the chunks of every conversation.
+            template_options: options of the chat template.
+
         Raises:
             RequestError: as `parse`.
         """
@@ -89,18 +100,27 @@ class Frontend:
     def check_tokens(self, tokens: int, what: str, param: str) -> None:
         """Check the number of tokens that a call makes the engine compute.
 
+        Args:
+            tokens: number of tokens.
+            what: description of the tokens for the error message.
+            param: argument that the error names.
+
         Raises:
-            CapacityError: more than `max_tokens_per_call`.
+            CapacityError: `tokens` exceeds `max_tokens_per_call`.
         """
         if tokens > (most := self.config.max_tokens_per_call):
             text = f"{what} are {tokens} tokens, max_tokens_per_call is {most}; split the call"
             raise CapacityError(text, param=param)
 
     def check_count(self, count: int, name: str) -> None:
-        """Check the number of items or documents, before any is tokenized.
+        """Check the number of items or documents, before any of them is tokenized.
+
+        Args:
+            count: number of items or documents.
+            name: description for the error message; its first word is the argument that the error names.
 
         Raises:
-            RequestError: more than `max_items_per_request`.
+            RequestError: `count` exceeds `max_items_per_request`.
         """
         if count > (most := self.config.max_items_per_request):
             raise RequestError(f"{count} {name} exceed max_items_per_request {most}", param=name.split()[0])
@@ -109,8 +129,12 @@ class Frontend:
 def check_priorities(value: Any, count: int) -> list[int]:
     """Return one priority for each of `count` prompts.
 
+    Args:
+        value: one priority for all prompts, or a list with one each.
+        count: number of prompts.
+
     Raises:
-        RequestError: as `one_each`, or beyond 64 bits.
+        RequestError: as `one_each`, or a priority exceeds 64 bits.
     """
     listed = [int(rank) for rank in one_each(value, Integral, count, "priority")]
     for rank in listed:

@@ -1,4 +1,4 @@
-"""`GenerateJob`: prompts to requests, and tokens to `RequestOutput`s."""
+"""`GenerateJob`: turns prompts into requests, and tokens into `RequestOutput`s."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from chunkattn.parsers.arguments import check_salt, one_each, salt_key
 
 
 COST = "prompts and max_tokens of all samples"
-"""What `max_tokens_per_call` bounds."""
+"""Name in errors of the tokens that `max_tokens_per_call` bounds."""
 
 
 class GenerateJob:
-    """A call of `generate` or `chat`; see `chunkattn.calls.job.Job`.
+    """Job of a `generate` or `chat` call; see `chunkattn.calls.job.Job`.
+
+    Args:
+        requests: one request for each prompt.
+        builders: one builder for each prompt, in the same order.
+        tokens: number of tokens that the call may make the engine compute.
+        final_only: whether the caller reads only the last output of each prompt.
 
     Attributes:
-        builders: one for each prompt, in order.
-        tokens: tokens that the call may make the engine compute.
-        final_only: the caller wants each prompt's last output alone.
+        builders: one builder for each prompt, in order.
+        tokens: number of tokens that the call may make the engine compute.
+        final_only: whether the caller reads only the last output of each prompt.
     """
 
     unit = "prompts"
@@ -45,15 +51,15 @@ class GenerateJob:
         self.pins: Sequence[str] = ()
 
     def stages(self) -> Iterator[Sequence[GenerateRequest]]:
-        """All requests at once."""
+        """Yield all requests as one stage."""
         yield self._requests
 
     def take(self, output: EngineOutput) -> Taken:
-        """Take tokens, or the log-probabilities of a prompt."""
+        """Add new tokens, or the log-probabilities of a prompt, to the output."""
         builder, stop = self._by_id[output.request_id], None
         if isinstance(output, PromptLogprobsOutput):
             builder.add_prompt_logprobs(output)
-        # The engine may compute a few tokens of a sample more before it learns of the sample's stop string.
+        # The engine may compute a few more tokens of a sample before it learns of the stop string.
         elif isinstance(output, TokenOutput) and builder.output.outputs[output.sample].finish_reason is None:
             stop = output.sample if builder.add_tokens(output) else None
             self.done += builder.finished
@@ -73,23 +79,23 @@ def generate_job(
     cache_salt: str | None = None,
     final_only: bool = False,
 ) -> GenerateJob:
-    """Check a call of `generate` and make its requests.
+    """Check the arguments of `generate`, and return the job with its requests.
 
     Args:
-        frontend: of the engine.
-        prompts: parsed.
-        params: for all prompts, or one each; None for the defaults.
-        priority: for all prompts, or one each.
-        cache_salt: of the prompts that have none of their own.
+        frontend: frontend of the engine.
+        prompts: parsed prompts.
+        params: one set of parameters for all prompts, or one each; None for the defaults.
+        priority: one priority for all prompts, or one each.
+        cache_salt: salt of the prompts that have none of their own.
         final_only: see `AsyncLLM.generate`.
 
     Raises:
         RequestError: an argument is invalid, or the lists differ in length.
-        CapacityError: a prompt cannot fit, or together they exceed `max_tokens_per_call`.
+        CapacityError: a prompt cannot fit, or the prompts together exceed `max_tokens_per_call`.
     """
     salt = check_salt(cache_salt)
     listed = one_each(SamplingParams() if params is None else params, SamplingParams, len(prompts), "sampling_params")
-    # Where max_tokens is None, one token a sample is certain.
+    # Without max_tokens, count one token per sample.
     tokens = sum(generation_tokens(len(q.layout), p.n, p.max_tokens or 1) for q, p in zip(prompts, listed, strict=True))
     frontend.check_tokens(tokens, COST, "prompt")
     requests, builders = [], []

@@ -1,4 +1,4 @@
-"""The job of one call: the requests it sends, stage by stage, and the result that it makes of their outputs."""
+"""`Job`: the requests of one call, sent stage by stage, and the result made from their outputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Taken(NamedTuple):
-    """Consequences of an engine output.
+    """Consequences of one engine output.
 
     Attributes:
-        ended: the output was the last of its request.
-        stop: a sample whose text has ended at a stop string: the engine must end it, too.
+        ended: whether the output was the last of its request.
+        stop: number of a sample whose text ended at a stop string, so the engine must end it; None otherwise.
     """
 
     ended: bool
@@ -23,34 +23,34 @@ class Taken(NamedTuple):
 
 
 class Job(Protocol[T_co]):
-    """A call of any kind, driven by `LLM` and `AsyncLLM` alike.
+    """Call of any kind, driven by `LLM` and `AsyncLLM` alike.
 
-    The driver sends one stage, gives `take` every output of its requests, and goes on to the next stage when all of them
-    have ended. After the last stage it returns `result`. A driver that fails unpins `pins`.
+    The driver sends one stage, passes every output of its requests to `take`, and sends the next stage when all requests have
+    ended. After the last stage it returns `result`. A driver that fails unpins `pins`.
 
     Attributes:
-        unit: name of what `total` and `done` count.
+        unit: name of the things that `total` and `done` count.
     """
 
     unit: str
 
     @property
     def total(self) -> int:
-        """Number of prompts, items or documents."""
+        """Return the number of prompts, items or documents."""
         ...
 
     @property
     def done(self) -> int:
-        """Number of them that have ended."""
+        """Return the number of prompts, items or documents that have ended."""
         ...
 
     @property
     def pins(self) -> Sequence[str]:
-        """Ids of requests whose documents stay pinned."""
+        """Return the ids of requests whose documents stay pinned."""
         ...
 
     def stages(self) -> Iterator[Sequence[Message]]:
-        """Make the requests of one stage after the other.
+        """Yield the requests of one stage after the other.
 
         Raises:
             RequestError: a request exceeds a limit.
@@ -58,9 +58,9 @@ class Job(Protocol[T_co]):
         ...
 
     def take(self, output: EngineOutput) -> Taken:
-        """Take one output of a request that has not failed."""
+        """Process one output of a request that has not failed."""
         ...
 
     def result(self) -> T_co:
-        """Return the result of the call; every request has ended."""
+        """Return the result of the call, after every request has ended."""
         ...

@@ -1,4 +1,4 @@
-"""Engine outputs to what users get: text, log-probabilities by token, finish reasons."""
+"""`OutputBuilder`: turns engine outputs into text, log-probabilities by token and finish reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def token_decoder(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str | None]:
-    """Text of single tokens, remembered."""
+    """Return a cached function from a token id to its text."""
 
     @lru_cache(maxsize=65536)
     def decode(token_id: int) -> str | None:
@@ -25,7 +25,7 @@ def token_decoder(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], 
 
 
 class OutputBuilder:
-    """Builds one request's `RequestOutput` from the engine's outputs."""
+    """Builder of one request's `RequestOutput` from the engine's outputs."""
 
     def __init__(
         self,
@@ -64,13 +64,14 @@ class OutputBuilder:
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has ended."""
+        """Return whether every sample has ended."""
         return all(o.finish_reason for o in self.output.outputs)
 
     def add_tokens(self, event: TokenOutput) -> bool:
-        """Take tokens; True when a stop string has just ended their sample, which the engine must be told.
+        """Add tokens. Return True if a stop string ended their sample, which the engine then must end, too.
 
-        Where there are stop strings, they come one by one.
+        Args:
+            event: new tokens of a sample; one at a time if there are stop strings.
         """
         completion, detokenizer = self.output.outputs[event.sample], self._text[event.sample]
         completion.token_ids += event.token_ids
@@ -84,25 +85,25 @@ class OutputBuilder:
         completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
         if detokenizer is None:
             return False
-        if event.finish_reason == "stop":  # the token that ends a text is no part of it
+        if event.finish_reason == "stop":  # the text excludes the token that ends it
             stopped = detokenizer.add(event.token_ids[:-1]) or detokenizer.flush()
         else:
             stopped = detokenizer.add(event.token_ids, last=event.finish_reason is not None)
         if stopped:
             completion.finish_reason, completion.stop_reason = "stop", detokenizer.stopped_by
-        if completion.finish_reason:  # a reader of the growing output takes what it sees then as the whole text
+        if completion.finish_reason:  # a reader of the growing output may read the text now
             completion.text = detokenizer.text
         return stopped and event.finish_reason is None
 
     def read(self) -> RequestOutput:
-        """`output` with the texts as far as they have come."""
+        """Return `output` with the texts so far."""
         for completion, detokenizer in zip(self.output.outputs, self._text, strict=True):
             if detokenizer is not None:
                 completion.text = detokenizer.text
         return self.output
 
     def add_prompt_logprobs(self, event: PromptLogprobsOutput) -> None:
-        """Take the prompt's log-probabilities."""
+        """Add the prompt's log-probabilities."""
         self.output.prompt_logprobs = [
             self._entry(event.logprobs, i, token) if known else None
             for i, (token, known) in enumerate(zip(self._ids, event.known.tolist(), strict=True))

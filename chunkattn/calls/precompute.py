@@ -1,4 +1,4 @@
-"""`PrecomputeJob`: documents to requests that fill the cache, and what is cached to a `CacheReport`."""
+"""`PrecomputeJob`: turns documents into requests that fill the cache, and their results into a `CacheReport`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from chunkattn.rope.positions import make_layout
 from chunkattn.scoring.planner import STAGE_STEPS
 
 _MAX_STAGE_LAYOUT = 1 << 20
-"""Tokens of the requests of one stage, the prefix in each: 8 bytes a token."""
+"""Limit on the tokens of one stage, counting the prefix in every request: a layout takes 8 bytes per token."""
 
 
 class PrecomputeJob:
-    """A call of `precompute`, `lookup` or `forget`; see `chunkattn.calls.job.Job`.
+    """Job of a `precompute`, `lookup` or `forget` call; see `chunkattn.calls.job.Job`.
 
     Args:
-        request: makes the request of a group of documents, given their numbers; None where it holds no token.
-        groups: documents that share a request, by number.
-        prefix: token ids.
-        documents: token ids each.
-        pin: whether the requests pin.
-        max_stage_tokens: of the documents of one stage, where it has more than one request.
-        limits: of the engine.
+        request: returns the request of a group of documents, given their numbers; None if it has no token.
+        groups: groups of document numbers; each group is one request.
+        prefix: token ids of the prefix.
+        documents: token ids of each document.
+        pin: whether the requests pin their blocks.
+        max_stage_tokens: token limit of the documents in one stage; a single request may exceed it.
+        limits: limits of the engine.
 
     Attributes:
-        pins: ids of the requests made so far, if they pin.
+        pins: ids of the requests made so far, if `pin` is set.
     """
 
     unit = "documents"
@@ -53,11 +53,11 @@ class PrecomputeJob:
         self._pin, self._max_stage_tokens, self.limits = pin, max_stage_tokens, limits
         self.pins: list[str] = []
         self.total, self.done = len(groups), 0
-        self._places: dict[int, tuple[str, int]] = {}  # of every document: its request, and its chunk there
+        self._places: dict[int, tuple[str, int]] = {}  # request of every document, and its chunk there
         self._cached: dict[str, CachedTokens] = {}
 
     def stages(self) -> Iterator[list[PrecomputeRequest]]:
-        """Make the requests of one stage after the other."""
+        """Yield the requests of one stage after the other."""
         stage: list[PrecomputeRequest] = []
         tokens = laid_out = 0
         for group in self._groups:
@@ -77,26 +77,31 @@ class PrecomputeJob:
             yield stage
 
     def take(self, output: EngineOutput) -> Taken:
-        """Take the result of one request."""
+        """Process the result of one request."""
         if isinstance(output, PrecomputeResult):
             self._cached[output.request_id] = output.cached
             self.done += 1
         return Taken(ended=True)
 
     def found(self) -> CacheReport:
-        """Return the report of a job whose requests were looked up, not computed; see `note`."""
+        """Return the report of a job whose requests were looked up with `note`, and not computed."""
         report = self.result()
         return replace(report, documents=[replace(d, done=d.was_cached) for d in report.documents])
 
     def note(self, stage: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
-        """Take what is in memory of each request of a stage."""
+        """Record the tokens in memory for each request of a stage.
+
+        Args:
+            stage: requests of the stage.
+            cached: tokens in memory, one entry for each request.
+        """
         self._cached |= {request.request_id: found for request, found in zip(stage, cached, strict=True)}
 
     def check_room(self) -> None:
-        """Check that the pool holds all documents at once.
+        """Check that the pool can hold all documents at once.
 
         Raises:
-            CapacityError: it does not.
+            CapacityError: the pool is too small.
         """
         report = self.result()
         if report.fits < len(report.documents):
@@ -107,7 +112,7 @@ class PrecomputeJob:
             )
 
     def result(self) -> CacheReport:
-        """Return the sizes of the parts, and how many of the documents the pool holds."""
+        """Return the sizes of the parts, and the number of documents that fit the pool together."""
         limits, documents, fits = self.limits, [], 0
         page = -(-len(self._prefix) // limits.block_size)
         room, seen = limits.num_pages - page, set()
@@ -117,7 +122,7 @@ class PrecomputeJob:
             cached = self._cached.get(request_id)
             was_cached = not ids or (cached is not None and cached.chunks[place] == len(ids))
             documents.append(CachedDocument(len(ids), pages * limits.page_bytes, was_cached, cached is not None or not ids))
-            room -= 0 if tuple(ids) in seen else pages  # one that comes again shares its pages
+            room -= 0 if tuple(ids) in seen else pages  # equal documents share pages
             seen.add(tuple(ids))
             fits += room >= 0
         return CacheReport(
@@ -140,15 +145,24 @@ def precompute_job(
     template_options: Mapping[str, Any] | None = None,
     priority: int = 0,
 ) -> PrecomputeJob:
-    """Check a call of `precompute`, `lookup` or `forget`.
+    """Check the arguments of `precompute`, `lookup` or `forget`, and return the job.
+
+    Args:
+        frontend: frontend of the engine.
+        prefix: see `LLM.precompute`.
+        documents: see `LLM.precompute`.
+        cache_salt: see `LLM.generate`.
+        pin: see `LLM.precompute`.
+        template_options: options of the chat template.
+        priority: rank in the queue; lower goes first.
 
     Raises:
         RequestError: a part is malformed or too long, or there are more than `max_items_per_request` documents.
-        CapacityError: more than `max_tokens_per_call`, or `pin` and the pool is too small for all documents.
+        CapacityError: the call exceeds `max_tokens_per_call`, or `pin` is set and the pool is too small for all documents.
     """
     config = frontend.config
     if not config.enable_prefix_caching:
-        raise RequestError("this engine keeps nothing: enable_prefix_caching is False", param="documents")
+        raise RequestError("this engine has no cache: enable_prefix_caching is False", param="documents")
     if not isinstance(pin, bool):
         raise RequestError(f"pin must be True or False, got {pin!r}", param="pin")
     (rank,), salt = check_priorities(priority, 1), salt_key(cache_salt)
@@ -157,7 +171,7 @@ def precompute_job(
     prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, template_options)
     if not prefix_ids and not chunks:
         raise RequestError("there is neither a prefix nor a document", param="documents")
-    # Under shared positions every document stands alone; else all of them are one sequence.
+    # Under shared positions every document is independent; otherwise all documents form one sequence.
     alone = config.position_strategy == "shared" and chunks
     groups = [[number] for number in range(len(chunks))] if alone else [list(range(len(chunks)))]
     frontend.check_tokens(precompute_tokens(len(prefix_ids), [*map(len, chunks)]), "prefix and documents", "documents")
@@ -168,7 +182,7 @@ def precompute_job(
             return None  # an empty document behind an empty prefix
         return PrecomputeRequest(frontend.new_id(), layout, salt, pin, priority=rank)
 
-    for group in groups:  # each is thrown away: the layouts of many documents would need much memory
+    for group in groups:  # discards each request, as the layouts of many documents need much memory
         _check(frontend, request(group), group)
     job = PrecomputeJob(
         request,
@@ -185,7 +199,7 @@ def precompute_job(
 
 
 def _check(frontend: Frontend, request: PrecomputeRequest | None, group: Sequence[int]) -> None:
-    """Check a request by the names of the documents that are its chunks."""
+    """Check a request; errors name the documents instead of the chunks."""
     if request is None:
         return
     try:

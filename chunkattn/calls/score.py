@@ -1,4 +1,4 @@
-"""`ScoreJob`: queries and items to requests, and label log-probabilities to scores or a ranking."""
+"""`ScoreJob`: turns queries and items into requests, and label log-probabilities into scores or a ranking."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ListedItems = Sequence[Sequence[str]] | Sequence[Sequence[Sequence[int]]]
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Options of `LLM.score`, which describes them."""
+    """Options of `LLM.score`, documented there."""
 
     labels: Sequence[str] | None
     label_token_ids: Sequence[int] | None
@@ -43,12 +43,12 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class ScoreJob(Generic[T]):
-    """A call of `score` or `rerank`; see `chunkattn.calls.job.Job`.
+    """Job of a `score` or `rerank` call; see `chunkattn.calls.job.Job`.
 
     Args:
-        plans: one for each query.
-        result: makes the result of the queries' scores.
-        max_stage_tokens: highest number of tokens for which the stages of several queries become one.
+        plans: one plan for each query.
+        result: makes the result from the scores of all queries.
+        max_stage_tokens: limit on the tokens of a stage that merges the stages of several queries.
     """
 
     unit = "items"
@@ -60,7 +60,7 @@ class ScoreJob(Generic[T]):
         self.pins: Sequence[str] = ()
 
     def stages(self) -> Iterator[Stage]:
-        """Make the requests of one stage after the other, one query behind the other."""
+        """Yield the requests of one stage after the other, in the order of the queries."""
         waiting: Stage = []
         tokens = 0
         for plan in self._plans:
@@ -78,7 +78,7 @@ class ScoreJob(Generic[T]):
             yield waiting
 
     def take(self, output: EngineOutput) -> Taken:
-        """Take the result of one request."""
+        """Process the result of one request."""
         if isinstance(output, (ScoreResult, PrecomputeResult)):
             self.done += self._by_id.pop(output.request_id).add(output)
         return Taken(ended=True)
@@ -102,10 +102,23 @@ def score_job(
     cache_salt: str | None = None,
     priority: int = 0,
 ) -> ScoreJob[ScoreOutput | list[ScoreOutput]]:
-    """Check a call of `LLM.score` and choose its algorithms. No request is made before a stage is asked for.
+    """Check the arguments of `LLM.score`, choose the algorithms and return the job. Requests are made stage by stage.
+
+    Args:
+        frontend: frontend of the engine.
+        query: see `LLM.score`.
+        items: see `LLM.score`.
+        labels: see `LLM.score`.
+        label_token_ids: see `LLM.score`.
+        apply_softmax: see `LLM.score`.
+        item_first: see `LLM.score`.
+        algorithm: see `LLM.score`.
+        packed_ids: see `LLM.score`.
+        cache_salt: see `LLM.generate`.
+        priority: rank in the queue; lower goes first.
 
     Raises:
-        RequestError: queries, items or labels are malformed, or the algorithm cannot serve them; in a list of queries the
+        RequestError: queries, items or labels are malformed, or the algorithm cannot serve them. For a list of queries the
             message names the query.
         CapacityError: the call would compute more than `max_tokens_per_call`.
     """
@@ -141,10 +154,22 @@ def rerank_job(
     cache_salt: str | None = None,
     priority: int = 0,
 ) -> ScoreJob[RerankOutput]:
-    """Check a call of `LLM.rerank` and choose its algorithm. Documents are scored as the items of one query.
+    """Check the arguments of `LLM.rerank`, choose the algorithm and return the job, which scores documents as items.
+
+    Args:
+        frontend: frontend of the engine.
+        query: see `LLM.rerank`.
+        documents: see `LLM.rerank`.
+        top_n: see `LLM.rerank`.
+        instruction: see `LLM.rerank`.
+        template: see `LLM.rerank`.
+        max_tokens_per_doc: see `LLM.rerank`.
+        algorithm: see `LLM.score`.
+        cache_salt: see `LLM.generate`.
+        priority: rank in the queue; lower goes first.
 
     Raises:
-        RequestError: an argument is malformed, a document too long, or the checkpoint a classifier of several classes.
+        RequestError: an argument is malformed, a document is too long, or the checkpoint is a classifier of several classes.
         CapacityError: the call would compute more than `max_tokens_per_call`.
     """
     if (classes := frontend.limits.num_labels) not in (None, 1):
@@ -167,7 +192,7 @@ def rerank_job(
     try:
         scored = query_items(frontend, plan.prefix, plan.items, labels=labels, delimited=False)
         return _job(frontend, [scored], lambda outs: plan.ranked(outs[0]), labels, True, algorithm, cache_salt, priority)
-    except RequestError as error:  # by the names of this call
+    except RequestError as error:  # translate to the argument names of this call
         names = {"items": "documents", "label_token_ids": "template"}
         raise error.renamed(error.part, names.get(error.param or "", error.param)) from None
 
@@ -225,17 +250,17 @@ def query_items(
     """Tokenize and check one query and its items.
 
     Args:
-        frontend: of the engine.
+        frontend: frontend of the engine.
         query: text or token ids.
-        items: texts or token ids, as the query is.
-        packed_ids: instead of both.
-        labels: token ids.
+        items: texts or token ids, of the same kind as the query.
+        packed_ids: packed token ids, instead of query and items.
+        labels: token ids of the labels.
         item_first: see `LLM.score`.
-        delimited: no part may hold the engine's delimiter, if it has one.
-        known: token ids of the lists of items of this call, by the list's identity; new ones are added.
+        delimited: whether to reject parts that hold the engine's delimiter, if it has one.
+        known: token ids of the item lists of this call, by the identity of the list; new lists are added.
 
     Raises:
-        RequestError: malformed query, items or labels.
+        RequestError: the query, items or labels are malformed.
     """
     delimiter = frontend.config.multi_item_scoring_delimiter
     if packed_ids is not None:
@@ -252,7 +277,7 @@ def query_items(
 
 
 def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """Token ids of a packed query and its items."""
+    """Return the token ids of a packed query and of its items."""
     delimiter = frontend.config.multi_item_scoring_delimiter
     if delimiter is None:
         raise RequestError("packed_ids need the engine option multi_item_scoring_delimiter", param="packed_ids")
@@ -266,7 +291,7 @@ def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int
 def _tokenized(
     frontend: Frontend, query: Any, items: Any, known: dict[int, list[list[int]]]
 ) -> tuple[list[int], list[list[int]], list[int]]:
-    """Token ids of query and items, and of text the leading special tokens."""
+    """Return the token ids of the query, of the items, and of the leading special tokens if query and items are text."""
     if query is None or items is None:
         raise RequestError("score needs a query and items", param="query" if query is None else "items")
     given, items = id(items), as_list(items, "items")
@@ -284,7 +309,7 @@ def _tokenized(
 
 
 def _check(frontend: Frontend, query: list[int], items: list[list[int]], leading: list[int], labels: tuple[int, ...]) -> None:
-    """Check every limit that does not depend on the algorithm, by the names the caller knows."""
+    """Check every limit that is independent of the algorithm; errors use the caller's names."""
     limits, longest = frontend.limits, frontend.config.max_chunk_len
     slots = max_request_tokens(limits)
     named = [("query", query, "query"), *((f"item {i}", item, "items") for i, item in enumerate(items))]
