@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the asyncio API, the engine in a process of its own."""
+"""`AsyncLLM`: the asyncio API, with the engine in a separate process."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ T = TypeVar("T")
 
 
 class AsyncLLM:
-    """A model whose engine runs in a process of its own, which is started again when it dies or hangs.
+    """Model whose engine runs in a separate process, which is restarted when it dies or hangs.
 
-    Belongs to the event loop it is started in. Compiles every step variant at the start unless `warmup=False`; when the
-    engine is started again, beside its first requests. The engine's process sees this one's environment variables but none of
-    its Python objects: an attention backend of your own must come through the entry-point group `chunkattn.backends`, one
-    registered by decorator alone is not found, and JAX options must be set by variables, not by `jax.config`. This process
-    itself uses no accelerator.
+    The instance belongs to the event loop it is started in. It compiles every step variant at the start unless
+    `warmup=False`. A restarted engine compiles them beside its first requests.
+
+    The engine's process inherits the environment variables of this process and none of its Python objects. Register your own
+    attention backend through the entry-point group `chunkattn.backends`, since the engine cannot see one registered by the
+    decorator. Set JAX options by variables instead of `jax.config`. This process itself uses no accelerator.
 
     Example:
         >>> async with AsyncLLM(enable_chunk_aware=True) as llm:  # doctest: +SKIP
@@ -49,12 +50,12 @@ class AsyncLLM:
         ...         print(output.outputs[0].text)
 
     Args:
-        model: a local Hugging Face folder, a hub id, or None for the bundled demo model.
-        **options: see `chunkattn.config.EngineConfig`.
+        model: local Hugging Face folder or hub id; None for the bundled demo model.
+        **options: other fields of `chunkattn.config.EngineConfig`, by name.
 
     Attributes:
-        client: of the engine's process.
-        config: as given.
+        client: client of the engine's process.
+        config: options of the engine.
 
     Raises:
         ConfigError: an option is unknown or invalid.
@@ -67,25 +68,29 @@ class AsyncLLM:
         self._frontend: Frontend | None = None
         self._generations: dict[str, tuple[InflightRequests, GenerateJob | None]] = {}
 
-    # Life
+    # Start and stop
 
     @classmethod
     async def start(cls, model: str | None = None, **options: Any) -> AsyncLLM:
-        """A started engine, to be closed with `close`.
+        """Start an engine. The caller closes it with `close`.
+
+        Args:
+            model: see `AsyncLLM`.
+            **options: see `AsyncLLM`.
 
         Raises:
-            ConfigError, ModelError, BackendError: it cannot be built.
-            EngineDeadError: its process died three times.
+            ConfigError, ModelError, BackendError: the engine cannot be built.
+            EngineDeadError: the engine's process died three times.
         """
         llm = cls(model, **options)
         await llm.open()
         return llm
 
     async def open(self) -> None:
-        """Start the engine and wait until it is ready; what `start` and `async with` do.
+        """Start the engine and wait until it is ready, as `start` and `async with` do.
 
         Raises:
-            ChunkAttnError: as `start`; the engine is closed then.
+            ChunkAttnError: as `start`; the engine is then closed.
         """
         try:
             files = await asyncio.to_thread(open_files, self.config)
@@ -96,7 +101,7 @@ class AsyncLLM:
             raise
 
     def _warming(self, done: int, total: int) -> None:
-        """Show the progress of the warm-up, where stderr is a terminal."""
+        """Show the progress of the warm-up when stderr is a terminal."""
         if self._bar is None:
             self._bar = tqdm(total=total, unit="program", desc="warm-up", disable=None, dynamic_ncols=True)
         self._bar.update(done - self._bar.n)
@@ -113,19 +118,19 @@ class AsyncLLM:
         await self.close()
 
     async def close(self, grace_s: float | None = None) -> None:
-        """End the engine; all callers get `EngineDeadError`. Closing twice is fine.
+        """Stop the engine. All waiting callers get `EngineDeadError`. A second call does nothing.
 
         Args:
-            grace_s: seconds it gets to finish its step and to write to its KV store; None is 60 with a store, else 10.
+            grace_s: seconds for the engine to finish its step and to write to its KV store; None is 60 with a store, else 10.
         """
         await self.client.close((60.0 if self.config.kv_store else 10.0) if grace_s is None else grace_s)
 
     @property
     def frontend(self) -> Frontend:
-        """Parses what users send.
+        """Return the frontend, which parses prompts.
 
         Raises:
-            EngineDeadError: not started.
+            EngineDeadError: the engine has not been started.
         """
         if self._frontend is None:
             raise EngineDeadError("the engine has not been started")
@@ -136,30 +141,30 @@ class AsyncLLM:
 
     @property
     def state(self) -> str:
-        """`"starting"`, `"ready"`, `"restarting"`, `"failed"` or `"closed"`; see `EngineClient`."""
+        """Return `"starting"`, `"ready"`, `"restarting"`, `"failed"` or `"closed"`; see `EngineClient`."""
         return self.client.state
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
+        """Return whether the engine accepts requests."""
         return self.client.is_ready
 
     @property
     def limits(self) -> EngineLimits:
-        """What the engine can hold.
+        """Return the sizes and limits of the engine.
 
         Raises:
-            EngineDeadError: it has never been ready.
+            EngineDeadError: the engine has never been ready.
         """
         if self.client.limits is None:
             raise EngineDeadError("the engine has not been started")
         return self.client.limits
 
     async def metrics(self) -> str:
-        """The engine's metrics in Prometheus' text format.
+        """Return the engine's metrics in Prometheus' text format.
 
         Raises:
-            EngineDeadError: it is not ready, or dies.
+            EngineDeadError: the engine is not ready, or dies.
         """
         return await self.client.metrics()
 
@@ -178,29 +183,29 @@ class AsyncLLM:
         final_only: bool = False,
         snapshots: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt, yielding all there is so far whenever there is more.
+        """Continue a prompt, and yield the output so far whenever it grows.
 
-        Closing the iterator or cancelling its task aborts the request. A slow caller misses intermediate outputs, never
-        the last one.
+        Closing the iterator or cancelling its task aborts the request. A slow caller misses intermediate outputs but always
+        gets the last one.
 
         Args:
-            prompt: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt`, or one parsed already.
-            sampling_params: defaults when None.
-            request_id: for `abort`; one is made up when None.
-            chunk_aware: split text and ids at the separator; None is the engine's `enable_chunk_aware`.
-            cache_salt: share the cache with requests of the same salt alone.
-            priority: the lower goes first.
-            timeout: seconds until it is aborted.
-            final_only: yield the last output alone; of a request that `abort` has ended, it may lack tokens.
-            snapshots: yield copies. False yields one output that grows, for callers who read it before they ask for the
-                next: copying all tokens at every token takes time in the square of their number.
+            prompt: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt` or `ParsedPrompt`.
+            sampling_params: parameters of the text; None for the defaults.
+            request_id: id for `abort`; None makes one up.
+            chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
+            cache_salt: salt of the cache; only requests of equal salt share cached blocks.
+            priority: rank in the queue; lower goes first.
+            timeout: seconds after which the request is aborted.
+            final_only: yield only the last output. After `abort`, this output may lack tokens.
+            snapshots: yield copies. False yields one growing output, which the caller must read before asking for the next;
+                copying all tokens at every token takes time in the square of their number.
 
         Raises:
-            RequestError: prompt or parameters are invalid, or the checkpoint is a sequence classifier; nothing has been
-                sent then.
-            QueueFullError: `max_queued_requests` are on their way already.
+            RequestError: the prompt or a parameter is invalid, or the checkpoint is a sequence classifier. The error comes
+                before the request is sent.
+            QueueFullError: `max_queued_requests` calls are under way already.
             EngineError: a step failed.
-            EngineDeadError: the engine is not ready, or died.
+            EngineDeadError: the engine is not ready, or dies.
             DeadlineExceededError: `timeout` has passed.
         """
 
@@ -224,22 +229,22 @@ class AsyncLLM:
         snapshots: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one conversation, yielding as `generate` does.
+        """Answer one conversation, and yield outputs as `generate` does.
 
         Args:
-            messages: the conversation.
+            messages: messages of the conversation.
             sampling_params: see `generate`.
-            documents: become its chunks; see `LLM.chat`.
+            documents: texts that become chunks; see `LLM.chat`.
             request_id: see `generate`.
             cache_salt: see `generate`.
             priority: see `generate`.
             timeout: see `generate`.
             final_only: see `generate`.
             snapshots: see `generate`.
-            chat_template_kwargs: passed to the chat template.
+            chat_template_kwargs: options of the chat template.
 
         Raises:
-            RequestError: no user message, no usable chat template, or as `generate`.
+            RequestError: the conversation has no user message, the chat template is missing or unusable, or as `generate`.
             ChunkAttnError: as `generate`.
         """
 
@@ -252,10 +257,10 @@ class AsyncLLM:
     def stream(
         self, job: GenerateJob, *, timeout: float | None = None, snapshots: bool = True
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a job of one prompt that `generate_job` has made, yielding as `generate` does.
+        """Run a job of one prompt made by `generate_job`, and yield outputs as `generate` does.
 
         Args:
-            job: of this engine's `frontend`.
+            job: job made with this engine's `frontend`.
             timeout: see `generate`.
             snapshots: see `generate`.
 
@@ -278,7 +283,7 @@ class AsyncLLM:
             self._generations[name] = call, None
             try:
                 job = made if isinstance(made, GenerateJob) else await call.prepare(made)
-                if call.done:  # aborted before it began
+                if call.done:  # aborted before its start
                     return
                 (builder,) = job.builders
                 builder.output.request_id = name
@@ -288,7 +293,7 @@ class AsyncLLM:
                 ended = False
                 while not ended:
                     await call.wait()
-                    ended = builder.finished  # before the caller gets its turn, in which more may come
+                    ended = builder.finished  # read before the yield, during which more outputs may arrive
                     if ended or not job.final_only:
                         output = builder.read()
                         yield snapshot(output) if snapshots and not ended else output
@@ -296,9 +301,13 @@ class AsyncLLM:
                 del self._generations[name]
 
     async def abort(self, request_id: str) -> None:
-        """End a generation, wherever it is awaited; its last output says `finish_reason="abort"`.
+        """End a generation. Its last output has `finish_reason="abort"`.
 
-        Ids not running are ignored, for it may just have finished. One that has not begun ends without any output.
+        A generation that has not begun ends without an output. Ids that are not running are ignored, since the generation
+        may just have finished.
+
+        Args:
+            request_id: id that was given to `generate` or `chat`.
         """
         call, job = self._generations.get(request_id, (None, None))
         for completion in job.result()[0].outputs if job else []:
@@ -309,7 +318,7 @@ class AsyncLLM:
     # Scoring
 
     @overload
-    async def score(  # type: ignore[overload-overlap]  # a str is a Sequence[str], too
+    async def score(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
         self,
         query: Query | None = None,
         items: Items | None = None,
@@ -343,17 +352,17 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
     ) -> ScoreOutput | list[ScoreOutput]:
-        """P(label | query + item) for every item; arguments are those of `LLM.score`.
+        """Return P(label | query + item) for every item; arguments are those of `LLM.score`.
 
         Args:
             query: text or token ids, or a list of either.
-            items: all text, or all token ids, as the query is; for a list of queries, a list of items each, or one list of
-                items for all of them. Text is tokenized without special tokens.
-            labels: texts of one token each, whose probability after the item is the score; or
-            label_token_ids: the tokens themselves. A sequence classifier takes neither: its scores are the softmax over its
-                classes, or the sigmoid of its only one.
-            apply_softmax: normalise over the labels instead of the whole vocabulary; nothing to a classifier.
-            item_first: score item + query instead.
+            items: texts or token ids, of the same kind as the query. For a list of queries, one list of items per query, or one
+                list of items for all queries. Text is tokenized without special tokens.
+            labels: texts of one token each; the score is the probability of the label after the item.
+            label_token_ids: token ids of the labels, instead of `labels`. A sequence classifier takes no labels: its scores are
+                the softmax over its classes, or the sigmoid of its only class.
+            apply_softmax: normalise over the labels instead of the whole vocabulary; ignored for a classifier.
+            item_first: score item + query instead, which shares nothing between items.
             algorithm: see `LLM.score`.
             packed_ids: see `LLM.score`.
             cache_salt: see `generate`.
@@ -361,7 +370,7 @@ class AsyncLLM:
             timeout: see `generate`.
 
         Raises:
-            RequestError: malformed query, items or labels; nothing has been sent then.
+            RequestError: the query, items or labels are malformed. The error comes before any request is sent.
             ChunkAttnError: as `generate`.
         """
         return await self._run(
@@ -396,28 +405,29 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
     ) -> RerankOutput:
-        """Rank documents by their relevance to a query: the chance of "yes" against "no" as the model's answer.
+        """Rank documents by their relevance to a query: the probability of "yes" against "no" as the model's answer.
 
-        Instruction and query come first in the prompt, so all documents share them. Special tokens written in instruction,
-        query or documents are tokenized as text.
+        Instruction and query come first in the prompt, so that all documents share them. The text of special tokens in
+        instruction, query or documents is tokenized as plain text.
 
         Args:
-            query: what documents are judged by.
-            documents: texts; `[]` gives no results.
-            top_n: how many of the best to return; None is all.
-            instruction: what the query wants, instead of the template's own.
-            template: one's name (`chunkattn.scoring.rerank.TEMPLATES`) or your own; None picks by the model's name.
-            max_tokens_per_doc: a document's tokens beyond these are cut; None cuts nothing.
+            query: text that documents are judged by.
+            documents: texts; an empty list gives no results.
+            top_n: number of best documents to return; None for all.
+            instruction: description of what the query wants, instead of the template's own.
+            template: name of a template (`chunkattn.scoring.rerank.TEMPLATES`) or a template; None chooses by the model's name.
+            max_tokens_per_doc: number of tokens to which a document is cut; None cuts nothing.
             algorithm: see `score`.
             cache_salt: see `generate`.
             priority: see `generate`.
             timeout: see `generate`.
 
         Returns:
-            The best first, equal ones as they came.
+            The best document first; documents of equal score keep their order.
 
         Raises:
-            RequestError: an argument is invalid, or a document too long and not cut; nothing has been sent then.
+            RequestError: an argument is invalid, or a document is too long and not cut. The error comes before any request is
+                sent.
             ChunkAttnError: as `generate`.
         """
         return await self._run(
@@ -450,23 +460,23 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> CacheReport:
-        """Compute the K/V of a prefix and documents ahead of use. Nothing stays, pinned or not, when the engine dies.
+        """Compute the K/V of a prefix and documents ahead of use. Cached and pinned blocks are lost when the engine dies.
 
         Args:
-            prefix: as it will stand in the prompts, text or token ids, or the messages before the first of the user's.
-            documents: all text, or all token ids, as the prefix is.
-            pin: keep them until `unpin`, whatever else needs pages.
+            prefix: text or token ids exactly as in the later prompts, or the messages before the first user message.
+            documents: texts or token ids, of the same kind as the prefix.
+            pin: keep the blocks until `unpin`, even when other requests need pages.
             cache_salt: see `generate`.
             priority: see `generate`.
-            chat_template_kwargs: as they will be given to `chat`.
+            chat_template_kwargs: the same options as in the later calls of `chat`.
             timeout: see `generate`.
 
         Returns:
-            Tokens and bytes of every document, and how many fit the pool together.
+            Tokens and bytes of every document, and the number of documents that fit the pool together.
 
         Raises:
-            RequestError: malformed or too long; nothing has been sent then.
-            CapacityError: `pin` and not all of them fit; nothing stays pinned then.
+            RequestError: a part is malformed or too long. The error comes before any request is sent.
+            CapacityError: `pin` is set and the documents do not all fit. No block of the call stays pinned.
             ChunkAttnError: as `generate`.
         """
         return await self._run(
@@ -491,11 +501,17 @@ class AsyncLLM:
         cache_salt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> CacheReport:
-        """As `precompute`, but nothing is computed: `done` and `was_cached` tell which documents are in memory now.
+        """Return which documents are in memory, as `done` and `was_cached`, without computing anything.
+
+        Args:
+            prefix: see `precompute`.
+            documents: see `precompute`.
+            cache_salt: see `generate`.
+            chat_template_kwargs: see `precompute`.
 
         Raises:
             RequestError: as `precompute`.
-            QueueFullError: `max_queued_requests` are on their way already.
+            QueueFullError: `max_queued_requests` calls are under way already.
             EngineDeadError: the engine is not ready, or dies.
         """
         return await self._ask_cache(prefix, documents, cache_salt, chat_template_kwargs, forget=False)
@@ -508,14 +524,20 @@ class AsyncLLM:
         cache_salt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> CacheReport:
-        """Forget documents, in memory as soon as no request or pin holds them, and on disk; see `precompute`.
+        """Forget documents in memory and on disk. A block in memory is freed when the last pin or request releases it.
+
+        Args:
+            prefix: see `precompute`.
+            documents: see `precompute`.
+            cache_salt: see `generate`.
+            chat_template_kwargs: see `precompute`.
 
         Returns:
-            What was in memory, as `lookup`.
+            Report of the documents that were in memory, as from `lookup`.
 
         Raises:
             RequestError: as `precompute`.
-            QueueFullError: `max_queued_requests` are on their way already.
+            QueueFullError: `max_queued_requests` calls are under way already.
             EngineDeadError: the engine is not ready, or dies.
         """
         return await self._ask_cache(prefix, documents, cache_salt, chat_template_kwargs, forget=True)
@@ -540,11 +562,15 @@ class AsyncLLM:
             return job.found()
 
     async def unpin(self, report: CacheReport) -> None:
-        """Let what a `precompute(pin=True)` pinned be evicted again."""
+        """Let the cache evict the blocks that `precompute(pin=True)` pinned.
+
+        Args:
+            report: return value of that call.
+        """
         self.client.unpin(report.pin_ids)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached block, pinned ones too, not what is on disk.
+        """Forget every cached block in memory, including pinned ones; the KV store keeps its parts.
 
         Returns:
             Whether every page is free: False while requests run.
@@ -558,7 +584,7 @@ class AsyncLLM:
     # The engine's loop
 
     async def _run(self, make: Callable[[], Job[T]], timeout: float | None) -> T:
-        """Make a job and run its stages one after the other. Whatever takes long on the CPU runs in a thread.
+        """Make a job, run its stages one after the other and return its result. Slow CPU work runs in a thread.
 
         Raises:
             ChunkAttnError: the job or a stage cannot be made, or as `InflightRequests.finish`.
@@ -576,7 +602,7 @@ class AsyncLLM:
                     await call.finish(stage, partial(self._take, job))
                     stage = await call.prepare(next, stages, None)
             except BaseException:
-                call.abort()  # first, so that nothing gets pinned after the engine has heard of the unpinning
+                call.abort()  # before `unpin`, so that the engine pins nothing afterwards
                 self.client.unpin(job.pins)
                 raise
             return await asyncio.to_thread(job.result)

@@ -1,4 +1,4 @@
-"""`LLM`: the Python API, one engine in this process."""
+"""`LLM`: the Python API, with the engine in this process."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """A model with its engine.
+    """Model with its engine in this process.
 
-    Threads may share one: their calls run one after the other. `AsyncLLM` runs many at once.
+    Threads may share one instance; their calls run one after the other. `AsyncLLM` runs many calls at once.
 
     Example:
         >>> llm = LLM(enable_chunk_aware=True)  # doctest: +SKIP
         >>> llm.generate("Read. # # A document. # # Another. # # A question?")  # doctest: +SKIP
 
     Args:
-        model: a local Hugging Face folder, a hub id, or None for the bundled demo model.
-        **options: see `chunkattn.config.EngineConfig`.
+        model: local Hugging Face folder or hub id; None for the bundled demo model.
+        **options: other fields of `chunkattn.config.EngineConfig`, by name.
 
     Raises:
         ConfigError: an option is unknown or invalid.
@@ -49,17 +49,24 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = make_config(model, options)
         files = open_files(self.config)
-        self.frontend = Frontend(self.config, files)  # checks the options that need no weights
+        self.frontend = Frontend(self.config, files)  # checks options before the weights are loaded
         self.tokenizer, self.parser = self.frontend.tokenizer, self.frontend.parser
         self.core = build_core(self.config, files)
-        self._lock = threading.RLock()  # the core is for one thread at a time
+        self._lock = threading.RLock()  # one thread at a time may use the core
         self.limits = self.core.limits
         self.frontend.connect(self.limits)
         if self.config.warmup:
             self.warm_up()
 
     def warm_up(self, *, use_tqdm: bool = True) -> float:
-        """Compile every step variant now instead of when a request first needs it. Returns seconds."""
+        """Compile every program, except those of `packed_dense`, before the first request needs it.
+
+        Args:
+            use_tqdm: show a progress bar when stderr is a terminal.
+
+        Returns:
+            Duration in seconds.
+        """
         with self._lock, tqdm(unit="program", desc="warm-up", disable=None if use_tqdm else True, dynamic_ncols=True) as bar:
 
             def progress(done: int, total: int) -> None:
@@ -80,22 +87,22 @@ class LLM:
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue one prompt or many, chunk-aware and plain ones mixed as you like.
+        """Continue one prompt or many. Chunk-aware and plain prompts may be mixed.
 
         Args:
             prompts: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}` or `ChunkedPrompt`, one or a list.
-            sampling_params: for all prompts, or one each; defaults when None.
-            chunk_aware: split text and ids at the separator; None is the engine's `enable_chunk_aware`.
-            cache_salt: share the cache with requests of the same salt alone.
-            priority: for all prompts, or one each; the lower goes first.
-            use_tqdm: show a progress bar on long batches, when stderr is a terminal.
+            sampling_params: one set of parameters for all prompts, or one each; None for the defaults.
+            chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
+            cache_salt: salt of the cache; only requests of equal salt share cached blocks.
+            priority: one priority for all prompts, or one each; lower goes first.
+            use_tqdm: show a progress bar on calls of more than 8 prompts when stderr is a terminal.
 
         Returns:
-            One output a prompt, in order.
+            One output per prompt, in order.
 
         Raises:
-            RequestError: a prompt or parameter is invalid, or the checkpoint is a sequence classifier; nothing of the
-                batch has run then.
+            RequestError: a prompt or parameter is invalid, or the checkpoint is a sequence classifier. The error comes before
+                any prompt runs.
             EngineError: a step failed.
         """
         parsed = self.frontend.parse(prompts, chunk_aware)
@@ -115,17 +122,17 @@ class LLM:
         """Answer one conversation or many.
 
         Args:
-            messages: a conversation, or a list of them.
-            sampling_params: see `generate`.
-            documents: become the chunks of every conversation; what comes before the first user
-                message's content is the prefix, the rest the question.
+            messages: one conversation, or a list of conversations.
+            sampling_params: see `generate`; one set of parameters for all conversations, or one each.
+            documents: texts that become the chunks of every conversation. The text before the content of the first user message
+                is the prefix, and the rest is the question.
             cache_salt: see `generate`.
             priority: see `generate`.
             use_tqdm: see `generate`.
             chat_template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`.
 
         Raises:
-            RequestError: no user message, no usable chat template, or as `generate`.
+            RequestError: a conversation has no user message, the chat template is missing or unusable, or as `generate`.
             EngineError: a step failed.
         """
         parsed = self.frontend.parse_chat(messages, documents, chat_template_kwargs)
@@ -146,20 +153,21 @@ class LLM:
         """Compute the K/V of a prefix and documents ahead of use.
 
         Args:
-            prefix: as it will stand in the prompts, text or token ids; for `chat`, the messages before the
-                first of the user's, such as the system message.
-            documents: all text, or all token ids, as the prefix is.
-            pin: keep them until `unpin`, whatever else needs pages.
+            prefix: text or token ids exactly as in the later prompts; for `chat`, the messages before the first user message,
+                such as the system message.
+            documents: texts or token ids, of the same kind as the prefix.
+            pin: keep the blocks until `unpin`, even when other requests need pages.
             cache_salt: see `generate`.
-            chat_template_kwargs: as they will be given to `chat`.
+            chat_template_kwargs: the same options as in the later calls of `chat`.
             use_tqdm: see `generate`.
 
         Returns:
-            Tokens and bytes of every document, and how many fit the pool together.
+            Tokens and bytes of every document, and the number of documents that fit the pool together.
 
         Raises:
-            RequestError: malformed or too long; nothing has run then.
-            CapacityError: `pin` and not all of them fit beside what is pinned already; nothing stays pinned then.
+            RequestError: a part is malformed or too long. The error comes before anything is computed.
+            CapacityError: `pin` is set and the documents do not all fit beside the blocks pinned already. No block of the call
+                stays pinned.
             EngineError: a step failed.
         """
         job = precompute_job(
@@ -175,7 +183,13 @@ class LLM:
         cache_salt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> CacheReport:
-        """As `precompute`, but nothing is computed: `done` and `was_cached` tell which documents are in memory now.
+        """Return which documents are in memory, as `done` and `was_cached`, without computing anything.
+
+        Args:
+            prefix: see `precompute`.
+            documents: see `precompute`.
+            cache_salt: see `generate`.
+            chat_template_kwargs: see `precompute`.
 
         Raises:
             RequestError: as `precompute`.
@@ -190,12 +204,18 @@ class LLM:
         cache_salt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> CacheReport:
-        """Forget documents, in memory as soon as no pin holds them, and on disk; see `precompute`.
+        """Forget documents in memory and on disk. A block in memory is freed when the last pin or request releases it.
 
-        Without documents the prefix is meant, which stays as long as something stands behind it.
+        Without documents, forget the prefix, which stays while the cache holds blocks below it.
+
+        Args:
+            prefix: see `precompute`.
+            documents: see `precompute`.
+            cache_salt: see `generate`.
+            chat_template_kwargs: see `precompute`.
 
         Returns:
-            What was in memory, as `lookup`.
+            Report of the documents that were in memory, as from `lookup`.
 
         Raises:
             RequestError: as `precompute`.
@@ -218,30 +238,38 @@ class LLM:
         return job.found()
 
     def unpin(self, report: CacheReport) -> None:
-        """Let what a `precompute(pin=True)` pinned be evicted again."""
+        """Let the cache evict the blocks that `precompute(pin=True)` pinned.
+
+        Args:
+            report: return value of that call.
+        """
         with self._lock:
             self.core.unpin(report.pin_ids)
 
     def metrics(self) -> str:
-        """The engine's metrics in Prometheus' text format."""
+        """Return the engine's metrics in Prometheus' text format."""
         with self._lock:
             return self.core.metrics_text()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block, pinned ones too, not what is on disk. Returns whether every page is free."""
+        """Forget every cached block in memory, including pinned ones; the KV store keeps its parts.
+
+        Returns:
+            Whether every page is free: False while requests run.
+        """
         self.frontend.scores.forget_cached()
         with self._lock:
             return self.core.reset_prefix_cache()
 
     def close(self) -> None:
-        """Write what is left to the KV store and close it; the engine goes on without."""
+        """Write pending parts to the KV store and close it. The engine continues without a store."""
         with self._lock:
             self.core.close_disk()
 
     # Scoring
 
     @overload
-    def score(  # type: ignore[overload-overlap]  # a str is a Sequence[str], too
+    def score(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
         self, query: Query | None = None, items: Items | None = None, *, use_tqdm: bool = True, **options: Unpack[ScoreOptions]
     ) -> ScoreOutput: ...
 
@@ -265,30 +293,30 @@ class LLM:
         priority: int = 0,
         use_tqdm: bool = True,
     ) -> ScoreOutput | list[ScoreOutput]:
-        """P(label | query + item) for every item, exactly as if each item were sent alone.
+        """Return P(label | query + item) for every item, exactly as if each item were sent alone.
 
         Args:
             query: text or token ids, or a list of either.
-            items: all text, or all token ids, as the query is; for a list of queries, a list of items each, or one list of
-                items for all of them. Text is tokenized without special tokens.
-            labels: texts of one token each, whose probability after the item is the score; or
-            label_token_ids: the tokens themselves. A sequence classifier takes neither: its scores are the softmax over its
-                classes, or the sigmoid of its only one.
-            apply_softmax: normalise over the labels instead of the whole vocabulary; nothing to a classifier.
-            item_first: score item + query instead; nothing is shared then.
-            algorithm: `"auto"`, `"serial"`, `"packed_segment"`, `"prefill_extend"` or `"packed_dense"`; they agree. None is
-                the engine's `score_algorithm`.
-            packed_ids: instead of query and items, `query<d>item<d>...item<d>` with the engine's
+            items: texts or token ids, of the same kind as the query. For a list of queries, one list of items per query, or one
+                list of items for all queries. Text is tokenized without special tokens.
+            labels: texts of one token each; the score is the probability of the label after the item.
+            label_token_ids: token ids of the labels, instead of `labels`. A sequence classifier takes no labels: its scores are
+                the softmax over its classes, or the sigmoid of its only class.
+            apply_softmax: normalise over the labels instead of the whole vocabulary; ignored for a classifier.
+            item_first: score item + query instead, which shares nothing between items.
+            algorithm: `"auto"`, `"serial"`, `"packed_segment"`, `"prefill_extend"` or `"packed_dense"`, which return equal
+                scores; None takes the engine's `score_algorithm`.
+            packed_ids: token ids `query<d>item<d>...item<d>`, instead of query and items. `<d>` is the engine's
                 `multi_item_scoring_delimiter`.
             cache_salt: see `generate`.
-            priority: see `generate`.
+            priority: see `generate`; one for the call.
             use_tqdm: see `generate`.
 
         Returns:
-            One row of scores an item, one column a label or class; for a list of queries, a list of such.
+            One row of scores per item, one column per label or class; for a list of queries, one such output per query.
 
         Raises:
-            RequestError: malformed query, items or labels; nothing has run then.
+            RequestError: the query, items or labels are malformed. The error comes before any item is scored.
             EngineError: a step failed.
         """
         job = score_job(
@@ -320,28 +348,29 @@ class LLM:
         priority: int = 0,
         use_tqdm: bool = True,
     ) -> RerankOutput:
-        """Rank documents by their relevance to a query: the chance of "yes" against "no" as the model's answer.
+        """Rank documents by their relevance to a query: the probability of "yes" against "no" as the model's answer.
 
-        Instruction and query come first in the prompt, so all documents share them. Special tokens written in instruction,
-        query or documents are tokenized as text.
+        Instruction and query come first in the prompt, so that all documents share them. The text of special tokens in
+        instruction, query or documents is tokenized as plain text.
 
         Args:
-            query: what documents are judged by.
-            documents: texts; `[]` gives no results.
-            top_n: how many of the best to return; None is all.
-            instruction: what the query wants, instead of the template's own.
-            template: one's name (`chunkattn.scoring.rerank.TEMPLATES`) or your own; None picks by the model's name.
-            max_tokens_per_doc: a document's tokens beyond these are cut; None cuts nothing.
+            query: text that documents are judged by.
+            documents: texts; an empty list gives no results.
+            top_n: number of best documents to return; None for all.
+            instruction: description of what the query wants, instead of the template's own.
+            template: name of a template (`chunkattn.scoring.rerank.TEMPLATES`) or a template; None chooses by the model's name.
+            max_tokens_per_doc: number of tokens to which a document is cut; None cuts nothing.
             algorithm: see `score`.
             cache_salt: see `generate`.
             priority: see `generate`.
             use_tqdm: see `generate`.
 
         Returns:
-            The best first, equal ones as they came.
+            The best document first; documents of equal score keep their order.
 
         Raises:
-            RequestError: an argument is invalid, or a document too long and not cut; nothing has run then.
+            RequestError: an argument is invalid, or a document is too long and not cut. The error comes before any document is
+                scored.
             EngineError: a step failed.
         """
         job = rerank_job(
@@ -361,7 +390,7 @@ class LLM:
     # The engine's loop
 
     def _run(self, job: Job[T], use_tqdm: bool) -> T:
-        """Run a job's stages one after the other. Nothing of a job that fails stays behind."""
+        """Run a job's stages one after the other and return its result. A failed job leaves no request or pin behind."""
         try:
             with _progress(job.total, use_tqdm, job.unit) as bar:
                 for stage in job.stages():
@@ -400,5 +429,5 @@ class LLM:
 
 
 def _progress(total: int, wanted: bool, unit: str) -> tqdm:
-    """A bar for long batches; silent where stderr is no terminal."""
+    """Return a progress bar, shown for more than 8 units when stderr is a terminal."""
     return tqdm(total=total, unit=unit, disable=None if wanted and total > 8 else True, dynamic_ncols=True)
