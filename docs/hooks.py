@@ -128,7 +128,7 @@ def _routes_table() -> str:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Describe a JSON schema in a few words."""
     if "$ref" in schema:
         return "object"
     if "const" in schema:

@@ -15,7 +15,6 @@ from chunkattn.outputs import RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import check_salt, one_each, salt_key
 
-
 COST = "prompts and max_tokens of all samples"
 """Name in errors of the tokens that `max_tokens_per_call` bounds."""
 

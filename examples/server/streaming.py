@@ -24,7 +24,7 @@ server = {"base_url": f"{url}/v1", "api_key": os.environ.get("CHUNKATTN_API_KEY"
 
 
 def body(model, question):
-    """A request. The documents stand beside the messages: each is a part of its own, whatever it holds."""
+    """Return a request. Each document is a part of its own, whatever text it holds."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -37,7 +37,7 @@ def body(model, question):
 
 
 def told(usage):
-    """How much of the prompt was in the cache, and of every document."""
+    """Describe how much of the prompt and of each document was in the cache."""
     details = usage.prompt_tokens_details
     documents = ", ".join(f"{chunk['cached_tokens']}/{chunk['tokens']}" for chunk in details.chunks)
     return f"({details.cached_tokens} of {usage.prompt_tokens} tokens cached; of the documents {documents})"
