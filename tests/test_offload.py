@@ -81,6 +81,14 @@ def test_an_fp8_pool_and_another_do_not_share_entries(start):
         assert counts(llm) == (5, 0, 0)
 
 
+def test_a_forgotten_document_is_gone_from_disk(start):
+    documents = [document(n) for n in range(3)]
+    start().precompute(PREFIX, documents)
+    start().forget(PREFIX, documents[:2])
+    warm = start().generate(ChunkedPrompt(PREFIX, documents, QUESTION), GREEDY)
+    assert warm[0].num_cached_chunk_tokens == (0, 0, len(documents[2]))
+
+
 def test_what_memory_serves_is_kept_on_disk_too(start):
     """A prefix that came from a plain prompt is written; what is used from memory counts as used on disk."""
     llm = start()
