@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -19,6 +21,9 @@ class _JsonRequest(Request):
         body = await self.body()
         if len(body) <= _LARGE:
             return await super().json()
+        # Collections would walk through millions of new objects again and again, until the body is validated.
+        gc.disable()
+        asyncio.get_running_loop().call_soon(gc.enable)
         try:
             return msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
