@@ -601,11 +601,11 @@ class AsyncLLM:
                 while stage is not None:
                     await call.finish(stage, partial(self._take, job))
                     stage = await call.prepare(next, stages, None)
+                return await asyncio.to_thread(job.result)
             except BaseException:
                 call.abort()  # before `unpin`, so that the engine pins nothing afterwards
                 self.client.unpin(job.pins)
                 raise
-            return await asyncio.to_thread(job.result)
 
     def _take(self, job: Job[T], output: EngineOutput) -> bool:
         taken = job.take(output)

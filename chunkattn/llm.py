@@ -395,11 +395,12 @@ class LLM:
             with _progress(job.total, use_tqdm, job.unit) as bar:
                 for stage in job.stages():
                     self._run_stage(stage, job, bar)
+            return job.result()
         except BaseException:
-            with self._lock:
-                self.core.unpin(job.pins)
+            if job.pins:  # a job without pins has no reason to wait for another thread's call
+                with self._lock:
+                    self.core.unpin(job.pins)
             raise
-        return job.result()
 
     def _run_stage(self, requests: Sequence[Message], job: Job[T], bar: tqdm) -> None:
         wanted = {request.request_id for request in requests}
@@ -408,12 +409,11 @@ class LLM:
                 for request in requests:
                     self.core.add(request, checked=True)
                 while self.core.has_work:
-                    outputs = self.core.step()
-                    for output in outputs:
+                    for output in self.core.step():
                         if output.request_id in wanted:
                             self._take(output, job)
                             bar.update(job.done - bar.n)
-                    if self.core.disk is not None and self.core.has_precomputed(outputs):
+                    if self.core.disk is not None and self.core.disk_is_behind:
                         self.core.disk.catch_up()
             finally:
                 for request in requests:

@@ -7,6 +7,7 @@ import pytest
 
 from chunkattn import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, PrecomputeRequest, RequestFailed, ScoreRequest, ScoreResult, TokenOutput
+from chunkattn.engine.readout import RowCollector
 from chunkattn.rope.positions import make_layout
 from tests.test_cache import part
 
@@ -170,3 +171,25 @@ def test_a_suspect_may_be_aborted(core, monkeypatch):
                 answers.setdefault(event.request_id, []).extend(event.token_ids)
     assert core.scheduler.alone is None
     assert answers["text3"] == expected["text3"]
+
+
+def test_a_readout_that_fails_once_loses_no_answer(core, monkeypatch):
+    """Two requests are complete in one step, and the second one's result cannot be made the first time."""
+    rng, original, calls = np.random.default_rng(1), RowCollector.score_result, []
+    scores = [ScoreRequest(n, make_layout([], [], part(rng, 12)), np.asarray([11]), (5,)) for n in ("first", "second")]
+
+    def failing(self, request, rates):
+        calls.append(request.request_id)
+        if len(calls) == 2:
+            raise MemoryError
+        return original(self, request, rates)
+
+    monkeypatch.setattr(RowCollector, "score_result", failing)
+    for message in scores:
+        core.add(message)
+    answers = []
+    while core.has_work:
+        answers += core.step()
+    assert calls[:2] == ["first", "second"]
+    assert sorted(a.request_id for a in answers if isinstance(a, ScoreResult)) == ["first", "second"]
+    assert len(answers) == 2

@@ -17,6 +17,7 @@ import uvloop
 from fastapi.testclient import TestClient
 
 from chunkattn import async_llm
+from chunkattn.calls.precompute import PrecomputeJob
 from chunkattn.server import document_store
 from chunkattn.server.answers import json_answer
 from chunkattn.server.app import create_app
@@ -63,6 +64,28 @@ def test_a_late_forget_spares_a_document_added_again(llm, monkeypatch):
         assert told[-1] == "compute", told
         await documents.delete(again)
         assert told[-1] == "forget"
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_leaves_before_its_report_pins_nothing(llm, monkeypatch):
+    entered, go, result = threading.Event(), threading.Event(), PrecomputeJob.result
+
+    def held(self):
+        entered.set()
+        assert go.wait(60)
+        return result(self)
+
+    async def main():
+        filling = asyncio.create_task(llm.precompute("Read.", ["A text."], pin=True))
+        monkeypatch.setattr(PrecomputeJob, "check_room", lambda self: None)
+        monkeypatch.setattr(PrecomputeJob, "result", held)
+        await asyncio.to_thread(entered.wait, 60)
+        filling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await filling
+        go.set()
+        assert llm.client._worker.told == ["compute", "unpin"]
 
     asyncio.run(main())
 

@@ -1,10 +1,13 @@
 """One `LLM` shared by threads: calls of every kind at once give what they give alone."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
 from chunkattn import ChunkedPrompt, SamplingParams
+from chunkattn.calls.generate import GenerateJob
 from tests.test_cache import part
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -40,3 +43,24 @@ def test_calls_of_several_threads(engine):
             assert mine == theirs
     llm.core.scheduler.check()
     assert llm.reset_prefix_cache()
+
+
+def test_a_call_that_fails_does_not_wait_for_another_threads_call(engine, monkeypatch):
+    llm, failed = engine("qwen3"), threading.Event()
+
+    def stages(self):
+        raise ZeroDivisionError
+        yield
+
+    monkeypatch.setattr(GenerateJob, "stages", stages)
+
+    def call():
+        with pytest.raises(ZeroDivisionError):
+            llm.generate({"prompt_token_ids": [1]}, PARAMS, use_tqdm=False)
+        failed.set()
+
+    with llm._lock:
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert failed.wait(30)
+    thread.join()

@@ -6,7 +6,7 @@ import pytest
 
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.engine.messages import CachedTokens, PrecomputeRequest, PrecomputeResult
-from chunkattn.remote.control_messages import CacheQuery, CacheReply
+from chunkattn.remote.control_messages import CacheQuery, CacheReply, Unpin
 
 
 class Engine:
@@ -20,6 +20,8 @@ class Engine:
             if isinstance(message, PrecomputeRequest):
                 self.told.append("compute")
                 self._reply(PrecomputeResult(message.request_id, CachedTokens(0, (0,), 0)))
+            elif isinstance(message, Unpin):
+                self.told.append("unpin")
             elif isinstance(message, CacheQuery):
                 self.told.append("forget" if message.forget else "look up")
                 self._reply(CacheReply(message.query_id, [CachedTokens(0, (0,), 0) for _ in message.requests]))

@@ -37,10 +37,6 @@ class SlotPlan:
         """Return the slot of the first generated token."""
         return int(self.slots[-1]) + 1 if len(self.slots) else 0
 
-    def pages_for(self, generated: int) -> int:
-        """Return the number of pages that the layout and `generated` further tokens need."""
-        return -(-(self.end + generated) // self.block_size)
-
 
 def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_chunks: bool = False) -> SlotPlan:
     """Lay out a prompt in slots.

@@ -60,7 +60,7 @@ class ScoreJob(Generic[T]):
         self.pins: Sequence[str] = ()
 
     def stages(self) -> Iterator[Stage]:
-        """Yield the requests of one stage after the other, in the order of the queries."""
+        """Yield the stages in order, query by query. Small stages of several queries become one."""
         waiting: Stage = []
         tokens = 0
         for plan in self._plans:
@@ -70,7 +70,7 @@ class ScoreJob(Generic[T]):
                 if waiting and not (plan.independent and tokens + size <= self._max_stage_tokens):
                     yield waiting
                     waiting, tokens = [], 0
-                if plan.independent:
+                if plan.independent and size < self._max_stage_tokens:
                     waiting, tokens = waiting + stage, tokens + size
                 else:
                     yield stage
@@ -125,13 +125,13 @@ def score_job(
     label_ids = _label_ids(frontend, labels, label_token_ids)
     pairs = None if packed_ids is not None else pair_queries(query, items)
     if pairs is None:
-        queries = [query_items(frontend, query, items, packed_ids, labels=label_ids, item_first=item_first)]
+        queries = [tokenize_query(frontend, query, items, packed_ids, labels=label_ids, item_first=item_first)]
     else:
         frontend.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries")
         queries, known = [], dict[int, list[list[int]]]()
         for number, (one, own) in enumerate(pairs):
             try:
-                queries.append(query_items(frontend, one, own, labels=label_ids, item_first=item_first, known=known))
+                queries.append(tokenize_query(frontend, one, own, labels=label_ids, item_first=item_first, known=known))
             except RequestError as error:
                 raise type(error)(f"query {number}: {error}", param=error.param) from None
 
@@ -190,7 +190,7 @@ def rerank_job(
     plan.check_room(frontend.limits, config.max_chunk_len)
     labels = plan.labels if classes is None else ()
     try:
-        scored = query_items(frontend, plan.prefix, plan.items, labels=labels, delimited=False)
+        scored = tokenize_query(frontend, plan.prefix, plan.items, labels=labels, delimited=False)
         return _job(frontend, [scored], lambda outs: plan.ranked(outs[0]), labels, True, algorithm, cache_salt, priority)
     except RequestError as error:  # translate to the argument names of this call
         names = {"items": "documents", "label_token_ids": "template"}
@@ -236,7 +236,7 @@ def _label_ids(frontend: Frontend, labels: Sequence[str] | None, label_token_ids
     return ()
 
 
-def query_items(
+def tokenize_query(
     frontend: Frontend,
     query: Any,
     items: Any,

@@ -40,11 +40,6 @@ class StepBatch:
         num_rows: number of rows in use.
         metadata: attention backend's description of the rows.
         area: rows times slots of the tiles that attention visits.
-        sampling: blocks of rows to sample from.
-        score_rows: rows to read labels or classes from.
-        labels: token ids of the labels to read from each of `score_rows`; empty for a classifier.
-        target_rows: rows to read the log-probability of a prompt token from.
-        targets: token id to read from each of `target_rows`.
     """
 
     token_ids: np.ndarray
@@ -52,16 +47,25 @@ class StepBatch:
     num_rows: int
     metadata: Metadata
     area: int = 0
-    sampling: tuple[SamplingPlan, ...] = ()
-    score_rows: tuple[int, ...] = ()
-    labels: tuple[tuple[int, ...], ...] = ()
-    target_rows: tuple[int, ...] = ()
-    targets: tuple[int, ...] = ()
 
-    @property
-    def reads(self) -> bool:
-        """Return whether the host waits for values of this step."""
-        return bool(self.sampling or self.score_rows or self.target_rows)
+
+@dataclass(frozen=True)
+class StepReads:
+    """Everything that the host reads of a step: arrays and plain numbers.
+
+    Attributes:
+        sampling: blocks of rows to sample from.
+        score_rows: rows to read labels or classes from.
+        labels: token ids of the labels to read from each of `score_rows`; empty for a classifier.
+        target_rows: rows to read the log-probability of a prompt token from.
+        targets: token id to read from each of `target_rows`.
+    """
+
+    sampling: tuple[SamplingPlan, ...]
+    score_rows: tuple[int, ...]
+    labels: tuple[tuple[int, ...], ...]
+    target_rows: tuple[int, ...]
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,9 @@ class StepPlan:
     Attributes:
         batch: input of the step on the device.
         spans: tokens that the step computes; empty for a `packed_dense` request.
-        samples: rows to sample from, in the order of the rows of `batch.sampling`.
-        scores: rows to read scores from, in the order of `batch.score_rows`.
-        prompt_logprobs: rows to read prompt log-probabilities from, in the order of `batch.target_rows`.
+        samples: rows to sample from, in the order of the rows of `StepReads.sampling`.
+        scores: rows to read scores from, in the order of `StepReads.score_rows`.
+        prompt_logprobs: rows to read prompt log-probabilities from, in the order of `StepReads.target_rows`.
     """
 
     batch: StepBatch
@@ -83,9 +87,19 @@ class StepPlan:
     prompt_logprobs: list[ReadRow]
 
     @property
-    def requests(self) -> list[Request]:
-        """Return the requests of the step, each once."""
-        return [*dict.fromkeys([s.sequence.request for s in self.spans] + [r.request for r in self.scores])]
+    def is_read(self) -> bool:
+        """Return whether the host waits for values of this step."""
+        return bool(self.samples or self.scores or self.prompt_logprobs)
+
+    def reads(self, vocab_size: int) -> StepReads:
+        """Make the arrays of the readouts. Edits of many tokens take long: call this after the step has been dispatched."""
+        return StepReads(
+            sampling=tuple(plan_sampling(self.samples, vocab_size)),
+            score_rows=tuple(r.row for r in self.scores),
+            labels=tuple(r.request.score.label_token_ids for r in self.scores if r.request.score),
+            target_rows=tuple(r.row for r in self.prompt_logprobs),
+            targets=tuple(int(r.request.layout.token_ids[r.place]) for r in self.prompt_logprobs),
+        )
 
 
 class BatchBuilder:
@@ -104,9 +118,8 @@ class BatchBuilder:
         max_spans: int,
         max_table_pages: int,
         block_size: int,
-        vocab_size: int,
     ) -> None:
-        self.backend, self.vocab_size = backend, vocab_size
+        self.backend = backend
         self.max_spans = max_spans
         self.block_size = block_size
         self.token_buckets = token_buckets
@@ -181,17 +194,8 @@ class BatchBuilder:
             total,
             self.backend.build_metadata(attention),
             tile_area(attention),
-            tuple(plan_sampling(samples, self.vocab_size)),
-            *score_reads(scores),
-            target_rows=tuple(r.row for r in prompt_logprobs),
-            targets=tuple(int(r.request.layout.token_ids[r.place]) for r in prompt_logprobs),
         )
         return StepPlan(batch, spans, samples, scores, prompt_logprobs)
-
-
-def score_reads(scores: list[ReadRow]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the rows to read scores from, and the label token ids of each."""
-    return tuple(r.row for r in scores), tuple(r.request.score.label_token_ids for r in scores if r.request.score)
 
 
 def _score_rows(request: Request) -> np.ndarray | None:

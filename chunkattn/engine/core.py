@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from prometheus_client import generate_latest
 
-from chunkattn.backends.packed_dense import MaskMetadata
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
-from chunkattn.engine.batch import BatchBuilder, StepBatch, StepPlan
+from chunkattn.engine.batch import BatchBuilder, StepPlan
 from chunkattn.engine.dense import DensePacks
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.intake import Intake
@@ -107,7 +106,6 @@ class EngineCore:
             max_spans=self.scheduler.max_spans,
             max_table_pages=self.limits.max_table_pages,
             block_size=config.block_size,
-            vocab_size=runner.spec.vocab_size,
         )
         self.warm_ups = WarmUp(runner, self.batches, self.meter, with_store=disk is not None)
         self.requests: dict[str, Request] = {}
@@ -116,6 +114,7 @@ class EngineCore:
         self._pins: dict[str, Request] = {}
         self._undelivered: list[EngineOutput] = []  # outputs of a step that was interrupted
         self._arrivals = 0
+        self._persisted = False  # by the last step
         self._dense_next = False  # `packed_dense` requests take turns with the others
 
     @property
@@ -227,17 +226,13 @@ class EngineCore:
                 self.disk.forget(request)
         return cached_tokens(request)
 
-    def has_precomputed(self, outputs: Iterable[EngineOutput]) -> bool:
-        """Return whether a step computed a document and the engine has only documents left to compute.
+    @property
+    def disk_is_behind(self) -> bool:
+        """Return whether the last step computed a document for the K/V store and only documents are left to compute.
 
-        Computing is faster than writing to the K/V store, which refuses parts when it is behind. The driver waits for the store
-        when this returns True.
-
-        Args:
-            outputs: outputs of the step.
+        Computing is faster than writing to the store, which refuses parts when it is behind. A driver waits for the store then.
         """
-        computed = any(isinstance(output, PrecomputeResult) for output in outputs)
-        return computed and all(request.precompute for request in self.requests.values())
+        return self.disk is not None and self._persisted and all(r.precompute for r in self.requests.values())
 
     def reset_prefix_cache(self) -> bool:
         """Unpin and evict everything cached. Return whether every page is free: False while requests run."""
@@ -254,10 +249,10 @@ class EngineCore:
         request that fails alone ends with `RequestFailed`.
         """
         step = _Step(self._undelivered, time.perf_counter(), self.runner.compiles.total())
-        self._undelivered = []
+        self._undelivered, self._persisted = [], False
         try:
             if plan := self._plan(step):
-                result = self.runner.run(plan.batch)
+                result = self._run(plan)
                 self._deliver(plan, result, step)
             self.isolation.step_done(self._is_alive, len(step.spans))
         except Exception as error:
@@ -295,6 +290,11 @@ class EngineCore:
         step.requests = self.dense.waiting[:1]
         return self.dense.build(self.dense.waiting[0])
 
+    def _run(self, plan: StepPlan) -> StepResult:
+        """Run a step. The host makes the arrays of the readouts while the device computes."""
+        hidden = self.runner.forward(plan.batch)
+        return self.runner.read(hidden, plan.reads(self.limits.vocab_size))
+
     def _deliver(self, plan: StepPlan, result: StepResult, step: _Step) -> None:
         """Hand the results of a step to its requests, and end the requests that are complete."""
         for _, request, _ in plan.scores:
@@ -313,7 +313,7 @@ class EngineCore:
         if not plan.spans:
             self._end(step.requests[0], "finished")
         self._finish_precomputed(step.outputs)
-        self._measure(plan.batch, result, step)
+        self._measure(plan, result, step)
         self.metrics.steps.inc()
         self.metrics.step_time.observe(time.perf_counter() - step.began)
 
@@ -332,13 +332,13 @@ class EngineCore:
     def _is_alive(self, request: Request) -> bool:
         return request.request_id in self.requests or request.request_id in self._pins
 
-    def _measure(self, batch: StepBatch, result: StepResult, step: _Step) -> None:
+    def _measure(self, plan: StepPlan, result: StepResult, step: _Step) -> None:
         """Measure the time of the steps whose results have arrived, unless a program was compiled meanwhile."""
         if not self.requests:
             result.hidden.block_until_ready()  # so that the next step is timed from the end of this one
-        if self.runner.compiles.total() > step.compiled or isinstance(batch.metadata, MaskMetadata):
+        if self.runner.compiles.total() > step.compiled or not plan.spans:
             self.meter.forget()
-        elif not self.requests or batch.reads:
+        elif not self.requests or plan.is_read:
             self.meter.finish()
 
     def _admit(self, step: _Step) -> None:
@@ -407,6 +407,7 @@ class EngineCore:
             cached = cached_tokens(request)
             self.metrics.count_cached(cached, prompt_tokens(request))
             outputs.append(PrecomputeResult(request.request_id, cached))
+            self._persisted |= request.precompute is not None and request.precompute.persist
             if request.precompute and request.precompute.pin:
                 self._pins[request.request_id] = request
                 self.scheduler.pin(request)
@@ -426,6 +427,7 @@ class EngineCore:
 
         A failed request loses its pin; otherwise its documents would be recomputed and fail forever.
         """
+        self.meter.forget()
         for request in failed:
             if self.disk is not None:
                 self.disk.drop(request)

@@ -6,7 +6,7 @@ import numpy as np
 
 from chunkattn.backends.base import AttentionBatch
 from chunkattn.backends.packed_dense import PackedDenseBackend
-from chunkattn.engine.batch import ReadRow, StepBatch, StepPlan, score_reads
+from chunkattn.engine.batch import ReadRow, StepBatch, StepPlan
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.request import Request
 from chunkattn.engine.runner import Runner
@@ -50,5 +50,4 @@ class DensePacks:
         metadata = backend.build_metadata(attention)
         assert request.score is not None
         scores = [ReadRow(int(row), request, place) for place, row in enumerate(request.score.rows)]
-        read, labels = score_reads(scores)
-        return StepPlan(StepBatch(token_ids, positions, used, metadata, score_rows=read, labels=labels), [], [], scores, [])
+        return StepPlan(StepBatch(token_ids, positions, used, metadata), [], [], scores, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,32 +39,32 @@ class Readouts:
         """Drop the rows read for a request."""
         self._open.pop(request_id, None)
 
-    def take(self, plan: StepPlan, result: StepResult, meter: RateMeter) -> list[EngineOutput]:
-        """Collect the rows of one step. Return the outputs of the requests whose last row is among them.
+    def take(self, plan: StepPlan, result: StepResult, meter: RateMeter) -> Iterator[EngineOutput]:
+        """Collect the rows of one step. Yield the outputs of the requests whose last row is among them.
 
         Args:
             plan: plan of the step.
             result: values read from the step.
             meter: meter whose rates score results carry.
         """
-        outputs: list[EngineOutput] = []
         for (_, request, place), values in zip(plan.scores, result.scores, strict=True):
             if collector := self._collect(request, place, values):
-                outputs.append(collector.score_result(request, meter.rates))
+                yield collector.score_result(request, meter.rates)
+                self.forget(request.request_id)
         if (read := result.prompt_logprobs) is not None:
             for i, (_, request, place) in enumerate(plan.prompt_logprobs):
                 row = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
                 if collector := self._collect(request, int(request.user_index[place]), row):
-                    outputs.append(collector.prompt_output(request))
-        return outputs
+                    yield collector.prompt_output(request)
+                    self.forget(request.request_id)
 
     def _collect(self, request: Request, index: int, row: object) -> RowCollector | None:
-        """Collect a row. Return and remove the request's collector if the row was the last."""
+        """Collect a row. Return the request's collector if the row was the last."""
         collector = self._open.get(request.request_id)
         if collector is None:  # the request was answered before its sequence restarted
             return None
         collector.rows[index] = row
-        return self._open.pop(request.request_id) if len(collector.rows) == collector.wanted else None
+        return collector if len(collector.rows) == collector.wanted else None
 
 
 class RowCollector:

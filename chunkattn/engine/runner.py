@@ -18,7 +18,7 @@ from flax import nnx
 
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
 from chunkattn.backends.packed_dense import MaskMetadata, PackedDenseBackend
-from chunkattn.engine.batch import StepBatch
+from chunkattn.engine.batch import StepBatch, StepReads
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.fingerprint import fingerprint
 from chunkattn.engine.messages import TokenLogprobs
@@ -112,16 +112,15 @@ class Runner:
         self.caches: list[KVCache] = []  # frees the old pool before the new one is allocated
         self.caches = [self.backend.allocate(self.num_pages) for _ in range(self.spec.num_layers)]
 
-    def run(self, batch: StepBatch) -> StepResult:
-        """Run one step and read all values that its batch asks for."""
-        hidden = self.forward(batch)
-        tokens, logprobs = self.sample(hidden, batch.sampling)
+    def read(self, hidden: jax.Array, reads: StepReads) -> StepResult:
+        """Read the values of a step from its hidden states, float32 `[T, hidden]`."""
+        tokens, logprobs = self.sample(hidden, reads.sampling)
         scores: Seq[np.ndarray] = ()
-        if batch.score_rows and self.spec.num_labels is not None:
-            scores = [*self.class_logits(hidden, batch.score_rows)]
-        elif batch.score_rows:
-            scores = self.label_logprobs(hidden, batch.score_rows, batch.labels)
-        targets = self.token_logprobs(hidden, batch.target_rows, batch.targets) if batch.target_rows else None
+        if reads.score_rows and self.spec.num_labels is not None:
+            scores = [*self.class_logits(hidden, reads.score_rows)]
+        elif reads.score_rows:
+            scores = self.label_logprobs(hidden, reads.score_rows, reads.labels)
+        targets = self.token_logprobs(hidden, reads.target_rows, reads.targets) if reads.target_rows else None
         return StepResult(hidden, tokens, logprobs, scores, targets)
 
     def forward(self, batch: StepBatch) -> jax.Array:
@@ -378,7 +377,7 @@ class Runner:
     def _trace_step(
         self, params: Params, caches: list[KVCache], token_ids: jax.Array, positions: jax.Array, metadata: Metadata
     ) -> tuple[jax.Array, list[KVCache]]:
-        dense = isinstance(metadata, MaskMetadata)
+        dense = isinstance(metadata, MaskMetadata) and not isinstance(self.backend, PackedDenseBackend)
         self.compiles["dense" if dense else "step"] += 1
         caches, scale = list(caches), 1 / math.sqrt(self.spec.head_dim)
 

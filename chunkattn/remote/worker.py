@@ -17,7 +17,6 @@ import zmq
 
 from chunkattn.engine.messages import (
     CachedTokens,
-    EngineOutput,
     GenerateRequest,
     PrecomputeRequest,
     RequestFailed,
@@ -99,7 +98,7 @@ class Worker:
             if self.core.has_work and not self._closing:
                 outputs = self.core.step()
                 self._send(outputs)
-                self._let_disk_catch_up(outputs)
+                self._let_disk_catch_up()
                 self._warm_beside(_WARM_PAUSE_S)
         self._clock.begin("closing")
         self.core.close_disk()
@@ -165,9 +164,9 @@ class Worker:
         except RequestError:  # a request that this engine cannot compute is not cached
             return CachedTokens(0, (0,) * request.layout.num_chunks, 0)
 
-    def _let_disk_catch_up(self, outputs: Iterable[EngineOutput]) -> None:
-        """Wait for the K/V store until a message arrives; see `EngineCore.has_precomputed`."""
-        if (disk := self.core.disk) is not None and self.core.has_precomputed(outputs):
+    def _let_disk_catch_up(self) -> None:
+        """Wait for the K/V store until a message arrives; see `EngineCore.disk_is_behind`."""
+        if (disk := self.core.disk) is not None and self.core.disk_is_behind:
             self._clock.begin("writing")
             for _ in range(_DISK_WAIT_S * 10):
                 if disk.catch_up(timeout=0.1) or self._inbox.poll(0):
