@@ -21,9 +21,9 @@ from chunkattn.backends.tiles import Tiles, spans, tile_ranges
 from chunkattn.errors import BackendError
 
 KV_BYTES = 8 << 20
-"""Most bytes of two KV tiles with all heads, unless tiles of one page, or of 128 slots, already exceed it."""
+"""Maximum number of bytes of two KV tiles with all heads, unless tiles of one page, or of 128 slots, already exceed it."""
 TOGETHER_ROWS = 1024
-"""Most folded rows of heads computed side by side. Decodes have few rows and take more heads."""
+"""Maximum number of folded rows of heads computed side by side. Decodes have few rows and take more heads."""
 
 _ALIGN = 16
 """Rows of a 16-bit register."""
@@ -72,7 +72,7 @@ class PallasTpuBackend(AttentionBackend):
         interpret: argument of `pl.pallas_call`; None interprets only away from a TPU. False compiles for an absent TPU.
         chip: TPU generation to compute for, a key of `blocks.CHIPS`; None means this process's TPU.
         table: tile sizes by chip and head size.
-        most_rows: most rows of a query tile; a power of two.
+        most_rows: maximum number of rows of a query tile; a power of two.
     """
 
     max_pages = 1 << (31 - LENGTH_BITS)
@@ -102,7 +102,7 @@ class PallasTpuBackend(AttentionBackend):
             size = needed.vmem_bytes(spec.dtype.itemsize, spec.cache_dtype.itemsize) >> 20
             return (
                 f"{spec.num_kv_heads} KV heads of {spec.head_dim} and pages of {spec.block_size} need {size} MiB of "
-                f"vector memory, of {backend.core.vmem_bytes >> 20} there are"
+                f"vector memory, of {backend.chip_spec.vmem_bytes >> 20} there are"
             )
         if jax.default_backend() == "tpu" and (kind := jax.devices()[0].device_kind).startswith(_TOO_SMALL):
             return f"a {kind} has less vector memory than its tiles need; v5e, v5p, v6e and later have enough"
@@ -123,18 +123,18 @@ class PallasTpuBackend(AttentionBackend):
         return blocks._replace(slots=max(blocks.slots, spec.block_size))
 
     @property
-    def core(self) -> Chip:
+    def chip_spec(self) -> Chip:
         """Return the properties of this chip."""
         return CHIPS[self.chip or chip_here()]
 
     @property
     def head_blocks(self) -> int:
         """Return the number of groups of KV heads, which the chip's cores compute in parallel."""
-        return self.core.cores if self.spec.num_kv_heads % self.core.cores == 0 else 1
+        return self.chip_spec.cores if self.spec.num_kv_heads % self.chip_spec.cores == 0 else 1
 
     def _too_large(self, shape: Shape) -> bool:
         """Return whether a kernel leaves less than a quarter of vector memory to the compiler."""
-        return shape.vmem_bytes(self.spec.dtype.itemsize, self.spec.cache_dtype.itemsize) > 0.75 * self.core.vmem_bytes
+        return shape.vmem_bytes(self.spec.dtype.itemsize, self.spec.cache_dtype.itemsize) > 0.75 * self.chip_spec.vmem_bytes
 
     def shape(self, rows: int) -> Shape:
         """Return the sizes of the kernel over blocks of `rows` rows; 1 for decodes."""
@@ -227,7 +227,7 @@ class PallasTpuBackend(AttentionBackend):
         interpret = self.interpret
         if interpret is None:
             interpret = pltpu.InterpretParams() if jax.default_backend() != "tpu" else False
-        options = {"interpret": interpret, "vmem_limit_bytes": self.core.vmem_bytes}
+        options = {"interpret": interpret, "vmem_limit_bytes": self.chip_spec.vmem_bytes}
         rows = len(q)
         size = self.block(rows)
         tiles, decodes = self.shape(size), self.shape(1)
