@@ -200,8 +200,8 @@ def main() -> None:
     finally:
         server.end()
     if args.json:
-        told = json.dumps(rows, indent=1)
-        print(told) if args.json == "-" else Path(args.json).write_text(told, encoding="utf-8")
+        report = json.dumps(rows, indent=1)
+        print(report) if args.json == "-" else Path(args.json).write_text(report, encoding="utf-8")
 
 
 if __name__ == "__main__":

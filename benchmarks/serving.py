@@ -44,12 +44,12 @@ class Server:
         late = threading.Timer(START_S, self.process.kill)
         late.start()
         assert self.process.stdout is not None
-        told = re.search(r"is ready at (http://\S+)", self.process.stdout.readline())
+        ready = re.search(r"is ready at (http://\S+)", self.process.stdout.readline())
         late.cancel()
-        if told is None:
+        if ready is None:
             self.process.kill()
             raise RuntimeError("the server did not start:\n" + "".join(self.log()[-30:]))
-        self.url = told[1]
+        self.url = ready[1]
 
     def log(self) -> list[str]:
         """Return the lines of the log so far."""
@@ -95,15 +95,15 @@ class Connection:
             f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         self.writer.write(head.encode() + body)
-        told = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
-        if not told.startswith("http/1.1 200 "):
-            raise RuntimeError(f"the server answered {told.splitlines()[0]!r}")
-        return told
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if not head.startswith("http/1.1 200 "):
+            raise RuntimeError(f"the server answered {head.splitlines()[0]!r}")
+        return head
 
     async def ask(self, job: Job) -> int:
         """Send one request and return its number of tokens."""
-        told = await self._send(job)
-        answer = json.loads(await self.reader.readexactly(int(re.findall(r"content-length: (\d+)", told)[0])))
+        head = await self._send(job)
+        answer = json.loads(await self.reader.readexactly(int(re.findall(r"content-length: (\d+)", head)[0])))
         return answer["usage"]["completion_tokens"]
 
     async def first_token(self, job: Job) -> float:

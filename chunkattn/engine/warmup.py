@@ -43,13 +43,13 @@ class WarmUp:
         Returns:
             Duration of the warm-up in seconds.
         """
-        began, total, told = time.perf_counter(), len(self._batches.variants), -1
+        began, total, reported = time.perf_counter(), len(self._batches.variants), -1
         logger.info("warm-up: %d step variants, compiled at the first start and loaded later", total)
         if progress:
             progress(0, total)
         for done in self._programs():
-            if progress and told < done < total:
-                progress(told := done, total)
+            if progress and reported < done < total:
+                progress(reported := done, total)
         if progress:
             progress(total, total)
         seconds = time.perf_counter() - began

@@ -27,28 +27,28 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 
 class _App(FastAPI):
-    """FastAPI app whose schema lists 400 where FastAPI lists 422, and the API key if the server needs one."""
+    """FastAPI app. Its schema lists 400 where FastAPI lists 422, and the API key if the server needs a key."""
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI schema of the routes."""
-        told = super().openapi()
-        for operations in told["paths"].values():
+        schema = super().openapi()
+        for operations in schema["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
-            told["components"]["schemas"].pop(name, None)
+            schema["components"]["schemas"].pop(name, None)
         if self.state.server.keys.needed:
             schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
-            told["components"]["securitySchemes"] = schemes
-            told["security"] = [{name: []} for name in schemes]
-        return told
+            schema["components"]["securitySchemes"] = schemes
+            schema["security"] = [{name: []} for name in schemes]
+        return schema
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     """Return the app that serves an engine. The caller opens and closes the engine.
 
     Args:
-        llm: engine behind the routes. Routes that need it answer 503 until it has started.
+        llm: engine that serves the routes. Routes that need it answer 503 until it has started.
         config: options of the server. The app ignores `port`; `host` decides which Host headers it accepts.
     """
     state = ServerState(llm, config or ServerConfig())

@@ -1,4 +1,4 @@
-"""JSON request bodies. msgspec decodes large ones, because the event loop waits during decoding."""
+"""JSON request bodies. msgspec decodes large bodies, because the event loop waits during decoding."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ Content = tuple[str | None, bytes, bytes]
 
 @dataclass(eq=False)
 class StoredDocument:
-    """Document behind its prefix, as a client stored it.
+    """Document after its prefix, as a client stored it.
 
     Attributes:
         id: name of the document, unique within its salt.
@@ -114,7 +114,7 @@ class Documents:
 
         Args:
             cache_salt: salt of the documents.
-            after: id of the document before the first one returned; None starts at the oldest.
+            after: id of the document before the first returned document; None starts at the oldest document.
             limit: number of documents to return at most.
 
         Raises:
@@ -144,7 +144,7 @@ class Documents:
             prefix: text, token ids, or the chat messages before the first user message.
             texts: text or token ids of each document.
             ids: id of each document; None derives an id from the content.
-            cache_salt: salt whose requests share the documents.
+            cache_salt: cache salt; requests with this salt share the documents.
             pin: whether to protect the K/V from eviction.
             ttl_s: lifetime in seconds; None for no limit.
             priority: priority of the computation; a lower value is scheduled first.
@@ -193,8 +193,8 @@ class Documents:
             self._pinning -= Counter(pinning)
         # No await from here to the end of the loop: the registry changes as a whole.
         added, forgetting = [], list[asyncio.Task[None]]()
-        for number, (name, content, told) in enumerate(zip(names, contents, report.documents, strict=True)):
-            document = StoredDocument(name, content, told.num_bytes, owner)
+        for number, (name, content, cached) in enumerate(zip(names, contents, report.documents, strict=True)):
+            document = StoredDocument(name, content, cached.num_bytes, owner)
             document.pin = (report.pin_ids[number], engine) if pin else None
             self._owed.discard(content)
             before = self._stored.pop((cache_salt, name), None)
@@ -202,7 +202,7 @@ class Documents:
                 forgetting.append(task)
             self._stored[cache_salt, name] = document
             self.expire(document, ttl_s)
-            added.append((document, told.was_cached))
+            added.append((document, cached.was_cached))
         if forgetting:
             await asyncio.wait(forgetting, timeout=timeout)
         return added
@@ -363,8 +363,8 @@ class Documents:
         for (salt, prefix), group in parts:
             try:
                 report = await self.llm.lookup(_ids(prefix), [_ids(d.content[2]) for d in group], cache_salt=salt)
-                found |= {d: told.was_cached for d, told in zip(group, report.documents, strict=True)}
-            except (EngineDeadError, RequestError):  # a dead engine holds nothing; a new one may refuse the ids
+                found |= {d: cached.was_cached for d, cached in zip(group, report.documents, strict=True)}
+            except (EngineDeadError, RequestError):  # a dead engine holds nothing; a new engine may refuse the ids
                 found |= dict.fromkeys(group, False)
         return [found[document] for document in documents]
 

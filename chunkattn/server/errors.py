@@ -85,7 +85,7 @@ def _code(status: int) -> str | None:
 
 
 def _validation_error(found: Sequence[Any]) -> ApiError:
-    """Return the answer to pydantic's errors: the first one, under the field's name."""
+    """Return the answer to pydantic's errors: the first error, under the field's name."""
     first = next((error for error in found if error["type"] == "extra_forbidden"), found[0])
     where = [str(part) for part in first["loc"][1:]]  # the first part is "body", "query" or "path"
     # Every branch of a union reports an error. The first names are fields; union branches follow them.
@@ -93,7 +93,7 @@ def _validation_error(found: Sequence[Any]) -> ApiError:
     match first["type"]:
         case "json_invalid":
             reason = first.get("ctx", {}).get("error", "")
-            return ApiError(400, f"the body is no valid JSON: {reason}", code="invalid_json")
+            return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
         case "missing" if name is None:
             return ApiError(400, "the request has no body", code="missing_required_parameter")
         case "missing":
@@ -134,9 +134,9 @@ def install(app: FastAPI) -> None:
     """Register handlers that answer every error of a route in the format of `ApiError`."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
-        told = api_error(error, request.state.request_id)
+        refusal = api_error(error, request.state.request_id)
         _release(error)
-        return JSONResponse(told.body, told.status, told.headers)
+        return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
     for kind in (ApiError, ChunkAttnError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer)

@@ -17,7 +17,7 @@ from chunkattn.server.options import ServerConfig
 logger = logging.getLogger(__name__)
 
 LONGEST_HEAD = 1 << 16
-"""Size limit in bytes of a request line with its headers, and of a body's trailers; longer ones are answered with 400."""
+"""Size limit in bytes of a request line with its headers, and of a body's trailers; longer input is answered with 400."""
 LOWEST_RATE = 256
 """Lowest rate in bytes per second at which a client must send a body, and read an answer."""
 _CHECK_S = 0.25
@@ -176,7 +176,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._told = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header, or a trailer behind the body.
+        """Add a header, or a trailer after the body.
 
         Raises:
             ValueError: the headers exceed `LONGEST_HEAD`; the parser turns this into a 400.

@@ -68,7 +68,7 @@ class Keys:
         return bool(self._names)
 
     def reload(self) -> None:
-        """Read the key file again; keep the present keys if the file is invalid, or if there is none."""
+        """Read the key file again; keep the present keys if the file is invalid or missing."""
         if self._file is None:
             logger.warning("SIGHUP is ignored: there is no api_key_file to read again")
             return

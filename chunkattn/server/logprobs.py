@@ -55,14 +55,14 @@ def chat(token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], num_to
         texts: texts of the tokens.
     """
 
-    def told(token: int, value: Logprob) -> dict[str, Any]:
+    def described(token: int, value: Logprob) -> dict[str, Any]:
         return {"token": texts.piece(token), "logprob": value.logprob, "bytes": list(texts.raw(token))}
 
     content = []
     for token, entry in zip(token_ids, entries, strict=True):
         ranked = sorted(entry.items(), key=lambda pair: pair[1].rank)
-        top = [told(t, v) for t, v in ranked if v.rank <= num_top][:num_top]
-        content.append({**told(token, entry[token]), "top_logprobs": top})
+        top = [described(t, v) for t, v in ranked if v.rank <= num_top][:num_top]
+        content.append({**described(token, entry[token]), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 

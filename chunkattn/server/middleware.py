@@ -100,9 +100,9 @@ class Gate:
             else:
                 await self.app(scope, limited, noted)
         except Exception as error:
-            told = api_error(error, request_id)
+            answer = api_error(error, request_id)
             if not status:
-                await JSONResponse(told.body, told.status, told.headers)(scope, receive, noted)
+                await JSONResponse(answer.body, answer.status, answer.headers)(scope, receive, noted)
         finally:
             caller.leave()
             self.metrics.running -= 1
@@ -132,8 +132,8 @@ class Gate:
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.seconds.labels(route).observe(seconds)
         path = ascii(scope["path"])[1:-1]  # escapes newlines, so a client cannot forge a log line
-        told = {"id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
-        logger.info("%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)", told, extra={"request": told})
+        fields = {"id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
+        logger.info("%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)", fields, extra={"request": fields})
 
 
 def _names_this_machine(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""Options of the HTTP server. Those of the engine are in `chunkattn.config`."""
+"""Options of the HTTP server. `chunkattn.config` has the engine options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class ServerConfig:
 
     Attributes:
         host: address to listen on. The default accepts connections from this machine only.
-        port: port to listen on; 0 picks a free one.
+        port: port to listen on; 0 picks a free port.
         api_key: key that clients must send as bearer token, or as the password of HTTP Basic. A server without
             any key accepts every client.
         served_model_name: model name in `/v1/models`, requests and answers; by default the hub id, or the folder's name.
-        request_timeout_s: time limit of a request in seconds; a longer one is aborted and answered with 504.
-        max_body_bytes: size limit of a request body in bytes; a longer one is answered with 413.
+        request_timeout_s: time limit of a request in seconds; a longer request is aborted and answered with 504.
+        max_body_bytes: size limit of a request body in bytes; a longer body is answered with 413.
         max_prompts_per_request: number of prompts, or of queries, that one request may hold.
         max_cached_documents: number of documents that `/v1/cache/documents` stores at once.
         priority_range: largest absolute priority that a request may set; 0 allows only the default priority.
@@ -29,22 +29,22 @@ class ServerConfig:
         drain_timeout_s: time in seconds that running requests have to finish after SIGTERM.
         log_format: format of the log, "text" or "json", for the engine process too; one line a request in both.
         api_key_file: file of named API keys, one `name:key` a line, read again at SIGHUP. Clients of different names share no
-            cache and no documents, and each name has its quotas. Without one, only `api_key` is accepted.
+            cache and no documents, and each name has its quotas. Without a key file, only `api_key` is accepted.
         max_queue_share: share of `max_queued_requests` that the requests of one named API key may hold; without a key file,
             the share of one request.
         max_pinned_share: share of the KV pool's pages that the pinned documents of all keys together may hold.
         max_pinned_share_per_key: share of the KV pool's pages that the pinned documents of one named API key may hold.
         max_cached_documents_per_key: number of stored documents of one named API key.
-        max_connections: number of open connections; further ones are answered with 503. The process's limit on open files
-            may lower it.
+        max_connections: number of open connections; further connections are answered with 503. The process's limit on open
+            files may lower this number.
         header_timeout_s: time limit in seconds for the headers of a request, from its first byte or from the opening of the
             connection.
         body_timeout_s: period in seconds in which a client must send 256 bytes of the body per second on average; a slower
-            one is answered with 408.
+            client is answered with 408.
         max_answer_values: number of values that one answer may hold: queries x items x labels, or prompts x samples x tokens
             x log-probabilities.
         write_timeout_s: period in seconds in which a client must read 256 bytes of its answer per second on average; a slower
-            one is disconnected.
+            client is disconnected.
     """
 
     host: str = "127.0.0.1"

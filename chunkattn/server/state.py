@@ -39,7 +39,7 @@ class ServerState:
         llm: the engine.
         config: options of the server.
         metrics: metrics of the HTTP server.
-        draining: True after SIGTERM: running requests finish, new ones are refused.
+        draining: True after SIGTERM: running requests finish, new requests are refused.
         started: start time in seconds since the epoch.
     """
 
@@ -173,7 +173,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """Await work, and cancel it if the client disconnects.
 
     Args:
-        request: the client's request, whose body has been read.
+        request: the client's request, with its body read.
         work: awaitable that makes the answer.
 
     Raises:

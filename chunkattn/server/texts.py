@@ -72,7 +72,7 @@ def _name(token: int) -> str:
 
 
 class TokenTexts:
-    """Texts of single tokens. A token is decoded behind another, because some tokenizers drop the space of a first token.
+    """Texts of single tokens. A token is decoded after another token, because some tokenizers drop the space of a first token.
 
     Args:
         tokenizer: tokenizer of the model; None for an engine without one.
@@ -114,7 +114,7 @@ class TokenTexts:
         return str(self.tokenizer.decode(list(token_ids)))
 
     def prompt_offsets(self, output: RequestOutput) -> tuple[list[int], int]:
-        """Return the offset of each prompt token, and the end of the last one.
+        """Return the offset of each prompt token, and the end of the last token.
 
         Each part of a text prompt is decoded by itself, as it was tokenized.
 
@@ -175,7 +175,7 @@ def usage(outputs: Sequence[RequestOutput], *, generated: int | None = None, chu
 
     Args:
         outputs: output of each prompt.
-        generated: completion tokens to report instead of the generated ones.
+        generated: completion tokens to report instead of the generated tokens.
         chunks: whether to report the cached tokens of every chunk.
     """
     prompt = sum(len(o.prompt_token_ids) for o in outputs)

@@ -119,7 +119,7 @@ class StreamOptions(Strict):
 
 
 class Sampling(Body):
-    """Fields that describe how to continue a prompt; names, meanings and defaults are those of `SamplingParams`."""
+    """Fields that describe how to continue a prompt; names, meanings and defaults equal those in `SamplingParams`."""
 
     n: int = 1
     temperature: float = 1.0

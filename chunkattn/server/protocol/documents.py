@@ -24,7 +24,7 @@ Seconds = Annotated[float, AfterValidator(_check_ttl), Field(description="Second
 
 
 class CacheBody(Body):
-    """Documents to compute ahead of use, behind a prefix."""
+    """Documents to compute ahead of use, after a prefix."""
 
     prefix: Annotated[str | TokenIds, Field(description="Prefix of the prompts that will use the documents.")] = ""
     messages: Annotated[
@@ -50,7 +50,7 @@ class CacheBody(Body):
         return self
 
     def ids(self) -> list[str | None]:
-        """Return the id of each document; None for one without."""
+        """Return the id of each document; None for a document without an id."""
         return [d.id if isinstance(d, Document) else None for d in self.documents]
 
     def texts(self) -> list[Any]:
@@ -58,7 +58,7 @@ class CacheBody(Body):
         return [d.plain() if isinstance(d, Document) else d for d in self.documents]
 
     def start(self) -> Any:
-        """Return the messages or the prefix; an absent prefix is empty text or empty ids, as the documents are."""
+        """Return the messages or the prefix. A missing prefix is empty text, or empty ids if the documents are ids."""
         if self.messages is not None:
             return [m.plain() for m in self.messages]
         return self.prefix or ([] if isinstance(self.documents[0], list) else "")

@@ -80,7 +80,7 @@ class ScoreBody(Body):
         """Return the queries and the documents of a pairwise call.
 
         Raises:
-            ValueError: an item is no text, or the number of queries is neither one nor that of the documents.
+            ValueError: an item is not a text, or the number of queries is neither one nor the number of documents.
         """
         first = self.text_1 if self.text_1 is not None else self.queries
         second: Any = next(v for v in (self.text_2, self.documents, self.items) if v is not None)

@@ -21,7 +21,7 @@ Salt = Annotated[str | None, Query(description="Salt of the document.")]
 
 @router.post("")
 async def add(body: CacheBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
-    """Compute and store the K/V of documents behind a prefix. A new document replaces one of the same id."""
+    """Compute and store the K/V of documents after a prefix. A new document replaces the stored document with the same id."""
     state.check_model(body.model)
     state.check_ready()
     state.check_priority(body.priority, CacheBody.model_fields["priority"].default)
@@ -41,11 +41,11 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
             timeout=state.config.request_timeout_s,
         ),
     )
-    told = [{**_entry(d, cached=True, pinned=body.pin), "was_cached": before} for d, before in added]
-    prompt = told[0]["prefix_tokens"] + sum(entry["tokens"] for entry in told)
+    entries = [{**_entry(d, cached=True, pinned=body.pin), "was_cached": before} for d, before in added]
+    prompt = entries[0]["prefix_tokens"] + sum(entry["tokens"] for entry in entries)
     return {
         "object": "list",
-        "data": told,
+        "data": entries,
         "usage": {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt},
     }
 
@@ -55,20 +55,20 @@ async def listed(
     state: State,
     caller: CallerOf,
     cache_salt: Salt = None,
-    after: Annotated[str | None, Query(description="Id of the document before the first one returned.")] = None,
+    after: Annotated[str | None, Query(description="Id of the document before the first returned document.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 100,
 ) -> dict[str, Any]:
     """List the documents of a salt, oldest first."""
     caller.take(1)
     documents, more = state.documents.page(caller.salt(cache_salt), after, limit)
-    return {"object": "list", "data": await _told(state, documents), "has_more": more}
+    return {"object": "list", "data": await _entries(state, documents), "has_more": more}
 
 
 @router.get("/{document_id}")
 async def one(document_id: str, state: State, caller: CallerOf, cache_salt: Salt = None) -> dict[str, Any]:
     """Return one document."""
     caller.take(1)
-    return (await _told(state, [state.documents.get(document_id, caller.salt(cache_salt))]))[0]
+    return (await _entries(state, [state.documents.get(document_id, caller.salt(cache_salt))]))[0]
 
 
 @router.patch("/{document_id}")
@@ -82,7 +82,7 @@ async def change(document_id: str, body: ChangeBody, request: Request, state: St
         await unless_gone(request, state.documents.pin(document, body.pinned, state.config.request_timeout_s))
     if body.ttl_s is not None:
         state.documents.expire(document, None if body.ttl_s == "never" else body.ttl_s)
-    return (await _told(state, [document]))[0]
+    return (await _entries(state, [document]))[0]
 
 
 @router.delete("/{document_id}")
@@ -99,7 +99,7 @@ async def delete(document_id: str, state: State, caller: CallerOf, cache_salt: S
     return {"id": document_id, "object": "cache.document.deleted", "deleted": True}
 
 
-async def _told(state: ServerState, documents: Sequence[StoredDocument]) -> list[dict[str, Any]]:
+async def _entries(state: ServerState, documents: Sequence[StoredDocument]) -> list[dict[str, Any]]:
     cached = await state.documents.cached(documents)
     # A failed step drops cached K/V, pinned documents included.
     pinned = [is_cached and state.documents.is_pinned(d) for d, is_cached in zip(documents, cached, strict=True)]

@@ -209,51 +209,57 @@ class Completion(Answer):
         text, kept, reason, stop = sample.text, len(sample.token_ids), sample.finish_reason, sample.stop_reason
         if not self.body.max_tokens:
             text, kept, reason, stop = "", 0, "length", None
-        told = None
+        token_logprobs = None
         if sample.logprobs is not None:
             ids, offsets, end = sample.token_ids[:kept], list[int](), 0
             entries: list[Entry] = [*sample.logprobs[:kept]]
             if self.body.echo:
-                told_offsets, end = self._prompt_offsets(output)
-                offsets += told_offsets
+                prompt_offsets, end = self._prompt_offsets(output)
+                offsets += prompt_offsets
             growing = self._offsets(output, end)
             offsets += [growing.take(token) for token in ids]
             if self.body.echo:
                 ids, entries = output.prompt_token_ids + ids, [*(output.prompt_logprobs or []), *entries]
-            told = self._logprobs(ids, entries, offsets)
+            token_logprobs = self._logprobs(ids, entries, offsets)
         if self.body.echo:
             text = self._prompt_text(output) + text
-        return self._choice(index, text, told, reason, stop, output)
+        return self._choice(index, text, token_logprobs, reason, stop, output)
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """Return a choice with the prompt under `echo`, or None."""
         if not self.body.echo:
             return None
-        told = None
+        token_logprobs = None
         if self.body.logprobs is not None:
             offsets, end = self._prompt_offsets(output)
             tail.offsets = self._offsets(output, end)
-            told = self._logprobs(output.prompt_token_ids, output.prompt_logprobs or [], offsets)
-        return self._choice(index, self._prompt_text(output), told, None, None)
+            token_logprobs = self._logprobs(output.prompt_token_ids, output.prompt_logprobs or [], offsets)
+        return self._choice(index, self._prompt_text(output), token_logprobs, None, None)
 
     def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
         """Return a choice with the new part of a sample."""
-        told, generates = None, self.body.max_tokens > 0
+        token_logprobs, generates = None, self.body.max_tokens > 0
         if part.logprobs is not None and generates:
             tail.offsets = tail.offsets or self._offsets(output, 0)
-            told = self._logprobs(part.token_ids, part.logprobs, [tail.offsets.take(t) for t in part.token_ids])
-        return self._choice(index, part.text if generates else "", told, part.finish_reason, part.stop_reason)
+            token_logprobs = self._logprobs(part.token_ids, part.logprobs, [tail.offsets.take(t) for t in part.token_ids])
+        return self._choice(index, part.text if generates else "", token_logprobs, part.finish_reason, part.stop_reason)
 
     def _choice(
         self,
         index: int,
         text: str,
-        told: Any,
+        token_logprobs: Any,
         finish_reason: str | None,
         stop_reason: int | str | None,
         output: RequestOutput | None = None,
     ) -> dict[str, Any]:
-        made = {"index": index, "text": text, "logprobs": told, "finish_reason": finish_reason, "stop_reason": stop_reason}
+        made = {
+            "index": index,
+            "text": text,
+            "logprobs": token_logprobs,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
         if output is not None and self.body.prompt_logprobs is not None:
             made["prompt_logprobs"] = logprobs.prompt(output.prompt_logprobs)
         return made
@@ -311,12 +317,12 @@ class Chat(Answer):
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """Return the choice of a finished sample."""
-        told = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
+        token_logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
         message = {"role": "assistant", "content": sample.text, "refusal": None}
         made = {
             "index": index,
             "message": message,
-            "logprobs": told,
+            "logprobs": token_logprobs,
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
@@ -329,9 +335,9 @@ class Chat(Answer):
 
     def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
         """Return a choice with the new part of a sample."""
-        told = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
-        delta = {"content": part.text} if part.text or told else {}
-        made = {"index": index, "delta": delta, "logprobs": told, "finish_reason": part.finish_reason}
+        token_logprobs = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
+        delta = {"content": part.text} if part.text or token_logprobs else {}
+        made = {"index": index, "delta": delta, "logprobs": token_logprobs, "finish_reason": part.finish_reason}
         return made if part.finish_reason is None else {**made, "stop_reason": part.stop_reason}
 
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
@@ -383,7 +389,7 @@ async def _events(
 ) -> AsyncGenerator[str, None]:
     last: dict[int, RequestOutput] = {}
     tails: dict[int, Tail] = {}
-    told = answer.options.stream_options
+    stream_options = answer.options.stream_options
 
     def event(choices: list[dict[str, Any]], *, with_usage: bool) -> str:
         body = {**answer.common(answer.chunk_name), "choices": choices}
@@ -408,14 +414,14 @@ async def _events(
             if part := tail.take(sample):
                 yield event([answer.delta(index, part, output, tail)], with_usage=continuous)
 
-    continuous = told is not None and told.continuous_usage_stats
+    continuous = stream_options is not None and stream_options.continuous_usage_stats
     try:
         for text in await events(*first):
             yield text
         async for number, output in rest:
             for text in await events(number, output):
                 yield text
-        if told is not None and told.include_usage:
+        if stream_options is not None and stream_options.include_usage:
             yield event([], with_usage=True)
     except Exception as error:
         yield f"data: {json.dumps(api_error(error, request_id).body)}\n\n"

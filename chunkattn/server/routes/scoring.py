@@ -70,7 +70,7 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
     )
     outputs, several = (output, True) if isinstance(output, list) else ([output], False)
 
-    def told(values: Sequence[Any]) -> Any:
+    def per_query(values: Sequence[Any]) -> Any:
         return list(values) if several else values[0]
 
     answer = {
@@ -78,12 +78,12 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
         "object": "scoring",
         "created": int(time.time()),
         "model": state.model_name,
-        "scores": told([o.scores for o in outputs]),
-        "algorithm": told([o.algorithm for o in outputs]),
+        "scores": per_query([o.scores for o in outputs]),
+        "algorithm": per_query([o.algorithm for o in outputs]),
         "usage": _usage([o.usage for o in outputs]),
     }
     if body.return_logprobs:
-        answer["logprobs"] = told([o.logprobs for o in outputs])
+        answer["logprobs"] = per_query([o.logprobs for o in outputs])
     return await json_answer(answer, sum(len(o.scores) * len(o.scores[0]) for o in outputs if o.scores))
 
 
@@ -106,13 +106,13 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
     )
     results = []
     for result in output.results:
-        told: dict[str, Any] = {"index": result.index, "relevance_score": result.relevance_score}
+        fields: dict[str, Any] = {"index": result.index, "relevance_score": result.relevance_score}
         if result.truncated:
-            told["truncated"] = True
+            fields["truncated"] = True
         if body.return_documents:
             given = body.documents[result.index]
-            told["document"] = {"text": given} if isinstance(given, str) else given.model_dump()
-        results.append(told)
+            fields["document"] = {"text": given} if isinstance(given, str) else given.model_dump()
+        results.append(fields)
     name = new_id("rerank")
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
     usage = _usage([output.usage])
@@ -150,14 +150,14 @@ def _check_queries(state: ServerState, count: int) -> None:
 
 def _how(body: GenerativeScoringBody | ScoreBody | RerankBody, state: ServerState, caller: Caller) -> dict[str, Any]:
     """Return the arguments of every scoring call."""
-    told = {"algorithm": body.algorithm, "cache_salt": caller.salt(body.cache_salt), "priority": body.priority}
-    return {**told, "timeout": state.config.request_timeout_s}
+    arguments = {"algorithm": body.algorithm, "cache_salt": caller.salt(body.cache_salt), "priority": body.priority}
+    return {**arguments, "timeout": state.config.request_timeout_s}
 
 
 def _relevance(body: ScoreBody | RerankBody) -> dict[str, Any]:
     """Return the arguments of calls that judge relevance."""
-    told = {"instruction": body.instruction, "template": body.template}
-    return {**told, "max_tokens_per_doc": body.max_tokens_per_doc}
+    arguments = {"instruction": body.instruction, "template": body.template}
+    return {**arguments, "max_tokens_per_doc": body.max_tokens_per_doc}
 
 
 def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankBody) -> None:

@@ -24,7 +24,7 @@ _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"s
 
 @router.get("/v1/models")
 async def models(state: State) -> dict[str, Any]:
-    """List the one served model."""
+    """List the served model."""
     return {"object": "list", "data": [_model(state)]}
 
 

@@ -18,7 +18,7 @@ from chunkattn.server.state import ServerState, State
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
 _MAX_SHOWN_TOKENS = 1 << 16
-"""Number of tokens whose texts one answer may hold."""
+"""Limit on the tokens that one answer may show as text."""
 
 
 class TokenizeBody(Body):
@@ -65,11 +65,11 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
 
     def answer() -> Response:
         tokens = ids()
-        told = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
+        fields = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             _check_shown(len(tokens), "prompt")
-            told["token_strs"] = [state.texts.piece(t) for t in tokens]
-        return JSONResponse(told)
+            fields["token_strs"] = [state.texts.piece(t) for t in tokens]
+        return JSONResponse(fields)
 
     return await asyncio.to_thread(answer)
 
@@ -108,7 +108,7 @@ async def inspect(body: InspectBody, state: State) -> Response:
 
 
 def _check_shown(tokens: int, param: str) -> None:
-    """Check the number of tokens whose texts an answer would hold.
+    """Check the number of tokens that an answer would show as text.
 
     Raises:
         ApiError: 400, more than `_MAX_SHOWN_TOKENS`.

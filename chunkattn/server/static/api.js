@@ -14,8 +14,8 @@ export class ApiError extends Error {
 
 /** Return the error in an answer's body, `{"error": {"message", "param", "code"}}`. */
 export function errorIn(body, otherwise) {
-  const told = body?.error;
-  return new ApiError(told?.message ?? otherwise, told ?? {});
+  const error = body?.error;
+  return new ApiError(error?.message ?? otherwise, error ?? {});
 }
 
 /**
@@ -38,8 +38,8 @@ export async function post(path, body, signal) {
   }
   if (response.ok) return response;
   // A proxy may answer with other content than JSON.
-  const told = await response.json().catch(() => null);
-  throw errorIn(told, `The server answered with status ${response.status}.`);
+  const answer = await response.json().catch(() => null);
+  throw errorIn(answer, `The server answered with status ${response.status}.`);
 }
 
 export async function postJson(path, body) {

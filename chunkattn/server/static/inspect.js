@@ -27,8 +27,8 @@ export function setUpInspect(editor) {
       editor.errors.clear();
       const asked = changes;
       try {
-        const told = await postJson("/inspect", editor.request);
-        show(told, mask);
+        const prompt = await postJson("/inspect", editor.request);
+        show(prompt, mask);
         shown = asked;
         stale.hidden = shown === changes;
       } catch (error) {
@@ -38,16 +38,16 @@ export function setUpInspect(editor) {
   );
 }
 
-function show(told, mask) {
+function show(prompt, mask) {
   // A plain prompt has one part, which the API names the question.
-  const parts = told.parts.map((part) => ({ ...part, title: told.chunked ? part.name : "prompt", kind: partKind(part.name) }));
+  const parts = prompt.parts.map((part) => ({ ...part, title: prompt.chunked ? part.name : "prompt", kind: partKind(part.name) }));
   const chunks = parts.filter((part) => part.name.startsWith("chunk ")).length;
-  const kind = told.chunked ? `${counted(parts.length, "part")} (${counted(chunks, "document")})` : "1 part, a plain prompt";
-  const summary = `${counted(told.num_tokens, "token")} in ${kind}; highest position id ${told.max_position}`;
+  const kind = prompt.chunked ? `${counted(parts.length, "part")} (${counted(chunks, "document")})` : "1 part, a plain prompt";
+  const summary = `${counted(prompt.num_tokens, "token")} in ${kind}; highest position id ${prompt.max_position}`;
   setText(byId("inspect-summary"), summary);
   byId("parts").replaceChildren(...parts.map(block));
   byId("inspection").hidden = false; // before drawing the mask: a hidden canvas has no size
-  mask.show({ size: told.num_tokens, prefixLen: told.prefix_len, rowStart: told.row_start, parts });
+  mask.show({ size: prompt.num_tokens, prefixLen: prompt.prefix_len, rowStart: prompt.row_start, parts });
 }
 
 /** Return the block of one part: its name, and a chip per token. */

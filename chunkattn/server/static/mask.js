@@ -14,7 +14,7 @@ const LINE_FROM = 4; // CSS pixels that a part must have for a line at its end
  * @typedef {object} View prompt to draw
  * @property {number} size tokens of the prompt
  * @property {number} prefixLen tokens of the prefix
- * @property {number[]} rowStart first visible token behind the prefix, for each token
+ * @property {number[]} rowStart first visible token after the prefix, for each token
  * @property {{title: string, kind: string, first: number, tokens: {text: string, position: number}[]}[]} parts
  */
 

@@ -38,17 +38,17 @@ async function score(query, items, labels) {
   const began = performance.now();
   const body = { query, items, apply_softmax: true };
   if (labels.length) body.labels = labels; // a classifier accepts no labels
-  const told = await postJson("/v1/score", body);
+  const result = await postJson("/v1/score", body);
   const took = performance.now() - began;
 
-  shown = { items, labels, scores: told.scores };
+  shown = { items, labels, scores: result.scores };
   showBars();
   setText(byId("score-status"), `${counted(items.length, "item")} scored in ${seconds(took)}`);
   fillList(byId("score-usage"), [
-    ["algorithm", told.algorithm],
-    ["tokens", String(told.usage.prompt_tokens)],
-    ["computed", String(told.usage.computed_tokens)],
-    ["cached", String(told.usage.prompt_tokens_details.cached_tokens)],
+    ["algorithm", result.algorithm],
+    ["tokens", String(result.usage.prompt_tokens)],
+    ["computed", String(result.usage.computed_tokens)],
+    ["cached", String(result.usage.prompt_tokens_details.cached_tokens)],
   ]);
 }
 

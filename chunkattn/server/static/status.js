@@ -26,9 +26,9 @@ async function showHealth() {
   let state = "unreachable";
   let text = state;
   try {
-    const told = await getJson("/health");
-    state = text = told.status;
-    if (told.warmup) text += ` ${told.warmup.done}/${told.warmup.total}`;
+    const health = await getJson("/health");
+    state = text = health.status;
+    if (health.warmup) text += ` ${health.warmup.done}/${health.warmup.total}`;
   } catch {
     // No answer in time: unreachable.
   }
