@@ -44,7 +44,7 @@ class ChunkLayout:
         token_ids: int32 `[T]`, the logical sequence.
         positions: int32 `[T]`, position ids (see `chunkattn.rope.positions`).
         prefix_len: tokens of the prefix.
-        chunk_lens: tokens of every chunk, empty ones included.
+        chunk_lens: tokens of every chunk, including empty chunks.
         question_len: tokens of the question.
     """
 
@@ -66,7 +66,7 @@ class ChunkLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of chunks, including empty ones."""
+        """Return the number of chunks, including empty chunks."""
         return len(self.chunk_lens)
 
     @property
@@ -91,7 +91,7 @@ class ChunkLayout:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Return prefix, chunks and question in order, including empty ones."""
+        """Return prefix, chunks and question in order, including empty parts."""
         ids = (PREFIX_ID, *range(self.num_chunks), QUESTION_ID)
         ends = np.cumsum((self.prefix_len, *self.chunk_lens, self.question_len)).tolist()
         return tuple(Segment(i, start, end) for i, start, end in zip(ids, [0, *ends], ends, strict=False))
@@ -104,10 +104,10 @@ class ChunkLayout:
 
     @cached_property
     def row_start(self) -> np.ndarray:
-        """Return the first token index that each token sees behind the prefix: int32 `[T]`.
+        """Return the first token index that each token may attend to beyond the prefix: int32 `[T]`.
 
-        Token `i` sees token `k` iff `k <= i and (k < prefix_len or k >= row_start[i])`. The value is the chunk's start for a
-        chunk token, and 0 for prefix and question.
+        It is the chunk's start for a token of a chunk, and 0 (no restriction) for other tokens. Token `i` sees token `k` iff
+        `k <= i and (k < prefix_len or k >= row_start[i])`.
         """
         starts = np.asarray([s.start if s.chunk_id >= 0 else 0 for s in self.segments], np.int32)
         return np.repeat(starts, [s.end - s.start for s in self.segments])
@@ -137,7 +137,7 @@ class ChunkLayout:
             order: permutation of the chunk numbers.
 
         Raises:
-            ValueError: `order` is no permutation of the chunks.
+            ValueError: `order` is not a permutation of the chunks.
         """
         index = self.reorder_index(order)
         return replace(
@@ -154,7 +154,7 @@ class ChunkLayout:
             order: permutation of the chunk numbers.
 
         Raises:
-            ValueError: `order` is no permutation of the chunks.
+            ValueError: `order` is not a permutation of the chunks.
         """
         if sorted(order) != list(range(self.num_chunks)):
             raise ValueError(f"order must be a permutation of {self.num_chunks} chunks, got {list(order)}")

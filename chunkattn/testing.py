@@ -27,7 +27,7 @@ _MAX_VALUE = 3**0.5
 
 @dataclass
 class _Sequence:
-    """Sequence with the slots and row starts of all tokens, generated ones included, and the rows computed so far."""
+    """Sequence with the slots and row starts of all tokens, including generated tokens, and the rows computed so far."""
 
     plan: SlotPlan
     pages: list[int]
@@ -41,8 +41,8 @@ def random_layout(rng: np.random.Generator, *, most_chunks: int = 6, longest: in
 
     Args:
         rng: source of random numbers.
-        most_chunks: highest number of chunks.
-        longest: highest number of tokens of a chunk; prefix and question are shorter.
+        most_chunks: maximum number of chunks.
+        longest: maximum number of tokens of a chunk; prefix and question are shorter.
         scoring: whether to leave the question out.
     """
     lens = [int(rng.integers(0, rng.choice([1, 2, longest + 1]))) for _ in range(rng.integers(0, most_chunks + 1))]
@@ -141,7 +141,7 @@ def check_backend(
         block_size: slots per page.
         window: sliding window in tokens, over plain prompts; None for full attention.
         kv_dtype: dtype of the cache; None for `dtype`. With `float8_e4m3fn`, some keys and values exceed its range.
-        soft_cap: soft cap of the scores; None for none.
+        soft_cap: soft cap of the scores; None leaves scores uncapped.
         scale: factor of the lengths of sequences and steps, for backends with large tiles.
 
     Returns:

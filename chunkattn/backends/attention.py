@@ -43,7 +43,7 @@ def chunk_attention(
 
     Raises:
         ValueError: shapes or dtypes disagree with each other or with the layout, or `scale` is negative.
-        BackendError: the backend is unknown or does not support the shapes, or `soft_cap` is no positive number.
+        BackendError: the backend is unknown or does not support the shapes, or `soft_cap` is not a positive number.
     """
     if not (q.ndim == k.ndim == 3 and len(q) and jnp.issubdtype(q.dtype, jnp.floating) and q.dtype == k.dtype == v.dtype):
         raise ValueError(

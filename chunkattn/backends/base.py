@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 from chunkattn.errors import BackendError
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
-"""The one-byte format that a KV cache may have."""
+"""One-byte format of a quantised KV cache."""
 FP8_MAX = 448.0
 """Largest number of `FP8`, which has no infinity."""
 
@@ -45,7 +45,7 @@ class AttentionSpec:
         soft_cap: scaled scores `s` become `soft_cap * tanh(s / soft_cap)` before masking; None leaves them unchanged.
 
     Raises:
-        BackendError: `kv_dtype` is neither `dtype` nor `FP8`, or `soft_cap` is no positive number.
+        BackendError: `kv_dtype` is neither `dtype` nor `FP8`, or `soft_cap` is not a positive number.
     """
 
     num_heads: int
@@ -194,7 +194,7 @@ def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def to_cache(x: Float[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"]:
-    """Convert values to the cache's `dtype`, clipping those beyond `FP8`'s range to its largest number. NaN stays NaN.
+    """Convert values to the cache's `dtype`, clipping values beyond `FP8`'s range to the largest `FP8` number. NaN stays NaN.
 
     A bare cast to `FP8` turns values beyond its range into NaN.
 

@@ -26,7 +26,7 @@ class MaskMetadata(NamedTuple):
     """A step as its mask.
 
     Attributes:
-        mask: whether row `i` sees row `j`; `M` is `T` or the row limit, whichever is less.
+        mask: whether row `i` sees row `j`; `M` is the smaller of `T` and the row limit.
     """
 
     mask: Bool[StepArray, "M M"]
@@ -37,7 +37,8 @@ class PackedDenseBackend(AttentionBackend):
     """Plain softmax attention of a step's rows under a mask built on the host.
 
     Attributes:
-        max_multi_item_seq_len: most rows of a step. At 8192 the mask takes 64 MiB, and one head's float32 scores 256 MiB.
+        max_multi_item_seq_len: maximum number of rows of a step. At 8192 rows the mask takes 64 MiB, and the float32 scores of
+            one head take 256 MiB.
     """
 
     max_multi_item_seq_len: int = 8192
@@ -119,7 +120,7 @@ def _visible_slots(batch: AttentionBatch) -> Int64[np.ndarray, " num_rows"]:
 
     def valid_below(end: np.ndarray) -> np.ndarray:
         page, within = np.divmod(end, batch.block_size)
-        return before[seq, page] + within  # a page's valid slots come first, and `end` is at or just behind one
+        return before[seq, page] + within  # a page's valid slots come first, and `end` is at or just after one
 
     hidden = valid_below(start) - valid_below(batch.prefix_end[seq])
     return valid_below(slot + 1) - np.maximum(hidden, 0)

@@ -26,7 +26,7 @@ class DenseMetadata(NamedTuple):
 
 @register_backend("reference")
 class ReferenceBackend(AttentionBackend):
-    """A backend that builds the dense `[T, slots]` mask of one sequence after the other."""
+    """A backend that builds dense `[T, slots]` masks, one sequence at a time."""
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:

@@ -34,7 +34,7 @@ def register_backend(name: str) -> Callable[[type[AttentionBackend]], type[Atten
     """Return a class decorator that makes a backend available as `attention_backend=name`.
 
     Raises:
-        BackendError: another class already has that name, or the class is no `AttentionBackend`.
+        BackendError: another class already has that name, or the class is not a subclass of `AttentionBackend`.
     """
 
     def register(cls: type[AttentionBackend]) -> type[AttentionBackend]:

@@ -51,7 +51,7 @@ def cut(runs: Tiles, rows: int) -> Tiles:
 
     Args:
         runs: runs of rows, see `spans`.
-        rows: most rows of a query tile.
+        rows: maximum number of rows of a query tile.
     """
     per_run = -(-runs.size // rows)
     run = np.repeat(np.arange(len(per_run)), per_run)

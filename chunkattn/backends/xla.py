@@ -2,9 +2,9 @@
 
 The algorithm is online softmax over the two KV ranges of each query tile. Loops have dynamic trip counts, so a tile
 without a visible slot costs neither a load nor a multiplication. One-row runs that see their whole sequence (decodes) are
-computed many sequences at a time; all other rows one query tile at a time.
+computed many sequences at a time; other rows are computed one query tile at a time.
 
-Axes besides those of `base`: `B` sequences computed together, `R` folded rows (rows times query heads per KV head), `N`
+Axes that `base` does not define: `B` sequences computed together, `R` folded rows (rows times query heads per KV head), `N`
 slots of a KV tile, `E` decode tiles.
 
 Source: FlashAttention, arXiv:2205.14135.
@@ -27,19 +27,19 @@ from chunkattn.backends.tiles import TileRanges, Tiles, cut, full_tiles, spans, 
 
 _ON_CPU = jax.default_backend() == "cpu"
 PER_HEAD = 16 if _ON_CPU else 0
-"""Most KV heads that large steps compute one by one, because XLA's batched products are slower on CPU.
+"""Maximum number of KV heads that large steps compute one by one, because XLA's batched products are slower on CPU.
 This makes programs larger, so small steps, which are bound by loading the weights, do without."""
 TILES = ((1024, 256, 256, PER_HEAD), (1, 128, 512, 0))
-"""Least rows of a step, rows and slots of its tiles, and most KV heads to compute one by one.
+"""Minimum rows of a step, rows and slots of its tiles, and maximum number of KV heads to compute one by one.
 Large steps consist mostly of long spans, which fill more rows; both settings give a tile as many scores. KV tiles are
 smaller where page tables are narrower."""
 UNMASKED_ROWS = 2048
-"""Least rows of a step with a second loop, without a mask, for tiles that need none. The loop makes such steps a tenth
+"""Minimum rows of a step with a second loop, without a mask, for tiles that need no mask. The loop makes such steps a tenth
 faster and their programs twice as large. Size matters more to smaller steps: a program of 28 layers loads in 10 seconds."""
 DECODE_SLOTS = 128 if _ON_CPU else 256
 """Slots of a KV tile of decodes; smaller tiles read less past the end of a short sequence."""
 DECODE_ROWS, DECODE_VALUES = (4, 1 << 15) if _ON_CPU else (32, 1 << 30)
-"""Most sequences of a decode tile, sorted by length, and most values of their keys in a KV tile. On CPU, handing tiles of a
+"""Maximum number of sequences of a decode tile, sorted by length, and of key values in a KV tile. On CPU, handing tiles of a
 tiny model from thread to thread takes longer than computing them; in larger models, sequences only wait for the longest."""
 KEYS_FIRST = (32 if _ON_CPU else 0, 512)
 """Tiles of at most this many folded rows, with keys of at least this many values a token, have the keys on the left of
@@ -186,7 +186,7 @@ class XlaBackend(AttentionBackend):
 
 
 def _tile_sizes(rows: int, width: int, block_size: int) -> tuple[int, int, int]:
-    """Return the rows and slots of a step's tiles, and the most KV heads to compute one by one."""
+    """Return the rows and slots of a step's tiles, and the maximum number of KV heads to compute one by one."""
     _, tile_rows, tile_slots, per_head = next(sizes for sizes in TILES if rows >= sizes[0])
     return min(tile_rows, rows), _tile_slots(tile_slots, width, block_size), per_head
 
@@ -194,7 +194,7 @@ def _tile_sizes(rows: int, width: int, block_size: int) -> tuple[int, int, int]:
 def _tile_slots(wanted: int, width: int, block_size: int) -> int:
     """Return the slots of a KV tile: about `wanted`, in whole pages that divide a page table `width` pages wide."""
     pages = max(1, min(wanted // block_size, width))
-    while width % pages:  # for widths that are no power of two
+    while width % pages:  # for widths that are not a power of two
         pages -= 1
     return pages * block_size
 
@@ -245,7 +245,7 @@ def _update(
         keys: keys of the tile.
         values: values of the tile.
         mask: visible slots of each row; a row stands for `R / rows` folded rows.
-        present: slots that hold a token; the others may be NaN.
+        present: slots that hold a token; other slots may be NaN.
         scoring: map from products to scores.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -273,7 +273,7 @@ def _update_by_head(
     present: Bool[Array, "1 N"],
     scoring: _Scoring,
 ) -> _Softmax:
-    """Take one online-softmax step like `_update`, for one sequence and one KV head after the other.
+    """Take one online-softmax step like `_update`, for one sequence, one KV head at a time.
 
     A mask of None means that every row sees every token. Keys must then be finite in slots without a token, too.
     """
@@ -365,7 +365,7 @@ def _nth_tile(step: jax.Array, parts: Sequence[tuple[Tile, Tile]]) -> jax.Array:
 def _attend_tiles(
     q: Float[Array, "T H D"], cache: KVCache, metadata: TileMetadata, scoring: _Scoring, window: int | None
 ) -> Float[Array, "T H D"]:
-    """Attend one query tile after the other. Rows of decodes are left undefined."""
+    """Attend one query tile at a time. Rows of decodes are left undefined."""
     rows, (_, block_size, kv_heads, _) = len(q), cache[0].shape
     tile_rows, tile_slots, per_head = _tile_sizes(rows, metadata.block_tables.shape[1], block_size)
     # Every tile reads and writes `tile_rows` rows. Padding keeps the last tile in bounds, and the next tile

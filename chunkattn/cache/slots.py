@@ -46,7 +46,7 @@ def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_ch
         block_size: slots per page.
         aligned: begin every part on a page of its own, so that its pages can be shared; False packs the parts without
             holes.
-        packed_chunks: in an aligned plan, pack the chunks without holes behind the prefix. For chunks that no other
+        packed_chunks: in an aligned plan, pack the chunks without holes after the prefix. For chunks that no other
             request shares.
 
     Returns:

@@ -1,4 +1,4 @@
-r"""The trie of computed K/V: prefix blocks, chunk blocks below them, question paths below those.
+r"""The trie of computed K/V: prefix blocks, chunk blocks below prefix blocks, and question blocks below chunk blocks.
 
 A block holds one page of tokens. Its K/V depend on the blocks above it and on its own tokens and positions, so every
 sequence with the same path can use it:
@@ -93,7 +93,7 @@ class BlockTrie:
 
     @property
     def num_available(self) -> int:
-        """Return the number of pages that `new` can hand out: free pages and those of unreferenced blocks."""
+        """Return the number of pages that `new` can hand out: free pages and pages of unreferenced blocks."""
         return self.pool.num_free + len(self._unheld)
 
     @property

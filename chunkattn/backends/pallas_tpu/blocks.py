@@ -125,7 +125,7 @@ TABLE: dict[tuple[str, int], tuple[Blocks, Blocks]] = {
     ("v6e", 128): (_LARGE, _LARGE),
     ("v6e", 256): (_LARGE, _LARGE),
 }
-"""Tile sizes by chip and head size: for small pages, and for large ones."""
+"""Tile sizes by chip and head size: for small pages, and for large pages."""
 
 
 def chip_here() -> str:

@@ -1,7 +1,7 @@
 """The attention kernel for TPUs: query tiles walk their KV tiles, with page copies double-buffered.
 
 One grid step is one query tile: rows of one sequence inside one block of the batch's rows, or one decode. The grid step
-walks the KV tiles of its two ranges (`chunkattn.backends.tiles`) and no others. While a KV tile is multiplied, the pages
+walks the KV tiles of its two ranges (`chunkattn.backends.tiles`) and no other tile. While a KV tile is multiplied, the pages
 of the next one are copied from HBM, across query tiles too. If every row of the query tile sees every slot of the KV
 tile, no mask is computed; most tiles of a long prefix are of this kind.
 

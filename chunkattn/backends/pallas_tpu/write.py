@@ -23,7 +23,7 @@ from chunkattn.backends.base import AttentionBatch
 GROUP = 16
 """Slots written at once: one register of 16-bit values, two of 32-bit values."""
 ROWS, ROW_BYTES = 256, 2 << 20
-"""Most rows of a grid step, and most bytes of those rows."""
+"""Maximum number of rows of a grid step, and of bytes of its rows."""
 DEPTH = 16
 """Pieces in flight."""
 _FIELDS = DEST, ROW, OFFSET, COUNT, BUFFER, LAST = range(6)

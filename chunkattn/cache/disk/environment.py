@@ -171,7 +171,7 @@ class Environment:
                 self.env.set_mapsize(self.map_size)
 
     def release(self) -> None:
-        """Release one handle. The last one closes the environment."""
+        """Release one handle. Releasing the last handle closes the environment."""
         with Environment.opening:
             self.handles -= 1
             if self.handles:

@@ -53,7 +53,7 @@ class StoreReader:
 
     @property
     def owners(self) -> frozenset[Hashable]:
-        """Return the owners whose entries were submitted and neither taken nor cancelled."""
+        """Return the owners with submitted entries that were neither taken nor cancelled."""
         with self._changed:
             return frozenset(self._owners)
 
@@ -70,7 +70,7 @@ class StoreReader:
             self._changed.notify_all()
 
     def take(self, timeout: float = 0.0) -> list[tuple[Hashable, Found]]:
-        """Return the owners whose entries have been read, each with its entries.
+        """Return the owners with read entries, each with its entries.
 
         Call `release` with the entries when their arrays are no longer needed.
 
@@ -102,7 +102,7 @@ class StoreReader:
                 self._changed.notify_all()
 
     def close(self) -> list[Hashable]:
-        """Stop reading and return the owners whose entries were not taken."""
+        """Stop reading and return the owners with entries that were not taken."""
         with self._changed:
             self._closed = True
             left, self._owners = list(self._owners), set()

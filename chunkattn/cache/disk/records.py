@@ -95,7 +95,7 @@ class Meta(msgspec.Struct, frozen=True):
     checksum: bytes
 
     def encode(self, key: bytes) -> bytes:
-        """Return the record in msgpack behind a checksum over the key and the record."""
+        """Return a checksum over the key and the record, followed by the record in msgpack."""
         payload = msgspec.msgpack.encode(self)
         return xxhash.xxh3_128_digest(key + payload) + payload
 

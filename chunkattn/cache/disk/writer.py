@@ -26,8 +26,9 @@ class StoreWriter:
 
     Args:
         store: the store; it must outlive the writer.
-        max_pending: most entries that may wait; further ones are dropped.
-        max_pending_bytes: most bytes that waiting entries may hold, as passed to `submit`; a single entry may exceed it.
+        max_pending: maximum number of waiting entries; further entries are dropped.
+        max_pending_bytes: maximum number of bytes that waiting entries may hold, as passed to `submit`; a single entry may
+            exceed it.
 
     Attributes:
         written: number of entries written.
@@ -121,7 +122,7 @@ class StoreWriter:
             return done
 
     def close(self, timeout: float = 10.0) -> None:
-        """Refuse new entries, write waiting ones for up to `timeout` seconds and drop the rest. Repeated calls are allowed."""
+        """Refuse new entries, write waiting entries for up to `timeout` seconds and drop the rest. May be called repeatedly."""
         atexit.unregister(self.close)
         with self._changed:
             self._closed = True
