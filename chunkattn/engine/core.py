@@ -397,7 +397,7 @@ class EngineCore:
             self._finish(sequence)
 
     def _finish_precomputed(self, outputs: list[EngineOutput]) -> None:
-        """Answer the precompute requests whose blocks are all complete, whichever request computed them."""
+        """Answer the precompute requests whose blocks are all complete, including blocks that other requests computed."""
         for request in [r for r in self.scheduler.running if r.precompute]:
             if request.sequences[0].num_computed < len(request.layout):
                 continue
@@ -423,7 +423,7 @@ class EngineCore:
         return RequestFailed(request.request_id, reason, "prompt")
 
     def _recover(self, failed: Iterable[Request]) -> None:
-        """Drop the donated pool and the failed requests, and restart all others on a fresh pool.
+        """Drop the donated pool and the failed requests, and restart all other requests on a fresh pool.
 
         A failed request loses its pin; otherwise its documents would be recomputed and fail forever.
         """
@@ -446,7 +446,7 @@ class EngineCore:
     # Warm-up and metrics
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every program that requests may need, except those of `packed_dense`, so that no request waits for it.
+        """Compile every program that requests may need, except `packed_dense` programs, so that no request waits for it.
 
         Args:
             progress: called with the number of step variants compiled and the total number.

@@ -1,4 +1,4 @@
-"""`DiskTier`: reads parts from the KV store before a request is placed, and writes computed parts behind the steps."""
+"""`DiskTier`: reads parts from the KV store before a request is placed, and writes computed parts in the background."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DiskTier:
     def counts(self) -> dict[str, int]:
         """Return the number of parts by event.
 
-        Events: `hit` and `miss` on reading, `written`, `refused` because the writer was behind, `failed` to be written, and
+        Events: `hit` and `miss` on reading, `written`, `refused` because the writer was late, `failed` to be written, and
         `damaged` on disk.
         """
         writer = self.writer
@@ -94,10 +94,10 @@ class DiskTier:
             self.reader.release(found)
 
     def load(self, request: Request) -> None:
-        """Fill the missing parts of a placed request with those read from disk. A part needs a complete prefix above it.
+        """Fill the missing parts of a placed request with the parts read from disk. A part needs a complete prefix above it.
 
         A part found in memory counts as used on disk as well, and is written if it is not there: a plain prompt may have
-        computed its blocks, or the writer may have been behind.
+        computed its blocks, or the writer may have been late.
         """
         found = self._found.get(request, {})
         for part, kind, start, end in self._parts(request):
@@ -188,7 +188,7 @@ class DiskTier:
         return entry_key(self.fingerprint, request.cache_salt, prefix, chunk, int(request.layout.positions[start]))
 
     def catch_up(self, timeout: float = 600.0) -> bool:
-        """Wait up to `timeout` seconds for the writer if it is far behind. Return whether it has caught up.
+        """Wait up to `timeout` seconds for the writer if it is late. Return whether it has caught up.
 
         Args:
             timeout: limit on the wait in seconds.

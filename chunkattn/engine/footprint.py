@@ -13,7 +13,7 @@ class Footprint:
     """Number of KV pages that one request needs when the cache is empty.
 
     Attributes:
-        end: slots of the prompt, including the unused ones at the ends of pages.
+        end: slots of the prompt, including unused slots at the ends of pages.
         repeated_pages: page table entries that repeat a page, because a chunk is repeated.
         samples: number of sequences that share the prompt's full pages.
         block_size: slots per page.
@@ -56,7 +56,7 @@ def is_aligned(message: Message) -> bool:
 def footprint_of(message: Message, block_size: int) -> Footprint:
     """Return the footprint of a request with `block_size` slots per page."""
     layout, aligned, repeated = message.layout, is_aligned(message), 0
-    # Log-probabilities need every prompt token computed, including those of a repeated chunk.
+    # Log-probabilities need every prompt token computed, including the tokens of a repeated chunk.
     distinct = isinstance(message, GenerateRequest) and message.sampling.prompt_logprobs is not None
     if aligned and not distinct and isinstance(message, (GenerateRequest, PrecomputeRequest)):
         seen: set[tuple[int, bytes]] = set()

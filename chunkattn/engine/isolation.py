@@ -1,4 +1,4 @@
-"""`Isolation`: runs each request of a failed step again, alone, to find the one that fails."""
+"""`Isolation`: runs each request of a failed step again, alone, to find the request that fails."""
 
 from __future__ import annotations
 

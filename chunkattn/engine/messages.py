@@ -40,7 +40,7 @@ class ScoreRequest:
         layout: layout of the prompt, items as chunks.
         rows: `[R]`, ascending token indices to read scores from.
         label_token_ids: tokens whose log-probabilities are returned; empty for a classifier.
-        share_prefix: whether to read the prefix from the cache and keep it there; then `rows` lie behind the prefix.
+        share_prefix: whether to read the prefix from the cache and keep it there; then `rows` follow the prefix.
         algorithm: algorithm that made this layout, one of `chunkattn.scoring.ALGORITHMS`; `"packed_dense"` runs one step
             under a dense mask and uses no cache.
         cache_salt: see `GenerateRequest`.
@@ -86,7 +86,7 @@ class StepRates:
     """Cost model of a step: it takes `step + rows * row + area * area` seconds.
 
     Attributes:
-        step: seconds per step, whatever its size.
+        step: seconds per step, regardless of its size.
         row: seconds per row, padding included.
         area: seconds per row and slot of a visited tile.
     """

@@ -76,7 +76,7 @@ class EngineMetrics:
 
         Args:
             counter: counter to raise.
-            total: new total, at least the one before.
+            total: new total, at least the previous total.
         """
         counter.inc(total - self._totals.get(counter, 0.0))
         self._totals[counter] = total

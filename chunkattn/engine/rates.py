@@ -15,7 +15,7 @@ from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.engine.messages import StepRates
 
 TILE_ROWS, TILE_SLOTS = 256, 256
-"""Tile size used to estimate the cost of attention: that of `xla` in large steps. Other tiles differ by a factor."""
+"""Tile size used to estimate the cost of attention: the size that `xla` uses in large steps. Other sizes differ by a factor."""
 
 _KEPT = 128
 _LAST = 8
@@ -55,7 +55,7 @@ class RateMeter:
         rate = _matmul_rate(dtype)
         # Attention reaches about a third of the speed of a matrix product.
         self._guess = np.asarray([1e-3, row_flops / rate, 3 * pair_flops / rate])
-        # Steps with and without tiles are kept apart, since the many decode steps would displace all others.
+        # Steps with and without tiles are kept apart, since the many decode steps would displace all other steps.
         self._seen: dict[bool, deque[np.ndarray]] = {tiles: deque(maxlen=_KEPT) for tiles in (False, True)}
         self._pending, self._began = np.zeros(3), 0.0
         self._rates: StepRates | None = None

@@ -36,7 +36,7 @@ class Request:
         score: message of a scoring request, else None.
         precompute: message of a precompute request, else None.
         eos_token_ids: tokens that end the text.
-        computed: bool `[T]`, True for prompt tokens computed for this request; the others came from the cache or from a
+        computed: bool `[T]`, True for prompt tokens computed for this request; other tokens came from the cache or from a
             concurrent request.
         sequences: samples of the request; one until the prompt is computed. Never empty before the request ends.
         spares: blocks held for the partial pages of samples still to be created.

@@ -109,7 +109,7 @@ class Runner:
 
     def reset(self) -> None:
         """Allocate a new, empty KV pool."""
-        self.caches: list[KVCache] = []  # frees the old pool before the new one is allocated
+        self.caches: list[KVCache] = []  # frees the old pool before the new pool is allocated
         self.caches = [self.backend.allocate(self.num_pages) for _ in range(self.spec.num_layers)]
 
     def read(self, hidden: jax.Array, reads: StepReads) -> StepResult:
@@ -233,7 +233,7 @@ class Runner:
             self._pick(hidden, [0] * size)
 
     def warm_readouts(self) -> Iterator[None]:
-        """Compile the programs that read picked rows or copy pages, one per iteration, except those of `packed_dense`."""
+        """Compile the programs that read picked rows or copy pages, one per iteration, except `packed_dense` programs."""
         for size in ROW_BUCKETS:
             picked = jnp.zeros((size, self.spec.hidden_size), jnp.float32)
             if self.spec.num_labels is not None:

@@ -129,10 +129,10 @@ def apply_edits(logits: jax.Array, edits: Edits) -> jax.Array:
 
 
 def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Return the logits `[R, V]`, -inf for tokens that min-p, then top-k, then top-p exclude. Ties at a threshold stay.
+    """Set the logits of excluded tokens to -inf: first by min-p, then top-k, then top-p.
 
-    Thresholds are found by bisection over the bits of float32, in 32 passes over the logits. The result is exact and needs
-    no sort of a vocabulary of 150,000.
+    Tokens tied at a threshold are kept. Thresholds are found by bisection over the bits of float32, in 32 passes over the
+    logits. The result is exact, and avoids sorting 150,000 logits.
 
     Args:
         logits: float32 `[R, V]`.

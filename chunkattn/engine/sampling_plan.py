@@ -45,9 +45,9 @@ class SamplingPlan:
 
     Attributes:
         rows: rows of the step, at most `READ_ROWS`.
-        given: sampling parameters, padded to one of `ROW_BUCKETS`; None if every row takes its likeliest token.
-        edits: changes of single logits, padded likewise; None if no row has any.
-        num_logprobs: number of log-probabilities to return for each row; None for none.
+        given: sampling parameters, padded to a size of `ROW_BUCKETS`; None if every row takes its likeliest token.
+        edits: changes of single logits, padded to the same size; None if no row changes a logit.
+        num_logprobs: number of log-probabilities to return for each row; None returns no log-probabilities.
     """
 
     rows: tuple[int, ...]
@@ -107,7 +107,7 @@ def _padded(rows: list[tuple[int, int]], size: int, dtype: type) -> np.ndarray:
 
 
 def edit_input(block: Sequence[SampleRow], size: int, vocab_size: int) -> Edits | None:
-    """Return the changes of logits of a block, padded to `size` rows; None if no row has any.
+    """Return the changes of logits of a block, padded to `size` rows; None if no row changes a logit.
 
     Args:
         block: rows to sample from.

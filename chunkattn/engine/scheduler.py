@@ -2,7 +2,7 @@
 
 Running decodes come first, one token each. Prefill spans of any size then fill the token budget. Half of the budget goes
 to the first request in order of priority and arrival, so that every request gets its turn. The other half goes to the
-sequences with the fewest tokens left, so that short prompts do not wait for long ones.
+sequences with the fewest tokens left, so that short prompts do not wait for long prompts.
 
 A request is admitted when the pages of its prompt are available. Pages for its generated tokens are taken one by one. When
 no page is left, the scheduler preempts the last request in order, which is recomputed later. Its computed blocks stay cached
@@ -174,7 +174,7 @@ class Scheduler:
         self.pinned.append(request)
 
     def restart(self, requests: Iterable[Request]) -> None:
-        """Empty all queues and the trie after the loss of the pool, and queue `requests` in order, whatever their state."""
+        """Empty all queues and the trie after the loss of the pool, and queue `requests` in order, regardless of state."""
         self.waiting, self.running, self.pinned, self._touched, self._refused = [], [], [], [], None
         self.trie.reset()
         for request in requests:
@@ -194,7 +194,7 @@ class Scheduler:
         decoding = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed == 1]
         for sequence in decoding:
             self._grow(sequence)
-        decoding = [s for s in decoding if s.parts]  # drops the preempted ones
+        decoding = [s for s in decoding if s.parts]  # drops preempted sequences
         filling = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed > 1]
         tokens = len(decoding) + sum(s.num_tokens - s.num_computed for s in filling)
         budget = min(trimmed(tokens, self.token_buckets), self.max_num_batched_tokens)

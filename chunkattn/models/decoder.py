@@ -91,7 +91,7 @@ def _norm(spec: DecoderSpec, features: int, dtype: jnp.dtype, rngs: nnx.Rngs) ->
 
 
 class DecoderLayer(nnx.Module):
-    """Transformer layer: attention and MLP, each behind a norm, each added to the float32 residual stream."""
+    """Transformer layer: attention and MLP, each after a norm, each added to the float32 residual stream."""
 
     def __init__(self, spec: DecoderSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.input_layernorm = _norm(spec, spec.hidden_size, dtype, rngs)
@@ -102,7 +102,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     ) -> jax.Array:
-        """Return the residual stream behind the layer, float32 `[T, hidden]`; arguments are those of `Attention`."""
+        """Return the residual stream after the layer, float32 `[T, hidden]`; see `Attention` for the arguments."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -68,7 +68,7 @@ def _files(folder: Path) -> list[Path]:
 def load_weights(spec: DecoderSpec, folder: Path, dtype: jnp.dtype) -> Decoder:
     """Return a decoder with a checkpoint's weights, read tensor by tensor and cast to `dtype`.
 
-    Host memory holds at most one tensor beside the finished ones.
+    Host memory holds at most one tensor beside the finished tensors.
 
     Args:
         spec: shape of the decoder.

@@ -95,7 +95,7 @@ def check_ids(ids: Any, name: str, param: str = "prompt") -> list[int]:
         param: name of the argument that holds the ids.
 
     Raises:
-        RequestError: `ids` is no sequence of non-negative integers.
+        RequestError: `ids` is not a sequence of non-negative integers.
     """
     if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
         raise RequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param=param)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from chunkattn.parsers.special_tokens import ControlTokens
 
 TRUSTED_ROLES = ("system", "developer", "assistant")
-"""Roles whose contents the application vouches for. Contents of all other roles are untrusted, as of `user` and `tool`."""
+"""Roles with trusted contents. Contents of all other roles, such as `user` and `tool`, are untrusted."""
 
 
 def split_chat(
@@ -70,7 +70,7 @@ def _untrusted_starts(
     control: ControlTokens,
     options: dict[str, Any],
 ) -> list[int]:
-    """Return the positions in `text` that split control tokens written by untrusted contents, behind their first characters.
+    """Return the positions in `text` that split control tokens written by untrusted contents, each after its first character.
 
     The list is empty if the template or trusted contents wrote all control tokens.
     """
@@ -109,7 +109,7 @@ def _pieces(text: str, start: int, end: int, bounds: Sequence[int]) -> list[str]
 
 
 def _marked(message: Mapping[str, Any], control: ControlTokens, mark: str) -> dict[str, Any]:
-    """Return a message with a mark behind every character that could begin a control token."""
+    """Return a message with a mark after every character that could begin a control token."""
     changed = {name: _map(value, lambda text: control.starts.sub(rf"\g<0>{mark}", text)) for name, value in message.items()}
     return {**changed, "role": message.get("role")}
 

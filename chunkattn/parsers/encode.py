@@ -34,7 +34,7 @@ class PartEncoder:
             param: name of the argument that holds the part.
 
         Raises:
-            RequestError: the engine has no tokenizer, or the text is no valid Unicode.
+            RequestError: the engine has no tokenizer, or the text is not valid Unicode.
         """
         if self.tokenizer is None:
             raise RequestError("text needs a tokenizer and this engine has none; send token ids", param=param)
@@ -72,7 +72,7 @@ class PartEncoder:
 
 
 def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the special tokens that the tokenizer puts before a text (BOS), without those behind the text."""
+    """Return the special tokens that the tokenizer puts before a text (BOS), without the special tokens after the text."""
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     full = list(tokenizer("a")["input_ids"])
     for start in range(len(full) - len(bare) + 1):

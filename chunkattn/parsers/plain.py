@@ -22,10 +22,10 @@ class PlainEncoder:
         self.control = encode.added if control is None else control
 
     def __call__(self, text: str, name: str = "the text", param: str = "query") -> list[int]:
-        """Return the token ids of an untrusted text, without control tokens. Arguments are those of `PartEncoder`.
+        """Return the token ids of an untrusted text, without control tokens. See `PartEncoder` for the arguments.
 
         Raises:
-            RequestError: the engine has no tokenizer, the text is no valid Unicode, or the tokenizer has no other tokens for
+            RequestError: the engine has no tokenizer, the text is not valid Unicode, or the tokenizer has no other tokens for
                 the text of a control token.
         """
         ids = self._encode(text, name, param)
@@ -35,7 +35,7 @@ class PlainEncoder:
         """Return the token ids of joined pieces: trusted text at even places, untrusted text at odd places.
 
         Trusted text may contain control tokens. A control token must lie within one piece, so neighbouring pieces cannot form
-        one together. If untrusted text has no control tokens, the ids are those of the whole text.
+        one together. If untrusted text has no control tokens, the ids equal the ids of the whole text.
 
         Args:
             pieces: texts, alternately trusted and untrusted.

@@ -199,7 +199,7 @@ class PromptParser:
         return first, chunks
 
     def text(self, text: str) -> list[int]:
-        """Return the token ids of a text that begins a prompt, behind the tokenizer's leading special tokens.
+        """Return the token ids of a text that begins a prompt, after the tokenizer's leading special tokens.
 
         Args:
             text: text that the caller vouches for.
@@ -231,7 +231,7 @@ class PromptParser:
             RequestError: the prompt has more than `max_chunks` chunks.
         """
         if self.max_chunks is not None and chunks > self.max_chunks:
-            text = f"the prompt has {chunks} chunks, max_chunks_per_prompt is {self.max_chunks}; send fewer or longer ones"
+            text = f"the prompt has {chunks} chunks, max_chunks_per_prompt is {self.max_chunks}; send fewer or longer chunks"
             raise RequestError(text, param=param)
 
     def _text(self, text: str, split: bool) -> ParsedPrompt:

@@ -61,7 +61,7 @@ class ControlTokens:
     def encode(self, pieces: Sequence[str]) -> list[int]:
         """Return the token ids of joined pieces. Control tokens are recognised only within a piece at an even place.
 
-        Elsewhere the ids are those of a tokenizer without the control tokens.
+        Elsewhere the ids equal the ids of a tokenizer without the control tokens.
 
         Args:
             pieces: texts, alternately trusted (even places) and untrusted (odd places).

@@ -147,10 +147,10 @@ class EngineClient:
     # Calls
 
     def call(self, timeout: float | None = None) -> InflightRequests:
-        """Open a set of in-flight requests; it takes one of `max_queued_requests` places until it is left.
+        """Return a new set of in-flight requests. The set takes one of `max_queued_requests` places until its context exits.
 
         Args:
-            timeout: seconds until the requests fail with `DeadlineExceededError`; None never.
+            timeout: seconds until the requests fail with `DeadlineExceededError`; None sets no limit.
 
         Raises:
             EngineDeadError: the engine is not ready.
@@ -167,11 +167,11 @@ class EngineClient:
         return made
 
     def hold(self, call: InflightRequests) -> None:
-        """Take a place again for a call that continues."""
+        """Count a call toward `max_queued_requests` again, because it sends more requests."""
         self._calls.add(call)
 
     def release(self, call: InflightRequests) -> None:
-        """Free the place of a call."""
+        """Stop counting a call toward `max_queued_requests`."""
         self._calls.discard(call)
 
     def send_requests(self, call: InflightRequests, requests: Sequence[Message]) -> None:
@@ -381,7 +381,7 @@ class EngineClient:
                     await asyncio.wait({broken}, timeout=_LAST_WORDS_S)
             if broken.done():
                 broken.result()
-            # Count at most two ticks: while this process itself stood still, the other one may have been alive.
+            # Count at most two ticks: while this process itself stood still, the engine may have been alive.
             silence, before = silence + min(now() - before, 2 * _TICK_S), now()
             if frames != seen:
                 silence = 0.0

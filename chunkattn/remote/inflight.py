@@ -1,4 +1,4 @@
-"""`InflightRequests`, the requests that one caller waits for."""
+"""`InflightRequests`: the requests of one caller that have not ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class InflightRequests:
 
     Args:
         client: the engine's client.
-        timeout: seconds until the requests fail with `DeadlineExceededError`, whatever the engine does; None never.
+        timeout: seconds until the requests fail with `DeadlineExceededError`, even if the engine hangs; None sets no limit.
 
     Attributes:
         done: whether all outputs have arrived. The requests can no longer fail then.

@@ -23,7 +23,7 @@ _AT_ONCE = 16
 """Frames read before the event loop runs other callbacks."""
 _RECONNECT_MS = 20
 _LONGEST_FOLDER = 90
-"""Most bytes of the folder's path: a Unix socket's path holds little more than a hundred."""
+"""Maximum number of bytes of the folder's path: a Unix socket's path holds little more than a hundred."""
 
 
 class WorkerProcess:
@@ -92,7 +92,7 @@ class WorkerProcess:
         drain()
 
     def kill(self) -> None:
-        """Kill the process and its children, stopped ones included."""
+        """Kill the process and its children, including stopped children."""
         if not self.exited.done():
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -14,7 +14,7 @@ _COMPILE_EVENTS = "/jax/core/compile/"
 
 
 class StepClock:
-    """The time that one thread, the creating one, has spent in its current step; any thread may read it.
+    """The time that the creating thread has spent in its current step. Any thread may read it.
 
     JAX announces the beginning (a scalar) and the end (a duration) of every tracing, lowering and compilation. Between the two
     the thread is compiling. Each end restarts the clock, so that a step that hangs after compiling is still detected.

@@ -104,7 +104,7 @@ class Worker:
         self.core.close_disk()
 
     def _warm_beside(self, pause_s: float) -> bool:
-        """Compile one program if the last one is `pause_s` seconds ago. Returns whether there are more."""
+        """Compile one program if the last program is `pause_s` seconds ago. Return whether programs remain."""
         if self._warms and time.monotonic() - self._warmed_at >= pause_s:
             self._clock.begin()
             self._warms = self.core.warm_beside()
@@ -155,7 +155,7 @@ class Worker:
             case Shutdown():
                 self._closing = True
             case _:
-                raise TypeError(f"{type(message).__name__} is no message for a worker")
+                raise TypeError(f"{type(message).__name__} is not a message for a worker")
         return None
 
     def _look_up(self, request: PrecomputeRequest, forget: bool) -> CachedTokens:
@@ -200,7 +200,7 @@ class _Heart:
 
 
 def _leave_with_parent(address: str) -> None:
-    """Exit when the other end of stdin closes, because the parent has died, whatever the main thread does."""
+    """Exit when the other end of stdin closes (the parent has died), even if the main thread is busy."""
     while os.read(0, 1):
         pass
     _leave(address)

@@ -79,7 +79,7 @@ def _make_rotary(rope_type: str, params: Mapping[str, Any], head_dim: int, max_p
 
 
 def _llama3(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -> np.ndarray:
-    """Scale frequencies as Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend between."""
+    """Scale frequencies as Llama 3.1: divide long wavelengths by `factor`, keep short wavelengths, blend between."""
     factor, low, high = params["factor"], params["low_freq_factor"], params["high_freq_factor"]
     original = params.get("original_max_position_embeddings") or max_positions
     turns = original * inv_freq / (2 * math.pi)
@@ -88,7 +88,7 @@ def _llama3(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int)
 
 
 def _yarn(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -> RotarySpec:
-    """Scale frequencies by YaRN (arXiv:2309.00071): interpolate slow dimensions, keep fast ones, sharpen attention."""
+    """Scale frequencies by YaRN (arXiv:2309.00071): interpolate slow dimensions, keep fast dimensions, sharpen attention."""
     head_dim, base = 2 * len(inv_freq), params["rope_theta"]
     original = params.get("original_max_position_embeddings") or max_positions
     factor = params.get("factor") or max_positions / original
