@@ -1,4 +1,4 @@
-"""Exact chunk-aware LLM inference in JAX: many independent pieces behind one shared prefix."""
+"""Exact chunk-aware LLM inference in JAX: many independent pieces after one shared prefix."""
 
 from importlib import import_module
 from importlib.metadata import version

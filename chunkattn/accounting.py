@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 
 def groups(lens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges `[first, last)` of consecutive entries whose tokens sum to at most `most`; a longer entry stands alone.
+    """Yield ranges `[first, last)` of consecutive entries that sum to at most `most` tokens; a longer entry stands alone.
 
     Args:
         lens: tokens of each entry.
@@ -34,7 +34,7 @@ def generation_tokens(prompt: int, samples: int, max_tokens: int) -> int:
 
 
 def precompute_tokens(prefix: int, documents: Sequence[int]) -> int:
-    """Return the tokens of a prefix, computed once, and of the documents behind it.
+    """Return the tokens of a prefix, computed once, and of the documents after it.
 
     Args:
         prefix: tokens of the prefix.

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class AsyncLLM:
-    """Model whose engine runs in a separate process, which is restarted when it dies or hangs.
+    """Model with an engine in a separate process, which is restarted when it dies or hangs.
 
     The instance belongs to the event loop it is started in. It compiles every step variant at the start unless
     `warmup=False`. A restarted engine compiles them beside its first requests.
@@ -186,7 +186,7 @@ class AsyncLLM:
         """Continue a prompt, and yield the output so far whenever it grows.
 
         Closing the iterator or cancelling its task aborts the request. A slow caller misses intermediate outputs but always
-        gets the last one.
+        gets the last output.
 
         Args:
             prompt: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt` or `ParsedPrompt`.
@@ -197,8 +197,8 @@ class AsyncLLM:
             priority: rank in the queue; lower goes first.
             timeout: seconds after which the request is aborted.
             final_only: yield only the last output. After `abort`, this output may lack tokens.
-            snapshots: yield copies. False yields one growing output, which the caller must read before asking for the next;
-                copying all tokens at every token takes time in the square of their number.
+            snapshots: Whether to yield copies. If False, every iteration yields the same object, updated in place; read it
+                before the next iteration. Copying takes time that grows with the square of the number of tokens.
 
         Raises:
             RequestError: the prompt or a parameter is invalid, or the checkpoint is a sequence classifier. The error comes
@@ -352,7 +352,7 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
     ) -> ScoreOutput | list[ScoreOutput]:
-        """Return P(label | query + item) for every item; arguments are those of `LLM.score`.
+        """Return P(label | query + item) for every item; see `LLM.score` for the arguments.
 
         Args:
             query: text or token ids, or a list of either.
@@ -570,7 +570,7 @@ class AsyncLLM:
         self.client.unpin(report.pin_ids)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached block in memory, including pinned ones; the KV store keeps its parts.
+        """Forget every cached block in memory, including pinned blocks; the KV store keeps its parts.
 
         Returns:
             Whether every page is free: False while requests run.
@@ -584,7 +584,7 @@ class AsyncLLM:
     # The engine's loop
 
     async def _run(self, make: Callable[[], Job[T]], timeout: float | None) -> T:
-        """Make a job, run its stages one after the other and return its result. Slow CPU work runs in a thread.
+        """Make a job, run its stages in order and return its result. Slow CPU work runs in a thread.
 
         Raises:
             ChunkAttnError: the job or a stage cannot be made, or as `InflightRequests.finish`.

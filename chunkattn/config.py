@@ -47,19 +47,19 @@ class EngineConfig:
         multi_item_scoring_delimiter: token id that separates query and items in packed scoring sequences.
         max_model_len: limit on the highest position id + 1; by default the checkpoint's own.
         max_chunk_len: limit on the tokens of one chunk.
-        max_chunks_per_prompt: limit on the chunks of one prompt, including empty ones.
+        max_chunks_per_prompt: limit on the chunks of one prompt, including empty chunks.
         max_num_seqs: number of sequences that run at once. Each of a request's `n` samples counts.
         max_num_batched_tokens: token budget of one step.
         block_size: tokens per KV page, a power of two.
         kv_cache_memory_bytes: size of the KV pool in bytes; by default chosen by platform.
         enable_prefix_caching: keep the K/V of prefixes, chunks and questions for later requests.
-        long_prefill_token_threshold: prompt tokens that a step computes of one sequence before others get their turn; the
-            first sequence gets the rest of the budget. By default half of the budget is for the first in line, and half for
-            the sequences with the fewest tokens left.
+        long_prefill_token_threshold: prompt tokens that a step computes of one sequence before other sequences get
+            their turn; the first sequence gets the rest of the budget. By default half of the budget is for the first
+            sequence in line, and half for the sequences with the fewest tokens left.
         kv_store: folder that keeps the K/V of prefixes and chunks beyond this process. By default K/V stays in memory.
         kv_store_max_bytes: size limit of the `kv_store` folder in bytes.
         warmup: compile every step variant at start. By default a server does, and `LLM` does not.
-        score_algorithm: algorithm of scoring requests that name none; `"auto"` takes the one predicted to be cheapest.
+        score_algorithm: default algorithm of scoring requests; `"auto"` takes the algorithm predicted to be cheapest.
         max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.
         max_items_per_request: limit on the items of one scoring request, over all of its queries, and on the documents of
             one precompute call.
@@ -70,7 +70,7 @@ class EngineConfig:
         seed: seed of requests without one.
         max_decode_gap_s: limit in seconds on the expected time of a step while text is generated. Steps with prompts or
             items are cut to the largest token bucket within the limit, and to no less than 128 tokens.
-        max_queued_requests: number of calls that an `AsyncLLM` accepts at once; further ones are refused.
+        max_queued_requests: number of calls that an `AsyncLLM` accepts at once; further calls are refused.
         engine_hang_timeout_s: seconds without a sign of life, or in one step that is not compiling, after which an
             `AsyncLLM` restarts its engine process. Choose more than the longest step takes on your machine.
     """
@@ -159,7 +159,7 @@ def _whole(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
     """Return `value` as an int.
 
     Raises:
-        RequestError: `value` is no integer (bools are none), or out of range.
+        RequestError: `value` is not an integer (bools are refused), or is out of range.
     """
     if not isinstance(value, _INTEGERS) or isinstance(value, bool) or not low <= int(value) <= high:
         bounds = f"at least {low}" if high == 2**63 - 1 else f"between {low} and {high}"
@@ -171,7 +171,7 @@ def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = Fa
     """Return `value` as a float.
 
     Raises:
-        RequestError: `value` is no number, NaN, or out of range.
+        RequestError: `value` is not a number (bools are refused), is NaN, or is out of range.
     """
     ok = isinstance(value, _NUMBERS) and not isinstance(value, bool)
     if not (ok and low <= value <= high and not (open_low and value == low)):  # NaN compares false
@@ -186,7 +186,7 @@ def check_size(name: str, value: Sized, most: int) -> None:
     Args:
         name: name of the parameter.
         value: the list or map.
-        most: highest number of entries.
+        most: maximum number of entries.
 
     Raises:
         RequestError: `value` has more than `most` entries.
@@ -196,10 +196,15 @@ def check_size(name: str, value: Sized, most: int) -> None:
 
 
 def _listed(name: str, value: Any, most: int) -> list[Any]:
-    """Return a sequence of at most `most` entries as a list; None is empty, as in vLLM.
+    """Return `value` as a list. None gives an empty list, as in vLLM.
+
+    Args:
+        name: name of the parameter.
+        value: sequence, set, array or None.
+        most: maximum number of entries.
 
     Raises:
-        RequestError: `value` is no sequence, or too long.
+        RequestError: `value` is not a sequence, or has more than `most` entries.
     """
     if value is None:
         return []
@@ -237,7 +242,7 @@ class SamplingParams:
         min_p: share of the likeliest token's probability below which sampling drops a token.
         seed: seed that makes samples reproducible under any load; None derives one from the engine's seed and the number
             of earlier requests.
-        repetition_penalty: divisor of positive logits, and factor of negative ones, for tokens in prompt or output.
+        repetition_penalty: divisor of positive logits, and factor of negative logits, for tokens in prompt or output.
         presence_penalty: value subtracted once from the logits of tokens in the output.
         frequency_penalty: value subtracted per occurrence in the output.
         logit_bias: values added to the logits of token ids, at most 1024 entries.

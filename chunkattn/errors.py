@@ -34,8 +34,8 @@ class RequestError(ChunkAttnError, ValueError):
         """Return the same error under the caller's names of the part and the argument.
 
         Args:
-            part: name of the part; None for none.
-            param: name of the argument; None for none.
+            part: name of the part; None leaves the part out.
+            param: name of the argument; None leaves the argument out.
         """
         return type(self)(self.message, param=param, part=part)
 

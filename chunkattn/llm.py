@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class LLM:
     """Model with its engine in this process.
 
-    Threads may share one instance; their calls run one after the other. `AsyncLLM` runs many calls at once.
+    Threads may share one instance; their calls run one at a time. `AsyncLLM` runs many calls at once.
 
     Example:
         >>> llm = LLM(enable_chunk_aware=True)  # doctest: +SKIP
@@ -59,7 +59,7 @@ class LLM:
             self.warm_up()
 
     def warm_up(self, *, use_tqdm: bool = True) -> float:
-        """Compile every program, except those of `packed_dense`, before the first request needs it.
+        """Compile every program, except `packed_dense` programs, before the first request needs it.
 
         Args:
             use_tqdm: show a progress bar when stderr is a terminal.
@@ -252,7 +252,7 @@ class LLM:
             return self.core.metrics_text()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block in memory, including pinned ones; the KV store keeps its parts.
+        """Forget every cached block in memory, including pinned blocks; the KV store keeps its parts.
 
         Returns:
             Whether every page is free: False while requests run.
@@ -390,7 +390,7 @@ class LLM:
     # The engine's loop
 
     def _run(self, job: Job[T], use_tqdm: bool) -> T:
-        """Run a job's stages one after the other and return its result. A failed job leaves no request or pin behind."""
+        """Run a job's stages in order and return its result. A failed job releases its requests and pins."""
         try:
             with _progress(job.total, use_tqdm, job.unit) as bar:
                 for stage in job.stages():

@@ -130,7 +130,7 @@ class RerankOutput:
         results: documents, the best first; equal scores keep the request's order.
         template: name of the rerank template.
         algorithm: name of the algorithm that ran.
-        usage: token counts of all documents, including those that `top_n` leaves out.
+        usage: token counts of all documents, including documents that `top_n` leaves out.
     """
 
     results: list[RerankResult]

@@ -1,1 +1,1 @@
-"""Benchmarks behind `chunkattn bench`."""
+"""Benchmarks that `chunkattn bench` runs."""

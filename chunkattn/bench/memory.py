@@ -20,17 +20,20 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return this process's peak resident memory in bytes since `reset_peak`, or since the start if it has no effect."""
+    """Return this process's peak resident memory in bytes.
+
+    The peak is since `reset_peak`, or since the process started if the system cannot reset the peak.
+    """
     return _status("self", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
-    """Return the resident memory of a process in bytes, by default of this one; None if the system does not report it.
+    """Return the resident memory of a process in bytes, by default of this process; None if the system does not report it.
 
     Args:
-        pid: id of the process; None for this one.
+        pid: id of the process; None means this process.
     """
     return _status("self" if pid is None else str(pid), "VmRSS")
 

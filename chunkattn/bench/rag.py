@@ -30,7 +30,7 @@ MODES = ("plain cold", "plain warm", "chunks cold", "chunks warm")
 
 @dataclass(frozen=True)
 class Case:
-    """Row of the table. Token counts are those of the last repeat.
+    """Row of the table: the measurements of one mode over prompts of equal size. Token counts are from the last repeat.
 
     Attributes:
         documents: number of documents.
@@ -41,7 +41,7 @@ class Case:
         padding: rows computed to fill buckets.
         cached: prompt tokens found in the cache.
         ttft_s: median time from the request to its first token in seconds.
-        speedup: speed over `plain cold` of the same documents.
+        speedup: time of `plain cold` over the time of this mode, for the same documents.
     """
 
     documents: int

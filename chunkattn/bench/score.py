@@ -247,7 +247,7 @@ def matmul_rate(dtype: str, repeats: int = 5) -> float:
 
 
 def pool_tokens(query: int, budget: int = 2048) -> int:
-    """Return the size in tokens of a KV pool that holds packs of the planner's full length behind a query.
+    """Return the size in tokens of a KV pool that holds packs of the planner's full length after a query.
 
     Args:
         query: tokens of the query.
@@ -271,7 +271,7 @@ def run(
     Args:
         geometry: name of the model's geometry.
         workloads: workloads to measure, in order.
-        algorithms: algorithms to measure; a workload skips those that cannot serve it.
+        algorithms: algorithms to measure; a workload skips algorithms that cannot serve it.
         dtype: dtype of weights and K/V.
         repeats: number of timed rounds, after one round that compiles.
         serial_items: number of items that `serial` is timed on.

@@ -106,7 +106,7 @@ class Detokenizer:
                 self._take(new, until)
 
     def _new(self, until: int) -> str:
-        """Return the text that the tokens from `_done` to `until` add to those before them."""
+        """Return the text that the tokens from `_done` to `until` add to the text of the tokens before them."""
         if self._before is None:
             self._before = self._decode(self._begin, self._done)
         now = self._decode(self._begin, until)

@@ -50,7 +50,7 @@ class Job(Protocol[T_co]):
         ...
 
     def stages(self) -> Iterator[Sequence[Message]]:
-        """Yield the requests of one stage after the other.
+        """Yield the stages in order, each a sequence of requests.
 
         Raises:
             RequestError: a request exceeds a limit.

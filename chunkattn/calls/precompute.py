@@ -57,7 +57,7 @@ class PrecomputeJob:
         self._cached: dict[str, CachedTokens] = {}
 
     def stages(self) -> Iterator[list[PrecomputeRequest]]:
-        """Yield the requests of one stage after the other."""
+        """Yield the stages in order, each a list of requests."""
         stage: list[PrecomputeRequest] = []
         tokens = laid_out = 0
         for group in self._groups:
@@ -179,7 +179,7 @@ def precompute_job(
     def request(group: Sequence[int]) -> PrecomputeRequest | None:
         layout = make_layout(prefix_ids, [chunks[number] for number in group], [], config.position_strategy)
         if not len(layout):
-            return None  # an empty document behind an empty prefix
+            return None  # an empty document after an empty prefix
         return PrecomputeRequest(frontend.new_id(), layout, salt, pin, priority=rank)
 
     for group in groups:  # discards each request, as the layouts of many documents need much memory

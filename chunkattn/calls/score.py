@@ -1,4 +1,4 @@
-"""`ScoreJob`: turns queries and items into requests, and label log-probabilities into scores or a ranking."""
+"""`ScoreJob`: turns queries and items into plans, sends their requests, and returns the scores or a ranking."""
 
 from __future__ import annotations
 

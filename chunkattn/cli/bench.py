@@ -71,8 +71,8 @@ def check_options(geometry: str, dtype: str, json_file: str | None, plot: Path |
     Args:
         geometry: name of the model's geometry.
         dtype: name of the dtype.
-        json_file: file for the cases; '-' for standard output, None for none.
-        plot: file for the plot; None for none.
+        json_file: file for the cases; '-' writes to standard output, None writes no file.
+        plot: file for the plot; None draws no plot.
 
     Raises:
         ConfigError: the geometry or dtype is unknown, or a file cannot be written.
@@ -86,7 +86,7 @@ def check_options(geometry: str, dtype: str, json_file: str | None, plot: Path |
     files = [Path(json_file)] if json_file and json_file != "-" else []
     for target in [*files, plot] if plot else files:
         if not target.parent.is_dir():
-            raise ConfigError(f"{target.parent} is no folder")
+            raise ConfigError(f"{target.parent} is not a folder")
     if plot is not None:
         _check_picture(plot)
 

@@ -22,7 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Exact chunk-aware LLM inference: many independent pieces behind one shared prefix.",
+    help="Exact chunk-aware LLM inference: many independent pieces after one shared prefix.",
 )
 console = Console(highlight=False)
 
@@ -93,7 +93,7 @@ def make_llm(model: str | None, *, kv_store: Path | None = None, **options: Any)
 
     Args:
         model: local folder or hub id; None for the bundled demo model.
-        kv_store: folder that keeps K/V; None for none.
+        kv_store: folder that keeps K/V; None keeps nothing on disk.
         **options: other options of the engine.
     """
     from chunkattn.llm import LLM

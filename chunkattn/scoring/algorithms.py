@@ -26,10 +26,11 @@ class QueryItems:
         items: token ids of each item.
         leading: special tokens at the start of every sequence.
         item_first: whether each sequence is item + query instead of query + item.
-        max_pack_tokens: most tokens of a packed sequence with more than one item.
-        max_dense_tokens: most tokens of a packed sequence under a dense mask, even with one item.
-        max_batch_tokens: most tokens of several items sent together behind a cached query.
-        max_extend_tokens: most tokens of one item behind a cached query: the room that the KV pool has beside the query.
+        max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
+        max_dense_tokens: maximum number of tokens of a packed sequence under a dense mask, even with one item.
+        max_batch_tokens: maximum number of tokens of several items sent together after a cached query.
+        max_extend_tokens: maximum number of tokens of one item after a cached query: the room that the KV pool has beside the
+            query.
         block_size: tokens of a KV page.
     """
 
@@ -82,7 +83,7 @@ def serial(job: QueryItems) -> Iterator[ScorePart]:
 
 
 def packed_segment(job: QueryItems) -> Iterator[ScorePart]:
-    """Yield packs of the query followed by as many items as fit, each isolated from the others.
+    """Yield packs of the query followed by as many items as fit, each isolated from other items.
 
     Scores are read at each item's last token, or at the query's last token for an empty item.
     """
@@ -95,7 +96,7 @@ def packed_dense(job: QueryItems) -> Iterator[ScorePart]:
 
 
 def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
-    """Yield batches of items behind a query that is in the cache.
+    """Yield batches of items that follow a query in the cache.
 
     A cached token has no logits, so empty items make the query's last page of tokens be computed again.
     """
@@ -110,10 +111,10 @@ def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
 def _packs(job: QueryItems, most: int, picked: Sequence[int] | None = None) -> Iterator[ScorePart]:
     """Yield sequences of the query and up to `most` tokens of the items in `picked`, in that order; None picks all items."""
     if job.item_first:
-        raise ValueError("item_first leaves no shared prefix to pack behind")
+        raise ValueError("item_first leaves no shared prefix to pack after")
     picked = range(len(job.items)) if picked is None else picked
     for first, last in groups([len(job.items[index]) for index in picked], most):
-        # Every item starts at the query's length, whatever the engine's strategy, as if it were alone.
+        # Every item starts at the query's length, as if it were alone, regardless of the engine's position strategy.
         layout = make_layout(job.prefix, [job.items[index] for index in picked[first:last]], [], "shared")
         ends = np.asarray([s.end - 1 if s.end > s.start else layout.prefix_len - 1 for s in layout.segments[1:-1]])
         order = np.argsort(ends, kind="stable")
@@ -129,4 +130,4 @@ ALGORITHMS: dict[str, Callable[[QueryItems], Iterator[ScorePart]]] = {
 """Algorithms by name."""
 
 AUTO = "packed_segment", "prefill_extend", "serial"
-"""Algorithms that `auto` chooses from; the first of equal cost wins. `packed_dense` exists for comparison only."""
+"""Algorithms that `auto` chooses from; at equal cost the first algorithm wins. `packed_dense` exists for comparison only."""

@@ -16,14 +16,19 @@ def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: boo
     Args:
         job: the job to score.
         rates: the engine's rates.
-        budget: most rows of a step.
+        budget: maximum number of rows of a step.
         query_cached: whether `prefill_extend` finds the query in the cache.
     """
     query, lens = len(job.prefix), [len(item) for item in job.items]
     sizes = buckets(8, max(budget, 8), 2)
 
     def seconds(rows: Sequence[int], area: float) -> float:
-        """Return the seconds of parts that run one after the other, with their tile area."""
+        """Return the time in seconds of parts that run one at a time.
+
+        Args:
+            rows: rows of each part.
+            area: tile area of all parts together.
+        """
         padded = [size for part in rows for size in _steps(part, sizes)]
         return rates.step * len(padded) + rates.row * sum(padded) + rates.area * area
 
@@ -67,7 +72,7 @@ def _causal(tokens: int) -> int:
 
 
 def _behind(query: int, lens: Sequence[int], before: int = 0) -> float:
-    """Return the area of the tiles that items packed behind a query visit: the query's tiles, and about the item's own.
+    """Return the area of the tiles that items packed after a query visit: the query's tiles, and about the item's own.
 
     Args:
         query: tokens of the query.

@@ -21,7 +21,8 @@ def resolve_labels(
         label_token_ids: token ids instead of texts; duplicates are allowed.
 
     Raises:
-        RequestError: both or neither are given, there is no label or more than `MAX_LABELS`, or one is not a token.
+        RequestError: both or neither of `labels` and `label_token_ids` are given, the number of labels is 0 or above
+            `MAX_LABELS`, or a label is not exactly one token.
     """
     if (labels is None) == (label_token_ids is None):
         which = "not both" if labels is not None else "e.g. labels=['yes', 'no']"

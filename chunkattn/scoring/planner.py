@@ -23,7 +23,7 @@ from chunkattn.scoring.cost import predict
 from chunkattn.scoring.selector import Choice, check_algorithm, refusals, select_algorithm
 
 _REMEMBERED = 4096
-"""Most queries, and most requests, that are remembered."""
+"""Maximum number of queries, and of call shapes, that the planner remembers."""
 _OTHERS = 8
 """Rows of a step left to decodes of other requests."""
 STAGE_STEPS = 4
@@ -42,7 +42,7 @@ class QueryPlan:
         job: the job to score.
         choice: the chosen algorithm.
         request: makes the request of a part; None as rows makes the request of the query alone.
-        max_stage_tokens: most tokens of a stage with more than one request.
+        max_stage_tokens: maximum number of tokens of a stage with more than one request.
         columns: number of labels, or of classes of a classifier.
         apply_softmax: whether scores are normalised over the labels.
         classifier: whether results are class logits.
@@ -77,7 +77,10 @@ class QueryPlan:
         return self._choice.algorithm != "prefill_extend"
 
     def stages(self) -> Iterator[Stage]:
-        """Yield the requests of one stage after the other. The plan keeps only the item indices of their results."""
+        """Yield the stages in order, each a list of requests.
+
+        For a request in flight, the plan stores only its item indices.
+        """
         most = self._max_stage_tokens if self.independent else 0
         if not self.independent and self._job.items:
             # The query runs first by itself, so that batches of items run alike with and without a cached query.
@@ -100,7 +103,7 @@ class QueryPlan:
             yield stage
 
     def add(self, event: ScoreResult | PrecomputeResult) -> int:
-        """Store one request's result. Returns the number of items it scores."""
+        """Store one request's result and return the number of items that the request scores."""
         self._note(event)
         if isinstance(event, PrecomputeResult):
             self._cached = event.cached.total
@@ -275,7 +278,7 @@ class ScorePlanner:
 
 
 def max_request_tokens(limits: EngineLimits) -> int:
-    """Return the most tokens of one request, bounded by the pool and by a page table."""
+    """Return the maximum number of tokens of one request, bounded by the pool and by a page table."""
     return min(limits.num_pages, limits.max_table_pages) * limits.block_size
 
 
@@ -289,7 +292,7 @@ def _remember(known: OrderedDict[bytes, T], key: bytes, value: T) -> None:
 def _digests(job: QueryItems, cache_salt: str | None) -> tuple[bytes, bytes]:
     """Return the digests of a query, and of a query with the number and lengths of its items, both with the cache salt.
 
-    The items' contents are left out: the contents of one item must not change the algorithm of the others.
+    The digests omit the items' contents, because the contents of one item must not change the algorithm of other items.
     """
     digest = xxhash.xxh3_128(repr(cache_salt).encode())
     digest.update(np.asarray(job.prefix, np.int64).tobytes())

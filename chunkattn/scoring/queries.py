@@ -13,9 +13,9 @@ from chunkattn.errors import RequestError
 def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
     """Pair each query with its items; return None if `query` is one text or one list of token ids.
 
-    A list that begins with a text or a list is a list of queries. Its `items` are flat, and apply to every query, if one of
-    them is a text or a list that begins with an integer; otherwise they are one list of items per query. `[]` means no items
-    for any query.
+    `query` is a list of queries if its first entry is a text or a list. If any entry of `items` is a text or a list that begins
+    with an integer, all queries share `items`. Otherwise `items` holds one list for each query. If `items` is empty, no query
+    has items.
 
     Args:
         query: one query or a list of queries, each a text or token ids.

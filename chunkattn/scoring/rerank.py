@@ -1,4 +1,4 @@
-"""Reranking: documents are items behind an instruction and a query; the probability of "yes" is their relevance.
+"""Reranking: documents are items after an instruction and a query; the probability of "yes" is their relevance.
 
 A template holds the text of the request to the model. Instruction and query come first, so all documents share them. The
 template's text and the users' texts are tokenized separately, so that only the template produces control tokens.
@@ -31,11 +31,11 @@ _SLOT = re.compile(r"\{(instruction|query|document)\}")
 class RerankTemplate:
     """Text that asks a model whether a document is relevant.
 
-    Spaces before `{document}` are tokenized with the document, because tokenizers join a space with the word behind it.
+    Spaces before `{document}` are tokenized with the document, because tokenizers join a space with the next word.
 
     Attributes:
         name: name of the template.
-        text: text for the model: `{query}` once, `{instruction}` at most once, and `{document}` once behind both.
+        text: text for the model: `{query}` once, `{instruction}` at most once, and `{document}` once after both.
         labels: answers for relevant and not relevant, in the form that follows the text; each must be one more token.
         instruction: default for `{instruction}`; None if the text has no such place.
         control_tokens: parts of the text that must be single tokens in the model's tokenizer.
@@ -174,11 +174,11 @@ class RerankPlan:
     top_n: int | None
 
     def check_room(self, limits: EngineLimits, max_chunk_len: int) -> None:
-        """Check that every document fits behind the query.
+        """Check that every document fits after the query.
 
         Args:
             limits: the engine's limits.
-            max_chunk_len: most tokens of a document with the template's end.
+            max_chunk_len: maximum number of tokens of a document with the template's end.
 
         Raises:
             CapacityError: a document does not fit, or no document could.
@@ -199,7 +199,7 @@ class RerankPlan:
                 )
             if len(item) > room + self.tail:
                 raise CapacityError(
-                    f" has {len(item) - self.tail} tokens; behind this query, {limit} leaves room for {room}; "
+                    f" has {len(item) - self.tail} tokens; after this query, {limit} leaves room for {room}; "
                     f"pass max_tokens_per_doc={room} or less to cut documents",
                     param="documents",
                     part=f"document {index}",
@@ -239,7 +239,8 @@ def plan_rerank(
         documents: texts; `[]` is allowed.
         top_n: number of best documents to return; None returns all.
         instruction: replaces the template's own.
-        max_tokens_per_doc: most tokens kept of a document itself, without the template's; None cuts nothing.
+        max_tokens_per_doc: maximum number of tokens kept of a document itself, without the template's tokens; None cuts
+            nothing.
         special_tokens: whether control tokens in the users' texts are read as such.
 
     Raises:
@@ -281,7 +282,7 @@ def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str, end: li
         ids = plain.fill([tail + label])
         if len(ids) != len(end) + 1 or ids[:-1] != end:
             raise RequestError(
-                f"label {label!r} of template {template.name!r} is not one token behind its end; take another label",
+                f"label {label!r} of template {template.name!r} is not one token after its end; take another label",
                 param="template",
             )
         found.append(ids[-1])

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 EQUAL = 1.01
 """Costs within this factor count as equal; the first of `AUTO` then wins."""
 STEADY = 1.13
-"""Most loss accepted to keep the choice independent of the cache contents, so that equal requests give equal bits."""
+"""Maximum loss accepted to keep the choice independent of the cache contents, so that equal requests give equal bits."""
 
 
 @dataclass(frozen=True)
