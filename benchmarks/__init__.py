@@ -1,1 +1,1 @@
-"""Benchmarks whose figures the documentation quotes. Each prints a table, and JSON with `--json`."""
+"""Benchmarks that give the figures of the documentation. Each prints a table, and JSON with `--json`."""

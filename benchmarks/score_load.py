@@ -2,7 +2,7 @@
 
     python -m benchmarks.score_load [--callers 8 32] [--minutes 10] [--aborts] [--stream] [--json FILE|-]
 
-Callers of one `AsyncLLM` on the demo model (float32) send requests of 3, 30 and 500 items one after the other. Every other
+Callers of one `AsyncLLM` on the demo model (float32) send requests of 3, 30 and 500 items, one at a time. Every other
 request has a salt of its own and therefore no cached query. All answers are compared with `LLM`'s by `serial`. With
 `--aborts`, a third of the requests is abandoned at a random moment, by cancelling the task or by the request's timeout.
 With `--stream`, another caller generates text meanwhile. The command fails on any error, any wrong answer, any page still
@@ -38,7 +38,7 @@ ABORTED = 1 / 3
 GROWTH = 1.05
 """Largest ratio of memory at the end to memory in the middle that counts as noise."""
 SETTLED = 120
-"""Least seconds of a run whose memory growth is meaningful: caches still fill up in shorter runs."""
+"""Minimum seconds of a run with meaningful memory growth: caches still fill up in shorter runs."""
 LABELS = [5, 6]
 
 
@@ -63,7 +63,7 @@ class Load:
         latencies: seconds of each finished request, by number of items.
         gaps: seconds between outputs of the stream.
         errors: counts by message.
-        memory: bytes of the engine's process and of this one, where known.
+        memory: bytes of the engine's process and of this process, where known.
         aborted: number of abandoned requests.
     """
 
@@ -130,7 +130,7 @@ async def stream(llm: AsyncLLM, load: Load, until: float) -> None:
 
 
 async def watch(llm: AsyncLLM, load: Load, seconds: float) -> None:
-    """Record memory of the engine's process and of this one at the start, in the middle and at the end."""
+    """Record memory of the engine's process and of this process at the start, in the middle and at the end."""
     for pause in (0, seconds / 2, seconds / 2):
         await asyncio.sleep(pause)
         load.memory.append((resident_bytes(llm.client.pid), resident_bytes()))

@@ -3,12 +3,12 @@
     python -m benchmarks.serve_faults [--clients 16] [--repeats 5] [--json FILE|-]
 
 `chunkattn serve` runs the demo model with its default options, except that an engine counts as hung after two seconds.
-Clients send one request after the other, half of them streams, and retry after an error. The engine's process
+Clients send one request at a time, half of them streams, and retry after an error. The engine's process
 alternately gets SIGKILL, and SIGSTOP, after which it no longer answers. The command reports three times: from the signal
 until `/health` reports the fault, from there until `/health` is well again and a first answer is right, and the longest
 that any request took to get its answer or its error.
 
-Answers must equal those from before the faults. The command fails on any error other than 503, and on a request without
+Answers must equal the answers from before the faults. The command fails on any error other than 503, and on a request without
 answer or error for a minute. (`serve_load` checks that answers are right at all; the tests cover failing steps.)
 """
 
@@ -49,7 +49,7 @@ class Load:
         self.longest = 0.0
 
     async def ask(self, prompt: str, *, stream: bool = False) -> str:
-        """Send one request and return its outcome. A prompt's first answer is the reference for its later ones."""
+        """Send one request and return its outcome. A prompt's first answer is the reference for its later answers."""
         began = time.perf_counter()
         answer = await self.http.post(PATH, json={"prompt": prompt, **greedy(TOKENS), "stream": stream})
         self.longest = max(self.longest, time.perf_counter() - began)
@@ -130,7 +130,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"the demo model, {result['clients']} clients; median and most of {len(result['faults']['killed'])}, seconds\n")
+    print(f"the demo model, {result['clients']} clients; median and maximum of {len(result['faults']['killed'])}, seconds\n")
     print("engine  noticed after  served again after that")
     for way, faults in result["faults"].items():
         columns = [[found[name] for found in faults] for name in ("noticed_s", "served_again_s")]

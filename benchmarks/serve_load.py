@@ -3,7 +3,7 @@
     python -m benchmarks.serve_load [--seconds 600] [--clients 32] [--json FILE|-]
 
 `chunkattn serve` runs the demo model (float32) with a KV pool so small that requests wait for pages. Clients of httpx and
-of `openai` send one request after the other, every other one with a salt of its own and therefore nothing cached. Streams
+of `openai` send one request at a time. Every second request has a salt of its own and therefore nothing cached. Streams
 are abandoned after a few events, other requests after a moment. All answers are compared with `LLM`'s in this process:
 texts must be equal, scores within 1e-5. Clients wait after a 429 and retry.
 
@@ -266,7 +266,7 @@ async def watch(pid: int, load: Load, until: float) -> None:
 
 
 def grown(memory: list[int]) -> float | None:
-    """Return the median of the last fifth over that of the middle fifth, or None with too few samples."""
+    """Return the median of the last fifth over the median of the middle fifth, or None with too few samples."""
     fifth = len(memory) // 5
     return statistics.median(memory[-fifth:]) / statistics.median(memory[2 * fifth : -2 * fifth]) if fifth else None
 
@@ -327,7 +327,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"\ncached blocks evicted: {result['evictions']}, requests preempted: {result['preemptions']}")
     if memory := result["memory_mib"]:
         growth = "" if result["memory_growth"] is None else f"; last fifth over middle fifth {result['memory_growth']:.3f}"
-        print(f"memory of server and engine: first {memory[0]}, last {memory[-1]}, most {max(memory)} MiB{growth}")
+        print(f"memory of server and engine: first {memory[0]}, last {memory[-1]}, maximum {max(memory)} MiB{growth}")
     for wrong in result["wrong"]:
         print(f"wrong: {json.dumps(wrong, ensure_ascii=False)}")
     for error, count in Counter(result["errors"]).most_common(20):

@@ -5,7 +5,7 @@
 
 Throughput. Three engines with the same options live side by side on a CPU and take turns. `LLM`, in this process, gets all
 requests at once. `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have `--clients` callers, each
-with one request after the other. All three run equally many sequences at once. Every turn has new prompts of about
+with one request at a time. All three run equally many sequences at once. Every turn has new prompts of about
 `--prompt-tokens` tokens, so nothing is cached, and each request makes half to one and a half times `--tokens` tokens. The
 cost of HTTP is mostly per request, so its share should be largest for short requests.
 
@@ -17,7 +17,7 @@ of the machine than the server does. All run on uvloop.
 
 A geometry is served with random weights and the demo model's tokenizer.
 
-Many short turns give a smaller error than few long ones, because a shared machine changes its speed within seconds and
+Many short turns give a smaller error than few long turns, because a shared machine changes its speed within seconds and
 within minutes. The defaults suit the demo model, with turns of 6 seconds; Qwen3-0.6B's geometry takes half an hour with
 `--requests 64 --repeats 3`. An engine's process may be some percent faster or slower than another of the same code for its
 whole life, so turns of the same processes understate the error. `--launches` repeats the whole measurement with new
@@ -128,7 +128,7 @@ async def by_connections(url: httpx.URL, callers: int, jobs: list[Job]) -> float
 
 
 async def by_callers(asks: Sequence[Callable[[Job], Awaitable[int]]], jobs: list[Job]) -> int:
-    """Run all requests, each caller with one after the other, and return the number of tokens."""
+    """Run all requests, one at a time for each caller, and return the number of tokens."""
     waiting = iter(jobs)
 
     async def call(ask: Callable[[Job], Awaitable[int]]) -> int:

@@ -32,7 +32,7 @@ _SCHEDULES: Path | None = None
 
 
 def _want_schedules() -> None:
-    """Turn schedules on in the process that compiles kernels; those of a whole step would take gigabytes."""
+    """Turn schedules on in the process that compiles kernels; the schedules of a whole step would take gigabytes."""
     global _SCHEDULES
     _SCHEDULES = dump_schedules()
 

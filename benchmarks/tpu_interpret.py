@@ -45,7 +45,7 @@ class Setting(NamedTuple):
         cases: number of sets of sequences; each set is several batches.
         tiles: "small", or "chip" for the tiles of the table.
         watched: whether race detection is on.
-        chip: chip whose cores and tiles are used.
+        chip: chip that gives the number of cores and the tile sizes.
     """
 
     options: dict[str, Any]

@@ -5,7 +5,7 @@
 
 The command compiles every candidate. Its static schedule gives the bundles of a KV tile (with and without a mask), of the
 code around it, and of a query tile. The host's own metadata of three workloads give the number of each in a step: a part of
-2,000 + 500 x 20 tokens of scoring, 8 documents of 500 with a question of 50, and 2,048 causal rows over 6,144 cached ones.
+2,000 + 500 x 20 tokens of scoring, 8 documents of 500 with a question of 50, and 2,048 causal rows over 6,144 cached rows.
 The candidate with the least total of the three sums, each relative to the best, wins.
 """
 
@@ -54,7 +54,7 @@ def step_of(block_size: int, spans: list[tuple[int, int, int, int]]) -> Attentio
 
 
 def workloads(block_size: int) -> dict[str, AttentionBatch]:
-    """Return the steps whose costs are summed."""
+    """Return the steps that count toward the sum of costs."""
     items = step_of(block_size, [(2000, ROWS, 0, 2000)])
     items.row_start[:] = 2000 + np.arange(ROWS) // 20 * 20
     page = 512

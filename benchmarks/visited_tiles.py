@@ -1,4 +1,4 @@
-"""Count the KV tiles that attention visits, against those of a causal kernel.
+"""Count the KV tiles that attention visits, against the tiles of a causal kernel.
 
     python -m benchmarks.visited_tiles [--json FILE|-]
     python -m benchmarks.visited_tiles --png FILE

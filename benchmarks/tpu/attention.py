@@ -236,7 +236,7 @@ def prefill_cost(schedule: Schedule, shape: Shape, case: Case) -> dict[str, Any]
 
 
 def peak_share(macs: float, bundles: int, chip: Chip) -> float:
-    """Return an upper bound of the share of the MXU's peak: multiplications over those possible in the bundles' time.
+    """Return an upper bound of the share of the MXU's peak: multiplications over possible multiplications in the same bundles.
 
     If the bundles wait for the MXU itself, they take several cycles, and the share is 1.
     """

@@ -34,7 +34,7 @@ class Chip:
 
     @property
     def macs_per_bundle(self) -> float:
-        """Return the most multiplications of one core in one bundle."""
+        """Return the maximum number of multiplications of one core in one bundle."""
         return self.flops / 2 / self.cores / self.clock
 
     def sharding(self) -> jax.sharding.Sharding:

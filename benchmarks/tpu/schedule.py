@@ -19,7 +19,7 @@ _LINE = re.compile(r"^\s*0x([0-9a-f]+)\s*([A-Z]{2})?:\s*(>*)\s*\{")
 _UNITS = {"MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU"}
 _RENAMED = {"MATMUL": "MXU"}  # libtpu 0.0.52 uses this name for the same instructions, and counts pushes of weights separately
 KNOWN = "0.0.42.1", "0.0.46.3", "0.0.48.1", "0.0.50.1", "0.0.52"
-"""Versions of libtpu whose schedules this module reads."""
+"""Versions of libtpu; this module reads their schedules."""
 
 
 class UnknownSchedule(ValueError):

@@ -60,7 +60,7 @@ class Step:
 
 
 def steps(chip: str, layers: int | None = None) -> Iterator[Step]:
-    """Yield prefill and decode steps of the models whose weights leave room for pages."""
+    """Yield prefill and decode steps of the models with weights small enough to leave room for pages."""
     for model in MODELS:
         weights = _weight_bytes(model)
         if weights < SHARE * CHIPS[chip].hbm_bytes - (1 << 30):
