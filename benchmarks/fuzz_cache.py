@@ -3,9 +3,9 @@
     python -m benchmarks.fuzz_cache --seed 0 --seconds 3600
 
 The command runs episodes of `tests.fuzz`, one per seed from `--seed` on. It prints the first difference from an independent
-answer with its seed, its operation and, if one or two prompts reproduce it on a new engine, those prompts. The exit status
-is then 1. The same seed reproduces the difference. `--plant` puts a known defect into the engine, to check that the fuzzer
-finds it.
+answer with its seed and its operation, and exits with 1. If one or two prompts reproduce the difference on a new engine, it
+prints these prompts. The same seed reproduces the difference. `--plant` puts a known defect into the engine, to check that
+the fuzzer finds it.
 """
 
 from __future__ import annotations

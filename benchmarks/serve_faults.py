@@ -39,7 +39,7 @@ class Load:
 
     Attributes:
         seen: number of requests by outcome: "right", "wrong", "503" or another status.
-        longest: most seconds that a request took.
+        longest: maximum seconds that a request took.
     """
 
     def __init__(self, http: httpx.AsyncClient, prompts: list[str]) -> None:

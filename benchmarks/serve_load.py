@@ -55,7 +55,7 @@ LIMITS = httpx.Limits()
 """No limit on connections."""
 TOLERANCE = 1e-5
 MARGIN = 1e-3
-"""Least lead of the likeliest token's log-probability; rounding could reverse a smaller one."""
+"""Minimum lead of the likeliest token's log-probability; rounding could reverse a smaller lead."""
 BUDGET = 512
 POOL_BYTES = 4 << 20
 """102 pages of the demo model; a request over four documents takes about a dozen."""
@@ -74,7 +74,7 @@ class Job:
     margin: float = math.inf
 
     def is_right(self, found: list[Any]) -> bool:
-        """Return whether an answer matches the right one."""
+        """Return whether an answer matches the right answer."""
         pairs = zip(found, self.expected, strict=False)
         return len(found) == len(self.expected) and all(
             abs(a - b) <= TOLERANCE if isinstance(b, float) else a == b for a, b in pairs

@@ -4,7 +4,7 @@
                                         [--requests 192] [--repeats 24] [--launches 3] [--json FILE|-]
 
 Throughput. Three engines with the same options live side by side on a CPU and take turns. `LLM`, in this process, gets all
-requests at once. `AsyncLLM`, whose engine has a process of its own, and `chunkattn serve` have `--clients` callers, each
+requests at once. `AsyncLLM`, with its engine in a process of its own, and `chunkattn serve` have `--clients` callers, each
 with one request at a time. All three run equally many sequences at once. Every turn has new prompts of about
 `--prompt-tokens` tokens, so nothing is cached, and each request makes half to one and a half times `--tokens` tokens. The
 cost of HTTP is mostly per request, so its share should be largest for short requests.
@@ -75,7 +75,7 @@ def longest(args: argparse.Namespace) -> int:
 
 
 def draw(rng: random.Random, count: int, prompt_tokens: int, tokens: int) -> list[Job]:
-    """Make random requests, whose common beginnings are shorter than a page."""
+    """Make random requests with common beginnings shorter than a page."""
     words = round(prompt_tokens / WORD_TOKENS)
     return [Job(" ".join(rng.choices(WORDS, k=words)), rng.choice(lengths(tokens))) for _ in range(count)]
 
@@ -87,7 +87,7 @@ async def timed(jobs: list[Job], work: Awaitable[int]) -> float:
     """Return the tokens per second of `work`, which returns the number of tokens made.
 
     Raises:
-        RuntimeError: the number of tokens differs from the requested one.
+        RuntimeError: the number of tokens differs from the requested number.
     """
     began = time.perf_counter()
     tokens = await work

@@ -110,7 +110,7 @@ def draw(path: Path) -> None:
         raise ConfigError("--png needs matplotlib: pip install 'chunkattn[plot]'") from error
     plan = plan_slots(LAYOUT, BLOCK, aligned=True)
     found = walks(batch_of(plan))
-    # Show the tile with the most ranges and, among these, the most unmasked tiles.
+    # Show the tile with the most ranges and, among these, the tile with the most unmasked tiles.
     shown = max(range(len(found)), key=lambda i: (len(found[i].ranges), sum(v.whole for v in found[i].visits)))
     figure = Figure(figsize=(10, 8.7), facecolor="white")
     _matrix(figure.add_axes((0.085, 0.295, 0.905, 0.66)), plan, found, shown)

@@ -6,7 +6,7 @@
 The command compiles every candidate. Its static schedule gives the bundles of a KV tile (with and without a mask), of the
 code around it, and of a query tile. The host's own metadata of three workloads give the number of each in a step: a part of
 2,000 + 500 x 20 tokens of scoring, 8 documents of 500 with a question of 50, and 2,048 causal rows over 6,144 cached rows.
-The candidate with the least total of the three sums, each relative to the best, wins.
+The candidate with the smallest total of the three sums, each relative to the best, wins.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOLDED, SLOTS, TOGETHER = (256, 512), (256, 512, 1024), (1, 4)
 HEADS = {64: (14, 2), 128: (16, 8), 256: (16, 8)}
 """Query and KV heads of a usual model, by head size."""
 PAGES = (16, 128)
-"""Page sizes measured: a small one and a large one."""
+"""Page sizes measured: a small size and a large size."""
 ROWS = 2048
 
 
@@ -113,7 +113,7 @@ def measure(chip: str, head_dim: int, block_size: int, blocks: Blocks) -> dict[s
 
 
 def choose(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the candidate with the least sum of relative costs, and set the `score` of every candidate."""
+    """Return the candidate with the smallest sum of relative costs, and set the `score` of every candidate."""
     least = {name: min(f["costs"][name] for f in found) for name in found[0]["costs"]}
     for f in found:
         f["score"] = round(sum(f["costs"][name] / least[name] for name in least) / len(least), 3)

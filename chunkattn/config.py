@@ -65,9 +65,9 @@ class EngineConfig:
             one precompute call.
         max_tokens_per_call: limit on the tokens that the engine computes for one call. Generation counts the prompts and
             `max_tokens` of every sample. Scoring counts the items, and the query as often as the algorithm computes it.
-        max_multi_item_seq_len: limit on the tokens in a step of the `packed_dense` baseline, whose memory grows with their
-            square.
-        seed: seed of requests without one.
+        max_multi_item_seq_len: limit on the tokens in a step of the `packed_dense` baseline. Its memory grows with the
+            square of the tokens.
+        seed: seed of requests without a seed.
         max_decode_gap_s: limit in seconds on the expected time of a step while text is generated. Steps with prompts or
             items are cut to the largest token bucket within the limit, and to no less than 128 tokens.
         max_queued_requests: number of calls that an `AsyncLLM` accepts at once; further calls are refused.

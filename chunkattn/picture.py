@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_PLOTTED = 4000
-"""Token limit of a picture, whose dense mask is O(tokens^2)."""
+"""Token limit of a picture, because its dense mask is O(tokens^2)."""
 
 _PREFIX_COLOR, _QUESTION_COLOR = "#44546a", "#c0392b"
 _CHUNK_COLORS = ("#2e86c1", "#28a06b", "#e08e0b", "#8e5bb5", "#17a2b8", "#b5651d")

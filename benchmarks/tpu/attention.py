@@ -72,7 +72,7 @@ FP8 = "float8_e4m3fn"
 
 
 def cases(chip: str) -> Iterator[Case]:
-    """Yield the settings compiled for a chip, the common one first."""
+    """Yield the settings compiled for a chip, the common setting first."""
     common = Case(chip)
     yield common
     yield replace(common, kv_dtype=FP8)
@@ -208,7 +208,7 @@ def walk_of(schedule: Schedule) -> Walk:
     before = sum(block.bundles for block in depth2 if block.last <= clear.first)
     mask = sum(block.bundles for block in depth2 if clear.last <= block.first and block.last <= masked.first)
     setup = sum(block.bundles for block in schedule.blocks if block.depth == 1)
-    # The next tile belongs to the same query tile or to the next one: two equally long branches, one of them taken.
+    # The next tile belongs to the same query tile or to the next query tile: two equally long branches, one of them taken.
     return Walk(clear, masked, before // 2, mask, setup)
 
 

@@ -117,8 +117,8 @@ class AttentionBackend(ABC):
     recompiles.
 
     Attributes:
-        max_pages: most pages of a pool.
-        max_table_pages: most entries of a page table, the largest `W`.
+        max_pages: maximum number of pages of a pool.
+        max_table_pages: maximum number of entries of a page table, the largest `W`.
     """
 
     name: ClassVar[str]

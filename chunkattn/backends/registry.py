@@ -77,7 +77,7 @@ def get_backend(name: str) -> type[AttentionBackend]:
 
 
 def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
-    """Make a backend for `spec`: the named one, or for `"auto"` the platform's first that supports `spec`.
+    """Make a backend for `spec`: the named backend, or for `"auto"` the platform's first backend that supports `spec`.
 
     Args:
         name: name of a backend, or `"auto"`.

@@ -53,7 +53,7 @@ class Frontend:
         self.scores = ScorePlanner(config)
 
     def connect(self, limits: EngineLimits) -> None:
-        """Store the limits of an engine whose cache is empty."""
+        """Store the limits of an engine with an empty cache."""
         self.limits = limits
         self.intake = Intake(self.config, limits)
         self.scores.connect(limits)

@@ -66,7 +66,7 @@ def rag(
 
 
 def check_options(geometry: str, dtype: str, json_file: str | None, plot: Path | None) -> None:
-    """Check options before a benchmark runs, so a wrong one fails early.
+    """Check options before a benchmark runs, so a wrong option fails early.
 
     Args:
         geometry: name of the model's geometry.

@@ -193,7 +193,7 @@ class Placement:
             self.trie.release([block])
 
     def fork(self, request: Request) -> list[tuple[int, int]]:
-        """Create the other samples of a request whose prompt is computed.
+        """Create the other samples of a request with a computed prompt.
 
         Returns:
             Pages to copy, `(from, to)`. Each sample gets its own copy of the prompt's last, partial page.

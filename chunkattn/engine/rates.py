@@ -97,7 +97,7 @@ class RateMeter:
             self._pending, self._rates = np.zeros(3), None
 
     def forget(self) -> None:
-        """Discard the added steps, whose time includes the compilation of a program."""
+        """Discard the added steps, because their time includes the compilation of a program."""
         self._pending = np.zeros(3)
 
     def _fitted(self) -> StepRates:

@@ -70,7 +70,7 @@ class Runner:
     """Owner of the parameters and the KV pool.
 
     The step outputs hidden states. Sampling and log-probabilities are separate small programs, so that their variants add to
-    those of the step instead of multiplying them.
+    the variants of the step instead of multiplying them.
 
     Attributes:
         spec: shape of the decoder.
@@ -291,7 +291,7 @@ class Runner:
             picked = self._pick(hidden, plan.rows)
             if plan.edits is None:
                 chosen, readout = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
-            else:  # three programs, so that each width of edits compiles only a small one
+            else:  # three programs, so that each width of edits compiles only a small program
                 logits = self._logits(self._params, picked)
                 chosen, readout = self._choose(logits, self._edit(logits, plan.edits), given, with_logprobs=with_logprobs)
             tokens += np.asarray(chosen)[: len(plan.rows)].tolist()

@@ -184,7 +184,7 @@ def choose(logits: jax.Array, given: SampleInput | None) -> jax.Array:
     if given is None:
         return likeliest
     scaled = logits / jnp.where(given.temperature > 0, given.temperature, 1.0)[:, None]
-    # Truncation is a branch of this program, so that no request waits for the compilation of a second one.
+    # Truncation is a branch of this program, so that no request waits for the compilation of a second program.
     limits = (jnp.asarray(given.top_k), jnp.asarray(given.top_p), jnp.asarray(given.min_p))
     truncates = (limits[0] < logits.shape[1]) | (limits[1] < 1) | (limits[2] > 0)
     scaled = jax.lax.cond(truncates.any(), lambda: truncate(scaled, *limits), lambda: scaled)

@@ -226,8 +226,8 @@ class Scheduler:
     def _advance(self, sequence: Sequence, room: int, spans: list[Span]) -> int:
         """Plan up to `room` of a sequence's next tokens. Return how many were planned.
 
-        Tokens are planned in order, so that every slot before a planned one is filled when its token runs. Tokens of a shared
-        block that another sequence has planned count as filled: all rows of a step write before any of them reads.
+        Tokens are planned in order, so that all slots before a token are filled when the token runs. Tokens of a shared block
+        that another sequence has planned count as filled: all rows of a step write before any of them reads.
         """
         taken = 0
         for part in sequence.parts[sequence.current :]:

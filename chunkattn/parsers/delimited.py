@@ -25,7 +25,7 @@ def parse_delimited(ids: Sequence[int], delimiter: int) -> tuple[list[int], list
         delimiter: token id of the delimiter.
 
     Raises:
-        RequestError: the delimiter is absent, the query is empty, or the last id is another one.
+        RequestError: the delimiter is absent, the query is empty, or the last id is not the delimiter.
     """
     if delimiter not in ids:
         raise RequestError(f"packed_ids hold no delimiter (id {delimiter})", param="packed_ids")

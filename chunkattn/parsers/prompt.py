@@ -65,7 +65,7 @@ class PromptParser:
         chunk_aware: whether to split text and ids at the separator.
         special_tokens_in_documents: whether chunk texts and contents of user and tool messages may become special tokens.
         special_tokens_in_prompts: whether prefix, question, plain text and other messages may become special tokens.
-        max_chunks: number of chunks that a prompt may have; None for no limit.
+        max_chunks: number of chunks that a prompt may have; None sets no limit.
 
     Attributes:
         encode: tokenizer that keeps special tokens.

@@ -191,7 +191,7 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _unknown_id(tokenizer: Any) -> int | None:
-    """Return the id of characters outside the vocabulary: the declared one, or the model's id of such a character."""
+    """Return the id of characters outside the vocabulary: the declared id, or the model's id of such a character."""
     declared = getattr(tokenizer, "unk_token_id", None)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if declared is not None or backend is None:

@@ -21,7 +21,7 @@ class RotarySpec:
     Attributes:
         inv_freq: float32 `[head_dim / 2]`, radians per position.
         attention_factor: factor of cos and sin; 1.0 except under YaRN.
-        max_positions: bound below which positions must be; None for no bound.
+        max_positions: bound below which positions must be; None sets no bound.
     """
 
     inv_freq: np.ndarray

@@ -77,7 +77,7 @@ def _behind(query: int, lens: Sequence[int], before: int = 0) -> float:
     Args:
         query: tokens of the query.
         lens: tokens of each item.
-        before: rows of the same sequence before the items, whose last query tile the items fill up.
+        before: rows of the same sequence before the items. The items fill up the last query tile of these rows.
     """
     rows = sum(lens)
     if not rows:

@@ -143,7 +143,7 @@ class ScorePlanner:
         self._chosen: OrderedDict[bytes, str] = OrderedDict()  # algorithms chosen before
 
     def connect(self, limits: EngineLimits) -> None:
-        """Store the limits and rates of a new engine, whose cache is empty."""
+        """Store the limits and rates of a new engine with an empty cache."""
         self.limits, self._rates = limits, limits.rates
         self.forget_cached()
 

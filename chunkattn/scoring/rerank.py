@@ -74,8 +74,8 @@ class RerankTemplate:
             instruction: the instruction; None uses the template's own.
 
         Returns:
-            The shared text in pieces, the template's at even indices and the users' at odd; the spaces before a document; the
-            text behind the document.
+            The shared text in pieces, the template's text at even indices and the users' texts at odd indices; the spaces
+            before a document; the text after the document.
 
         Raises:
             RequestError: an instruction is given, and the template has no place for it.
@@ -120,10 +120,10 @@ TEMPLATES = {template.name: template for template in (GENERIC, QWEN3_RERANKER, P
 
 
 def pick_template(wanted: RerankTemplate | str | None, model: str | None, encode: PartEncoder) -> RerankTemplate:
-    """Return the requested template, or the model's own for None, chosen by the model's name.
+    """Return the requested template; None picks the model's own template by the model's name.
 
     Args:
-        wanted: a template, the name of one, or None.
+        wanted: a template, the name of a template, or None.
         model: folder or hub id; None is the bundled demo model.
         encode: encoder with the model's tokenizer.
 

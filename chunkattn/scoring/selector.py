@@ -86,7 +86,7 @@ def select_algorithm(
     query_cached: bool,
     before: str | None = None,
 ) -> Choice:
-    """Choose the algorithm to run: the named one, or the cheapest for `"auto"`.
+    """Choose the algorithm to run: the named algorithm, or for `"auto"` the cheapest algorithm.
 
     Args:
         name: name of an algorithm, or `"auto"`.

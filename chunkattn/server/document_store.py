@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _FORGET_RETRY_S = 1.0
 _MAX_CONCURRENT_FORGETS = 4
-"""Forget calls that are sent to the engine at the same time, however many documents expire together."""
+"""Limit on concurrent forget calls to the engine, regardless of how many documents expire together."""
 _MAX_TOKENS_PER_POST = 1 << 21
 """Token limit of one POST. The prefix counts once per document, because every engine message repeats it."""
 _LOOKUP_BATCH = 100
@@ -138,7 +138,7 @@ class Documents:
         timeout: float,
         owner: str | None = None,
     ) -> list[tuple[StoredDocument, bool]]:
-        """Compute and store documents. A new document replaces the stored one of the same id.
+        """Compute and store documents. A new document replaces the stored document with the same id.
 
         Args:
             prefix: text, token ids, or the chat messages before the first user message.
@@ -146,7 +146,7 @@ class Documents:
             ids: id of each document; None derives an id from the content.
             cache_salt: cache salt; requests with this salt share the documents.
             pin: whether to protect the K/V from eviction.
-            ttl_s: lifetime in seconds; None for no limit.
+            ttl_s: lifetime in seconds; None keeps the document.
             priority: priority of the computation; a lower value is scheduled first.
             options: variables of the chat template.
             timeout: time limit of the computation in seconds.
@@ -321,7 +321,7 @@ class Documents:
 
         Args:
             document: stored document.
-            ttl_s: seconds from now until the document is deleted; None for no limit.
+            ttl_s: seconds from now until the document is deleted; None keeps the document.
 
         Raises:
             ApiError: 404, the document was deleted meanwhile.

@@ -24,7 +24,7 @@ class Keys:
     """API keys of a server.
 
     Args:
-        api_key: key of the name "default"; None for no such key.
+        api_key: key of the name "default"; None leaves the name without a key.
         file: path of a file with one `name:key` a line. Blank lines and lines that begin with # are skipped.
 
     Raises:

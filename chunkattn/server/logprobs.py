@@ -37,7 +37,7 @@ def legacy(
 
 
 def _by_text(token: int, entry: dict[int, Logprob], num_top: int, decode: Callable[[int], str]) -> dict[str, float]:
-    """Return the log-probabilities by text. Tokens of equal text (bytes of a character) share the likeliest one's entry."""
+    """Return the log-probabilities by text. Tokens of equal text (bytes of a character) share the likeliest token's entry."""
     found: dict[str, float] = {}
     for other, value in sorted(entry.items(), key=lambda pair: pair[1].rank):
         if value.rank <= num_top or other == token:

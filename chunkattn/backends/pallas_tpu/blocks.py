@@ -75,8 +75,8 @@ class Blocks(NamedTuple):
     Attributes:
         folded: rows of a query tile times query heads per KV head.
         slots: slots of a KV tile.
-        together: KV heads whose steps are interleaved: one head's scores are exponentiated while another's are multiplied. A
-            model with fewer KV heads gets proportionally larger query tiles.
+        together: KV heads with interleaved steps: the scores of one head are exponentiated while the scores of another
+            are multiplied. A model with fewer KV heads gets proportionally larger query tiles.
     """
 
     folded: int
@@ -110,7 +110,7 @@ KINDS = {
 """Generation by the device's `device_kind`."""
 
 LARGE_PAGE = 64
-"""Least page size, in slots, that uses the second column of `TABLE`: a KV tile then has few pages."""
+"""Minimum page size, in slots, that uses the second column of `TABLE`: a KV tile then has few pages."""
 
 _LARGE, _SMALL = Blocks(512, 512, 4), Blocks(256, 512, 4)
 

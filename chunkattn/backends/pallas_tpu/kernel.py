@@ -2,7 +2,7 @@
 
 One grid step is one query tile: rows of one sequence inside one block of the batch's rows, or one decode. The grid step
 walks the KV tiles of its two ranges (`chunkattn.backends.tiles`) and no other tile. While a KV tile is multiplied, the pages
-of the next one are copied from HBM, across query tiles too. If every row of the query tile sees every slot of the KV
+of the next tile are copied from HBM, across query tiles too. If every row of the query tile sees every slot of the KV
 tile, no mask is computed; most tiles of a long prefix are of this kind.
 
 The kernel gathers nothing by a vector of indices, which Mosaic cannot lower. Page numbers are scalars, one sequence's row

@@ -113,7 +113,7 @@ class KVStore:
     def get(self, key: bytes, like: Like) -> list[np.ndarray] | None:
         """Return copies of an entry's arrays, or None if the entry is absent.
 
-        A damaged entry, or one whose arrays differ from `like`, is removed and counted in `damaged`.
+        A damaged entry, or an entry with arrays that differ from `like`, is removed and counted in `damaged`.
 
         Args:
             key: key from `entry_key`.
@@ -211,7 +211,7 @@ class KVStore:
                 except lmdb.Error as error:
                     if getattr(error, "code", 0) not in _DISK_FULL:
                         raise
-                    self._warn("the disk of the KV store %s is full; new entries replace old ones", self.path)
+                    self._warn("the disk of the KV store %s is full; new entries replace old entries", self.path)
                     room = min(room, self.num_bytes)  # the file cannot grow
                     self._evict(int(max(fill, _LEAST_LEFT) * room) - need)  # a failing disk must not empty the store
         except lmdb.Error as error:

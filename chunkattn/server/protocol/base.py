@@ -157,7 +157,7 @@ class Sampling(Body):
 
         Args:
             max_tokens: number of tokens to generate at most; None for as many as fit.
-            logprobs: number of likeliest tokens to report per generated token; None for no log-probabilities.
+            logprobs: number of likeliest tokens to report per generated token; None reports no log-probabilities.
             prompt_logprobs: default for a body without `prompt_logprobs`.
 
         Raises:

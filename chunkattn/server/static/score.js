@@ -29,7 +29,7 @@ export function setUpScore() {
   });
 }
 
-/** Return the texts between separators, without empty ones. */
+/** Return the texts between separators, without empty texts. */
 function listed(text, separator) {
   return text.split(separator).map((part) => part.trim()).filter(Boolean);
 }
