@@ -40,9 +40,9 @@ class AsyncLLM:
     The instance belongs to the event loop it is started in. It compiles every step variant at the start unless
     `warmup=False`. A restarted engine compiles them beside its first requests.
 
-    The engine's process inherits the environment variables of this process and none of its Python objects. Register your own
-    attention backend through the entry-point group `chunkattn.backends`, since the engine cannot see one registered by the
-    decorator. Set JAX options by variables instead of `jax.config`. This process itself uses no accelerator.
+    The engine's process inherits the environment variables of this process, but not its Python objects. Register your own
+    attention backend through the entry-point group `chunkattn.backends`, since the engine cannot see a backend registered
+    by the decorator. Set JAX options by variables instead of `jax.config`. This process itself uses no accelerator.
 
     Example:
         >>> async with AsyncLLM(enable_chunk_aware=True) as llm:  # doctest: +SKIP
@@ -190,14 +190,14 @@ class AsyncLLM:
 
         Args:
             prompt: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt` or `ParsedPrompt`.
-            sampling_params: parameters of the text; None for the defaults.
+            sampling_params: parameters of the text; None uses the defaults.
             request_id: id for `abort`; None makes one up.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
             priority: rank in the queue; lower goes first.
             timeout: seconds after which the request is aborted.
             final_only: yield only the last output. After `abort`, this output may lack tokens.
-            snapshots: Whether to yield copies. If False, every iteration yields the same object, updated in place; read it
+            snapshots: whether to yield copies. If False, every iteration yields the same object, updated in place; read it
                 before the next iteration. Copying takes time that grows with the square of the number of tokens.
 
         Raises:
@@ -413,7 +413,7 @@ class AsyncLLM:
         Args:
             query: text that documents are judged by.
             documents: texts; an empty list gives no results.
-            top_n: number of best documents to return; None for all.
+            top_n: number of best documents to return; None returns all.
             instruction: description of what the query wants, instead of the template's own.
             template: name of a template (`chunkattn.scoring.rerank.TEMPLATES`) or a template; None chooses by the model's name.
             max_tokens_per_doc: number of tokens to which a document is cut; None cuts nothing.

@@ -246,7 +246,7 @@ class SamplingParams:
         presence_penalty: value subtracted once from the logits of tokens in the output.
         frequency_penalty: value subtracted per occurrence in the output.
         logit_bias: values added to the logits of token ids, at most 1024 entries.
-        max_tokens: number of tokens to generate at most; None for as many as fit.
+        max_tokens: number of tokens to generate at most; None generates as many as fit.
         min_tokens: number of tokens before which no end-of-sequence or stop token is sampled.
         stop: strings that end the text, at most 64 of at most 1024 characters each. The text excludes them unless
             `include_stop_str_in_output`.

@@ -21,7 +21,7 @@ class RequestError(ChunkAttnError, ValueError):
     The text of the error is the part's name, directly followed by the message.
 
     Args:
-        message: description of the fault. Behind a part, the message begins with the space or colon that separates the two.
+        message: description of the fault. After a part, the message begins with the space or colon that separates the two.
         param: name of the argument at fault, for API error bodies.
         part: name of the part of that argument at fault, such as "chunk 3", "prefix" or "item 2".
     """

@@ -81,7 +81,7 @@ class ChunkLayout:
 
     @property
     def next_position(self) -> int:
-        """Return the position id of the first generated token, one past the question's last."""
+        """Return the position id of the first generated token, one after the question's last position."""
         return int(self.positions[-1]) + 1
 
     @property

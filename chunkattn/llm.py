@@ -91,7 +91,7 @@ class LLM:
 
         Args:
             prompts: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}` or `ChunkedPrompt`, one or a list.
-            sampling_params: one set of parameters for all prompts, or one each; None for the defaults.
+            sampling_params: one set of parameters for all prompts, or one each; None uses the defaults.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
             priority: one priority for all prompts, or one each; lower goes first.
@@ -309,7 +309,7 @@ class LLM:
             packed_ids: token ids `query<d>item<d>...item<d>`, instead of query and items. `<d>` is the engine's
                 `multi_item_scoring_delimiter`.
             cache_salt: see `generate`.
-            priority: see `generate`; one for the call.
+            priority: see `generate`; one value for the call.
             use_tqdm: see `generate`.
 
         Returns:
@@ -356,7 +356,7 @@ class LLM:
         Args:
             query: text that documents are judged by.
             documents: texts; an empty list gives no results.
-            top_n: number of best documents to return; None for all.
+            top_n: number of best documents to return; None returns all.
             instruction: description of what the query wants, instead of the template's own.
             template: name of a template (`chunkattn.scoring.rerank.TEMPLATES`) or a template; None chooses by the model's name.
             max_tokens_per_doc: number of tokens to which a document is cut; None cuts nothing.

@@ -27,7 +27,7 @@ _REGISTERED: dict[str, type[AttentionBackend]] = {}
 
 _AUTO_ORDER = {"tpu": ("pallas_tpu", "xla")}
 _AUTO_ELSEWHERE = ("xla",)
-"""Backends that `auto` tries, in order, by platform. The first that supports the model serves it."""
+"""Backends that `auto` tries, in order, by platform. The first backend that supports the model serves it."""
 
 
 def register_backend(name: str) -> Callable[[type[AttentionBackend]], type[AttentionBackend]]:

@@ -63,8 +63,8 @@ def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRan
     """Return the KV tiles that each query tile visits.
 
     The result holds exactly the tiles with a slot visible to one of the query tile's rows, under two conditions: a query
-    tile's rows are consecutive tokens, as a span's are, and `tile_slots` is a multiple of `block_size`. Every page holds a
-    token, but a tile smaller than a page may lie in a hole.
+    tile's rows are consecutive tokens, like the rows of a span, and `tile_slots` is a multiple of `block_size`. Every page
+    holds a token, but a tile smaller than a page may lie in a hole.
 
     Args:
         batch: the step.

@@ -83,7 +83,7 @@ def generate_job(
     Args:
         frontend: frontend of the engine.
         prompts: parsed prompts.
-        params: one set of parameters for all prompts, or one each; None for the defaults.
+        params: one set of parameters for all prompts, or one each; None uses the defaults.
         priority: one priority for all prompts, or one each.
         cache_salt: salt of the prompts that have none of their own.
         final_only: see `AsyncLLM.generate`.

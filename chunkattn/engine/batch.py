@@ -36,7 +36,7 @@ class StepBatch:
 
     Attributes:
         token_ids: int32 `[T]`, padded to a bucket.
-        positions: int32 `[T]` position ids, padded likewise.
+        positions: int32 `[T]` position ids, padded to the same bucket.
         num_rows: number of rows in use.
         metadata: attention backend's description of the rows.
         area: rows times slots of the tiles that attention visits.

@@ -96,7 +96,7 @@ class DiskTier:
     def load(self, request: Request) -> None:
         """Fill the missing parts of a placed request with the parts read from disk. A part needs a complete prefix above it.
 
-        A part found in memory counts as used on disk as well, and is written if it is not there: a plain prompt may have
+        A part found in memory counts as used on disk as well, and is written if the disk lacks it: a plain prompt may have
         computed its blocks, or the writer may have been late.
         """
         found = self._found.get(request, {})
@@ -169,7 +169,7 @@ class DiskTier:
     def _parts(self, request: Request) -> list[tuple[Part, int, int, int]]:
         """Return the parts that the store keeps, each with chunk id and token range.
 
-        A request that does not share the cache, or has ended, has none.
+        The list is empty for a request that does not share the cache or has ended.
         """
         if not request.sequences or not request.sequences[0].parts:
             return []

@@ -99,7 +99,7 @@ class Intake:
         }
 
     def _max_tokens(self, message: GenerateRequest, footprint: Footprint) -> int:
-        """Return the limit on generated tokens: the caller's, or as many as positions and pages allow."""
+        """Return the limit on generated tokens: the caller's limit, or as many as positions and pages allow."""
         room = self.limits.max_model_len - message.layout.next_position
         return message.sampling.max_tokens or max(min(footprint.most_tokens(self.limits.num_pages), room), 1)
 

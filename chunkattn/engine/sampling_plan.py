@@ -23,7 +23,7 @@ class SampleRow(NamedTuple):
 
     Attributes:
         row: index of the row in the step.
-        sequence: sequence that computed the row; before a fork, the request's only one.
+        sequence: sequence that computed the row; before a fork, the request's only sequence.
         sample: number of the sample in the request.
     """
 

@@ -122,7 +122,7 @@ class Scheduler:
         return request.samples <= sequences and self.placement.place(request, headroom=self.trie.num_available - pages)
 
     def _make_room(self, request: Request) -> bool:
-        """Preempt the last running request for one of a better priority. Return whether it did.
+        """Preempt the last running request for a request of better priority. Return whether a request was preempted.
 
         Preemption happens only if all running requests of worse priority together would make enough room.
         """

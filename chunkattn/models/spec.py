@@ -67,7 +67,7 @@ class DecoderSpec:
 
     @property
     def sliding_window(self) -> int | None:
-        """Return the checkpoint's sliding window in tokens, or None if no layer has one."""
+        """Return the checkpoint's sliding window in tokens, or None if no layer has a sliding window."""
         return next((w for w in self.windows if w is not None), None)
 
 

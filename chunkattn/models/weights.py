@@ -46,7 +46,7 @@ def _is_transposed(path: Iterable[Any]) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the folder's safetensors files, from its index if there is one.
+    """Return the folder's safetensors files, from the index if the folder has an index.
 
     Raises:
         ModelError: a file is missing, or the index is malformed.

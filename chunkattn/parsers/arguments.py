@@ -57,7 +57,7 @@ def check_salt(salt: Any) -> str | None:
         salt: argument of the caller.
 
     Raises:
-        RequestError: the salt is empty, too long, no text, or no valid Unicode.
+        RequestError: the salt is empty, too long, not a text, or not valid Unicode.
     """
     if salt is None:
         return None

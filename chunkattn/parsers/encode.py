@@ -1,4 +1,4 @@
-"""Tokenization of parts. Each part is tokenized alone; leading special tokens stand before the first only."""
+"""Tokenization of parts. Each part is tokenized alone; leading special tokens stand before the first part only."""
 
 from __future__ import annotations
 

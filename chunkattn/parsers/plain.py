@@ -35,7 +35,7 @@ class PlainEncoder:
         """Return the token ids of joined pieces: trusted text at even places, untrusted text at odd places.
 
         Trusted text may contain control tokens. A control token must lie within one piece, so neighbouring pieces cannot form
-        one together. If untrusted text has no control tokens, the ids equal the ids of the whole text.
+        a control token together. If untrusted text has no control tokens, the ids equal the ids of the whole text.
 
         Args:
             pieces: texts, alternately trusted and untrusted.

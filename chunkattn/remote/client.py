@@ -236,7 +236,7 @@ class EngineClient:
         return await self._query(lambda number: CacheQuery(number, tuple(requests), forget))
 
     async def reset_cache(self) -> bool:
-        """Empty the cache. Returns whether every page is free.
+        """Empty the cache and return whether every page is free.
 
         Raises:
             EngineDeadError: the engine is not ready, or dies.
@@ -314,7 +314,7 @@ class EngineClient:
             self._started.set_exception(error)
 
     async def _run_worker(self, context: zmq.Context[zmq.Socket[bytes]], checkpoint: Checkpoint) -> bool:
-        """Run one process to its end and dispose of it. Returns whether it was ever ready."""
+        """Run one process to its end and dispose of it. Return whether the process was ever ready."""
         self.warmup, self._beat, self._served = None, Heartbeat(0.0, None), False
         self._failure = None
         try:
@@ -346,7 +346,7 @@ class EngineClient:
         return self._served
 
     async def _watch(self, worker: WorkerProcess) -> str:
-        """Handle messages until the process has ended or must be killed. Returns its fate for `reason`."""
+        """Handle messages until the process has ended or must be killed. Return its fate for `reason`."""
         now = asyncio.get_running_loop().time
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         before, silence, until = now(), 0.0, float("inf")

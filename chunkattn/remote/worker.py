@@ -66,7 +66,7 @@ class Worker:
         self.core: EngineCore
 
     def start(self) -> float:
-        """Wait for `Start` and build the engine. Returns the requested seconds between heartbeats."""
+        """Wait for `Start` and build the engine. Return the requested seconds between heartbeats."""
         (start,) = decode(self._inbox.recv())
         if not isinstance(start, Start):
             raise TypeError(f"the first message must be Start, got {type(start).__name__}")
@@ -213,7 +213,7 @@ def _leave(address: str) -> None:
 
 
 def main(address: str) -> int:
-    """Serve one engine over the sockets in `address`. Returns the exit status."""
+    """Serve one engine over the sockets in `address`. Return the exit status."""
     # A signal to all processes, such as a service manager's SIGTERM, also reaches the parent, which decides.
     # SIGTTOU would stop this process at a log line if the terminal lets only the foreground write (stty tostop).
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):

@@ -61,7 +61,7 @@ class ConnectionLimits:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """HTTP connection with limits. httptools gathers headers without a bound, and uvicorn waits for them without one."""
+    """HTTP connection with limits. httptools has no size limit for headers, and uvicorn has no time limit."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)

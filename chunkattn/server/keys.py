@@ -25,7 +25,7 @@ class Keys:
 
     Args:
         api_key: key of the name "default"; None leaves the name without a key.
-        file: path of a file with one `name:key` a line. Blank lines and lines that begin with # are skipped.
+        file: path of a file with one `name:key` per line. Blank lines and lines that begin with # are skipped.
 
     Raises:
         ConfigError: the file cannot be read, or a line is malformed.

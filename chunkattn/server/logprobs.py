@@ -19,7 +19,8 @@ def legacy(
 
     Args:
         token_ids: tokens to report.
-        entries: log-probabilities by token id for each token; None for a token without any, as the first prompt token.
+        entries: log-probabilities by token id for each token; None for a token without log-probabilities,
+            such as the first prompt token.
         num_top: number of likeliest tokens requested. The token itself is always included.
         offsets: character offset of each token's text.
         decode: function from a token id to its text.
@@ -70,7 +71,8 @@ def prompt(entries: Sequence[Entry] | None) -> list[dict[str, Any] | None] | Non
     """Return vLLM's `prompt_logprobs`: for each prompt token, the log-probabilities by token id as a string.
 
     Args:
-        entries: log-probabilities by token id for each prompt token; None for a token without any.
+        entries: log-probabilities by token id for each prompt token; None for a token without
+            log-probabilities.
     """
     if entries is None:
         return None

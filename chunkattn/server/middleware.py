@@ -22,7 +22,7 @@ logger = logging.getLogger("chunkattn.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN_PATHS = ("/health", "/livez", "/readyz")
-"""Routes open without a key, because health probes have none."""
+"""Routes open without a key, because health probes have no key."""
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
 
 

@@ -27,8 +27,8 @@ class ServerConfig:
         allow_packed_dense: accept `algorithm: "packed_dense"`. The baseline is off by default, because each of its packs
             delays all other requests.
         drain_timeout_s: time in seconds that running requests have to finish after SIGTERM.
-        log_format: format of the log, "text" or "json", for the engine process too; one line a request in both.
-        api_key_file: file of named API keys, one `name:key` a line, read again at SIGHUP. Clients of different names share no
+        log_format: format of the log, "text" or "json", for the engine process too; one line per request in both formats.
+        api_key_file: file of named API keys, one `name:key` per line, read again at SIGHUP. Clients of different names share no
             cache and no documents, and each name has its quotas. Without a key file, only `api_key` is accepted.
         max_queue_share: share of `max_queued_requests` that the requests of one named API key may hold; without a key file,
             the share of one request.

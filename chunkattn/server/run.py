@@ -32,7 +32,7 @@ from chunkattn.server.state import ServerState
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
-"""Idle time in seconds before the server closes a connection, longer than clients keep one (httpx: 5 s).
+"""Idle time in seconds before the server closes a connection, longer than clients keep a connection (httpx: 5 s).
 
 A server that closes first may lose a request that the client is about to send.
 """

@@ -129,5 +129,5 @@ TABLE: dict[tuple[str, int], tuple[Blocks, Blocks]] = {
 
 
 def chip_here() -> str:
-    """Return the generation of this process's TPU, or the newest known if it is unknown or absent."""
+    """Return the generation of this process's TPU, or the newest known generation if the TPU is unknown or absent."""
     return KINDS.get(jax.devices()[0].device_kind, "v6e")

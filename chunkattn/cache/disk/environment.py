@@ -201,7 +201,7 @@ def _find_damage(data: Path) -> list[str]:
 
 
 def _set_aside(path: Path, reason: str) -> None:
-    """Rename a damaged `data.mdb` and delete one renamed earlier. Requires sole access."""
+    """Rename a damaged `data.mdb` and delete a file renamed earlier. Requires sole access."""
     aside = path / f"data.mdb.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
     for old in path.glob("data.mdb.damaged-*"):
         old.unlink(missing_ok=True)

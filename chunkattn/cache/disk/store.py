@@ -239,7 +239,7 @@ class KVStore:
             logger.warning("cannot note the use of KV entries: %s", error)
 
     def delete(self, key: bytes) -> bool:
-        """Remove an entry. Returns whether it existed."""
+        """Remove an entry and return whether it existed."""
         return self._remove_all([key]) == 1
 
     def entries(self) -> list[StoreEntry]:

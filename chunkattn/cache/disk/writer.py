@@ -113,7 +113,7 @@ class StoreWriter:
             return key in self._doomed or key in self._deleting
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all requested work is done, at most `timeout` seconds. Returns whether it is done."""
+        """Wait until all requested work is done, at most `timeout` seconds. Return whether all work is done."""
         with self._changed:
             self._flushing += 1
             self._changed.notify_all()

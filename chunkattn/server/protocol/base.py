@@ -156,7 +156,7 @@ class Sampling(Body):
         """Return the engine's parameters.
 
         Args:
-            max_tokens: number of tokens to generate at most; None for as many as fit.
+            max_tokens: number of tokens to generate at most; None generates as many as fit.
             logprobs: number of likeliest tokens to report per generated token; None reports no log-probabilities.
             prompt_logprobs: default for a body without `prompt_logprobs`.
 

@@ -129,7 +129,7 @@ class ChatBody(Sampling):
 
     @property
     def limit(self) -> int | None:
-        """Return the number of tokens to generate at most; None for as many as fit."""
+        """Return the number of tokens to generate at most; None generates as many as fit."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def chunks(self) -> list[str] | None:

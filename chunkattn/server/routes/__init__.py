@@ -1,1 +1,1 @@
-"""One file a subject of the HTTP API."""
+"""Routes of the HTTP API, one file per subject."""
