@@ -127,7 +127,7 @@ class Watch:
 
 
 def send(url: httpx.URL, path: str, body: bytes) -> str:
-    """Send one request and discard its answer. Returns the status, or the way the request ended."""
+    """Send one request and discard its answer. Return the status, or the way the request ended."""
     connection = http.client.HTTPConnection(url.host, url.port or 80, timeout=ATTACK_S)
     try:
         connection.request("POST", path, body, {"Content-Type": "application/json"})

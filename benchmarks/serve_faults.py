@@ -90,7 +90,7 @@ def engine_pid(server: Server) -> int:
 
 
 async def fault(server: Server, load: Load, number: signal.Signals) -> dict[str, float]:
-    """Send a signal to the busy engine. Returns the seconds until the server notices, and from there until it serves again."""
+    """Send a signal to the busy engine. Return the seconds until the server notices, and from there until it serves again."""
     await asyncio.sleep(BETWEEN_S)
     os.kill(engine_pid(server), number)
     began = time.perf_counter()

@@ -214,7 +214,7 @@ class Client:
 
 
 async def attempt(client: Client, job: Job, load: Load, rng: random.Random) -> float | None:
-    """Send one request. Returns the seconds to wait before another attempt if the request is refused."""
+    """Send one request. Return the seconds to wait before another attempt if the request is refused."""
     kind, leaves, streamed = job.kind, rng.random() < LEAVING, job.kind in STREAMED
     most = rng.randint(1, 6) if leaves and streamed else None
     patience = rng.uniform(1e-3, load.typical(kind)) if leaves and not streamed else None

@@ -61,7 +61,7 @@ class Server:
         return [line.rstrip() for line in self.log() if re.search(r"\b(ERROR|CRITICAL)\b|Traceback", line)]
 
     def end(self) -> int | None:
-        """Send SIGTERM. Returns the exit code, or None if the server had to be killed."""
+        """Send SIGTERM. Return the exit code, or None if the server had to be killed."""
         self.process.terminate()
         try:
             return self.process.wait(END_S)

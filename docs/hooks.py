@@ -206,7 +206,7 @@ _MEANINGS = {
     "InspectBody.chunks": "The prompt in parts; this or `prompt`.",
     "InspectBody.chunk_aware": "Split the prompt at the separator; the engine's default when absent.",
 }
-"""Meanings of fields that the code does not describe, by field, or by `body.field`; the latter come first."""
+"""Meanings of fields that the code does not describe, by field, or by `body.field`; a `body.field` entry comes first."""
 
 
 def _described(thing: Any) -> dict[str, str]:

@@ -339,7 +339,7 @@ class KVStore:
         return removed
 
     def _remove_some(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Remove the first keys in one transaction. Returns the number of keys handled and of entries removed."""
+        """Remove the first keys in one transaction. Return the number of keys handled and of entries removed."""
         with self._env.begin(write=True) as txn:
             start, done, count = self._in_use(txn), 0, 0
             while done < len(keys) and start - self._in_use(txn) < _BATCH:
