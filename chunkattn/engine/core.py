@@ -335,7 +335,7 @@ class EngineCore:
     def _measure(self, plan: StepPlan, result: StepResult, step: _Step) -> None:
         """Measure the time of the steps whose results have arrived, unless a program was compiled meanwhile."""
         if not self.requests:
-            result.hidden.block_until_ready()  # so that the next step is timed from the end of this one
+            result.hidden.block_until_ready()  # so that the next step is timed from the end of this step
         if self.runner.compiles.total() > step.compiled or not plan.spans:
             self.meter.forget()
         elif not self.requests or plan.is_read:
