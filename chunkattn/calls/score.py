@@ -17,7 +17,8 @@ from chunkattn.parsers.arguments import as_list, check_ids, salt_key
 from chunkattn.parsers.delimited import check_no_delimiter, parse_delimited
 from chunkattn.scoring import QueryItems, QueryPlan
 from chunkattn.scoring.labels import resolve_labels
-from chunkattn.scoring.planner import Stage, max_request_tokens
+from chunkattn.scoring.plan import Stage
+from chunkattn.scoring.planner import max_request_tokens
 from chunkattn.scoring.queries import pair_queries
 from chunkattn.scoring.rerank import RerankTemplate, pick_template, plan_rerank
 

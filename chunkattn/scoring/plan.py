@@ -1,0 +1,111 @@
+"""`QueryPlan`: the requests of one query, stage by stage, and the scores made of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from scipy.special import expit, softmax
+
+from chunkattn.engine.messages import PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
+from chunkattn.layout import ChunkLayout
+from chunkattn.outputs import ScoreOutput, ScoreUsage
+from chunkattn.rope.positions import make_layout
+from chunkattn.scoring.algorithms import ALGORITHMS, QueryItems
+from chunkattn.scoring.selector import Choice
+
+Stage = list[PrecomputeRequest | ScoreRequest]
+"""Requests sent together once all requests of the previous stage have ended."""
+
+
+class QueryPlan:
+    """The scoring of one query: requests made stage by stage, and the output collected from their results.
+
+    Args:
+        job: the job to score.
+        choice: the chosen algorithm.
+        request: makes the request of a part; None as rows makes the request of the query alone.
+        max_stage_tokens: maximum number of tokens of a stage with more than one request.
+        columns: number of labels, or of classes of a classifier.
+        apply_softmax: whether scores are normalised over the labels.
+        classifier: whether results are class logits.
+        note: called with every result.
+    """
+
+    def __init__(
+        self,
+        job: QueryItems,
+        choice: Choice,
+        request: Callable[[ChunkLayout, np.ndarray | None], PrecomputeRequest | ScoreRequest],
+        max_stage_tokens: int,
+        columns: int,
+        apply_softmax: bool,
+        classifier: bool,
+        note: Callable[[ScoreResult | PrecomputeResult], None],
+    ) -> None:
+        self._job, self._choice, self._request, self._note = job, choice, request, note
+        self._max_stage_tokens, self._apply_softmax, self._classifier = max_stage_tokens, apply_softmax, classifier
+        self._values = np.zeros((len(job.items), columns), np.float32)
+        self._places: dict[str, list[int]] = {}  # items of the requests in flight
+        self._rows = self._cached = 0
+
+    @property
+    def num_items(self) -> int:
+        """Return the number of items."""
+        return len(self._job.items)
+
+    @property
+    def independent(self) -> bool:
+        """Return whether requests of several stages could be sent together."""
+        return self._choice.algorithm != "prefill_extend"
+
+    def stages(self) -> Iterator[Stage]:
+        """Yield the stages in order, each a list of requests.
+
+        For a request in flight, the plan stores only its item indices.
+        """
+        most = self._max_stage_tokens if self.independent else 0
+        if not self.independent and self._job.items:
+            # The query runs first by itself, so that batches of items run alike with and without a cached query.
+            query = make_layout(self._job.prefix, [], [])
+            self._rows += len(query)
+            yield [self._request(query, None)]
+        stage: Stage = []
+        tokens = 0
+        for part in ALGORITHMS[self._choice.algorithm](self._job):
+            size = len(part.layout)
+            if stage and tokens + size > most:
+                yield stage
+                stage, tokens = [], 0
+            request = self._request(part.layout, part.rows)
+            self._places[request.request_id] = part.items
+            self._rows += size if self.independent else size - part.layout.prefix_len
+            stage.append(request)
+            tokens += size
+        if stage:
+            yield stage
+
+    def add(self, event: ScoreResult | PrecomputeResult) -> int:
+        """Store one request's result and return the number of items that the request scores."""
+        self._note(event)
+        if isinstance(event, PrecomputeResult):
+            self._cached = event.cached.total
+            return 0
+        self._values[self._places.pop(event.request_id)] = event.logprobs
+        return len(event.logprobs)
+
+    def output(self) -> ScoreOutput:
+        """Return the output; call it after every result is added."""
+        values, job = self._values.astype(np.float64), self._job
+        if self._classifier:
+            scores = expit(values) if values.shape[1] == 1 else softmax(values, axis=1)
+        else:
+            scores = softmax(values, axis=1) if self._apply_softmax else np.exp(values)
+        return ScoreOutput(
+            scores=scores.tolist(),
+            logprobs=None if self._classifier else values.tolist(),
+            logits=values.tolist() if self._classifier else None,
+            algorithm=self._choice.algorithm,
+            predicted_seconds=dict(self._choice.predicted_seconds),
+            usage=ScoreUsage(len(job.prefix) + sum(map(len, job.items)), self._rows - self._cached, self._cached),
+        )
