@@ -123,7 +123,6 @@ def check_backend(
     block_size: int = 8,
     window: int | None = None,
     kv_dtype: str | None = None,
-    soft_cap: float | None = None,
     scale: int = 1,
 ) -> float:
     """Compare a backend with `reference` over random ragged batches.
@@ -141,7 +140,6 @@ def check_backend(
         block_size: slots per page.
         window: sliding window in tokens, over plain prompts; None for full attention.
         kv_dtype: dtype of the cache; None for `dtype`. With `float8_e4m3fn`, some keys and values exceed its range.
-        soft_cap: soft cap of the scores; None leaves scores uncapped.
         scale: factor of the lengths of sequences and steps, for backends with large tiles.
 
     Returns:
@@ -153,7 +151,7 @@ def check_backend(
     """
     cls = get_backend(backend) if isinstance(backend, str) else backend
     kept = None if kv_dtype is None else jnp.dtype(kv_dtype)
-    spec = AttentionSpec(num_heads, num_kv_heads, head_dim, jnp.dtype(dtype), block_size, (window,), kept, soft_cap)
+    spec = AttentionSpec(num_heads, num_kv_heads, head_dim, jnp.dtype(dtype), block_size, (window,), kept)
     if reason := cls.supports(spec):
         raise BackendError(f"backend {cls.name!r} refuses {spec}: {reason}")
     rng, worst = np.random.default_rng(seed), 0.0

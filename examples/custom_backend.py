@@ -36,8 +36,8 @@ class PerRowBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, spec):
-        if any(w is not None for w in spec.windows) or spec.soft_cap is not None:
-            return "sliding windows and soft caps are not implemented"
+        if any(w is not None for w in spec.windows):
+            return "sliding windows are not implemented"
         return None
 
     def build_metadata(self, batch):

@@ -41,7 +41,7 @@ def small_tiles(monkeypatch):
         pytest.param({"cases": 2}, marks=pytest.mark.slow),
         pytest.param({"scale": 4}, marks=pytest.mark.telling),
         {"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
-        pytest.param({"window": 19, "soft_cap": 2.0}, marks=pytest.mark.telling),
+        pytest.param({"window": 19}, marks=pytest.mark.telling),
         {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16", "scale": 4},
     ],
     ids=str,

@@ -40,16 +40,13 @@ class Case:
     pages: int = 4096
     window: int | None = None
     kv_dtype: str | None = None
-    soft_cap: float | None = None
 
     @property
     def spec(self) -> AttentionSpec:
         """Return the spec that the backend gets."""
         kept = None if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
         dtype = jnp.dtype(self.dtype)
-        return AttentionSpec(
-            self.heads, self.kv_heads, self.head_dim, dtype, self.block_size, (self.window,), kept, self.soft_cap
-        )
+        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, dtype, self.block_size, (self.window,), kept)
 
     @property
     def pool_bytes(self) -> int:
@@ -76,7 +73,6 @@ def cases(chip: str) -> Iterator[Case]:
     common = Case(chip)
     yield common
     yield replace(common, kv_dtype=FP8)
-    yield replace(common, soft_cap=50.0)
     yield replace(common, head_dim=64, heads=14, kv_heads=2)
     yield replace(common, head_dim=256, heads=8, kv_heads=1)
     yield replace(common, block_size=32, heads=28, kv_heads=4, window=4096)

@@ -24,7 +24,6 @@ def chunk_attention(
     *,
     backend: str = "auto",
     scale: float | None = None,
-    soft_cap: float | None = None,
 ) -> Float[Array, "T H D"]:
     """Compute attention of one sequence under its layout's visibility.
 
@@ -35,7 +34,6 @@ def chunk_attention(
         layout: layout of the `T` tokens.
         backend: name of a registered backend, or `"auto"`.
         scale: factor of the scores, not negative; `1 / sqrt(D)` by default.
-        soft_cap: scaled scores `s` become `soft_cap * tanh(s / soft_cap)`, as in Gemma 2.
 
     Returns:
         The attention output in q's dtype. Only `reference` in float32 is differentiable: `xla` runs loops of dynamic length,
@@ -43,7 +41,7 @@ def chunk_attention(
 
     Raises:
         ValueError: shapes or dtypes disagree with each other or with the layout, or `scale` is negative.
-        BackendError: the backend is unknown or does not support the shapes, or `soft_cap` is not a positive number.
+        BackendError: the backend is unknown or does not support the shapes.
     """
     if not (q.ndim == k.ndim == 3 and len(q) and jnp.issubdtype(q.dtype, jnp.floating) and q.dtype == k.dtype == v.dtype):
         raise ValueError(
@@ -55,7 +53,7 @@ def chunk_attention(
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if not scale >= 0:
         raise ValueError(f"scale must be 0 or more, got {scale}")
-    spec = AttentionSpec(heads, k.shape[1], head_dim, jnp.dtype(q.dtype), _BLOCK_SIZE, soft_cap=soft_cap)
+    spec = AttentionSpec(heads, k.shape[1], head_dim, jnp.dtype(q.dtype), _BLOCK_SIZE)
     pages = -(-tokens // _BLOCK_SIZE)
     batch = AttentionBatch(
         num_rows=tokens,

@@ -42,10 +42,9 @@ class AttentionSpec:
         block_size: slots per page.
         windows: distinct sliding windows of the model's layers, in tokens (None: full attention).
         kv_dtype: dtype of the cache, `dtype` or `FP8`; None means `dtype`.
-        soft_cap: scaled scores `s` become `soft_cap * tanh(s / soft_cap)` before masking; None leaves them unchanged.
 
     Raises:
-        BackendError: `kv_dtype` is neither `dtype` nor `FP8`, or `soft_cap` is not a positive number.
+        BackendError: `kv_dtype` is neither `dtype` nor `FP8`.
     """
 
     num_heads: int
@@ -55,13 +54,10 @@ class AttentionSpec:
     block_size: int
     windows: tuple[int | None, ...] = (None,)
     kv_dtype: jnp.dtype | None = None
-    soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         if self.kv_dtype is not None and self.kv_dtype not in (self.dtype, FP8):
             raise BackendError(f"kv_dtype must be the model's {self.dtype} or {FP8}, got {self.kv_dtype}")
-        if self.soft_cap is not None and not 0 < self.soft_cap < float("inf"):  # NaN compares false
-            raise BackendError(f"soft_cap must be a positive number, got {self.soft_cap}")
 
     @property
     def cache_dtype(self) -> jnp.dtype:

@@ -45,11 +45,9 @@ class PackedDenseBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Accept full attention without a soft cap, with K/V in the model's dtype; see `AttentionBackend.supports`."""
+        """Accept full attention, with K/V in the model's dtype; see `AttentionBackend.supports`."""
         if set(spec.windows) != {None}:
             return f"packed_dense has no sliding windows, got {spec.windows}"
-        if spec.soft_cap is not None:
-            return "packed_dense has no soft cap"
         if spec.cache_dtype != spec.dtype:
             return f"packed_dense reads no cache, so K/V must stay {spec.dtype}, got kv_dtype {spec.cache_dtype}"
         return None

@@ -77,8 +77,6 @@ class ReferenceBackend(AttentionBackend):
             keys, values = (jnp.where(mask.any(0)[:, None, None], x, 0) for x in (keys, values))
             scores = jnp.einsum("qhd,khd->hqk", *(x.astype(jnp.float32) for x in (q, keys)), precision="highest")
             scores *= scale
-            if (cap := self.spec.soft_cap) is not None:
-                scores = cap * jnp.tanh(scores / cap)
             weights = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1)
             attended = jnp.einsum("hqk,khd->qhd", weights, values.astype(jnp.float32), precision="highest")
             return jnp.where((metadata.row_seq == seq)[:, None, None], attended.astype(q.dtype), out), None

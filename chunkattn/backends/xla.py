@@ -93,17 +93,6 @@ class TileMetadata(NamedTuple):
     page_len: Int32[StepArray, "S W"]
 
 
-class _Scoring(NamedTuple):
-    """The map from query-key products to scores; see `AttentionSpec.soft_cap`."""
-
-    scale: float
-    soft_cap: float | None
-
-    def apply(self, products: jax.Array) -> jax.Array:
-        scores = products * self.scale
-        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
-
-
 class _Softmax(NamedTuple):
     """State of the online softmax: running maximum, running sum and weighted values."""
 
@@ -180,9 +169,8 @@ class XlaBackend(AttentionBackend):
     ) -> tuple[Float[Array, "T H D"], KVCache]:
         """Attend tile by tile; see `AttentionBackend.forward`."""
         cache = write_pages(cache, k, v, metadata.flat_slots)
-        scoring = _Scoring(scale, self.spec.soft_cap)
-        out = _attend_tiles(q, cache, metadata, scoring, window)
-        return _attend_decodes(out, q, cache, metadata, scoring, window), cache
+        out = _attend_tiles(q, cache, metadata, scale, window)
+        return _attend_decodes(out, q, cache, metadata, scale, window), cache
 
 
 def _tile_sizes(rows: int, width: int, block_size: int) -> tuple[int, int, int]:
@@ -235,7 +223,7 @@ def _update(
     values: Float[Array, "B N Hkv D"],
     mask: Bool[Array, "B rows N"],
     present: Bool[Array, "B N"],
-    scoring: _Scoring,
+    scale: float,
 ) -> _Softmax:
     """Take one online-softmax step over a KV tile.
 
@@ -246,7 +234,7 @@ def _update(
         values: values of the tile.
         mask: visible slots of each row; a row stands for `R / rows` folded rows.
         present: slots that hold a token; other slots may be NaN.
-        scoring: map from products to scores.
+        scale: factor of the products.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
@@ -256,7 +244,7 @@ def _update(
     else:
         scores = multiply("bgrd,bngd->bgrn", q, keys)
     by_row = scores.reshape(*scores.shape[:2], mask.shape[1], -1, scores.shape[3])
-    scores = jnp.where(mask[:, None, :, None], scoring.apply(by_row), -jnp.inf).reshape(scores.shape)
+    scores = jnp.where(mask[:, None, :, None], by_row * scale, -jnp.inf).reshape(scores.shape)
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights, decay = jnp.exp(scores - maximum[..., None]), jnp.exp(state.maximum - maximum)
     values = jnp.where(present[..., None, None], values, 0)
@@ -271,7 +259,7 @@ def _update_by_head(
     values: Float[Array, "1 N Hkv D"],
     mask: Bool[Array, "1 rows N"] | None,
     present: Bool[Array, "1 N"],
-    scoring: _Scoring,
+    scale: float,
 ) -> _Softmax:
     """Take one online-softmax step like `_update`, for one sequence, one KV head at a time.
 
@@ -284,14 +272,14 @@ def _update_by_head(
         mask = jnp.repeat(mask[0], q.shape[2] // mask.shape[1], axis=0)
     heads = range(q.shape[1])
     scores = [multiply(q[0, g], keys[0, :, g], (((1,), (1,)), ((), ()))) for g in heads]
-    if mask is None:  # scoring is monotonic, so the maximum may be taken before it
-        highest = scoring.apply(jnp.stack([x.max(-1) for x in scores]))
+    if mask is None:  # the scale is not negative, so the maximum may be taken before it
+        highest = jnp.stack([x.max(-1) for x in scores]) * scale
     else:
-        scores = [jnp.where(mask, scoring.apply(x), -jnp.inf) for x in scores]
+        scores = [jnp.where(mask, x * scale, -jnp.inf) for x in scores]
         highest = jnp.stack([x.max(-1) for x in scores])
     maximum = jnp.maximum(state.maximum[0], highest)
     if mask is None:
-        weights = [jnp.where(present, jnp.exp(scoring.apply(x) - m[:, None]), 0) for x, m in zip(scores, maximum)]
+        weights = [jnp.where(present, jnp.exp(x * scale - m[:, None]), 0) for x, m in zip(scores, maximum)]
     else:
         weights = [jnp.exp(x - m[:, None]) for x, m in zip(scores, maximum)]
     # The barrier keeps XLA from computing the weights twice, for the sum and for the product.
@@ -363,7 +351,7 @@ def _nth_tile(step: jax.Array, parts: Sequence[tuple[Tile, Tile]]) -> jax.Array:
 
 
 def _attend_tiles(
-    q: Float[Array, "T H D"], cache: KVCache, metadata: TileMetadata, scoring: _Scoring, window: int | None
+    q: Float[Array, "T H D"], cache: KVCache, metadata: TileMetadata, scale: float, window: int | None
 ) -> Float[Array, "T H D"]:
     """Attend one query tile at a time. Rows of decodes are left undefined."""
     rows, (_, block_size, kv_heads, _) = len(q), cache[0].shape
@@ -392,7 +380,7 @@ def _attend_tiles(
 
             def one_full_tile(step: jax.Array, state: _Softmax) -> _Softmax:
                 _, keys, values, valid = _kv_tile(cache, metadata, seq[None], _nth_tile(step, whole), tile_slots, q.dtype)
-                return _update_by_head(state, folded, _fill_holes(keys, valid, block_size), values, None, valid, scoring)
+                return _update_by_head(state, folded, _fill_holes(keys, valid, block_size), values, None, valid, scale)
 
             state = jax.lax.fori_loop(0, _num_tiles(whole), one_full_tile, state)
 
@@ -403,7 +391,7 @@ def _attend_tiles(
             if window is not None:
                 mask &= slots > own - window
             update = _update_by_head if by_head else _update
-            return update(state, folded, keys, values, mask[None], valid & (slots <= last), scoring)
+            return update(state, folded, keys, values, mask[None], valid & (slots <= last), scale)
 
         state = jax.lax.fori_loop(0, _num_tiles(parts), one_kv_tile, state)
         block = _unfold(_finish(state), tile_rows)[0].astype(q.dtype)
@@ -417,7 +405,7 @@ def _attend_decodes(
     q: Float[Array, "T H D"],
     cache: KVCache,
     metadata: TileMetadata,
-    scoring: _Scoring,
+    scale: float,
     window: int | None,
 ) -> Float[Array, "T H D"]:
     """Attend the one-row runs that see their whole sequence, one decode tile at a time, and write them into `out`."""
@@ -440,7 +428,7 @@ def _attend_decodes(
             mask = (slots <= own) & valid
             if window is not None:
                 mask &= slots > own - window
-            return _update(state, folded, keys, values, mask[:, None], mask, scoring)
+            return _update(state, folded, keys, values, mask[:, None], mask, scale)
 
         state = jax.lax.fori_loop(begin, metadata.decode_end[index], one_kv_tile, _start(folded))
         return out.at[rows].set(_unfold(_finish(state), 1)[:, 0].astype(q.dtype), mode="drop")

@@ -239,7 +239,7 @@ class PallasTpuBackend(AttentionBackend):
 
         if tiles.packed:  # the zeros of q multiply V; results come out in V's lanes
             q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles.head_dim - self.spec.head_dim)))
-        common: dict[str, Any] = {"scale": scale, "soft_cap": self.spec.soft_cap, "window": window, **options}
+        common: dict[str, Any] = {"scale": scale, "window": window, **options}
         table = metadata.table
         wide = _pad_rows(q.reshape(rows, -1), size)
         scalars = _within(metadata.tiles, tiles.slots, window)

@@ -12,7 +12,6 @@ of the page table at a time in SMEM (at most 128 KiB; a whole table would not fi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -49,7 +48,6 @@ def attend(
     shape: Shape,
     *,
     scale: float,
-    soft_cap: float | None,
     window: int | None,
     interpret: Any,
     vmem_limit_bytes: int,
@@ -65,7 +63,6 @@ def attend(
         pool: pages of K and V in `kv_lanes`, `shape.lanes`.
         shape: sizes.
         scale: factor of the scores.
-        soft_cap: bound of the scores, see `AttentionSpec`.
         window: see `AttentionBackend.forward`.
         interpret: argument of `pl.pallas_call`.
         vmem_limit_bytes: bytes of vector memory that the kernel may use.
@@ -95,7 +92,7 @@ def attend(
         )
 
     return pl.pallas_call(
-        lambda *refs: _query_tile(refs, shape, decode, _Scores(scale, soft_cap), window),
+        lambda *refs: _query_tile(refs, shape, decode, scale * math.log2(math.e), window),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(shape.head_blocks, count),
@@ -122,7 +119,7 @@ def attend(
     )(scalars, q, *row_args, table, table, pool)
 
 
-def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, scores: _Scores, window: int | None) -> None:
+def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, log2_scale: float, window: int | None) -> None:
     """Run one grid step."""
     if decode:
         sc, q, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state = refs
@@ -181,7 +178,7 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, scores: _Scor
         def accumulate(masked: bool) -> None:
             def some_heads(turn: Any, _: Any) -> None:
                 heads = [turn * shape.together + head for head in range(shape.together)]
-                _update(folded, kv.at[buffer], sums, bias if masked else None, heads, shape, scores)
+                _update(folded, kv.at[buffer], sums, bias if masked else None, heads, shape, log2_scale)
 
             lax.fori_loop(0, shape.heads // shape.together, some_heads, None)
 
@@ -235,26 +232,12 @@ def _fold(q: Any, folded: Any, shape: Shape) -> None:
             folded[head, pl.ds(group * shape.rows, shape.rows), :] = q[:, lanes]
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """The map from query-key products to exponents of 2."""
-
-    scale: float
-    soft_cap: float | None
-
-    def __call__(self, products: jax.Array) -> jax.Array:
-        if self.soft_cap is None:
-            return products * (self.scale * math.log2(math.e))
-        return jnp.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap * math.log2(math.e))
-
-
-def _update(
-    folded: Any, kv: Any, sums: list[Any], bias: Any | None, heads: list[Any], shape: Shape, exponents: _Scores
-) -> None:
+def _update(folded: Any, kv: Any, sums: list[Any], bias: Any | None, heads: list[Any], shape: Shape, log2_scale: float) -> None:
     """Take one online-softmax step of some KV heads.
 
     The code runs stage by stage over the heads, because the compiler overlaps operations that are written side by side. Every
-    lane holds the maximum; the sum is kept by lane and added up once, at the end.
+    lane holds the maximum; the sum is kept by lane and added up once, at the end. Products times
+    `log2_scale` are exponents of 2.
     """
     maximum, total, values = sums
     precision = lax.Precision.HIGHEST if folded.dtype == jnp.float32 else None
@@ -264,7 +247,7 @@ def _update(
         return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
     def score(head: Any) -> jax.Array:
-        scores = exponents(multiply(folded[head], kv[head, :, : shape.head_dim].astype(folded.dtype), 1))
+        scores = multiply(folded[head], kv[head, :, : shape.head_dim].astype(folded.dtype), 1) * log2_scale
         if bias is None:
             return scores
         by_group = scores.reshape(shape.groups, shape.rows, shape.slots) + bias[...][None]
