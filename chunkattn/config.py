@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence, Set, Sized
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
+from chunkattn.calibration import Calibration, calibration_of, checked
 from chunkattn.errors import ConfigError, RequestError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -44,6 +45,14 @@ class EngineConfig:
         special_tokens_in_prompts: let the text of a special token become that token in prefixes, questions, plain prompts,
             other messages and scoring texts.
         position_strategy: strategy of position ids, `"shared"` or `"offset"`.
+        chunk_position_gap: positions left free between the prefix and every chunk, under `shared` positions; by default what
+            the calibration file says, else 0. Scoring has no gap.
+        chunk_temperature: divisor of the attention scores between a question and its chunks; by default what the calibration
+            file says, else 1.
+        chunk_scale: factor of the chunks' log-sum-exp in a question's attention; by default what the calibration file says,
+            else 1.
+        chunk_calibration: file of the three values, as `chunkattn calibrate` writes it. By default the file
+            `chunk_calibration.json` in the model's folder, if there is one; `"off"` ignores it.
         multi_item_scoring_delimiter: token id that separates query and items in packed scoring sequences.
         max_model_len: limit on the highest position id + 1; by default the checkpoint's own.
         max_chunk_len: limit on the tokens of one chunk.
@@ -87,6 +96,10 @@ class EngineConfig:
     special_tokens_in_documents: bool = False
     special_tokens_in_prompts: bool = True
     position_strategy: str = "shared"
+    chunk_position_gap: int | None = None
+    chunk_temperature: float | None = None
+    chunk_scale: float | None = None
+    chunk_calibration: str | None = None
     multi_item_scoring_delimiter: int | None = None
     max_model_len: int | None = None
     max_chunk_len: int = 8192
@@ -122,7 +135,12 @@ class EngineConfig:
         for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
-        lowest = {"max_logprobs": 0, "seed": 0, "multi_item_scoring_delimiter": 0}
+        given = {name: value for name in _CALIBRATED if (value := getattr(self, name)) is not None}
+        for name, value in checked(given).items():
+            object.__setattr__(self, name, value)
+        if self.chunk_position_gap and self.position_strategy != "shared":
+            raise ConfigError(f"chunk_position_gap needs position_strategy 'shared', got {self.position_strategy!r}")
+        lowest = {"max_logprobs": 0, "seed": 0, "multi_item_scoring_delimiter": 0, "chunk_position_gap": 0}
         for option in fields(self):
             value = getattr(self, option.name)
             if "int" in str(option.type) and value is not None and value < lowest.get(option.name, 1):
@@ -139,6 +157,12 @@ class EngineConfig:
         if not 1 <= self.engine_hang_timeout_s < float("inf"):  # NaN compares false
             raise ConfigError(f"engine_hang_timeout_s must be a number of at least 1, got {self.engine_hang_timeout_s}")
 
+    @property
+    def calibration(self) -> Calibration:
+        """Return gap, temperature and scale of the chunks."""
+        given = {name: getattr(self, name) for name in _CALIBRATED}
+        return Calibration(**{name: value for name, value in given.items() if value is not None})
+
 
 _OPTION_TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -148,7 +172,10 @@ _OPTION_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "int | None": (int, type(None)),
     "float": (int, float),
+    "float | None": (int, float, type(None)),
 }
+_CALIBRATED = tuple(field.name for field in fields(Calibration))
+"""Options that a calibration file can set."""
 
 
 # Python's own types come first: a check against an abstract class takes ten times as long, and a request makes thirty.
@@ -222,12 +249,19 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
         options: other fields of `EngineConfig`, by name.
 
     Raises:
-        ConfigError: an option is unknown or invalid.
+        ConfigError: an option is unknown or invalid, or the calibration file is.
     """
     known = {f.name for f in fields(EngineConfig)}
     if unknown := sorted(set(options) - known):
         raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(known))}")
-    return EngineConfig(model=model, **options)
+    given = {name: value for name, value in options.items() if value is not None or name not in _CALIBRATED}
+    config = EngineConfig(model=model, **given)
+    if not (found := calibration_of(model, config.chunk_calibration)):
+        return config
+    filled = asdict(found)
+    if config.position_strategy != "shared":
+        del filled["chunk_position_gap"]
+    return EngineConfig(model=model, **{**filled, **given})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,11 @@ class ChunkLayout:
         return np.repeat(starts, [s.end - s.start for s in self.segments])
 
     @cached_property
+    def chunks_share_positions(self) -> bool:
+        """Return whether all chunks begin at one position id, so that their order has no meaning."""
+        return len({int(self.positions[s.start]) for s in self.segments[1:-1] if s.end > s.start}) <= 1
+
+    @cached_property
     def known_rows(self) -> np.ndarray:
         """Return the ascending indices of tokens whose next token is in the same part: the rows that predict a prompt token."""
         return np.flatnonzero(self.chunk_ids[1:] == self.chunk_ids[:-1])

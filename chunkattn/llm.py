@@ -106,7 +106,7 @@ class LLM:
             EngineError: a step failed.
         """
         parsed = self.frontend.parse(prompts, chunk_aware)
-        return self._run(generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
+        return self.run(generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
 
     def chat(
         self,
@@ -136,7 +136,7 @@ class LLM:
             EngineError: a step failed.
         """
         parsed = self.frontend.parse_chat(messages, documents, chat_template_kwargs)
-        return self._run(generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
+        return self.run(generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
 
     # The cache
 
@@ -173,7 +173,7 @@ class LLM:
         job = precompute_job(
             self.frontend, prefix, documents, cache_salt=cache_salt, pin=pin, template_options=chat_template_kwargs
         )
-        return self._run(job, use_tqdm)
+        return self.run(job, use_tqdm)
 
     def lookup(
         self,
@@ -332,7 +332,7 @@ class LLM:
             cache_salt=cache_salt,
             priority=priority,
         )
-        return self._run(job, use_tqdm)
+        return self.run(job, use_tqdm)
 
     def rerank(
         self,
@@ -385,12 +385,21 @@ class LLM:
             cache_salt=cache_salt,
             priority=priority,
         )
-        return self._run(job, use_tqdm)
+        return self.run(job, use_tqdm)
 
     # The engine's loop
 
-    def _run(self, job: Job[T], use_tqdm: bool) -> T:
-        """Run a job's stages in order and return its result. A failed job releases its requests and pins."""
+    def run(self, job: Job[T], use_tqdm: bool = True) -> T:
+        """Run a job's stages in order and return its result. A failed job releases its requests and pins.
+
+        Args:
+            job: job made with this engine's `frontend`.
+            use_tqdm: see `generate`.
+
+        Raises:
+            CapacityError: the job does not fit beside pinned documents.
+            EngineError: a step failed.
+        """
         try:
             with _progress(job.total, use_tqdm, job.unit) as bar:
                 for stage in job.stages():

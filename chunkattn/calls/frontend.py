@@ -41,6 +41,7 @@ class Frontend:
             self.tokenizer,
             separator=config.chunk_separator,
             strategy=config.position_strategy,
+            gap=config.calibration.chunk_position_gap,
             chunk_aware=config.enable_chunk_aware,
             special_tokens_in_documents=config.special_tokens_in_documents,
             special_tokens_in_prompts=config.special_tokens_in_prompts,

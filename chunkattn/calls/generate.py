@@ -77,6 +77,7 @@ def generate_job(
     *,
     cache_salt: str | None = None,
     final_only: bool = False,
+    weighing: tuple[float, float] | None = None,
 ) -> GenerateJob:
     """Check the arguments of `generate`, and return the job with its requests.
 
@@ -87,6 +88,7 @@ def generate_job(
         priority: one priority for all prompts, or one each.
         cache_salt: salt of the prompts that have none of their own.
         final_only: see `AsyncLLM.generate`.
+        weighing: chunk temperature and scale instead of the engine's; only for an engine built with other values than 1.
 
     Raises:
         RequestError: an argument is invalid, or the lists differ in length.
@@ -108,6 +110,7 @@ def generate_job(
             frontend.eos_token_ids,
             salt_key(prompt.cache_salt or salt),
             rank,
+            weighing,
         )
         frontend.intake.check(request)
         requests.append(request)

@@ -177,7 +177,8 @@ def precompute_job(
     frontend.check_tokens(precompute_tokens(len(prefix_ids), [*map(len, chunks)]), "prefix and documents", "documents")
 
     def request(group: Sequence[int]) -> PrecomputeRequest | None:
-        layout = make_layout(prefix_ids, [chunks[number] for number in group], [], config.position_strategy)
+        parts = [chunks[number] for number in group]
+        layout = make_layout(prefix_ids, parts, [], config.position_strategy, config.calibration.chunk_position_gap)
         if not len(layout):
             return None  # an empty document after an empty prefix
         return PrecomputeRequest(frontend.new_id(), layout, salt, pin, priority=rank)

@@ -207,8 +207,7 @@ def _score_rows(request: Request) -> np.ndarray | None:
 
 def _prompt_rows(request: Request, sequence: Sequence) -> np.ndarray | None:
     """Return `[2, R]`: token indices with a next token in the same part, and the index of that next token."""
-    params = request.sampling
-    if params is None or params.prompt_logprobs is None or sequence.sample or sequence.output_ids:
+    if request.logprobs_from is None or sequence.sample or sequence.output_ids:
         return None
-    rows = request.layout.known_rows
+    rows = request.logprob_rows
     return np.stack([rows, rows + 1])

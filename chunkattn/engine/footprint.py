@@ -57,7 +57,7 @@ def footprint_of(message: Message, block_size: int) -> Footprint:
     """Return the footprint of a request with `block_size` slots per page."""
     layout, aligned, repeated = message.layout, is_aligned(message), 0
     # Log-probabilities need every prompt token computed, including the tokens of a repeated chunk.
-    distinct = isinstance(message, GenerateRequest) and message.sampling.prompt_logprobs is not None
+    distinct = isinstance(message, GenerateRequest) and message.distinct
     if aligned and not distinct and isinstance(message, (GenerateRequest, PrecomputeRequest)):
         seen: set[tuple[int, bytes]] = set()
         for segment in layout.segments[1:-1]:

@@ -12,7 +12,7 @@ from chunkattn.engine.footprint import Footprint, footprint_of, is_aligned
 from chunkattn.engine.messages import EngineLimits, GenerateRequest, Message, PrecomputeRequest, ScoreRequest
 from chunkattn.engine.request import Request
 from chunkattn.errors import CapacityError, RequestError
-from chunkattn.layout import ChunkLayout
+from chunkattn.layout import PREFIX_ID, ChunkLayout
 
 
 class Intake:
@@ -20,6 +20,8 @@ class Intake:
 
     def __init__(self, config: EngineConfig, limits: EngineLimits) -> None:
         self.config, self.limits = config, limits
+        calibration = config.calibration
+        self.weighs, self.weighing = calibration.weighs, (calibration.chunk_temperature, calibration.chunk_scale)
 
     def check(self, message: Message) -> None:
         """Check a message against every limit.
@@ -60,7 +62,7 @@ class Intake:
         layout, index, order = message.layout, np.arange(len(message.layout)), [*range(message.layout.num_chunks)]
         scores = isinstance(message, ScoreRequest)
         # Scored items keep their order, so that the content of one item cannot move another.
-        if self.config.position_strategy == "shared" and layout.num_chunks > 1 and not scores:
+        if layout.chunks_share_positions and layout.num_chunks > 1 and not scores:
             order = layout.canonical_order()
             index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
         footprint = footprint_of(message, self.limits.block_size)
@@ -88,12 +90,15 @@ class Intake:
         params, seed = message.sampling, message.sampling.seed
         if seed is None and arrival:
             seed = int(np.random.SeedSequence([self.config.seed, arrival]).generate_state(1, np.uint64)[0])
-        # Prompt log-probabilities need every prompt token computed.
-        shares = caches and not params.skip_reading_prefix_cache and params.prompt_logprobs is None
+        weighing = message.weighing or self.weighing
+        reads = params.prompt_logprobs is not None
         return common | {
             "max_tokens": self._max_tokens(message, footprint),
             "seed": seed or 0,
-            "shares": shares,
+            "shares": caches and not params.skip_reading_prefix_cache and not message.distinct,
+            "weighing": weighing if self.weighs and any(message.layout.chunk_lens) else None,
+            "distinct": message.distinct,
+            "logprobs_from": (message.logprobs_from or 0) if reads else None,
             "sampling": params,
             "eos_token_ids": frozenset(message.eos_token_ids),
         }
@@ -160,8 +165,10 @@ class Intake:
                 )
             last = int(layout.positions[segment.start : segment.end].max())
             if last >= self.limits.max_model_len:
+                gap = self.config.chunk_position_gap if layout.num_chunks and segment.chunk_id != PREFIX_ID else 0
                 raise CapacityError(
-                    f" of {segment.end - segment.start} tokens reaches position {last}, max_model_len "
+                    f" of {segment.end - segment.start} tokens reaches position {last}"
+                    f"{f' after a chunk_position_gap of {gap}' if gap else ''}, max_model_len "
                     f"{self.limits.max_model_len} allows {self.limits.max_model_len - 1}",
                     param="prompt",
                     part=name,
@@ -183,6 +190,8 @@ class Intake:
     def _check_generate(self, message: GenerateRequest) -> None:
         self.check_generates()
         params, layout = message.sampling, message.layout
+        if message.weighing not in (None, (1.0, 1.0)) and not self.weighs:
+            raise RequestError("this engine was built without chunk_temperature and chunk_scale", param="weighing")
         room = self.limits.max_model_len - layout.next_position
         if room < (params.max_tokens or 1):
             wanted = f"max_tokens {params.max_tokens}" if params.max_tokens else "one more token"

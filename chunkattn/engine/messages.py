@@ -21,6 +21,9 @@ class GenerateRequest:
         eos_token_ids: tokens that end the text unless `ignore_eos` is set.
         cache_salt: salt of the cache; only requests of equal salt share blocks.
         priority: rank in the queue; lower goes first.
+        weighing: chunk temperature and scale of the question (see `chunkattn.calibration`); None takes the engine's.
+        logprobs_from: token index in the question from which prompt log-probabilities are read. Earlier parts may then come
+            from the cache. None reads them all, and every prompt token is computed.
     """
 
     request_id: str
@@ -29,6 +32,13 @@ class GenerateRequest:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     priority: int = 0
+    weighing: tuple[float, float] | None = None
+    logprobs_from: int | None = None
+
+    @property
+    def distinct(self) -> bool:
+        """Return whether every prompt token must be computed, even in repeated chunks, for its log-probability."""
+        return self.sampling.prompt_logprobs is not None and self.logprobs_from is None
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,8 @@ class Placement:
             kept.keep |= request.shares  # a new user cancels a pending forget
         total = -(-size // self.block_size)
         # Every request computes its last prompt token itself: cached tokens have no logits.
-        private = request.score is not None and request.parts[number][0] == QUESTION_ID
+        reads = request.score is not None or request.logprobs_from is not None
+        private = reads and request.parts[number][0] == QUESTION_ID
         shared = 0 if private else (size - 1) // self.block_size if grows else total
         for index in range(len(part.blocks), total):
             start, block = index * self.block_size, None
@@ -146,7 +147,8 @@ class Placement:
         """Return what a block's K/V depends on besides its first parent: position, tokens and the other parents."""
         request = sequence.request
         private = number if request.distinct else -1
-        return request.key_of(sequence, start, width), private, *(p.serial for p in parents[1:])
+        weighing = request.weighing if request.parts[number][0] == QUESTION_ID else None
+        return request.key_of(sequence, start, width), private, weighing, *(p.serial for p in parents[1:])
 
     def _new(self, request: Request, size: int) -> Block:
         return self.trie.new(size, keep=request.shares)

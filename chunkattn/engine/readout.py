@@ -29,10 +29,9 @@ class Readouts:
 
     def expect(self, request: Request) -> None:
         """Open a collector for a new request, if it wants scores or prompt log-probabilities."""
-        params = request.sampling
         if request.score is not None:
             self._open[request.request_id] = RowCollector(len(request.score.rows))
-        elif params is not None and params.prompt_logprobs is not None and (wanted := len(request.layout.known_rows)):
+        elif wanted := len(request.logprob_rows):
             self._open[request.request_id] = RowCollector(wanted)
 
     def forget(self, request_id: str) -> None:

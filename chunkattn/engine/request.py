@@ -36,6 +36,9 @@ class Request:
         score: message of a scoring request, else None.
         precompute: message of a precompute request, else None.
         eos_token_ids: tokens that end the text.
+        weighing: chunk temperature and scale of the question's attention; None leaves it as it is.
+        distinct: whether every prompt token must be computed, even in repeated chunks, for its log-probability.
+        logprobs_from: token index from which prompt log-probabilities are read; None reads none.
         computed: bool `[T]`, True for prompt tokens computed for this request; other tokens came from the cache or from a
             concurrent request.
         sequences: samples of the request; one until the prompt is computed. Never empty before the request ends.
@@ -60,6 +63,9 @@ class Request:
     score: ScoreRequest | None = None
     precompute: PrecomputeRequest | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    weighing: tuple[float, float] | None = None
+    distinct: bool = False
+    logprobs_from: int | None = None
     sequences: list[Sequence] = field(default_factory=list)
     spares: list[Block] = field(default_factory=list)
     root: Block | None = None
@@ -90,10 +96,13 @@ class Request:
         """Return the number of samples of this request."""
         return self.sampling.n if self.sampling else 1
 
-    @property
-    def distinct(self) -> bool:
-        """Return whether every prompt token must be computed, even in repeated chunks, for its log-probability."""
-        return self.sampling is not None and self.sampling.prompt_logprobs is not None
+    @cached_property
+    def logprob_rows(self) -> np.ndarray:
+        """Return the ascending token indices that predict a prompt token whose log-probability is read."""
+        if self.logprobs_from is None:
+            return np.zeros(0, np.int64)
+        rows = self.layout.known_rows
+        return rows[rows >= self.logprobs_from - 1]
 
     @cached_property
     def repeats(self) -> frozenset[int]:

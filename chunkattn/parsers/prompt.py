@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,6 +63,7 @@ class PromptParser:
         tokenizer: tokenizer of the model; None for an engine without one.
         separator: text between parts.
         strategy: name of the position strategy.
+        gap: positions left free between prefix and chunks, under `shared` positions.
         chunk_aware: whether to split text and ids at the separator.
         special_tokens_in_documents: whether chunk texts and contents of user and tool messages may become special tokens.
         special_tokens_in_prompts: whether prefix, question, plain text and other messages may become special tokens.
@@ -81,6 +83,7 @@ class PromptParser:
         *,
         separator: str,
         strategy: str,
+        gap: int = 0,
         chunk_aware: bool,
         special_tokens_in_documents: bool = False,
         special_tokens_in_prompts: bool = True,
@@ -88,17 +91,34 @@ class PromptParser:
     ) -> None:
         if not separator:
             raise ConfigError("chunk_separator must not be empty")
-        get_strategy(strategy)
         self.encode = PartEncoder(tokenizer)
         self._in_documents, self._in_prompts = special_tokens_in_documents, special_tokens_in_prompts
         self._plain = PlainEncoder(self.encode, self.encode.special)
         self.prompts = self.encode if special_tokens_in_prompts else self._plain
         self._documents = self.encode if special_tokens_in_documents else self._plain
         self.separator = separator
-        self.strategy = strategy
+        self._place(strategy, gap)
         self.chunk_aware = chunk_aware
         self.max_chunks = max_chunks
         self._separator_ids = self.encode(separator) if tokenizer is not None else []
+
+    def _place(self, strategy: str, gap: int) -> None:
+        get_strategy(strategy)
+        self.strategy, self.gap = strategy, gap
+
+    def with_positions(self, strategy: str, gap: int) -> PromptParser:
+        """Return a parser that differs in its positions alone.
+
+        Args:
+            strategy: name of the position strategy.
+            gap: positions left free between prefix and chunks, under `shared` positions.
+
+        Raises:
+            ConfigError: the strategy is unknown.
+        """
+        parser = copy(self)
+        parser._place(strategy, gap)
+        return parser
 
     def parse(self, prompt: Prompt, chunk_aware: bool | None = None) -> ParsedPrompt:
         """Parse one prompt.
@@ -274,4 +294,4 @@ class PromptParser:
         prefix, *chunks, question = parts
         if not question:
             raise RequestError("the question is empty", param="prompt")
-        return make_layout(prefix, chunks, question, self.strategy)
+        return make_layout(prefix, chunks, question, self.strategy, self.gap)

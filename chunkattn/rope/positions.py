@@ -10,12 +10,12 @@ from chunkattn.errors import ConfigError
 from chunkattn.layout import ChunkLayout
 
 TokenIds = Sequence[int] | np.ndarray
-PositionStrategy = Callable[[int, Sequence[int], int], np.ndarray]
-"""Function from `(prefix_len, chunk_lens, question_len)`, in tokens, to int32 `[T]` position ids."""
+PositionStrategy = Callable[[int, Sequence[int], int, int], np.ndarray]
+"""Function from `(prefix_len, chunk_lens, question_len, gap)` to int32 `[T]` position ids."""
 
 
-def shared_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: int) -> np.ndarray:
-    """Return position ids: every chunk starts right after the prefix, and the question after the longest chunk.
+def shared_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: int, gap: int = 0) -> np.ndarray:
+    """Return position ids: every chunk starts `gap` positions after the prefix, and the question after the longest chunk.
 
     The highest position then depends on the longest chunk instead of the number of tokens.
 
@@ -23,25 +23,30 @@ def shared_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: i
         prefix_len: tokens of the prefix.
         chunk_lens: tokens of each chunk.
         question_len: tokens of the question.
+        gap: positions left free between prefix and chunks. A prompt without chunks has no gap.
 
     Returns:
         int32 `[T]` position ids.
 
     >>> shared_positions(2, [2, 3], 2).tolist()
     [0, 1, 2, 3, 2, 3, 4, 5, 6]
+    >>> shared_positions(2, [2, 3], 2, gap=10).tolist()
+    [0, 1, 12, 13, 12, 13, 14, 15, 16]
     """
-    after = prefix_len + max(chunk_lens, default=0)
-    parts = [np.arange(prefix_len), *(prefix_len + np.arange(n) for n in chunk_lens), after + np.arange(question_len)]
+    first = prefix_len + (gap if len(chunk_lens) else 0)
+    after = first + max(chunk_lens, default=0)
+    parts = [np.arange(prefix_len), *(first + np.arange(n) for n in chunk_lens), after + np.arange(question_len)]
     return np.concatenate(parts).astype(np.int32)
 
 
-def offset_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: int) -> np.ndarray:
+def offset_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: int, gap: int = 0) -> np.ndarray:
     """Return the token indices as positions, as in an ordinary prompt: int32 `[T]`.
 
     Args:
         prefix_len: tokens of the prefix.
         chunk_lens: tokens of each chunk.
         question_len: tokens of the question.
+        gap: ignored; positions are consecutive.
     """
     return np.arange(prefix_len + sum(chunk_lens) + question_len, dtype=np.int32)
 
@@ -63,7 +68,9 @@ def get_strategy(name: str) -> PositionStrategy:
     return STRATEGIES[name]
 
 
-def make_layout(prefix: TokenIds, chunks: Sequence[TokenIds], question: TokenIds, strategy: str = "shared") -> ChunkLayout:
+def make_layout(
+    prefix: TokenIds, chunks: Sequence[TokenIds], question: TokenIds, strategy: str = "shared", gap: int = 0
+) -> ChunkLayout:
     """Return the layout of a prompt's parts.
 
     Args:
@@ -71,6 +78,7 @@ def make_layout(prefix: TokenIds, chunks: Sequence[TokenIds], question: TokenIds
         chunks: token ids of each chunk.
         question: token ids of the question.
         strategy: name of the position strategy.
+        gap: positions left free between prefix and chunks, under `shared` positions.
 
     Raises:
         ConfigError: the strategy is unknown.
@@ -78,7 +86,7 @@ def make_layout(prefix: TokenIds, chunks: Sequence[TokenIds], question: TokenIds
     lens = tuple(len(c) for c in chunks)
     return ChunkLayout(
         token_ids=np.concatenate([np.asarray(p, np.int32) for p in (prefix, *chunks, question)]),
-        positions=get_strategy(strategy)(len(prefix), lens, len(question)),
+        positions=get_strategy(strategy)(len(prefix), lens, len(question), gap),
         prefix_len=len(prefix),
         chunk_lens=lens,
         question_len=len(question),
