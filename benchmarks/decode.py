@@ -16,6 +16,7 @@ from itertools import product
 import numpy as np
 from transformers import Qwen3Config
 
+import chunkattn.backends.softmax as softmax
 import chunkattn.backends.xla as xla
 from chunkattn.bench.geometry import GEOMETRIES, make_core
 from chunkattn.config import SamplingParams
@@ -41,7 +42,7 @@ def start(core: EngineCore, batch: int, context: int, steps: int) -> None:
 def choose(rows: int, keys: str) -> None:
     """Set the constants that are read when a step is built and traced."""
     xla.DECODE_ROWS, xla.DECODE_VALUES = rows, 1 << 62
-    xla.KEYS_FIRST = (32, 0 if keys == "left" else 1 << 62)
+    softmax.KEYS_FIRST = (32, 0 if keys == "left" else 1 << 62)
 
 
 def main() -> None:

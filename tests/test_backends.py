@@ -18,7 +18,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 import chunkattn.backends.xla as xla
 from benchmarks.attention_memory import temporary_bytes
 from chunkattn import AttentionBackend, chunk_attention, register_backend
-from chunkattn.backends import AttentionBatch, AttentionSpec, available_backends, get_backend, make_backend
+from chunkattn.backends import AttentionBatch, AttentionSpec, available_backends, get_backend, make_backend, softmax
 from chunkattn.backends.base import FP8, to_cache
 from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.errors import BackendError
@@ -92,7 +92,7 @@ def test_xla_equals_reference_with_many_small_tiles(options, per_head, large_key
     monkeypatch.setattr(xla, "UNMASKED_ROWS", 64)
     monkeypatch.setattr(xla, "DECODE_ROWS", 2)
     monkeypatch.setattr(xla, "DECODE_SLOTS", 32)
-    monkeypatch.setattr(xla, "KEYS_FIRST", (32, large_keys))
+    monkeypatch.setattr(softmax, "KEYS_FIRST", (32, large_keys))
     check_backend("xla", cases=40, seed=1, **options)
 
 
@@ -129,7 +129,7 @@ def test_weights_are_rounded_to_the_nearest_bfloat16():
     weights = np.random.default_rng(0).random(100_000, np.float32)
     weights = np.concatenate([weights, weights * 1e-38, [0, 1, 2**-126, 2**-149, np.inf]]).astype(np.float32)
     weights = weights[weights.view(np.uint32) & 0xFFFF != 0x8000]  # halfway: up, where IEEE 754 has even
-    rounded = jax.jit(xla._rounded, static_argnums=1)(weights, jnp.dtype("bfloat16"))
+    rounded = jax.jit(softmax._rounded, static_argnums=1)(weights, jnp.dtype("bfloat16"))
     np.testing.assert_array_equal(np.asarray(rounded), weights.astype(jnp.bfloat16))
 
 

@@ -13,20 +13,20 @@ Source: FlashAttention, arXiv:2205.14135.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
+from chunkattn.backends import softmax
 from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, read_pages, write_pages
 from chunkattn.backends.registry import register_backend
+from chunkattn.backends.softmax import ON_CPU, Softmax
 from chunkattn.backends.tiles import TileRanges, Tiles, cut, full_tiles, spans, tile_ranges
 
-_ON_CPU = jax.default_backend() == "cpu"
-PER_HEAD = 16 if _ON_CPU else 0
+PER_HEAD = 16 if ON_CPU else 0
 """Maximum number of KV heads that large steps compute one by one, because XLA's batched products are slower on CPU.
 This makes programs larger, so small steps, which are bound by loading the weights, do without."""
 TILES = ((1024, 256, 256, PER_HEAD), (1, 128, 512, 0))
@@ -36,19 +36,12 @@ smaller where page tables are narrower."""
 UNMASKED_ROWS = 2048
 """Minimum rows of a step with a second loop, without a mask, for tiles that need no mask. The loop makes such steps a tenth
 faster and their programs twice as large. Size matters more to smaller steps: a program of 28 layers loads in 10 seconds."""
-DECODE_SLOTS = 128 if _ON_CPU else 256
+DECODE_SLOTS = 128 if ON_CPU else 256
 """Slots of a KV tile of decodes; smaller tiles read less past the end of a short sequence."""
-DECODE_ROWS, DECODE_VALUES = (4, 1 << 15) if _ON_CPU else (32, 1 << 30)
+DECODE_ROWS, DECODE_VALUES = (4, 1 << 15) if ON_CPU else (32, 1 << 30)
 """Maximum number of sequences of a decode tile, sorted by length, and of key values in a KV tile. On CPU, handing tiles of a
 tiny model from thread to thread takes longer than computing them; in larger models, sequences only wait for the longest."""
-KEYS_FIRST = (32 if _ON_CPU else 0, 512)
-"""Tiles of at most this many folded rows, with keys of at least this many values a token, have the keys on the left of
-the product. XLA:CPU transposes the right side, which for few rows takes far longer than the product."""
-
 _FAR = np.iinfo(np.int32).max
-_TINY = np.finfo(np.float32).tiny
-_MASKED = -1e30
-"""Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
 
 
 Tile = int | jax.Array
@@ -91,14 +84,6 @@ class TileMetadata(NamedTuple):
     prefix_end: Int32[StepArray, " S"]
     block_tables: Int32[StepArray, "S W"]
     page_len: Int32[StepArray, "S W"]
-
-
-class _Softmax(NamedTuple):
-    """State of the online softmax: running maximum, running sum and weighted values."""
-
-    maximum: Float32[Array, "B Hkv R"]
-    total: Float32[Array, "B Hkv R"]
-    values: Float32[Array, "B Hkv R D"]
 
 
 @register_backend("xla")
@@ -151,7 +136,7 @@ class XlaBackend(AttentionBackend):
 
     def _decode_rows(self, rows: int, slots: int) -> int:
         """Return the number of sequences of a decode tile of `slots` slots, in a step of `rows` rows."""
-        if _ON_CPU and rows <= 8:
+        if ON_CPU and rows <= 8:
             return 1  # the smallest step mostly has one sequence: the rest of its tile would be padding
         fitting = DECODE_VALUES // (slots * self.spec.num_kv_heads * self.spec.head_dim)
         return max(1, min(DECODE_ROWS, fitting, rows))
@@ -191,126 +176,6 @@ def _pad(values: np.ndarray, size: int) -> np.ndarray:
     padded = np.zeros(size, np.int32)  # `np.pad` takes ten times as long
     padded[: len(values)] = values
     return padded
-
-
-def _fold(q: Float[Array, "B rows H D"], kv_heads: int) -> Float[Array, "B Hkv R D"]:
-    """Turn the query heads that share a KV head into rows."""
-    b, r, h, d = q.shape
-    return q.reshape(b, r, kv_heads, h // kv_heads, d).transpose(0, 2, 1, 3, 4).reshape(b, kv_heads, -1, d)
-
-
-def _unfold(x: Float[Array, "B Hkv R D"], rows: int) -> Float[Array, "B rows H D"]:
-    """Invert `_fold`."""
-    b, g, _, d = x.shape
-    return x.reshape(b, g, rows, -1, d).transpose(0, 2, 1, 3, 4).reshape(b, rows, -1, d)
-
-
-def _start(q: Float[Array, "B Hkv R D"]) -> _Softmax:
-    """Return the state before the first tile, for folded queries."""
-    shape = q.shape[:3]
-    return _Softmax(jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
-
-
-def _finish(state: _Softmax) -> Float32[Array, "B Hkv R D"]:
-    """Normalise the values. Rows that saw no slot (padding) become zero."""
-    return state.values / jnp.maximum(state.total, _TINY)[..., None]
-
-
-def _update(
-    state: _Softmax,
-    q: Float[Array, "B Hkv R D"],
-    keys: Float[Array, "B N Hkv D"],
-    values: Float[Array, "B N Hkv D"],
-    mask: Bool[Array, "B rows N"],
-    present: Bool[Array, "B N"],
-    scale: float,
-) -> _Softmax:
-    """Take one online-softmax step over a KV tile.
-
-    Args:
-        state: state so far.
-        q: folded queries.
-        keys: keys of the tile.
-        values: values of the tile.
-        mask: visible slots of each row; a row stands for `R / rows` folded rows.
-        present: slots that hold a token; other slots may be NaN.
-        scale: factor of the products.
-    """
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    few_rows, large_keys = KEYS_FIRST
-    if q.shape[2] <= few_rows and keys.shape[2] * keys.shape[3] >= large_keys:  # the barrier keeps XLA from swapping the sides
-        scores = _barrier(multiply("bngd,bgrd->bgnr", keys, q)).swapaxes(2, 3)
-    else:
-        scores = multiply("bgrd,bngd->bgrn", q, keys)
-    by_row = scores.reshape(*scores.shape[:2], mask.shape[1], -1, scores.shape[3])
-    scores = jnp.where(mask[:, None, :, None], by_row * scale, -jnp.inf).reshape(scores.shape)
-    maximum = jnp.maximum(state.maximum, scores.max(-1))
-    weights, decay = jnp.exp(scores - maximum[..., None]), jnp.exp(state.maximum - maximum)
-    values = jnp.where(present[..., None, None], values, 0)
-    added = multiply("bgrn,bngd->bgrd", weights.astype(values.dtype), values)
-    return _Softmax(maximum, state.total * decay + weights.sum(-1), state.values * decay[..., None] + added)
-
-
-def _update_by_head(
-    state: _Softmax,
-    q: Float[Array, "1 Hkv R D"],
-    keys: Float[Array, "1 N Hkv D"],
-    values: Float[Array, "1 N Hkv D"],
-    mask: Bool[Array, "1 rows N"] | None,
-    present: Bool[Array, "1 N"],
-    scale: float,
-) -> _Softmax:
-    """Take one online-softmax step like `_update`, for one sequence, one KV head at a time.
-
-    A mask of None means that every row sees every token. Keys must then be finite in slots without a token, too.
-    """
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    multiply = partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    values = jnp.where(present[..., None, None], values, 0)
-    if mask is not None:
-        mask = jnp.repeat(mask[0], q.shape[2] // mask.shape[1], axis=0)
-    heads = range(q.shape[1])
-    scores = [multiply(q[0, g], keys[0, :, g], (((1,), (1,)), ((), ()))) for g in heads]
-    if mask is None:  # the scale is not negative, so the maximum may be taken before it
-        highest = jnp.stack([x.max(-1) for x in scores]) * scale
-    else:
-        scores = [jnp.where(mask, x * scale, -jnp.inf) for x in scores]
-        highest = jnp.stack([x.max(-1) for x in scores])
-    maximum = jnp.maximum(state.maximum[0], highest)
-    if mask is None:
-        weights = [jnp.where(present, jnp.exp(x * scale - m[:, None]), 0) for x, m in zip(scores, maximum)]
-    else:
-        weights = [jnp.exp(x - m[:, None]) for x, m in zip(scores, maximum)]
-    # The barrier keeps XLA from computing the weights twice, for the sum and for the product.
-    weights = [_barrier(_rounded(w, values.dtype)) for w in weights]
-    added = jnp.stack([multiply(w, values[0, :, g], (((1,), (0,)), ((), ()))) for g, w in zip(heads, weights)])
-    decay = jnp.exp(state.maximum[0] - maximum)
-    total = state.total[0] * decay + jnp.stack([w.sum(-1, dtype=jnp.float32) for w in weights])
-    return _Softmax(maximum[None], total[None], state.values * decay[None, ..., None] + added[None])
-
-
-def _barrier(x: Any) -> Any:
-    """Put a barrier around `x`: XLA computes it separately and fuses no operation across."""
-    return jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
-
-
-def _rounded(weights: Float32[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"]:
-    """Round non-negative weights to the nearest value of `dtype`.
-
-    Rounding to bfloat16 works on the bits, because XLA:CPU's own conversion makes the loop over the exponential three times
-    slower.
-    """
-    if dtype != jnp.bfloat16:
-        return weights.astype(dtype)
-    bits = jax.lax.bitcast_convert_type(weights, jnp.uint32)
-    return jax.lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.uint16), dtype)
-
-
-def _fill_holes(keys: Float[Array, "B N Hkv D"], present: Bool[Array, "B N"], block_size: int) -> Float[Array, "B N Hkv D"]:
-    """Replace keys of slots that are not `present` by the first key of their page, which every page has."""
-    pages = keys.reshape(len(keys), -1, block_size, *keys.shape[2:])
-    return jnp.where(present.reshape(*pages.shape[:3], 1, 1), pages, pages[:, :, :1]).reshape(keys.shape)
 
 
 def _kv_tile(
@@ -366,11 +231,11 @@ def _attend_tiles(
         seq = metadata.row_seq[row]
         first_end, second_start, second_end = (r[index] for r in metadata.ranges)
         own, start = (jax.lax.dynamic_slice_in_dim(x, row, tile_rows)[:, None] for x in (row_slot, row_start))
-        folded = _fold(jax.lax.dynamic_slice_in_dim(q, row, tile_rows)[None], kv_heads)
+        folded = softmax.fold(jax.lax.dynamic_slice_in_dim(q, row, tile_rows)[None], kv_heads)
         if window is not None:  # a plain prompt: one range, and slots ascend with the rows
             second_start = jnp.maximum(second_start, (row_slot[row] - window + 1) // tile_slots)
 
-        by_head, state = kv_heads <= per_head, _start(folded)
+        by_head, state = kv_heads <= per_head, softmax.start(folded)
         parts = [(0, first_end), (second_start, second_end)]
         if by_head and window is None and metadata.full is not None:
             full = TileRanges(*(r[index] for r in metadata.full))
@@ -378,23 +243,25 @@ def _attend_tiles(
             second_start = jnp.maximum(second_start, full.first_end)
             parts = [(full.first_end, first_end), (second_start, full.second_start), (full.second_end, second_end)]
 
-            def one_full_tile(step: jax.Array, state: _Softmax) -> _Softmax:
+            def one_full_tile(step: jax.Array, state: Softmax) -> Softmax:
                 _, keys, values, valid = _kv_tile(cache, metadata, seq[None], _nth_tile(step, whole), tile_slots, q.dtype)
-                return _update_by_head(state, folded, _fill_holes(keys, valid, block_size), values, None, valid, scale)
+                return softmax.update_by_head(
+                    state, folded, softmax.fill_holes(keys, valid, block_size), values, None, valid, scale
+                )
 
             state = jax.lax.fori_loop(0, _num_tiles(whole), one_full_tile, state)
 
-        def one_kv_tile(step: jax.Array, state: _Softmax) -> _Softmax:
+        def one_kv_tile(step: jax.Array, state: Softmax) -> Softmax:
             tile = _nth_tile(step, parts)
             slots, keys, values, valid = _kv_tile(cache, metadata, seq[None], tile, tile_slots, q.dtype)
             mask = (slots <= own) & ((slots < metadata.prefix_end[seq]) | (slots >= start)) & valid
             if window is not None:
                 mask &= slots > own - window
-            update = _update_by_head if by_head else _update
+            update = softmax.update_by_head if by_head else softmax.update
             return update(state, folded, keys, values, mask[None], valid & (slots <= last), scale)
 
         state = jax.lax.fori_loop(0, _num_tiles(parts), one_kv_tile, state)
-        block = _unfold(_finish(state), tile_rows)[0].astype(q.dtype)
+        block = softmax.unfold(softmax.finish(state), tile_rows)[0].astype(q.dtype)
         return jax.lax.dynamic_update_slice_in_dim(out, block, row, axis=0)
 
     return jax.lax.fori_loop(0, metadata.num_tiles, one_tile, jnp.zeros_like(q))[:rows]
@@ -415,22 +282,22 @@ def _attend_decodes(
     def one_group(index: jax.Array, out: jax.Array) -> jax.Array:
         rows = metadata.decode_rows[index]
         seqs, own = metadata.row_seq[rows], jnp.where(rows < len(q), metadata.row_slot[rows], -1)[:, None]
-        folded = _fold(q[rows][:, None], kv_heads)
+        folded = softmax.fold(q[rows][:, None], kv_heads)
         begin = jnp.int32(0)
         if window is not None:
             shortest = jnp.where(own < 0, _FAR, own).min()
             begin = jnp.maximum(shortest - window + 1, 0) // tile_slots
 
-        def one_kv_tile(tile: jax.Array, state: _Softmax) -> _Softmax:
+        def one_kv_tile(tile: jax.Array, state: Softmax) -> Softmax:
             slots, keys, values, valid = _kv_tile(cache, metadata, seqs, tile, tile_slots, q.dtype)
-            if _ON_CPU:  # copy whole pages before the transposition: fused, XLA copies value by value
-                keys, values = _barrier((keys, values))
+            if ON_CPU:  # copy whole pages before the transposition: fused, XLA copies value by value
+                keys, values = softmax.barrier((keys, values))
             mask = (slots <= own) & valid
             if window is not None:
                 mask &= slots > own - window
-            return _update(state, folded, keys, values, mask[:, None], mask, scale)
+            return softmax.update(state, folded, keys, values, mask[:, None], mask, scale)
 
-        state = jax.lax.fori_loop(begin, metadata.decode_end[index], one_kv_tile, _start(folded))
-        return out.at[rows].set(_unfold(_finish(state), 1)[:, 0].astype(q.dtype), mode="drop")
+        state = jax.lax.fori_loop(begin, metadata.decode_end[index], one_kv_tile, softmax.start(folded))
+        return out.at[rows].set(softmax.unfold(softmax.finish(state), 1)[:, 0].astype(q.dtype), mode="drop")
 
     return jax.lax.fori_loop(0, metadata.num_decode_tiles, one_group, out)
