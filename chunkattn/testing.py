@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec
+from chunkattn.backends.base import FP8, NO_QUESTION, AttentionBackend, AttentionBatch, AttentionSpec, Weighing
 from chunkattn.backends.registry import get_backend
 from chunkattn.cache.slots import SlotPlan, plan_slots
 from chunkattn.errors import BackendError
@@ -33,6 +33,8 @@ class _Sequence:
     pages: list[int]
     slots: list[int]
     row_start: list[int]
+    question: int = NO_QUESTION
+    weighing: tuple[float, float] = (1.0, 1.0)
     done: int = 0
 
 
@@ -54,7 +56,9 @@ def random_layout(rng: np.random.Generator, *, most_chunks: int = 6, longest: in
     return make_layout(parts[0], parts[1:-1], parts[-1])
 
 
-def random_steps(rng: np.random.Generator, *, plain: bool = False, block_size: int = 8, scale: int = 1) -> list[AttentionBatch]:
+def random_steps(
+    rng: np.random.Generator, *, plain: bool = False, block_size: int = 8, scale: int = 1, weighs: bool = False
+) -> list[AttentionBatch]:
     """Return consecutive steps over the same sequences: mixed spans, a few decode rows each, padding and unused slots.
 
     Args:
@@ -62,6 +66,7 @@ def random_steps(rng: np.random.Generator, *, plain: bool = False, block_size: i
         plain: whether sequences have no chunks.
         block_size: slots per page.
         scale: factor of the lengths of sequences and steps.
+        weighs: whether batches weigh chunks anew in some of the questions.
     """
     sequences: list[_Sequence] = []
     width, most_rows = scale * _WIDTH, scale * _ROWS
@@ -76,7 +81,11 @@ def random_steps(rng: np.random.Generator, *, plain: bool = False, block_size: i
         if plan.end + decodes <= width * block_size:
             slots = [*plan.slots.tolist(), *range(plan.end, plan.end + decodes)]
             pages = [pool.pop() for _ in range(width)]
-            sequences.append(_Sequence(plan, pages, slots, plan.row_start.tolist() + [0] * decodes))
+            sequence = _Sequence(plan, pages, slots, plan.row_start.tolist() + [0] * decodes)
+            if weighs and layout.question_len and any(layout.chunk_lens) and rng.random() < 0.8:
+                sequence.question = int(plan.slots[layout.question_start])
+                sequence.weighing = (float(rng.uniform(0.3, 2)), float(rng.uniform(0.3, 2)))
+            sequences.append(sequence)
     steps: list[AttentionBatch] = []
     while any(s.done < len(s.slots) for s in sequences) or not steps:
         rows: list[tuple[int, int, int]] = []  # sequence, slot, row_start
@@ -87,22 +96,29 @@ def random_steps(rng: np.random.Generator, *, plain: bool = False, block_size: i
             picked = slice(seq.done, seq.done + span)
             rows += [(index, slot, start) for slot, start in zip(seq.slots[picked], seq.row_start[picked], strict=True)]
             seq.done += span
-        steps.append(_batch(sequences, rows, block_size, scale))
+        steps.append(_batch(sequences, rows, block_size, scale, weighs))
     return steps
 
 
-def _batch(sequences: list[_Sequence], rows: list[tuple[int, int, int]], block_size: int, scale: int) -> AttentionBatch:
+def _batch(
+    sequences: list[_Sequence], rows: list[tuple[int, int, int]], block_size: int, scale: int, weighs: bool
+) -> AttentionBatch:
     table = np.zeros((_SEQS, scale * _WIDTH), np.int32)
     page_len = np.full((_SEQS, scale * _WIDTH), block_size, np.int32)
     prefix_end = np.zeros(_SEQS, np.int32)
+    weighing = Weighing(np.full(_SEQS, NO_QUESTION, np.int32), *np.ones((2, _SEQS), np.float32))
     for index, seq in enumerate(sequences):
         table[index] = seq.pages
         page_len[index, : len(seq.plan.page_len)] = seq.plan.page_len
         prefix_end[index] = seq.plan.prefix_end
+        weighing.question_start[index] = seq.question
+        weighing.temperature[index], weighing.scale[index] = seq.weighing
     columns = np.zeros((3, scale * _ROWS), np.int32)
     columns[:, : len(rows)] = np.asarray(rows, np.int32).reshape(-1, 3).T
     row_seq, row_slot, row_start = columns
-    return AttentionBatch(len(rows), row_seq, row_slot, row_start, prefix_end, table, page_len, block_size)
+    return AttentionBatch(
+        len(rows), row_seq, row_slot, row_start, prefix_end, table, page_len, block_size, weighing if weighs else None
+    )
 
 
 def _full_of_nan(pool: jax.Array) -> jax.Array:
@@ -124,6 +140,7 @@ def check_backend(
     window: int | None = None,
     kv_dtype: str | None = None,
     scale: int = 1,
+    weighs: bool = False,
 ) -> float:
     """Compare a backend with `reference` over random ragged batches.
 
@@ -141,12 +158,14 @@ def check_backend(
         window: sliding window in tokens, over plain prompts; None for full attention.
         kv_dtype: dtype of the cache; None for `dtype`. With `float8_e4m3fn`, some keys and values exceed its range.
         scale: factor of the lengths of sequences and steps, for backends with large tiles.
+        weighs: whether batches weigh chunks anew, with a temperature and a scale for each sequence.
 
     Returns:
         The largest absolute difference.
 
     Raises:
-        BackendError: the backend is unknown, `supports` refuses the spec, or the spec is invalid.
+        BackendError: the backend is unknown, `supports` refuses the spec, the spec is invalid, or the backend does not weigh
+            chunks anew.
         AssertionError: a difference exceeds `TOLERANCE[dtype]`, or is NaN; the message names the case.
     """
     cls = get_backend(backend) if isinstance(backend, str) else backend
@@ -154,6 +173,8 @@ def check_backend(
     spec = AttentionSpec(num_heads, num_kv_heads, head_dim, jnp.dtype(dtype), block_size, (window,), kept)
     if reason := cls.supports(spec):
         raise BackendError(f"backend {cls.name!r} refuses {spec}: {reason}")
+    if weighs and not cls.weighs:
+        raise BackendError(f"backend {cls.name!r} computes no `AttentionBatch.weighing`")
     rng, worst = np.random.default_rng(seed), 0.0
     (values,) = rng.spawn(1)
     # Stretch one lane far beyond FP8's range; the inverse factors keep its weight in scores and differences at 1.
@@ -164,7 +185,8 @@ def check_backend(
     )
     for case in range(cases):
         caches = [jax.tree.map(_full_of_nan, b.allocate(scale * _SEQS * _WIDTH)) for b, _ in (judged, oracle)]
-        for number, batch in enumerate(random_steps(rng, plain=window is not None, block_size=block_size, scale=scale)):
+        steps = random_steps(rng, plain=window is not None, block_size=block_size, scale=scale, weighs=weighs)
+        for number, batch in enumerate(steps):
             rows = scale * _ROWS
             shapes = ((rows, num_heads, head_dim), *2 * [(rows, num_kv_heads, head_dim)])
             drawn = (*map(values.standard_normal, shapes[:2]), values.uniform(-_MAX_VALUE, _MAX_VALUE, shapes[2]))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from chunkattn.errors import BackendError
 
@@ -65,6 +65,46 @@ class AttentionSpec:
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
 
+NO_QUESTION = np.iinfo(np.int32).max
+"""`Weighing.question_start` of a sequence whose attention is left as it is."""
+
+
+class Weighing(NamedTuple):
+    """Temperature `t` and scale `s` of the chunk slots that question rows see.
+
+    For a row from `question_start` on, the scaled scores `x` of the visible slots in `[prefix_end, question_start)` become
+    `x / t + (s - 1) * logsumexp(x / t)`. The other slots keep their scores, and one softmax runs over all. Other rows are left
+    as they are.
+
+    Attributes:
+        question_start: first slot of each sequence's question, or `NO_QUESTION`.
+        temperature: temperature of each sequence, above 0.
+        scale: scale of each sequence, above 0.
+
+    Source: APE, arXiv:2502.05431.
+    """
+
+    question_start: Int32[np.ndarray, " S"]
+    temperature: Float32[np.ndarray, " S"]
+    scale: Float32[np.ndarray, " S"]
+
+
+class RowWeighing(NamedTuple):
+    """A `Weighing` by row. Rows that are left as they are have an empty range and the value 1.
+
+    Attributes:
+        begin: first chunk slot of each row.
+        end: slot after the last chunk slot of each row.
+        temperature: see `Weighing`.
+        scale: see `Weighing`.
+    """
+
+    begin: Int32[StepArray, " T"]
+    end: Int32[StepArray, " T"]
+    temperature: Float32[StepArray, " T"]
+    scale: Float32[StepArray, " T"]
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """Rows of one step and the sequences they belong to: host arrays, O(tokens) in size.
@@ -86,6 +126,8 @@ class AttentionBatch:
         block_tables: page of every `block_size` slots.
         page_len: valid slots of every page.
         block_size: slots per page.
+        weighing: weighing of the chunks in questions; None in engines whose chunk temperature and scale are 1. Only a backend
+            with `weighs` receives one.
     """
 
     num_rows: int
@@ -96,6 +138,20 @@ class AttentionBatch:
     block_tables: Int32[np.ndarray, "S W"]
     page_len: Int32[np.ndarray, "S W"]
     block_size: int
+    weighing: Weighing | None = None
+
+    def row_weighing(self) -> RowWeighing | None:
+        """Return the weighing of every row, or None if the batch has none."""
+        if self.weighing is None:
+            return None
+        start, temperature, scale = (x[self.row_seq] for x in self.weighing)
+        weighed = self.row_slot >= start
+        return RowWeighing(
+            np.where(weighed, self.prefix_end[self.row_seq], 0).astype(np.int32),
+            np.where(weighed, start, 0).astype(np.int32),
+            np.where(weighed, temperature, 1).astype(np.float32),
+            np.where(weighed, scale, 1).astype(np.float32),
+        )
 
     def flat_slots(self) -> Int32[np.ndarray, " T"]:
         """Return the flat slot of each row's K/V in the pool, `page * block_size + offset`; -1 for padding rows."""
@@ -115,9 +171,11 @@ class AttentionBackend(ABC):
     Attributes:
         max_pages: maximum number of pages of a pool.
         max_table_pages: maximum number of entries of a page table, the largest `W`.
+        weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
     """
 
     name: ClassVar[str]
+    weighs: ClassVar[bool] = False
     max_pages: ClassVar[int] = 1 << 31
     max_table_pages: ClassVar[int] = 1 << 31
 

@@ -6,9 +6,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, read_pages, write_pages
+from chunkattn.backends.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVCache,
+    RowWeighing,
+    StepArray,
+    read_pages,
+    write_pages,
+)
 from chunkattn.backends.registry import register_backend
 
 
@@ -22,11 +31,14 @@ class DenseMetadata(NamedTuple):
     prefix_end: Int32[StepArray, " S"]
     block_tables: Int32[StepArray, "S W"]
     page_len: Int32[StepArray, "S W"]
+    weighing: RowWeighing | None
 
 
 @register_backend("reference")
 class ReferenceBackend(AttentionBackend):
     """A backend that builds dense `[T, slots]` masks, one sequence at a time."""
+
+    weighs = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -45,6 +57,7 @@ class ReferenceBackend(AttentionBackend):
             batch.prefix_end,
             batch.block_tables,
             batch.page_len,
+            batch.row_weighing(),
         )
 
     def forward(
@@ -77,9 +90,22 @@ class ReferenceBackend(AttentionBackend):
             keys, values = (jnp.where(mask.any(0)[:, None, None], x, 0) for x in (keys, values))
             scores = jnp.einsum("qhd,khd->hqk", *(x.astype(jnp.float32) for x in (q, keys)), precision="highest")
             scores *= scale
+            if metadata.weighing is not None:
+                scores = _weigh(scores, mask, slots, metadata.weighing)
             weights = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1)
             attended = jnp.einsum("hqk,khd->qhd", weights, values.astype(jnp.float32), precision="highest")
             return jnp.where((metadata.row_seq == seq)[:, None, None], attended.astype(q.dtype), out), None
 
         out, _ = jax.lax.scan(one_sequence, jnp.zeros_like(q), jnp.arange(metadata.block_tables.shape[0]))
         return out, cache
+
+
+def _weigh(
+    scores: Float[Array, "H T N"], mask: Bool[Array, "T N"], slots: Int32[Array, " N"], weighing: RowWeighing
+) -> Float[Array, "H T N"]:
+    """Return the scores with those of chunk slots weighed anew, see `base.Weighing`."""
+    begin, end, temperature, scale = (x[:, None] for x in weighing)
+    chunk = mask & (slots >= begin) & (slots < end)
+    tempered = scores / temperature
+    total = jax.nn.logsumexp(jnp.where(chunk, tempered, -jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(chunk, tempered + (scale - 1) * total, scores)

@@ -76,26 +76,36 @@ def get_backend(name: str) -> type[AttentionBackend]:
     return _REGISTERED[name]
 
 
-def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
+def _refusal(cls: type[AttentionBackend], spec: AttentionSpec, weighs: bool) -> str | None:
+    """Return the reason why a backend cannot serve a model, or None if it can."""
+    if weighs and spec.windows != (None,):
+        return "chunk_temperature and chunk_scale have no meaning under a sliding window; leave both at 1"
+    if weighs and not cls.weighs:
+        return f"{cls.name} computes no chunk_temperature or chunk_scale other than 1; `reference` and `xla` do"
+    return cls.supports(spec)
+
+
+def make_backend(name: str, spec: AttentionSpec, *, weighs: bool = False) -> AttentionBackend:
     """Make a backend for `spec`: the named backend, or for `"auto"` the platform's first backend that supports `spec`.
 
     Args:
         name: name of a backend, or `"auto"`.
         spec: properties to support.
+        weighs: whether the batches will have a `weighing`.
 
     Raises:
         BackendError: the name is unknown, or the backend does not support `spec`; the message gives the reason.
     """
     if name != "auto":
         cls = get_backend(name)
-        if reason := cls.supports(spec):
+        if reason := _refusal(cls, spec, weighs):
             raise BackendError(f"attention_backend {name!r} cannot serve this model: {reason}")
         return cls(spec)
     platform = jax.default_backend()
     refused: list[str] = []
     for candidate in _AUTO_ORDER.get(platform, _AUTO_ELSEWHERE):
         cls = get_backend(candidate)
-        reason = cls.supports(spec)
+        reason = _refusal(cls, spec, weighs)
         if reason is None:
             if refused:
                 logger.warning("attention_backend auto: %s on %s, because %s", candidate, platform, "; ".join(refused))

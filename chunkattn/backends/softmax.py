@@ -57,6 +57,21 @@ def finish(state: Softmax) -> Float32[Array, "B Hkv R D"]:
     return state.values / jnp.maximum(state.total, _TINY)[..., None]
 
 
+def as_one_slot(state: Softmax, scale: Float32[Array, "*#axes"]) -> Softmax:
+    """Return the state of one slot with the values seen so far, whose score is their log-sum-exp times `scale`.
+
+    Rows that saw no slot stay as they are.
+
+    Args:
+        state: state over chunk slots.
+        scale: chunk scale, see `base.Weighing`; broadcasts to the rows.
+    """
+    seen = state.total > 0
+    total = jnp.where(seen, state.total, 1)
+    maximum = jnp.where(seen, (state.maximum + jnp.log(total)) * scale, state.maximum)
+    return Softmax(maximum, seen.astype(jnp.float32), state.values / total[..., None])
+
+
 def update(
     state: Softmax,
     q: Float[Array, "B Hkv R D"],
@@ -64,7 +79,7 @@ def update(
     values: Float[Array, "B N Hkv D"],
     mask: Bool[Array, "B rows N"],
     present: Bool[Array, "B N"],
-    scale: float,
+    scale: float | Float32[Array, "B 1 1 1 1"] | Float32[Array, ""],
 ) -> Softmax:
     """Take one online-softmax step over a KV tile.
 
@@ -100,7 +115,7 @@ def update_by_head(
     values: Float[Array, "1 N Hkv D"],
     mask: Bool[Array, "1 rows N"] | None,
     present: Bool[Array, "1 N"],
-    scale: float,
+    scale: float | Float32[Array, ""],
 ) -> Softmax:
     """Take one online-softmax step like `update`, for one sequence, one KV head at a time.
 

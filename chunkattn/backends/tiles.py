@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from chunkattn.backends.base import AttentionBatch, StepArray
+from chunkattn.backends.base import AttentionBatch, RowWeighing, StepArray
 
 
 class TileRanges(NamedTuple):
@@ -57,6 +57,36 @@ def cut(runs: Tiles, rows: int) -> Tiles:
     run = np.repeat(np.arange(len(per_run)), per_run)
     within = (np.arange(len(run)) - np.repeat(np.cumsum(per_run) - per_run, per_run)) * rows
     return Tiles((runs.row[run] + within).astype(np.int32), np.minimum(rows, runs.size[run] - within).astype(np.int32))
+
+
+def cut_at_questions(runs: Tiles, weighing: RowWeighing) -> Tiles:
+    """Cut runs where their weighed rows begin, so that a query tile's rows are all weighed or all left as they are.
+
+    Args:
+        runs: runs of rows, see `spans`.
+        weighing: weighing of every row.
+    """
+    left = np.append(0, np.cumsum(weighing.end == weighing.begin))
+    before = left[runs.row + runs.size] - left[runs.row]
+    rows = np.stack([runs.row, runs.row + before], axis=1).ravel()
+    sizes = np.stack([before, runs.size - before], axis=1).ravel()
+    return Tiles(rows[sizes > 0].astype(np.int32), sizes[sizes > 0].astype(np.int32))
+
+
+def without_chunks(ranges: TileRanges, tiles: Tiles, weighing: RowWeighing, tile_slots: int) -> TileRanges:
+    """Return `tile_ranges` without the KV tiles that hold nothing but the chunk slots of a weighed query tile.
+
+    Args:
+        ranges: result of `tile_ranges`.
+        tiles: query tiles.
+        weighing: weighing of every row.
+        tile_slots: slots of a KV tile.
+    """
+    begin, end = weighing.begin[tiles.row], weighing.end[tiles.row]
+    weighed, before = end > begin, -(-begin // tile_slots)
+    first_end = np.where(weighed, before, ranges.first_end)
+    second_start = np.where(weighed, np.maximum(end // tile_slots, before), ranges.second_start)
+    return TileRanges(first_end.astype(np.int32), second_start.astype(np.int32), ranges.second_end)
 
 
 def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRanges:

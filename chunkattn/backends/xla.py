@@ -13,6 +13,7 @@ Source: FlashAttention, arXiv:2205.14135.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -21,10 +22,19 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from chunkattn.backends import softmax
-from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, read_pages, write_pages
+from chunkattn.backends.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVCache,
+    RowWeighing,
+    StepArray,
+    read_pages,
+    write_pages,
+)
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.softmax import ON_CPU, Softmax
-from chunkattn.backends.tiles import TileRanges, Tiles, cut, full_tiles, spans, tile_ranges
+from chunkattn.backends.tiles import TileRanges, Tiles, cut, cut_at_questions, full_tiles, spans, tile_ranges, without_chunks
 
 PER_HEAD = 16 if ON_CPU else 0
 """Maximum number of KV heads that large steps compute one by one, because XLA's batched products are slower on CPU.
@@ -67,6 +77,7 @@ class TileMetadata(NamedTuple):
         prefix_end: see `AttentionBatch`.
         block_tables: see `AttentionBatch`.
         page_len: see `AttentionBatch`.
+        weighing: weighing of every row; None leaves all rows as they are.
     """
 
     tile_row: Int32[StepArray, " Q"]
@@ -84,11 +95,14 @@ class TileMetadata(NamedTuple):
     prefix_end: Int32[StepArray, " S"]
     block_tables: Int32[StepArray, "S W"]
     page_len: Int32[StepArray, "S W"]
+    weighing: RowWeighing | None
 
 
 @register_backend("xla")
 class XlaBackend(AttentionBackend):
     """The portable backend, which `auto` falls back to on every platform."""
+
+    weighs = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -101,14 +115,23 @@ class XlaBackend(AttentionBackend):
         tile_rows, tile_slots, per_head = _tile_sizes(rows, width, batch.block_size)
         runs = spans(batch)
         decode = (runs.size == 1) & (batch.row_start[runs.row] == 0)
-        tiles = cut(Tiles(runs.row[~decode], runs.size[~decode]), tile_rows)
+        prompts, weighing = Tiles(runs.row[~decode], runs.size[~decode]), batch.row_weighing()
+        if weighing is not None:
+            prompts = cut_at_questions(prompts, weighing)
+        tiles = cut(prompts, tile_rows)
         ranges = tile_ranges(batch, tiles, tile_slots)
         full = full_tiles(batch, tiles, tile_slots) if per_head and rows >= UNMASKED_ROWS else None
-        bound = rows // tile_rows + min(seqs, rows)
+        if weighing is not None:
+            ranges = without_chunks(ranges, tiles, weighing, tile_slots)
+            full = full and _without_weighed(full, ranges, weighing.end[tiles.row] > 0)
+        bound = rows // tile_rows + min(seqs, rows) * (1 if weighing is None else 2)
         last = batch.row_slot[tiles.row + tiles.size - 1]
 
         decode_row = runs.row[decode]
-        decode_row = decode_row[np.argsort(batch.row_slot[decode_row], kind="stable")]
+        order = batch.row_slot[decode_row].astype(np.int64)
+        if weighing is not None:  # weighed rows apart, because a tile of them alone visits every slot once
+            order += (weighing.end[decode_row] > 0).astype(np.int64) << 32
+        decode_row = decode_row[np.argsort(order, kind="stable")]
         decode_slots = _tile_slots(DECODE_SLOTS, width, batch.block_size)
         group = self._decode_rows(rows, decode_slots)
         decode_bound = -(-min(seqs, rows) // group)
@@ -132,6 +155,7 @@ class XlaBackend(AttentionBackend):
             prefix_end=batch.prefix_end,
             block_tables=batch.block_tables,
             page_len=batch.page_len,
+            weighing=weighing,
         )
 
     def _decode_rows(self, rows: int, slots: int) -> int:
@@ -156,6 +180,12 @@ class XlaBackend(AttentionBackend):
         cache = write_pages(cache, k, v, metadata.flat_slots)
         out = _attend_tiles(q, cache, metadata, scale, window)
         return _attend_decodes(out, q, cache, metadata, scale, window), cache
+
+
+def _without_weighed(full: TileRanges, ranges: TileRanges, weighed: np.ndarray) -> TileRanges:
+    """Return `full_tiles` without the tiles of weighed query tiles, which all get a mask."""
+    starts = (np.where(weighed, ranges.second_start, x) for x in (full.second_start, full.second_end))
+    return TileRanges(np.where(weighed, 0, full.first_end), *starts)
 
 
 def _tile_sizes(rows: int, width: int, block_size: int) -> tuple[int, int, int]:
@@ -236,6 +266,17 @@ def _attend_tiles(
             second_start = jnp.maximum(second_start, (row_slot[row] - window + 1) // tile_slots)
 
         by_head, state = kv_heads <= per_head, softmax.start(folded)
+        update = softmax.update_by_head if by_head else softmax.update
+        if metadata.weighing is not None:  # the range is empty for rows that are left as they are
+            begin, end, temperature, chunk_scale = (x[row] for x in metadata.weighing)
+
+            def one_chunk_tile(tile: jax.Array, state: Softmax) -> Softmax:
+                slots, keys, values, valid = _kv_tile(cache, metadata, seq[None], tile, tile_slots, q.dtype)
+                mask = jnp.broadcast_to((slots >= begin) & (slots < end) & valid, (1, tile_rows, tile_slots))
+                return update(state, folded, keys, values, mask, valid & (slots <= last), scale / temperature)
+
+            state = jax.lax.fori_loop(begin // tile_slots, -(-end // tile_slots), one_chunk_tile, state)
+            state = softmax.as_one_slot(state, chunk_scale)
         parts = [(0, first_end), (second_start, second_end)]
         if by_head and window is None and metadata.full is not None:
             full = TileRanges(*(r[index] for r in metadata.full))
@@ -257,7 +298,8 @@ def _attend_tiles(
             mask = (slots <= own) & ((slots < metadata.prefix_end[seq]) | (slots >= start)) & valid
             if window is not None:
                 mask &= slots > own - window
-            update = softmax.update_by_head if by_head else softmax.update
+            if metadata.weighing is not None:
+                mask &= (slots < begin) | (slots >= end)
             return update(state, folded, keys, values, mask[None], valid & (slots <= last), scale)
 
         state = jax.lax.fori_loop(0, _num_tiles(parts), one_kv_tile, state)
@@ -288,16 +330,51 @@ def _attend_decodes(
             shortest = jnp.where(own < 0, _FAR, own).min()
             begin = jnp.maximum(shortest - window + 1, 0) // tile_slots
 
-        def one_kv_tile(tile: jax.Array, state: Softmax) -> Softmax:
+        weighing = None if metadata.weighing is None else RowWeighing(*(x[rows][:, None] for x in metadata.weighing))
+
+        def one_kv_tile(tile: jax.Array, state: Softmax, of_chunks: bool = False) -> Softmax:
             slots, keys, values, valid = _kv_tile(cache, metadata, seqs, tile, tile_slots, q.dtype)
+            factor: float | jax.Array = scale
             if ON_CPU:  # copy whole pages before the transposition: fused, XLA copies value by value
                 keys, values = softmax.barrier((keys, values))
             mask = (slots <= own) & valid
             if window is not None:
                 mask &= slots > own - window
-            return softmax.update(state, folded, keys, values, mask[:, None], mask, scale)
+            if weighing is not None:
+                chunk = (slots >= weighing.begin) & (slots < weighing.end)
+                mask &= chunk if of_chunks else ~chunk
+                factor = scale / weighing.temperature[..., None, None, None] if of_chunks else scale
+            return softmax.update(state, folded, keys, values, mask[:, None], mask, factor)
 
-        state = jax.lax.fori_loop(begin, metadata.decode_end[index], one_kv_tile, softmax.start(folded))
+        state, end = softmax.start(folded), metadata.decode_end[index]
+        if weighing is None:
+            state = jax.lax.fori_loop(begin, end, one_kv_tile, state)
+        else:
+            (first, after), rest = _chunk_tiles(weighing, own >= 0, end, tile_slots)
+            state = jax.lax.fori_loop(first, after, partial(one_kv_tile, of_chunks=True), state)
+            state = softmax.as_one_slot(state, weighing.scale[..., None])
+            state = jax.lax.fori_loop(0, _num_tiles(rest), lambda i, state: one_kv_tile(_nth_tile(i, rest), state), state)
         return out.at[rows].set(softmax.unfold(softmax.finish(state), 1)[:, 0].astype(q.dtype), mode="drop")
 
     return jax.lax.fori_loop(0, metadata.num_decode_tiles, one_group, out)
+
+
+def _chunk_tiles(
+    weighing: RowWeighing, used: Bool[Array, "B 1"], end: jax.Array, tile_slots: int
+) -> tuple[tuple[Tile, Tile], list[tuple[Tile, Tile]]]:
+    """Return the KV tiles `[first, after)` with chunk slots of a decode tile, and the ranges of tiles with other slots.
+
+    Args:
+        weighing: weighing of the tile's rows, `[B, 1]` each.
+        used: rows in use.
+        end: KV tiles of the longest row.
+        tile_slots: slots of a KV tile.
+    """
+    weighed = used & (weighing.end > weighing.begin)
+    first = jnp.where(weighed, weighing.begin, _FAR).min() // tile_slots
+    after = -(-jnp.where(weighed, weighing.end, 0).max() // tile_slots)
+    # A tile that lies within the chunk slots of every row has no other slot. A row that is not weighed needs all tiles.
+    every = end * tile_slots
+    skipped = -(-jnp.where(used, jnp.where(weighed, weighing.begin, every), 0).max() // tile_slots)
+    resumed = jnp.where(used, jnp.where(weighed, weighing.end, 0), _FAR).min() // tile_slots
+    return (first, after), [(0, jnp.minimum(skipped, end)), (jnp.maximum(resumed, skipped), end)]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkattn.backends.base import AttentionBackend, AttentionBatch, Metadata
+from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatch, Metadata, Weighing
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.rates import tile_area
 from chunkattn.engine.request import Request, Sequence
@@ -118,10 +118,12 @@ class BatchBuilder:
         max_spans: int,
         max_table_pages: int,
         block_size: int,
+        weighs: bool = False,
     ) -> None:
         self.backend = backend
         self.max_spans = max_spans
         self.block_size = block_size
+        self.weighs = weighs
         self.token_buckets = token_buckets
         self.width_buckets = buckets(32, max_table_pages, 8)
 
@@ -145,7 +147,12 @@ class BatchBuilder:
         token_ids, positions, row_seq, row_slot, row_start = np.zeros((5, rows), np.int32)
         prefix_end, block_tables = np.zeros(self.max_spans, np.int32), np.zeros((self.max_spans, width), np.int32)
         page_len = np.full((self.max_spans, width), self.block_size, np.int32)
-        attention = AttentionBatch(used, row_seq, row_slot, row_start, prefix_end, block_tables, page_len, self.block_size)
+        weighing = None
+        if self.weighs:
+            weighing = Weighing(np.full(self.max_spans, NO_QUESTION, np.int32), *np.ones((2, self.max_spans), np.float32))
+        attention = AttentionBatch(
+            used, row_seq, row_slot, row_start, prefix_end, block_tables, page_len, self.block_size, weighing
+        )
         return token_ids, positions, attention
 
     def build(self, spans: list[Span]) -> StepPlan:
@@ -174,6 +181,9 @@ class BatchBuilder:
                 positions[first:last], attention.row_slot[first:last], attention.row_start[first:last] = rows
             attention.block_tables[index, : sequence.num_pages] = sequence.pages[: sequence.num_pages]
             attention.prefix_end[index] = plan.prefix_end
+            if attention.weighing is not None and request.weighing is not None:
+                attention.weighing.question_start[index] = plan.slots[request.layout.question_start]
+                attention.weighing.temperature[index], attention.weighing.scale[index] = request.weighing
             if plan.aligned:
                 attention.page_len[index, : len(plan.page_len)] = plan.page_len
             if request.sampling and end == sequence.num_tokens:

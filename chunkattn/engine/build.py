@@ -59,7 +59,8 @@ def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
     enable_compile_cache()
     # Check all options before the slow reading of the weights.
     max_model_len = _max_model_len(config, files.spec)
-    backend = make_backend(config.attention_backend, attention_spec(config, files.spec, files.dtype))
+    spec = attention_spec(config, files.spec, files.dtype)
+    backend = make_backend(config.attention_backend, spec, weighs=config.calibration.weighs)
     store = _open_store(config)
     decoder = files.load()
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.

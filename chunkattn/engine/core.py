@@ -106,6 +106,7 @@ class EngineCore:
             max_spans=self.scheduler.max_spans,
             max_table_pages=self.limits.max_table_pages,
             block_size=config.block_size,
+            weighs=config.calibration.weighs,
         )
         self.warm_ups = WarmUp(runner, self.batches, self.meter, with_store=disk is not None)
         self.requests: dict[str, Request] = {}
