@@ -9,15 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray, to_cache
+from chunkattn.backends.base import (
+    FP8,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVCache,
+    RowWeighing,
+    StepArray,
+    to_cache,
+)
 from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.blocks import CHIPS, LANES, LARGE_PAGE, TABLE, Blocks, Chip, Shape, chip_here
 from chunkattn.backends.pallas_tpu.pages import LENGTH_BITS
 from chunkattn.backends.pallas_tpu.write import block_rows, plan_writes, write_rows
 from chunkattn.backends.registry import register_backend
-from chunkattn.backends.tiles import Tiles, spans, tile_ranges
+from chunkattn.backends.tiles import Tiles, cut_at_questions, spans, tile_ranges, without_chunks
 from chunkattn.errors import BackendError
 
 KV_BYTES = 8 << 20
@@ -47,18 +56,22 @@ class PallasMetadata(NamedTuple):
         table: page and valid length in one integer, see `pages.LENGTH_BITS`.
         pieces: see `write.plan_writes`.
         num_pieces: see `write.plan_writes`.
+        tile_factors: factors of the query tiles, see `kernel.FACTORS`; None weighs no chunks anew.
+        decode_factors: factors of the decodes.
     """
 
-    tiles: Int32[StepArray, "11 Q"]
+    tiles: Int32[StepArray, "scalars Q"]
     num_tiles: Int32[StepArray, ""]
     rows: Int32[StepArray, "blocks 8 lanes"]
-    decodes: Int32[StepArray, "11 E"]
+    decodes: Int32[StepArray, "scalars E"]
     num_decodes: Int32[StepArray, ""]
     decode_rows: Int32[StepArray, " E"]
     decode_of_row: Int32[StepArray, " T"]
     table: Int32[StepArray, "S 1 W"]
     pieces: Int32[StepArray, "write_blocks 6 size"]
     num_pieces: Int32[StepArray, " write_blocks"]
+    tile_factors: Float32[StepArray, "2 Q"] | None
+    decode_factors: Float32[StepArray, "2 E"] | None
 
 
 @register_backend("pallas_tpu")
@@ -75,6 +88,7 @@ class PallasTpuBackend(AttentionBackend):
         most_rows: maximum number of rows of a query tile; a power of two.
     """
 
+    weighs = True
     max_pages = 1 << (31 - LENGTH_BITS)
     max_table_pages = 1 << 15  # the megabyte of scalar memory holds four rows of the page table
     interpret: ClassVar[Any] = None
@@ -182,16 +196,18 @@ class PallasTpuBackend(AttentionBackend):
         blocks = -(-rows // size)
         runs = spans(batch)
         decode = (runs.size == 1) & (batch.row_start[runs.row] <= batch.prefix_end[batch.row_seq[runs.row]])
-        tiles = _cut_at_blocks(Tiles(runs.row[~decode], runs.size[~decode]), size)
-        scalars = _scalars(batch, tiles, self.shape(size).slots, size)
+        prompts, weighing = Tiles(runs.row[~decode], runs.size[~decode]), batch.row_weighing()
+        if weighing is not None:
+            prompts = cut_at_questions(prompts, weighing)
+        scalars = _scalars(batch, weighing, _cut_at_blocks(prompts, size), self.shape(size).slots, size)
         idle = np.setdiff1d(np.arange(blocks), scalars[kernel.BLOCK])
-        nothing = np.zeros((len(kernel.SCALARS), len(idle)), np.int32)
+        nothing = np.zeros((len(scalars), len(idle)), np.int32)
         nothing[kernel.BLOCK] = idle
         scalars = np.concatenate([scalars, nothing], axis=1)
         scalars = scalars[:, np.argsort(scalars[kernel.BLOCK], kind="stable")]
 
         decode_rows = runs.row[decode]
-        decodes = _scalars(batch, Tiles(decode_rows, np.ones_like(decode_rows)), self.shape(1).slots, size)
+        decodes = _scalars(batch, weighing, Tiles(decode_rows, np.ones_like(decode_rows)), self.shape(1).slots, size)
         decode_of_row = np.full(rows, -1, np.int32)
         decode_of_row[decode_rows] = np.arange(len(decode_rows))
         by_row = np.zeros((blocks, 8, -(-size // LANES) * LANES), np.int32)
@@ -199,17 +215,22 @@ class PallasTpuBackend(AttentionBackend):
             by_row[:, field, :size] = np.pad(values, (0, blocks * size - rows)).reshape(blocks, size)
         pieces, num_pieces = plan_writes(batch, self._write_rows(rows))
         bound = min(seqs, rows)
+        num_tiles = scalars.shape[1]
+        scalars = _pad(scalars, blocks + bound * (1 if weighing is None else 2))
+        decodes = _pad(decodes, bound)
         return PallasMetadata(
-            tiles=_pad(scalars, blocks + bound),
-            num_tiles=np.int32(scalars.shape[1]),
+            tiles=scalars,
+            num_tiles=np.int32(num_tiles),
             rows=by_row,
-            decodes=_pad(decodes, bound),
+            decodes=decodes,
             num_decodes=np.int32(len(decode_rows)),
             decode_rows=_pad(decode_rows, bound),
             decode_of_row=decode_of_row,
             table=(batch.block_tables << LENGTH_BITS | batch.page_len)[:, None].astype(np.int32),
             pieces=pieces,
             num_pieces=num_pieces,
+            tile_factors=_factors(batch, scalars),
+            decode_factors=_factors(batch, decodes),
         )
 
     def forward(
@@ -243,11 +264,14 @@ class PallasTpuBackend(AttentionBackend):
         table = metadata.table
         wide = _pad_rows(q.reshape(rows, -1), size)
         scalars = _within(metadata.tiles, tiles.slots, window)
-        out = kernel.attend(scalars, metadata.num_tiles, wide, metadata.rows, table, cache, tiles, **common)[:rows]
-        out = out.reshape(q.shape)
+        out = kernel.attend(
+            scalars, metadata.tile_factors, metadata.num_tiles, wide, metadata.rows, table, cache, tiles, **common
+        )
+        out = out[:rows].reshape(q.shape)
         single = q[metadata.decode_rows].reshape(-1, tiles.kv_heads, tiles.groups, tiles.head_dim)
         scalars = _within(metadata.decodes, decodes.slots, window)
-        decoded = kernel.attend(scalars, metadata.num_decodes, single, None, table, cache, decodes, **common)
+        factors = metadata.decode_factors
+        decoded = kernel.attend(scalars, factors, metadata.num_decodes, single, None, table, cache, decodes, **common)
         decoded = decoded.reshape(-1, *q.shape[1:])[jnp.maximum(metadata.decode_of_row, 0)]
         out = jnp.where((metadata.decode_of_row >= 0)[:, None, None], decoded, out)
         return out[..., tiles.head_dim - self.spec.head_dim :], cache
@@ -268,12 +292,18 @@ def _cut_at_blocks(runs: Tiles, size: int) -> Tiles:
     return Tiles(low.astype(np.int32), (high - low).astype(np.int32))
 
 
-def _scalars(batch: AttentionBatch, tiles: Tiles, tile_slots: int, size: int) -> Int32[np.ndarray, "11 Q"]:
+def _scalars(
+    batch: AttentionBatch, weighing: RowWeighing | None, tiles: Tiles, tile_slots: int, size: int
+) -> Int32[np.ndarray, "scalars Q"]:
     """Return the kernel's scalars of query tiles, each within one block of `size` rows."""
-    out = np.zeros((len(kernel.SCALARS), len(tiles.row)), np.int32)
+    fields = len(kernel.SCALARS) + (len(kernel.CHUNKS) if weighing is not None else 0)
+    out = np.zeros((fields, len(tiles.row)), np.int32)
     if not len(tiles.row):
         return out
     ranges, seq = tile_ranges(batch, tiles, tile_slots), batch.row_seq[tiles.row]
+    if weighing is not None:
+        ranges = without_chunks(ranges, tiles, weighing, tile_slots)
+        out[kernel.CHUNK_BEGIN], out[kernel.CHUNK_END] = weighing.begin[tiles.row], weighing.end[tiles.row]
     edges = np.stack([tiles.row, tiles.row + tiles.size], axis=1).ravel()
     out[kernel.BLOCK] = tiles.row // size
     out[kernel.LOW] = tiles.row % size
@@ -287,7 +317,15 @@ def _scalars(batch: AttentionBatch, tiles: Tiles, tile_slots: int, size: int) ->
     return out
 
 
-def _within(scalars: Int32[StepArray, "11 Q"], tile_slots: int, window: int | None) -> Int32[StepArray, "11 Q"]:
+def _factors(batch: AttentionBatch, scalars: Int32[np.ndarray, "scalars Q"]) -> Float32[np.ndarray, "2 Q"] | None:
+    """Return the kernel's factors of query tiles, or None if the step weighs no chunks anew."""
+    if batch.weighing is None:
+        return None
+    seq = scalars[kernel.SEQ]
+    return np.stack([1 / batch.weighing.temperature[seq], batch.weighing.scale[seq]]).astype(np.float32)
+
+
+def _within(scalars: Int32[StepArray, "scalars Q"], tile_slots: int, window: int | None) -> Int32[StepArray, "scalars Q"]:
     """Skip KV tiles before every row's window. Windows apply to plain prompts, which have one range."""
     if window is None:
         return scalars

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from chunkattn.backends.pallas_tpu.blocks import LANES, Shape
 from chunkattn.backends.pallas_tpu.pages import Pages
@@ -31,15 +31,21 @@ SCALARS = BLOCK, LOW, HIGH, SEQ, FIRST_END, SECOND_START, SECOND_END, MIN_SLOT, 
 In order: block of the batch's rows, the tile's rows within the block `[LOW, HIGH)`, sequence, KV ranges, smallest and
 largest slot of its rows, largest row start, slots of the prefix.
 """
+CHUNKS = CHUNK_BEGIN, CHUNK_END = len(SCALARS), len(SCALARS) + 1
+"""Further rows of the scalars in steps that weigh chunks anew: the chunk slots of the tile's rows, empty if not weighed."""
+FACTORS = PER_TEMPERATURE, CHUNK_SCALE = range(2)
+"""Rows of the factors of weighed query tiles, float32 `[len(FACTORS), Q]`: one over the temperature, and the scale."""
 
 _MASKED = -1e38
 """Bias of an invisible score: far below `_LEAST`, so its weight is zero."""
 _LEAST = -1e30
 """Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
+_FAR = np.iinfo(np.int32).max
 
 
 def attend(
-    scalars: Int32[Array, "11 Q"],
+    scalars: Int32[Array, "scalars Q"],
+    factors: Float32[Array, "2 Q"] | None,
     count: Int32[Array, ""],
     q: Float[Array, "blocks*rows H*lanes"] | Float[Array, "Q Hkv groups lanes"],
     rows: Int32[Array, "blocks 8 row_lanes"] | None,
@@ -56,6 +62,7 @@ def attend(
 
     Args:
         scalars: scalars of the query tiles; tiles of one block are contiguous and every block has one.
+        factors: factors of the query tiles, whose scalars then hold `CHUNKS` too; None weighs no chunks anew.
         count: query tiles in use.
         q: queries by row; for decodes, by KV head. `lanes` is `shape.head_dim`.
         rows: row slots and row starts of a block in its first two rows; None for decodes.
@@ -74,12 +81,12 @@ def attend(
     folded = shape.groups * shape.rows
     f32 = jnp.float32
     if rows is None:
-        q_spec = pl.BlockSpec((1, shape.heads, shape.groups, shape.head_dim), lambda h, i, _: (i, h, 0, 0))
+        q_spec = pl.BlockSpec((1, shape.heads, shape.groups, shape.head_dim), lambda h, i, *_: (i, h, 0, 0))
         row_specs, row_args, scratch = [], [], []
     else:
         width = shape.heads * shape.groups * shape.head_dim
-        q_spec = pl.BlockSpec((shape.rows, width), lambda h, i, sc: (sc[BLOCK, i], h))
-        row_specs = [pl.BlockSpec((1, *rows.shape[1:]), lambda h, i, sc: (sc[BLOCK, i], 0, 0))]
+        q_spec = pl.BlockSpec((shape.rows, width), lambda h, i, sc, *_: (sc[BLOCK, i], h))
+        row_specs = [pl.BlockSpec((1, *rows.shape[1:]), lambda h, i, sc, *_: (sc[BLOCK, i], 0, 0))]
         row_args = [rows]
         scratch = [pltpu.VMEM((shape.heads, folded, shape.head_dim), q.dtype)]
 
@@ -87,14 +94,15 @@ def attend(
         last = scalars.shape[1] - 1
         return pl.BlockSpec(
             (1, 1, table.shape[2]),
-            lambda h, i, sc: (sc[SEQ, jnp.minimum(i + ahead, last)], 0, 0),
+            lambda h, i, sc, *_: (sc[SEQ, jnp.minimum(i + ahead, last)], 0, 0),
             memory_space=pltpu.SMEM,
         )
 
+    prefetched = [scalars] if factors is None else [scalars, factors]
     return pl.pallas_call(
-        lambda *refs: _query_tile(refs, shape, decode, scale * math.log2(math.e), window),
+        lambda *refs: _query_tile(refs, shape, decode, factors is not None, scale * math.log2(math.e), window),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(prefetched),
             grid=(shape.head_blocks, count),
             in_specs=[q_spec, *row_specs, table_spec(0), table_spec(1), pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=q_spec,
@@ -116,25 +124,36 @@ def attend(
         ),
         interpret=interpret,
         name="chunk_decode" if decode else "chunk_attention",
-    )(scalars, q, *row_args, table, table, pool)
+    )(*prefetched, q, *row_args, table, table, pool)
 
 
-def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, log2_scale: float, window: int | None) -> None:
-    """Run one grid step."""
+def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, weighs: bool, log2_scale: float, window: int | None) -> None:
+    """Run one grid step.
+
+    A weighed query tile walks the KV tiles of its chunk slots first. Their sums then become those of one slot, as in
+    `chunkattn.backends.softmax.as_one_slot`, and the tiles with other slots follow.
+    """
+    sc, factors, refs = (refs[0], refs[1], refs[2:]) if weighs else (refs[0], None, refs[1:])
     if decode:
-        sc, q, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state = refs
+        q, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state = refs
         folded = q.at[0]
     else:
-        sc, q, rows, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state, folded = refs
+        q, rows, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state, folded = refs
     head_block, i = pl.program_id(0), pl.program_id(1)
     pages = Pages(pool, kv, arrived, state, head_block * shape.heads, shape)
     following = jnp.minimum(i + 1, sc.shape[1] - 1)
 
+    def chunk_tiles(tile: Any) -> Any:
+        return pl.cdiv(sc[CHUNK_END, tile], shape.slots) - sc[CHUNK_BEGIN, tile] // shape.slots
+
     def tiles_of(tile: Any) -> Any:
-        return sc[FIRST_END, tile] + sc[SECOND_END, tile] - sc[SECOND_START, tile]
+        count = sc[FIRST_END, tile] + sc[SECOND_END, tile] - sc[SECOND_START, tile]
+        return count + chunk_tiles(tile) if weighs else count
 
     def kv_tile(tile: Any, step: Any) -> Any:
-        return jnp.where(step < sc[FIRST_END, tile], step, sc[SECOND_START, tile] + step - sc[FIRST_END, tile])
+        later = step - chunk_tiles(tile) if weighs else step
+        other = jnp.where(later < sc[FIRST_END, tile], later, sc[SECOND_START, tile] + later - sc[FIRST_END, tile])
+        return jnp.where(later < 0, sc[CHUNK_BEGIN, tile] // shape.slots + step, other) if weighs else other
 
     @pl.when(i == 0)
     def begin_walk() -> None:
@@ -174,11 +193,22 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, log2_scale: f
         whole &= (end <= sc[PREFIX_END, i]) | (begin >= sc[MAX_START, i])
         if window is not None:
             whole &= begin > last - window
+        factor: Any = log2_scale
+        if factors is not None:
+            of_chunks = step < chunk_tiles(i)
+            first_chunk, after_chunks = sc[CHUNK_BEGIN, i], sc[CHUNK_END, i]
+            within, without = (begin >= first_chunk) & (end <= after_chunks), (end <= first_chunk) | (begin >= after_chunks)
+            whole &= (of_chunks & within) | (jnp.logical_not(of_chunks) & without)
+            factor = jnp.where(of_chunks, factors[PER_TEMPERATURE, i] * log2_scale, log2_scale)
+
+            @pl.when((step == chunk_tiles(i)) & (step > 0))
+            def end_chunks() -> None:
+                _as_one_slot(sums, factors[CHUNK_SCALE, i], shape)
 
         def accumulate(masked: bool) -> None:
             def some_heads(turn: Any, _: Any) -> None:
                 heads = [turn * shape.together + head for head in range(shape.together)]
-                _update(folded, kv.at[buffer], sums, bias if masked else None, heads, shape, log2_scale)
+                _update(folded, kv.at[buffer], sums, bias if masked else None, heads, shape, factor)
 
             lax.fori_loop(0, shape.heads // shape.together, some_heads, None)
 
@@ -198,6 +228,9 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, log2_scale: f
             seen = (slot <= row_slot) & ((slot < sc[PREFIX_END, i]) | (slot >= row_start))
             if window is not None:
                 seen &= slot > row_slot - window
+            if weighs:
+                seen &= (slot >= jnp.where(of_chunks, first_chunk, 0)) & (slot < jnp.where(of_chunks, after_chunks, _FAR))
+                seen &= (slot < jnp.where(of_chunks, _FAR, first_chunk)) | (slot >= jnp.where(of_chunks, _FAR, after_chunks))
             bias[...] = jnp.where(seen, 0.0, _MASKED)
             accumulate(masked=True)
 
@@ -232,7 +265,23 @@ def _fold(q: Any, folded: Any, shape: Shape) -> None:
             folded[head, pl.ds(group * shape.rows, shape.rows), :] = q[:, lanes]
 
 
-def _update(folded: Any, kv: Any, sums: list[Any], bias: Any | None, heads: list[Any], shape: Shape, log2_scale: float) -> None:
+def _as_one_slot(sums: list[Any], scale: Any, shape: Shape) -> None:
+    """Turn the sums over chunk slots, of which every row has seen one, into the sums over one slot with their values.
+
+    The score of this slot is `scale` times the log-sum-exp of the chunk slots, in exponents of 2.
+    """
+    maximum, total, values = sums
+
+    def one_head(head: Any, _: Any) -> None:
+        seen = jnp.sum(total[head], axis=1, keepdims=True)
+        maximum[head] = (maximum[head] + jnp.log2(seen)) * scale
+        total[head] = jnp.full_like(total[head], 1 / LANES)
+        values[head] = values[head] / seen
+
+    lax.fori_loop(0, shape.heads, one_head, None)
+
+
+def _update(folded: Any, kv: Any, sums: list[Any], bias: Any | None, heads: list[Any], shape: Shape, log2_scale: Any) -> None:
     """Take one online-softmax step of some KV heads.
 
     The code runs stage by stage over the heads, because the compiler overlaps operations that are written side by side. Every
