@@ -71,6 +71,8 @@ SETTINGS = [
     Setting({"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "dtype": "bfloat16", "block_size": 256}, 1),
     Setting({**LONG, "window": 200}, 6),
     Setting({"window": 40, "dtype": "bfloat16"}, 3),
+    Setting({**LONG, "weighs": True}, 3),
+    Setting({"weighs": True, "dtype": "bfloat16", "head_dim": 64, "num_heads": 3, "num_kv_heads": 1}, 3),
     Setting({**LONG, "kv_dtype": FP8}),
     Setting({"kv_dtype": FP8, "dtype": "bfloat16", "block_size": 32}),
     Setting({"kv_dtype": FP8, "dtype": "bfloat16", "head_dim": 64}),
@@ -79,6 +81,7 @@ SETTINGS = [
     Setting(LONG, 2, watched=True),
     Setting({**LONG, "dtype": "bfloat16", "kv_dtype": FP8}, 1, watched=True),
     Setting({}, 1, watched=True, chip="v5p"),
+    Setting({**LONG, "weighs": True}, 1, watched=True),
 ]
 
 

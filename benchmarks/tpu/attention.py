@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.tpu.chips import CHIPS, Chip
 from benchmarks.tpu.schedule import Block, Schedule, UnknownSchedule, pick, read_schedules, unknown
 from chunkattn.backends import AttentionBatch, AttentionSpec
+from chunkattn.backends.base import Weighing
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
 from chunkattn.backends.pallas_tpu.blocks import Shape
 
@@ -40,6 +41,8 @@ class Case:
     pages: int = 4096
     window: int | None = None
     kv_dtype: str | None = None
+    weighs: bool = False
+    """Whether the step weighs chunks anew."""
 
     @property
     def spec(self) -> AttentionSpec:
@@ -57,7 +60,8 @@ class Case:
         """Return an empty step of these sizes; compilation depends on the sizes alone."""
         row, seq = np.zeros(self.rows, np.int32), np.zeros(self.sequences, np.int32)
         table = np.zeros((self.sequences, self.width), np.int32)
-        return AttentionBatch(0, row, row, row, seq, table, table, self.block_size)
+        weighing = Weighing(seq, *np.ones((2, self.sequences), np.float32)) if self.weighs else None
+        return AttentionBatch(0, row, row, row, seq, table, table, self.block_size, weighing)
 
 
 def compiled_backend(chip: str) -> type[PallasTpuBackend]:
@@ -72,6 +76,8 @@ def cases(chip: str) -> Iterator[Case]:
     """Yield the settings compiled for a chip, the common setting first."""
     common = Case(chip)
     yield common
+    yield replace(common, weighs=True)
+    yield replace(common, weighs=True, head_dim=64, heads=9, kv_heads=3, kv_dtype=FP8)
     yield replace(common, kv_dtype=FP8)
     yield replace(common, head_dim=64, heads=14, kv_heads=2)
     yield replace(common, head_dim=256, heads=8, kv_heads=1)

@@ -15,7 +15,9 @@ from rich.table import Table
 from chunkattn.cache.disk.store import KVStore
 from chunkattn.cli.common import (
     Backend,
+    Calibrated,
     Dtype,
+    Gap,
     KVCacheDtype,
     Model,
     Strategy,
@@ -47,6 +49,8 @@ def build(
     cache_salt: Annotated[str | None, typer.Option(help="Salt of the requests that may use the K/V.")] = None,
     max_bytes: Annotated[int, typer.Option(help="Size limit of the K/V folder in bytes.")] = 16 << 30,
     position_strategy: Strategy = "shared",
+    chunk_position_gap: Gap = None,
+    chunk_calibration: Calibrated = None,
     model: Model = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
@@ -75,6 +79,8 @@ def build(
         kv_cache_dtype=kv_cache_dtype,
         attention_backend=attention_backend,
         position_strategy=position_strategy,
+        chunk_position_gap=chunk_position_gap,
+        chunk_calibration=chunk_calibration,
         kv_store=kv_store,
         kv_store_max_bytes=max_bytes,
     )

@@ -29,6 +29,14 @@ console = Console(highlight=False)
 Model = Annotated[str | None, typer.Option(help="Local folder or hub id; the bundled demo model when left out.")]
 Separator = Annotated[str, typer.Option("--chunk-separator", help="Text between prefix, chunks and question.")]
 Strategy = Annotated[str, typer.Option("--position-strategy", help="Strategy of position ids: shared or offset.")]
+Gap = Annotated[
+    int | None,
+    typer.Option("--chunk-position-gap", help="Positions between the prefix and every chunk; by default the calibration's."),
+]
+Calibrated = Annotated[
+    str | None,
+    typer.Option("--chunk-calibration", help="Calibration file; 'off' ignores the file in the model's folder."),
+]
 PrefixPart = Annotated[str | None, typer.Option("--prefix", help="Prefix as a part; parts are not split at separators.")]
 Documents = Annotated[list[str] | None, typer.Option("--document", help="Chunk as a part; repeatable.")]
 QuestionPart = Annotated[str | None, typer.Option("--question", help="Question as a part.")]

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from chunkattn.cli.common import (
     Backend,
+    Calibrated,
     Documents,
     Dtype,
+    Gap,
     KVCacheDtype,
     KVStore,
     Model,
@@ -31,7 +33,7 @@ from chunkattn.cli.common import (
     make_llm,
     prompt_of,
 )
-from chunkattn.config import SamplingParams
+from chunkattn.config import SamplingParams, make_config
 from chunkattn.parsers import PromptParser
 from chunkattn.picture import layout_summary, layout_table, plot_layout
 
@@ -46,6 +48,10 @@ def generate(
     chunk_aware: Annotated[bool, typer.Option(help="Split the prompt at separators.")] = True,
     chunk_separator: Separator = " # # ",
     position_strategy: Strategy = "shared",
+    chunk_position_gap: Gap = None,
+    chunk_temperature: Annotated[float | None, typer.Option(help="Divisor of a question's scores of its chunks.")] = None,
+    chunk_scale: Annotated[float | None, typer.Option(help="Factor of the chunks' log-sum-exp in a question.")] = None,
+    chunk_calibration: Calibrated = None,
     max_tokens: Annotated[int, typer.Option(help="Number of tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Probability mass of nucleus sampling.")] = 1.0,
@@ -68,6 +74,10 @@ def generate(
         enable_chunk_aware=chunk_aware,
         chunk_separator=chunk_separator,
         position_strategy=position_strategy,
+        chunk_position_gap=chunk_position_gap,
+        chunk_temperature=chunk_temperature,
+        chunk_scale=chunk_scale,
+        chunk_calibration=chunk_calibration,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         attention_backend=attention_backend,
@@ -130,13 +140,18 @@ def inspect(
     model: Model = None,
     chunk_separator: Separator = " # # ",
     position_strategy: Strategy = "shared",
+    chunk_position_gap: Gap = None,
+    chunk_calibration: Calibrated = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture of mask and positions (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Show how a prompt is parsed: parts, tokens, positions. The command loads the tokenizer only."""
     from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
 
     tokenizer = load_tokenizer(model or str(DEMO_FOLDER))
-    parser = PromptParser(tokenizer, separator=chunk_separator, strategy=position_strategy, chunk_aware=True)
+    positions = {"position_strategy": position_strategy, "chunk_position_gap": chunk_position_gap}
+    config = make_config(model, {**positions, "chunk_separator": chunk_separator, "chunk_calibration": chunk_calibration})
+    gap = config.calibration.chunk_position_gap
+    parser = PromptParser(tokenizer, separator=chunk_separator, strategy=position_strategy, gap=gap, chunk_aware=True)
     layout = parser.parse(prompt_of(prompt, prefix, document, question)).layout
     console.print(layout_table(layout, tokenizer))
     console.print(layout_summary(layout))

@@ -27,7 +27,7 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.scoring.rerank import PLAIN
 from tests.fuzz.prompts import Ids, Prompt
-from tests.fuzz.rig import SEPARATOR_ID, words
+from tests.fuzz.rig import POSITIONS, SEPARATOR_ID, words
 
 RERANK_LABELS = (SEPARATOR_ID - 2, SEPARATOR_ID - 1)
 
@@ -35,6 +35,12 @@ RERANK_LABELS = (SEPARATOR_ID - 2, SEPARATOR_ID - 1)
 def shares(sampling: SamplingParams) -> bool:
     """Return whether a prompt reads the cache and leaves something in it."""
     return not sampling.skip_reading_prefix_cache and sampling.prompt_logprobs is None
+
+
+def positions_of(frontend: Frontend) -> str:
+    """Return the name in `POSITIONS` of an engine's strategy and gap."""
+    found = frontend.config.position_strategy, frontend.config.calibration.chunk_position_gap
+    return next(name for name, value in POSITIONS.items() if value == found)
 
 
 @dataclass(frozen=True)
@@ -47,14 +53,14 @@ class Generate:
     salt: str | None = None
     priority: int = 0
 
-    def layout(self, strategy: str) -> ChunkLayout:
+    def layout(self, positions: str) -> ChunkLayout:
         """The prompt as the parser must read it."""
-        return make_layout(*self.prompt, strategy)
+        return make_layout(*self.prompt, *POSITIONS[positions])
 
     def requests(self, frontend: Frontend) -> tuple[list[list[Message]], Any]:
         """Parse the prompt; it must come out as `layout`."""
         (parsed,) = self._parse(frontend)
-        expected = self.layout(frontend.config.position_strategy)
+        expected = self.layout(positions_of(frontend))
         for name in ("token_ids", "positions", "prefix_len", "chunk_lens", "question_len"):
             assert np.array_equal(getattr(parsed.layout, name), getattr(expected, name)), (
                 f"{describe(self)} is parsed wrong: {name}"
@@ -166,7 +172,7 @@ class Call:
     """
 
     def __init__(self, ask: Ask, frontend: Frontend) -> None:
-        self.ask, self.strategy = ask, frontend.config.position_strategy
+        self.ask, self.positions = ask, positions_of(frontend)
         self.stages, self.job = ask.requests(frontend)
         self.stages = [stage for stage in self.stages if stage]
         self.open: set[str] = set()

@@ -17,7 +17,7 @@ from chunkattn.engine.scheduler import Span
 from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Precompute, Score
 from tests.fuzz.ledger import Ledger
 from tests.fuzz.prompts import Alphabet
-from tests.fuzz.rig import STRATEGIES, WORDS, Rig
+from tests.fuzz.rig import POSITIONS, WORDS, Rig
 from tests.fuzz.session import Session, report, smallest
 from tests.fuzz.witness import Difference, Witness, check
 
@@ -56,8 +56,8 @@ class Fuzzer:
         self._start()
 
     def _start(self) -> None:
-        strategy, store = str(self.rng.choice(STRATEGIES)), self._store if self.rng.random() < 0.8 else None
-        self.session = Session(self._rig, self._cold, self._ledger, strategy, store)
+        positions, store = str(self.rng.choice([*POSITIONS])), self._store if self.rng.random() < 0.8 else None
+        self.session = Session(self._rig, self._cold, self._ledger, positions, store)
         self._open = {"scoring", "a restart"}  # after which no chunk prompt has had a second opinion yet
         self._scored = False
 
@@ -77,10 +77,10 @@ class Fuzzer:
             self.session.drain()
             self._hear_others()
         except Difference as difference:
-            asks, strategy = None, self.session.strategy
+            asks, positions = None, self.session.positions
             if difference.ask is not None:
-                asks = smallest(self._rig, self._cold, self._asked, difference.ask, strategy)
-            raise Difference(report(difference, asks, strategy)) from difference
+                asks = smallest(self._rig, self._cold, self._asked, difference.ask, positions)
+            raise Difference(report(difference, asks, positions)) from difference
         finally:
             self._end()
             shutil.rmtree(self._store)
@@ -125,7 +125,7 @@ class Fuzzer:
             self.session.step()
             return
         ask = self._ask()
-        self._asked.append((self.session.strategy, ask))
+        self._asked.append((self.session.positions, ask))
         self._scored |= isinstance(ask, Score) and ask.algorithm == "prefill_extend"
         self.session.send(ask)
 
@@ -221,7 +221,7 @@ class Fuzzer:
         self.session.reset()
 
     def _restart(self) -> None:
-        """Finish or abort what runs, close the engine and start another, perhaps with the other strategy."""
+        """Finish or abort what runs, close the engine and start another, perhaps with other positions."""
         if self.rng.random() < 0.5:
             for call in self.session.in_flight:
                 self.session.leave(call)

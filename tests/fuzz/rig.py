@@ -20,7 +20,8 @@ from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
 from tests.checkpoints import _SHAPE, VOCAB, make_checkpoint
 
-STRATEGIES = ("shared", "offset")
+POSITIONS = {"shared": ("shared", 0), "offset": ("offset", 0), "gap 5": ("shared", 5), "gap 23": ("shared", 23)}
+"""Position strategy and chunk gap of an engine, by the name that a report gives."""
 BLOCK = 4
 """Tokens of a page: small, so that short prompts have many page boundaries."""
 PAGES = 48
@@ -60,29 +61,32 @@ def words(ids: list[int] | tuple[int, ...]) -> str:
 
 
 class Rig:
-    """Builds engines over one `Runner`, and a `Frontend` for each position strategy.
+    """Builds engines over one `Runner`, and a `Frontend` for each of `POSITIONS`.
 
     Args:
         model: folder of `make_model`.
 
     Attributes:
-        frontends: by position strategy.
+        frontends: by name in `POSITIONS`.
     """
 
     def __init__(self, model: Path) -> None:
         page = 2 * 2 * 2 * 32 * 4 * BLOCK  # K and V, layers, heads, head_dim, float32
         options = _OPTIONS | {"kv_cache_memory_bytes": PAGES * page}
-        self._configs = {name: make_config(str(model), {**options, "position_strategy": name}) for name in STRATEGIES}
+        self._configs = {
+            name: make_config(str(model), {**options, "position_strategy": strategy, "chunk_position_gap": gap})
+            for name, (strategy, gap) in POSITIONS.items()
+        }
         files = open_files(self._configs["shared"])
         first = build_core(self._configs["shared"], files)
         assert first.limits.num_pages == PAGES
         self._runner, self._max_model_len = first.runner, first.limits.max_model_len
         self.frontends = {name: Frontend(config, files) for name, config in self._configs.items()}
 
-    def start(self, strategy: str, store: Path | None) -> EngineCore:
+    def start(self, positions: str, store: Path | None) -> EngineCore:
         """Return a new engine with an empty pool, over the K/V store in a folder if one is given."""
         self._runner.reset()
         disk = None if store is None else DiskTier(KVStore(store, max_bytes=MIN_BYTES), self._runner)
-        core = EngineCore(self._runner, self._configs[strategy], self._max_model_len, disk)
-        self.frontends[strategy].connect(core.limits)
+        core = EngineCore(self._runner, self._configs[positions], self._max_model_len, disk)
+        self.frontends[positions].connect(core.limits)
         return core

@@ -24,7 +24,7 @@ class Session:
         rig: builds the engine.
         cold: judges every answer.
         ledger: of everything computed so far that may be in `store`.
-        strategy: of positions.
+        positions: name in `POSITIONS`.
         store: folder of the K/V store; None for none.
 
     Attributes:
@@ -34,9 +34,9 @@ class Session:
         counts: of answers and events, by name.
     """
 
-    def __init__(self, rig: Rig, cold: Witness, ledger: Ledger, strategy: str, store: Path | None = None) -> None:
-        self.core, self.frontend = rig.start(strategy, store), rig.frontends[strategy]
-        self.strategy, self.stalled = strategy, False
+    def __init__(self, rig: Rig, cold: Witness, ledger: Ledger, positions: str, store: Path | None = None) -> None:
+        self.core, self.frontend = rig.start(positions, store), rig.frontends[positions]
+        self.positions, self.stalled = positions, False
         self.answered: list[Call] = []
         self.counts: Counter[str] = Counter()
         self._cold, self._ledger = cold, ledger
@@ -116,7 +116,7 @@ class Session:
     def _note_generated(self, call: Call, event: TokenOutput) -> None:
         assert isinstance(call.ask, Generate)
         if shares(call.ask.sampling):
-            layout = continued(call.ask.layout(self.strategy), call.samples[event.sample].tokens)
+            layout = continued(call.ask.layout(self.positions), call.samples[event.sample].tokens)
             self._ledger.note(event.request_id, call.ask.salt, layout)
 
     def look_up(self, ask: Precompute, *, forget: bool) -> None:
@@ -185,22 +185,22 @@ class Session:
         self.core.close_disk()
 
 
-def smallest(rig: Rig, cold: Witness, asked: list[tuple[str, Ask]], failing: Ask, strategy: str) -> list[Ask] | None:
+def smallest(rig: Rig, cold: Witness, asked: list[tuple[str, Ask]], failing: Ask, positions: str) -> list[Ask] | None:
     """Find the failing ask alone, or behind one other, that differs on a new engine.
 
     Args:
         rig: builds the engines.
         cold: judges.
-        asked: everything that was asked, in order, with the strategy of its engine.
+        asked: everything that was asked, in order, with the positions of its engine.
         failing: whose answer was wrong.
-        strategy: of the engine that gave it.
+        positions: of the engine that gave it.
 
     Returns:
         One or two asks; None when neither differs, as where it takes requests in flight together or a restart.
     """
-    others = [ask for name, ask in asked if name == strategy and ask != failing]
+    others = [ask for name, ask in asked if name == positions and ask != failing]
     for before in [[], *([ask] for ask in reversed(others[-150:]))]:
-        session = Session(rig, cold, Ledger(), strategy)
+        session = Session(rig, cold, Ledger(), positions)
         try:
             for ask in [*before, failing]:
                 session.send(ask)
@@ -212,11 +212,11 @@ def smallest(rig: Rig, cold: Witness, asked: list[tuple[str, Ask]], failing: Ask
     return None
 
 
-def report(difference: Difference, asks: list[Ask] | None, strategy: str) -> str:
+def report(difference: Difference, asks: list[Ask] | None, positions: str) -> str:
     """Say what differs, and the asks that show it on a new engine."""
     lines = [str(difference)]
     if difference.ask is not None:
-        lines += [f"asked: {describe(difference.ask)}", f"position_strategy: {strategy}"]
+        lines += [f"asked: {describe(difference.ask)}", f"positions: {positions}"]
     if asks:
         lines += ["a new engine shows it after:", *(f"  {describe(ask)}" for ask in asks)]
     elif difference.ask is not None:

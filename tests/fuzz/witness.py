@@ -105,7 +105,7 @@ def check(call: Call, witness: Witness) -> None:
 
 def _check(call: Call, witness: Witness) -> None:
     if isinstance(call.ask, Generate):
-        layout = call.ask.layout(call.strategy)
+        layout = call.ask.layout(call.positions)
         for number, sample in enumerate(call.samples):
             rows = witness.logprobs(continued(layout, sample.tokens[:-1]))
             _check_sample(sample, number, call.ask.sampling, rows[len(layout) - 1 :], witness)

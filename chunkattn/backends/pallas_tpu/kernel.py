@@ -143,8 +143,11 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, weighs: bool,
     pages = Pages(pool, kv, arrived, state, head_block * shape.heads, shape)
     following = jnp.minimum(i + 1, sc.shape[1] - 1)
 
+    def first_chunk_tile(tile: Any) -> Any:
+        return lax.div(sc[CHUNK_BEGIN, tile], shape.slots)
+
     def chunk_tiles(tile: Any) -> Any:
-        return pl.cdiv(sc[CHUNK_END, tile], shape.slots) - sc[CHUNK_BEGIN, tile] // shape.slots
+        return lax.div(sc[CHUNK_END, tile] + shape.slots - 1, shape.slots) - first_chunk_tile(tile)
 
     def tiles_of(tile: Any) -> Any:
         count = sc[FIRST_END, tile] + sc[SECOND_END, tile] - sc[SECOND_START, tile]
@@ -153,7 +156,7 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, weighs: bool,
     def kv_tile(tile: Any, step: Any) -> Any:
         later = step - chunk_tiles(tile) if weighs else step
         other = jnp.where(later < sc[FIRST_END, tile], later, sc[SECOND_START, tile] + later - sc[FIRST_END, tile])
-        return jnp.where(later < 0, sc[CHUNK_BEGIN, tile] // shape.slots + step, other) if weighs else other
+        return jnp.where(later < 0, first_chunk_tile(tile) + step, other) if weighs else other
 
     @pl.when(i == 0)
     def begin_walk() -> None:

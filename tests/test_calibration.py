@@ -1,0 +1,300 @@
+"""Chunk gap, chunk temperature and chunk scale: against transformers, in the cache, and as options."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from chunkattn import LLM, ChunkedPrompt, SamplingParams, make_layout
+from chunkattn.calibration import FILE_NAME, Calibration
+from chunkattn.calls.likelihood import likelihood_job
+from chunkattn.engine.messages import GenerateRequest
+from chunkattn.errors import BackendError, CapacityError, ConfigError, RequestError
+from chunkattn.rope.positions import shared_positions
+from tests.checkpoints import CHUNKABLE, VOCAB, random_parts
+from tests.test_parity import FAMILIES, GREEDY, check_greedy, engine_logits
+
+QUICK = [pytest.param(n, marks=() if n in ("llama", "qwen3") else pytest.mark.telling) for n in CHUNKABLE]
+
+
+def gapped_positions(parts, gap):
+    """Position ids by the definition, part by part."""
+    prefix, chunks, question = parts
+    first = len(prefix) + (gap if chunks else 0)
+    positions = [*range(len(prefix))]
+    for chunk in chunks:
+        positions += [first + t for t in range(len(chunk))]
+    after = first + max((len(c) for c in chunks), default=0)
+    return positions + [after + t for t in range(len(question))]
+
+
+def gapped_layouts(rng, count, most):
+    """Random prompts with random gaps, `(parts, layout)`, whose positions leave room for 32 tokens below `most`."""
+    found = []
+    while len(found) < count:
+        parts, gap = random_parts(rng), int(rng.choice([0, 1, rng.integers(2, 100)]))
+        layout = make_layout(*parts, gap=gap)
+        assert layout.positions.tolist() == gapped_positions(parts, gap)
+        if layout.next_position + 32 <= most:
+            found.append((parts, layout))
+    return found
+
+
+# The gap
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_prompts_with_gaps_equal_transformers(name, engine, oracle):
+    """30 random layouts with random gaps in one engine: raw logits of every token."""
+    llm = engine(name)
+    for _, layout in gapped_layouts(np.random.default_rng(5), 30, llm.limits.max_model_len):
+        np.testing.assert_allclose(engine_logits(llm, layout), oracle(name).chunked(layout), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen3" else pytest.mark.telling) for n in FAMILIES])
+def test_greedy_tokens_with_a_gap_equal_transformers(name, engine, oracle):
+    """The option reaches prompts, and generated tokens go on from the question; cold, warm, and in another order."""
+    rng, gap = np.random.default_rng(6), 37
+    llm = engine(name, chunk_position_gap=gap)
+    kept = [parts for parts in (random_parts(rng) for _ in range(20)) if parts[1]]
+    llm.reset_prefix_cache()
+    for order in (1, 1, -1):
+        outs = llm.generate([ChunkedPrompt(p, chunks[::order], q) for p, chunks, q in kept], GREEDY)
+        for (prefix, chunks, question), out in zip(kept, outs, strict=True):
+            layout = make_layout(prefix, chunks[::order], question, gap=gap)
+            tokens = out.outputs[0].token_ids
+            check_greedy(oracle(name).chunked(layout, tokens), len(layout), tokens)
+
+
+def test_a_chunk_of_one_gap_never_serves_another(engine, checkpoint, tmp_path):
+    """Neither in memory nor on disk."""
+    rng = np.random.default_rng(7)
+    prefix, chunks = rng.integers(0, VOCAB, 20).tolist(), [rng.integers(0, VOCAB, 40).tolist() for _ in range(3)]
+    prompt = ChunkedPrompt(prefix, chunks, [1, 2, 3])
+    one = SamplingParams(temperature=0, max_tokens=1)
+
+    def cached(gap):
+        options = {
+            "skip_tokenizer_init": True,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 8 << 20,
+        }
+        llm = LLM(str(checkpoint("qwen3")), chunk_position_gap=gap, kv_store=str(tmp_path), **options)
+        found = llm.precompute(prefix, chunks)
+        llm.close()
+        return [document.was_cached for document in found.documents]
+
+    never, again = [False] * 3, [True] * 3
+    assert [cached(gap) for gap in (16, 32, 0, 32)] == [never, never, never, again]
+    llm = engine("qwen3")
+    llm.reset_prefix_cache()
+    for gap, tokens in ((0, 0), (5, 20), (6, 20), (5, 20 + 120)):  # the prefix serves every gap
+        llm.parser._place("shared", gap)
+        assert llm.generate(prompt, one)[0].num_cached_tokens == tokens, gap
+    llm.parser._place("shared", 0)
+
+
+def test_only_chunks_have_a_gap():
+    assert shared_positions(3, [], 2, 50).tolist() == [0, 1, 2, 3, 4]
+    assert shared_positions(0, [2, 1], 1, 50).tolist() == [50, 51, 50, 52]
+
+
+def test_scores_have_no_gap(engine):
+    query, items = [3, 1, 4, 1, 5], [[9, 2], [6], [5, 3, 5]]
+    plain = engine("qwen3").score(query, items, label_token_ids=[7, 8])
+    for options in ({"chunk_position_gap": 37}, {"chunk_temperature": 0.5, "chunk_scale": 0.5}):
+        assert engine("qwen3", **options).score(query, items, label_token_ids=[7, 8]).scores == plain.scores
+
+
+def test_a_position_limit_names_the_gap(engine):
+    llm = engine("qwen3", chunk_position_gap=37)
+    limit = llm.limits.max_model_len
+    with pytest.raises(
+        CapacityError, match=rf"chunk 0 of 230 tokens reaches position \d+ after a chunk_position_gap of 37, .*{limit}"
+    ):
+        llm.generate(ChunkedPrompt([1], [[2] * 230], [3]), GREEDY)
+
+
+# Temperature and scale
+
+
+def weighed_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
+    """Eager attention with the scores of chunk slots replaced, in question rows, as the definition says."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * scaling + attention_mask
+    chunk, question, temperature, scale = WEIGHED
+    rows = scores[:, :, question]
+    tempered = rows[..., chunk] / temperature
+    total = torch.logsumexp(tempered, -1, keepdim=True)
+    rows[..., chunk] = tempered + (scale - 1) * total
+    scores[:, :, question] = rows
+    return (torch.softmax(scores, -1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("weighed", weighed_attention)
+WEIGHED = ()
+
+
+def weighed_logits(oracle, layout, generated, temperature, scale):
+    """Logits of transformers under the calibration."""
+    global WEIGHED
+    part = np.array([*layout.chunk_ids.tolist(), *[-2] * len(generated)])
+    WEIGHED = (torch.as_tensor(part >= 0), torch.as_tensor(part == -2), temperature, scale)
+    oracle.model.set_attn_implementation("weighed" if (part >= 0).any() else "eager")
+    try:
+        return oracle.chunked(layout, generated)
+    finally:
+        oracle.model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen3" else pytest.mark.telling) for n in FAMILIES])
+def test_calibrated_prompts_equal_transformers(name, backend, engine, oracle):
+    """Random layouts, temperatures and scales: logits of the prompt, then greedy tokens and their log-probabilities."""
+    if backend == "pallas_tpu":
+        name = "qwen3-64"
+    rng = np.random.default_rng(8)
+    llm = engine(name, attention_backend=backend, chunk_temperature=0.7, chunk_scale=1.3)
+    layouts = gapped_layouts(rng, 12 if backend != "pallas_tpu" else 3, llm.limits.max_model_len)
+    for _, layout in layouts:
+        wanted = weighed_logits(oracle(name), layout, (), 0.7, 1.3)
+        np.testing.assert_allclose(engine_logits(llm, layout), wanted, atol=1e-4)
+    kept = [parts for parts, layout in layouts if layout.max_position < 150]
+    params = SamplingParams(temperature=0, max_tokens=16 if backend != "pallas_tpu" else 3, logprobs=0)
+    for parts, out in zip(kept, llm.generate([ChunkedPrompt(*p) for p in kept], params), strict=True):
+        layout, tokens = make_layout(*parts), out.outputs[0].token_ids
+        logits = weighed_logits(oracle(name), layout, tokens, 0.7, 1.3)
+        check_greedy(logits, len(layout), tokens)
+        wanted = torch.log_softmax(torch.as_tensor(logits), -1).numpy()[len(layout) - 1 : -1]
+        found = [entry[token].logprob for entry, token in zip(out.outputs[0].logprobs, tokens, strict=True)]
+        np.testing.assert_allclose(found, wanted[range(len(tokens)), tokens], atol=1e-4)
+
+
+def test_cached_chunks_serve_every_temperature_and_scale(engine, oracle):
+    """Only the question and the answer are computed again, and the log-probabilities equal transformers'."""
+    rng = np.random.default_rng(9)
+    llm = engine("qwen3", chunk_temperature=0.7, chunk_scale=1.3)
+    parts = rng.integers(0, VOCAB, 20).tolist(), [rng.integers(0, VOCAB, n).tolist() for n in (40, 17, 40)], [1, 2, 3]
+    answer = [5, 6]
+    prompts = llm.frontend.parse([ChunkedPrompt(*parts)], None)
+    llm.reset_prefix_cache()
+    for weighing in ((1.0, 1.0), (0.5, 0.8), (0.7, 1.3), (2.0, 2.0)):
+        job = likelihood_job(llm.frontend, prompts, [answer], weighing)
+        before = llm.core.metrics.tokens.labels("prefill")._value.get()
+        (found,) = llm.run(job)
+        computed = llm.core.metrics.tokens.labels("prefill")._value.get() - before
+        assert computed == (len(parts[2]) + len(answer) if weighing != (1.0, 1.0) else len(prompts[0].layout) + len(answer))
+        logits = weighed_logits(oracle("qwen3"), prompts[0].layout, answer, *weighing)
+        wanted = torch.log_softmax(torch.as_tensor(logits), -1).numpy()[[-3, -2], answer]
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_a_question_is_cached_with_its_temperature_and_scale(engine):
+    llm = engine("qwen3", chunk_temperature=0.7, chunk_scale=1.3)
+    llm.reset_prefix_cache()
+    prompt, one = ChunkedPrompt([1] * 16, [[2] * 16], list(range(40))), SamplingParams(temperature=0, max_tokens=1)
+    layout = llm.parser.parse(prompt).layout
+
+    def cached(weighing):
+        llm.core.add(GenerateRequest("q", layout, one, weighing=weighing))
+        (output,) = [o for _ in range(9) if llm.core.has_work for o in llm.core.step()]
+        return output.cached.question
+
+    assert [cached(w) for w in (None, None, (0.7, 1.3), (0.7, 1.2), (0.7, 1.2))] == [0, 32, 32, 0, 32]
+
+
+def test_order_of_chunks_changes_no_bit(engine):
+    rng = np.random.default_rng(10)
+    llm = engine("qwen3", chunk_temperature=0.7, chunk_scale=1.3)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=5, skip_reading_prefix_cache=True)
+    prefix, chunks = rng.integers(0, VOCAB, 5).tolist(), [rng.integers(0, VOCAB, n).tolist() for n in (9, 30, 2, 17)]
+    outs = llm.generate([ChunkedPrompt(prefix, chunks[::order], [1, 2]) for order in (1, -1)], params)
+    first, second = (out.outputs[0] for out in outs)
+    assert first.token_ids == second.token_ids
+    assert first.logprobs == second.logprobs
+
+
+def test_plain_prompts_keep_every_bit(engine):
+    rng = np.random.default_rng(11)
+    layout = make_layout([], [], rng.integers(0, VOCAB, 90))
+    plain, weighed = (engine_logits(engine("qwen3", **o), layout) for o in ({}, {"chunk_temperature": 0.5, "chunk_scale": 0.5}))
+    np.testing.assert_array_equal(plain, weighed)
+
+
+def test_one_and_one_compile_to_the_program_without_calibration(engine):
+    def text(**options):
+        core = engine("qwen3", **options).core
+        return core.runner.lower(core.batches.empty(8, 32), 16, None).as_text()
+
+    assert text(chunk_temperature=1.0, chunk_scale=1) == text()
+    assert text(chunk_temperature=0.5) != text()
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_temperature": 0}, "chunk_temperature must be above 0 and finite, got 0"),
+        ({"chunk_scale": float("nan")}, "chunk_scale must be above 0 and finite, got nan"),
+        ({"chunk_scale": float("inf")}, "chunk_scale must be above 0 and finite, got inf"),
+        ({"chunk_position_gap": -1}, "chunk_position_gap must be at least 0, got -1"),
+        ({"chunk_position_gap": True}, "chunk_position_gap must be of type int"),
+        ({"chunk_position_gap": 4, "position_strategy": "offset"}, "chunk_position_gap needs position_strategy 'shared'"),
+        ({"chunk_calibration": "nowhere.json"}, "chunk_calibration nowhere.json cannot be read"),
+    ],
+)
+def test_bad_options_are_refused(options, message, checkpoint):
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(checkpoint("qwen3")), skip_tokenizer_init=True, **options)
+
+
+def test_models_and_backends_that_cannot_weigh_are_refused_by_name(checkpoint):
+    with pytest.raises(BackendError, match=r"chunk_temperature and chunk_scale have no meaning under a sliding window"):
+        LLM(str(checkpoint("mistral-window")), skip_tokenizer_init=True, chunk_scale=0.8)
+    with pytest.raises(BackendError, match=r"'packed_dense' cannot serve this model: .* no chunk_temperature"):
+        LLM(str(checkpoint("qwen3")), skip_tokenizer_init=True, chunk_scale=0.8, attention_backend="packed_dense")
+
+
+def test_an_engine_without_calibration_refuses_a_weighed_request(engine):
+    llm = engine("qwen3")
+    prompts = llm.frontend.parse([ChunkedPrompt([1], [[2]], [3])], None)
+    with pytest.raises(RequestError, match="built without chunk_temperature"):
+        likelihood_job(llm.frontend, prompts, [[4]], (0.5, 1.0))
+
+
+def test_a_calibration_file_sets_what_no_option_sets(checkpoint, tmp_path):
+    """Named, found in the model's folder, overridden, turned off, and damaged."""
+    folder = tmp_path / "model"
+    folder.symlink_to(checkpoint("qwen3"), target_is_directory=True)
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps({"chunk_position_gap": 9, "chunk_temperature": 0.5, "data": "made up"}))
+
+    def calibration(**options):
+        return LLM(str(folder), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 20, **options).config.calibration
+
+    named = {"chunk_calibration": str(file)}
+    assert calibration(**named) == Calibration(9, 0.5, 1.0)
+    assert calibration(**named, chunk_position_gap=0, chunk_scale=2) == Calibration(0, 0.5, 2.0)
+    assert calibration(**named, position_strategy="offset") == Calibration(0, 0.5, 1.0)
+    assert calibration() == Calibration()
+    found = checkpoint("qwen3") / FILE_NAME
+    found.write_text(file.read_text())
+    try:
+        assert calibration() == Calibration(9, 0.5, 1.0)
+        assert calibration(chunk_calibration="off") == Calibration()
+        for text, message in (
+            ("[]", "must be a JSON object"),
+            ("{", "cannot be read"),
+            ('{"chunk_scale": "x"}', "must be a number"),
+        ):
+            found.write_text(text)
+            with pytest.raises(ConfigError, match=message):
+                calibration()
+    finally:
+        found.unlink()
