@@ -64,6 +64,7 @@ def test_chunk_attention_is_the_definition(backend, seed):
         pytest.param({"kv_dtype": "float8_e4m3fn"}, marks=pytest.mark.telling),
         pytest.param({"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"}, marks=pytest.mark.telling),
         {"kv_dtype": "float8_e4m3fn", "window": 7},
+        {"weighs": True},
         {"dtype": "bfloat16"},
         pytest.param({"num_heads": 8, "num_kv_heads": 4, "head_dim": 128}, marks=pytest.mark.telling),
         pytest.param({"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "dtype": "bfloat16"}, marks=pytest.mark.telling),
@@ -74,7 +75,7 @@ def test_xla_equals_reference(options):
     check_backend("xla", **{"cases": 10, **options})
 
 
-QUICK_TILES = (({"window": 9}, 0, 0), ({"dtype": "bfloat16"}, 0, 1 << 30), ({}, 16, 0))
+QUICK_TILES = (({"window": 9}, 0, 0), ({"dtype": "bfloat16"}, 0, 1 << 30), ({}, 16, 0), ({"weighs": True}, 16, 0))
 
 
 # In `make test` each way to multiply and each option once.
@@ -82,7 +83,7 @@ QUICK_TILES = (({"window": 9}, 0, 0), ({"dtype": "bfloat16"}, 0, 1 << 30), ({}, 
     ("options", "per_head", "large_keys"),
     [
         pytest.param(*case, marks=() if case in QUICK_TILES else pytest.mark.telling)
-        for case in product(({}, {"window": 9}, {"dtype": "bfloat16"}), (0, 16), (0, 1 << 30))
+        for case in product(({}, {"window": 9}, {"dtype": "bfloat16"}, {"weighs": True}), (0, 16), (0, 1 << 30))
         if not (case[1] and case[2])
     ],
     ids=str,

@@ -43,6 +43,7 @@ def small_tiles(monkeypatch):
         {"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
         pytest.param({"window": 19}, marks=pytest.mark.telling),
         {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16", "scale": 4},
+        {"weighs": True, "scale": 4},
     ],
     ids=str,
 )
