@@ -83,6 +83,19 @@ def check_options(geometry: str, dtype: str, json_file: str | None, plot: Path |
         raise ConfigError(f"unknown geometry {geometry!r}; choose one of {', '.join(GEOMETRIES)}")
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"unknown dtype {dtype!r}; choose float32 or bfloat16")
+    check_files(json_file, plot)
+
+
+def check_files(json_file: str | None, plot: Path | None) -> None:
+    """Check the files that a command will write.
+
+    Args:
+        json_file: file for JSON; '-' writes to standard output, None writes no file.
+        plot: file for a plot; None draws no plot.
+
+    Raises:
+        ConfigError: a file cannot be written, or matplotlib is missing.
+    """
     files = [Path(json_file)] if json_file and json_file != "-" else []
     for target in [*files, plot] if plot else files:
         if not target.parent.is_dir():

@@ -48,11 +48,12 @@ KVStore = Annotated[Path | None, typer.Option("--kv-store", help="Folder that ke
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")]
 
 
-def command(group: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command of a group. Errors of this package become one line on stderr and exit code 2.
 
     Args:
         group: group of commands, or the app itself.
+        name: name of the command; None takes the function's.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -64,7 +65,7 @@ def command(group: typer.Typer) -> Callable[[Callable[..., None]], Callable[...,
                 print("error:", " ".join(str(error).split()), file=sys.stderr)
                 raise typer.Exit(2) from None
 
-        return group.command()(run)
+        return group.command(name)(run)
 
     return register
 

@@ -1,0 +1,1 @@
+"""Evaluation of isolated chunks on a user's own data, and the search for the model's calibration."""

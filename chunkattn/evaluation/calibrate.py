@@ -1,0 +1,130 @@
+"""Calibration of a model: search on one half of the questions, figures on the other half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from chunkattn.calibration import Calibration
+from chunkattn.errors import RequestError
+from chunkattn.evaluation.conditions import NONE, Condition
+from chunkattn.evaluation.examiner import Examiner
+from chunkattn.evaluation.measures import mean_of
+from chunkattn.evaluation.report import LOGPROB, Values, conclusion
+from chunkattn.evaluation.search import Trial, Weighing, search
+
+FEWEST = 4
+"""Smallest number of questions: two to search on, two to report."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Places of the questions of the search, and of the questions of the report."""
+
+    search: list[int]
+    report: list[int]
+
+
+def halves_of(count: int) -> Halves:
+    """Return the two halves of `count` questions, drawn with a fixed seed and each in the data's order.
+
+    Args:
+        count: number of questions.
+
+    Raises:
+        RequestError: there are fewer than four questions.
+    """
+    if count < FEWEST:
+        raise RequestError(f"calibrate needs at least {FEWEST} questions, got {count}")
+    order = np.random.default_rng(0).permutation(count)
+    return Halves(sorted(order[: count // 2].tolist()), sorted(order[count // 2 :].tolist()))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a calibration.
+
+    Attributes:
+        trials: all trials, the best first. Their values are means over the search half.
+        halves: questions of search and report.
+        values: values of the report half, by condition.
+    """
+
+    trials: list[Trial]
+    halves: Halves
+    values: dict[Condition, Values]
+
+    @property
+    def calibration(self) -> Calibration:
+        """Return the best calibration."""
+        return self.trials[0].calibration
+
+    @property
+    def conclusion(self) -> str:
+        """Return what the report half says about the best calibration, in one sentence."""
+        if self.calibration == NONE:
+            lost = mean_of(self.values[Condition("shared")][LOGPROB] - self.values[Condition("full")][LOGPROB])
+            return (
+                "No gap, temperature or scale that was tried is better than the defaults, under which isolated documents "
+                f"change the log-probability per token of the gold answer by {lost.mean:+.2f} (95% interval {lost.low:+.2f} to "
+                f"{lost.high:+.2f}) against full attention."
+            )
+        return conclusion(self.values, self.calibration)
+
+    def notes(self) -> dict[str, Any]:
+        """Return the figures of the report half, for the calibration file."""
+        shared, own, full = (
+            self.values[condition][LOGPROB]
+            for condition in (Condition("shared"), Condition("shared", self.calibration), Condition("full"))
+        )
+        notes: dict[str, Any] = {
+            "questions_of_the_search": len(self.halves.search),
+            "questions_of_the_report": len(self.halves.report),
+            "logprob_per_token_of_full_attention": round(float(full.mean()), 4),
+        }
+        for name, values in (("default", shared - full), ("calibrated", own - full)):
+            found = mean_of(values)
+            notes[f"{name}_minus_full"] = round(found.mean, 4)
+            notes[f"{name}_minus_full_95"] = [round(found.low, 4), round(found.high, 4)]
+        return notes
+
+
+def calibrate(
+    examiner: Examiner,
+    *,
+    gaps: Sequence[int],
+    weighs: bool = True,
+    tried: Callable[[Trial], None] = lambda trial: None,
+) -> Found:
+    """Search gap, temperature and scale on one half of the questions, and measure the best on the other half.
+
+    The objective is the mean log-probability of a token of the gold answer under `shared` positions, over the search half. The
+    documents of a group of questions are computed once for a gap and serve all temperatures and scales.
+
+    Args:
+        examiner: questions and engine, which is built with a temperature or scale other than 1 if `weighs`.
+        gaps: gaps of the coarse grid.
+        weighs: whether to search temperature and scale.
+        tried: called after every trial.
+
+    Raises:
+        RequestError: there are fewer than four questions, or one does not fit the engine.
+        ConfigError: no gap fits the model's positions.
+        EngineError: a step failed.
+    """
+    halves = halves_of(len(examiner.questions))
+    examiner.check([Condition("full"), Condition("shared")])
+
+    def objective(gap: int, weighings: Sequence[Weighing]) -> list[float]:
+        conditions = [Condition("shared", Calibration(gap, *weighing)) for weighing in weighings]
+        values = examiner.examine(conditions, halves.search, texts=False)
+        return [float(values[condition][LOGPROB].mean()) for condition in conditions]
+
+    trials = search(objective, gaps=gaps, max_gap=examiner.max_gap, weighs=weighs, tried=tried)
+    best = trials[0].calibration
+    control = Calibration(0, best.chunk_temperature, best.chunk_scale)
+    conditions = [Condition("full"), Condition("full", control), Condition("shared"), Condition("shared", best)]
+    return Found(trials, halves, examiner.examine(list(dict.fromkeys(conditions)), halves.report, texts=False))

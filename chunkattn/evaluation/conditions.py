@@ -1,0 +1,164 @@
+"""Conditions of an evaluation: which tokens the question sees, at which positions, with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from chunkattn.calibration import Calibration
+from chunkattn.errors import ConfigError
+from chunkattn.evaluation.data import Question
+from chunkattn.layout import ChunkLayout
+from chunkattn.parsers import ChunkedPrompt, PromptParser
+from chunkattn.rope.positions import make_layout
+
+NONE = Calibration()
+"""Calibration that changes nothing."""
+Kind = Literal["full", "shared", "offset", "gold only", "no document"]
+DEFAULT_TEMPLATE = "Document: {document}\n\n"
+"""Default template of a document's text."""
+DOCUMENT = "{document}"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One way to show the documents to the question.
+
+    Attributes:
+        kind: `full` attention over all documents, isolated documents under `shared` or `offset` positions, full attention
+            over the gold documents only, or no document.
+        calibration: gap, temperature and scale of the documents. Only `shared` has a gap.
+    """
+
+    kind: Kind
+    calibration: Calibration = NONE
+
+    @property
+    def name(self) -> str:
+        """Return the name in tables, such as `shared, gap 64, T 0.8, S 0.8`."""
+        given = self.calibration
+        parts = [f"gap {given.chunk_position_gap}"] if given.chunk_position_gap else []
+        parts += [f"T {given.chunk_temperature:g}", f"S {given.chunk_scale:g}"] if given.weighs else []
+        return ", ".join([self.kind, *parts])
+
+    @property
+    def weighing(self) -> tuple[float, float]:
+        """Return temperature and scale."""
+        return self.calibration.chunk_temperature, self.calibration.chunk_scale
+
+    def layout(self, prompt: TokenizedQuestion) -> ChunkLayout:
+        """Return the prompt of a question under this condition.
+
+        Every condition shows the same tokens in the same order, `gold only` and `no document` some of them. Full attention is
+        an ordinary prompt. With a temperature or scale, its documents form one chunk, which is full attention as well.
+
+        Args:
+            prompt: token ids of the question.
+        """
+        prefix, documents, question = prompt.prefix, list(prompt.documents), prompt.question
+        if self.kind in ("shared", "offset"):
+            return make_layout(prefix, documents, question, self.kind, self.calibration.chunk_position_gap)
+        if self.kind == "gold only":
+            documents = [documents[place] for place in prompt.gold]
+        elif self.kind == "no document":
+            documents = []
+        joined = [token for document in documents for token in document]
+        if self.calibration.weighs:
+            return make_layout(prefix, [joined], question)
+        return make_layout([], [], [*prefix, *joined, *question])
+
+
+def conditions_for(calibration: Calibration, *, gold: bool) -> list[Condition]:
+    """Return the conditions of an evaluation. Neighbours share their cached K/V.
+
+    Args:
+        calibration: gap, temperature and scale that the engine is configured with.
+        gold: whether all questions name their gold documents.
+    """
+    weights = replace(calibration, chunk_position_gap=0)
+    gap = Calibration(calibration.chunk_position_gap)
+    listed = [
+        Condition("full"),
+        Condition("full", weights),
+        Condition("shared"),
+        Condition("shared", weights),
+        Condition("shared", gap),
+        Condition("shared", calibration),
+        Condition("offset"),
+        Condition("offset", weights),
+        *([Condition("gold only")] if gold else []),
+        Condition("no document"),
+    ]
+    return list(dict.fromkeys(listed))
+
+
+def check_template(template: str) -> str:
+    """Return a document template.
+
+    Args:
+        template: text with `{document}` once.
+
+    Raises:
+        ConfigError: the template holds `{document}` not exactly once.
+    """
+    if template.count(DOCUMENT) != 1:
+        raise ConfigError(f"document_template must hold {DOCUMENT} exactly once, got {template!r}")
+    return template
+
+
+@dataclass(frozen=True)
+class TokenizedQuestion:
+    """Token ids of a question's parts, the same under every condition.
+
+    Attributes:
+        prefix: token ids of the prefix, BOS or chat template included.
+        documents: token ids of every document in its template.
+        question: token ids of the question, up to where the answer begins.
+        answer: token ids of the gold answer.
+        gold: places of the gold documents.
+    """
+
+    prefix: Sequence[int]
+    documents: Sequence[Sequence[int]]
+    question: Sequence[int]
+    answer: Sequence[int]
+    gold: tuple[int, ...] = ()
+
+
+def tokenize(parser: PromptParser, question: Question, template: str) -> TokenizedQuestion:
+    """Return the token ids of a question.
+
+    A tokenizer with a chat template gets a system message (the prefix, if there is one) and a user message (the question),
+    with the documents before it. Other tokenizers get plain text.
+
+    Args:
+        parser: parser of the engine.
+        question: question to tokenize.
+        template: text of a document's chunk, with `{document}` in the document's place.
+
+    Raises:
+        RequestError: a text cannot be tokenized, or the chat template is unusable.
+    """
+    texts = [template.replace(DOCUMENT, document) for document in question.documents]
+    isolated = parser.parse(ChunkedPrompt("", texts, "?")).layout
+    documents = [isolated.part(segment).tolist() for segment in isolated.segments[1:-1]]
+    if getattr(parser.encode.tokenizer, "chat_template", None):
+        system = [{"role": "system", "content": question.prefix}] if question.prefix else []
+        ends = parser.parse_chat([*system, {"role": "user", "content": question.question}], [])
+    else:
+        ends = parser.parse(ChunkedPrompt(question.prefix, [], question.question))
+    layout = ends.layout
+    prefix, asked = (layout.part(layout.segments[place]).tolist() for place in (0, -1))
+    answer = _continuation(parser, ends.text or "", question.answers[0])
+    return TokenizedQuestion(prefix, documents, asked, answer, question.gold or ())
+
+
+def _continuation(parser: PromptParser, before: str, answer: str) -> list[int]:
+    """Return the token ids of an answer after a text, as the model would write them."""
+    tail = before[-1:]
+    joined = answer if not tail or tail.isspace() else f" {answer}"
+    # A letter stands for the text before the answer, so that a tokenizer that marks the beginning of a text marks the letter.
+    stand_in = f"a{tail}" if tail.isspace() else "a"
+    start, whole = parser.prompts(stand_in), parser.prompts(stand_in + joined)
+    return whole[len(start) :] if whole[: len(start)] == start else parser.prompts(joined)

@@ -1,0 +1,162 @@
+"""Data of an evaluation: one JSON object a line, each a question over documents or a ranking of documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chunkattn.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Question:
+    """Question over documents.
+
+    Attributes:
+        line: number of the line in the file, from 1.
+        prefix: text before the documents; the system message of a model with a chat template. May be empty.
+        documents: texts of the documents, at least one.
+        question: text of the question.
+        answers: right answers. The first is the gold answer, whose log-probability is read.
+        gold: places of the documents that hold the answer; None if the data does not say.
+    """
+
+    line: int
+    prefix: str
+    documents: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Query and documents to rank.
+
+    Attributes:
+        line: number of the line in the file, from 1.
+        query: text of the query.
+        documents: texts of the documents, at least one.
+        relevance: grade of each document; 0 is irrelevant.
+    """
+
+    line: int
+    query: str
+    documents: tuple[str, ...]
+    relevance: tuple[int, ...]
+
+
+def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequence[Ranking]:
+    """Read a file of questions, or a file of rankings. Empty lines are skipped.
+
+    Args:
+        path: file to read, UTF-8.
+        limit: number of questions or rankings to read; None reads all.
+
+    Returns:
+        All questions, or all rankings.
+
+    Raises:
+        RequestError: the file cannot be read or is empty, a line is malformed, or the file mixes questions and rankings. The
+            message names the line, the field and the expected value.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read: {error}") from None
+    questions: list[Question] = []
+    rankings: list[Ranking] = []
+    for number, text in enumerate(lines, 1):
+        if limit is not None and len(questions) + len(rankings) == limit:
+            break
+        if not text.strip():
+            continue
+        fields = _Fields(f"{path} line {number}", _object(text, f"{path} line {number}"))
+        if fields.has("query"):
+            rankings.append(_ranking(number, fields))
+        else:
+            questions.append(_question(number, fields))
+        if questions and rankings:
+            raise RequestError(f"{path} line {number}: a file holds questions (`question`) or rankings (`query`), not both")
+    if not (questions or rankings):
+        raise RequestError(f"{path} holds no line")
+    return questions or rankings
+
+
+def _object(text: str, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{place} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{place} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+class _Fields:
+    """Fields of one line, read with their checks."""
+
+    def __init__(self, place: str, values: dict[str, Any]) -> None:
+        self._place, self._values = place, values
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def fail(self, name: str, expected: str) -> RequestError:
+        shown = json.dumps(self._values[name], ensure_ascii=False)[:80] if name in self._values else "nothing"
+        return RequestError(f"{self._place}: `{name}` must be {expected}, got {shown}", param=name)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._values.get(name, default)
+        if not isinstance(value, str) or (default is None and not value.strip()):
+            raise self.fail(name, "a text" if default is not None else "a non-empty text")
+        return value
+
+    def listed(self, name: str, expected: str, accept: Callable[[Any], bool]) -> list[Any]:
+        values = self._values.get(name)
+        if not isinstance(values, list) or not values or not all(map(accept, values)):
+            raise self.fail(name, f"a non-empty list of {expected}")
+        return values
+
+    def documents(self) -> tuple[str, ...]:
+        found = self.listed("documents", "texts, or of objects with a `text` and perhaps a `title`", _is_document)
+        return tuple(map(_document, found))
+
+
+def _is_document(value: Any) -> bool:
+    if isinstance(value, dict):
+        return isinstance(value.get("text"), str) and isinstance(value.get("title", ""), str)
+    return isinstance(value, str)
+
+
+def _document(value: str | dict[str, str]) -> str:
+    """Return the text of a document. A title becomes its first line."""
+    if isinstance(value, str):
+        return value
+    return f"{value['title']}\n{value['text']}" if value.get("title") else value["text"]
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _question(number: int, fields: _Fields) -> Question:
+    documents = fields.documents()
+    question = fields.text("question")
+    answers = fields.listed("answers", "non-empty texts", lambda value: isinstance(value, str) and bool(value.strip()))
+    gold = None
+    if fields.has("gold"):
+        expected = f"places of documents, 0 to {len(documents) - 1}"
+        gold = tuple(fields.listed("gold", expected, lambda value: _is_place(value) and value < len(documents)))
+    return Question(number, fields.text("prefix", ""), documents, question, tuple(answers), gold)
+
+
+def _ranking(number: int, fields: _Fields) -> Ranking:
+    documents = fields.documents()
+    relevance = fields.listed("relevance", "integers of at least 0", _is_place)
+    if len(relevance) != len(documents):
+        raise fields.fail("relevance", f"a list of {len(documents)} integers, one for each document")
+    return Ranking(number, fields.text("query"), documents, tuple(relevance))

@@ -1,0 +1,154 @@
+"""Measures of answers and rankings, and intervals of their means by bootstrap."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from chunkattn.errors import ConfigError
+
+CONFIDENCE = 0.95
+RESAMPLES = 9_999
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(text: str) -> str:
+    """Return a text in lower case, without punctuation and articles, with single spaces.
+
+    Source: the evaluation script of SQuAD, arXiv:1606.05250.
+
+    >>> normalized("The  Cat's hat.")
+    'cats hat'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(text: str, answers: Sequence[str]) -> float:
+    """Return 1 if a text equals one of the answers after normalization, else 0.
+
+    Args:
+        text: text of the model.
+        answers: right answers.
+    """
+    return float(any(normalized(text) == normalized(answer) for answer in answers))
+
+
+def containment(text: str, answers: Sequence[str]) -> float:
+    """Return 1 if a text contains the words of one of the answers in order after normalization, else 0.
+
+    Args:
+        text: text of the model.
+        answers: right answers.
+    """
+    words = f" {normalized(text)} "
+    return float(any(f" {normalized(answer)} " in words for answer in answers))
+
+
+def token_f1(text: str, answers: Sequence[str]) -> float:
+    """Return the harmonic mean of precision and recall of a text's words, for the answer with the highest value.
+
+    Args:
+        text: text of the model.
+        answers: right answers.
+    """
+    return max(_f1(normalized(text).split(), normalized(answer).split()) for answer in answers)
+
+
+def _f1(found: list[str], wanted: list[str]) -> float:
+    if not (found and wanted):
+        return float(found == wanted)
+    common = (Counter(found) & Counter(wanted)).total()
+    return 2 * common / (len(found) + len(wanted))
+
+
+RECALL_AT = (1, 5, 10)
+RANKING_MEASURES = ("MRR", "NDCG@10", *(f"recall@{k}" for k in RECALL_AT))
+
+
+def check_ranking_measures() -> None:
+    """Check that the library of the ranking measures is installed.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ir_measures  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("ranking measures need ir-measures: pip install 'chunkattn[eval]'") from error
+
+
+def ranking_measures(order: Sequence[int], relevance: Sequence[int]) -> dict[str, float]:
+    """Return the measures of one ranking, by the names of `RANKING_MEASURES`.
+
+    A ranking without a relevant document has 0 everywhere.
+
+    Args:
+        order: places of the documents, the best first.
+        relevance: grade of each document; grades of at least 1 are relevant.
+
+    Raises:
+        ConfigError: the library of the measures is not installed.
+    """
+    check_ranking_measures()
+    import ir_measures
+    from ir_measures import RR, Qrel, R, ScoredDoc, nDCG
+
+    names = {RR: "MRR", nDCG @ 10: "NDCG@10", **{R @ k: f"recall@{k}" for k in RECALL_AT}}
+    qrels = [Qrel("q", str(place), grade) for place, grade in enumerate(relevance)]
+    run = [ScoredDoc("q", str(place), float(-rank)) for rank, place in enumerate(order)]
+    if not any(relevance):
+        return dict.fromkeys(RANKING_MEASURES, 0.0)
+    return {names[found.measure]: found.value for found in ir_measures.iter_calc(list(names), qrels, run)}
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Mean over the questions, with its uncertainty.
+
+    Attributes:
+        mean: mean.
+        low: lower end of the 95% interval; the mean itself where values do not vary.
+        high: upper end.
+        error: standard error.
+        count: number of questions.
+    """
+
+    mean: float
+    low: float
+    high: float
+    error: float
+    count: int
+
+
+def mean_of(values: Sequence[float] | np.ndarray, *, seed: int = 0) -> Mean:
+    """Return the mean of one value a question, with a bootstrap interval (bias-corrected and accelerated).
+
+    For a paired comparison of two conditions, the values are the differences of each question.
+
+    Args:
+        values: at least one finite value.
+        seed: seed of the resampling.
+
+    Source: SciPy's `scipy.stats.bootstrap`.
+    """
+    from scipy.stats import bootstrap
+
+    listed = np.asarray(values, np.float64)
+    mean = float(listed.mean())
+    if len(listed) < 2 or np.ptp(listed) == 0:
+        return Mean(mean, mean, mean, 0.0, len(listed))
+    result = bootstrap(
+        (listed,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, batch=1000, rng=np.random.default_rng(seed)
+    )
+    low, high = map(float, result.confidence_interval)
+    if not (np.isfinite(low) and np.isfinite(high)):  # no correction exists where almost all values are equal
+        tail = 50 * (1 - CONFIDENCE)
+        low, high = map(float, np.percentile(result.bootstrap_distribution, [tail, 100 - tail]))
+    return Mean(mean, low, high, float(result.standard_error), len(listed))
