@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from chunkattn.calibration import FILE_NAME, OFF, write_calibration
 from chunkattn.cli.bench import JsonFile, Plot, check_files, save_picture
 from chunkattn.cli.common import Backend, Dtype, KVCacheDtype, Model, Verbose, app, command, console, log_to_stderr, make_llm
+from chunkattn.cli.progress import Steps, TrialLog
 from chunkattn.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -28,7 +24,6 @@ if TYPE_CHECKING:
     from chunkattn.evaluation.measures import Mean
     from chunkattn.evaluation.report import Row
     from chunkattn.evaluation.results import Results
-    from chunkattn.evaluation.search import Trial
 
 Data = Annotated[Path, typer.Argument(help="File of JSON lines: questions with documents and answers, or rankings.")]
 Template = Annotated[
@@ -200,7 +195,7 @@ def calibrate(
         "objective: mean log-probability of a token of the gold answer, shared positions",
         markup=False,
     )
-    log = _TrialLog(len(gaps))
+    log = TrialLog(len(gaps))
     found = find(examiner, gaps=gaps, weighs=weighing, tried=log.tried)
     rows = compare(found.values)
     notes = {
@@ -224,75 +219,6 @@ def calibrate(
         console.print(f"written: {escape(str(output))}", soft_wrap=True)
 
 
-class _TrialLog:
-    """Lines about the trials of a search on stderr, with an estimate of its time after two gaps.
-
-    Args:
-        gaps: number of gaps of the coarse grid.
-    """
-
-    def __init__(self, gaps: int) -> None:
-        self._left, self._began, self._seen = gaps, time.monotonic(), set[int]()
-        self._best = float("-inf")
-
-    def tried(self, trial: Trial) -> None:
-        """Print a trial."""
-        gap, temperature, scale = asdict(trial.calibration).values()
-        self._seen.add(gap)
-        if len(self._seen) == 2 and self._left > 2:
-            # Each gap takes about as long. The refinement takes about four, the report two.
-            taken = time.monotonic() - self._began
-            _say(f"two gaps took {taken:.0f} s; about {taken / 2 * (self._left + 4) / 60:.0f} minutes are left")
-            self._left = 0
-        better, self._best = trial.value > self._best, max(trial.value, self._best)
-        _say(f"gap {gap:4}  T {temperature:4.2f}  S {scale:4.2f}  {trial.value:8.4f}{'  best so far' if better else ''}")
-
-
-class Steps:
-    """Progress of a command on stderr: a bar on a terminal, elsewhere a line at every tenth.
-
-    Args:
-        name: name of the things that are counted.
-        total: number of them.
-    """
-
-    def __init__(self, name: str, total: int) -> None:
-        self._name, self._total, self._done, self._began = name, total, 0, time.monotonic()
-        self._bar: Progress | None = None
-        if sys.stderr.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.add_task(name, total=total)
-
-    def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def advance(self, count: int) -> None:
-        """Count more of them as done."""
-        before, self._done = self._done, self._done + count
-        if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=self._done)
-        elif (tenth := 10 * self._done // self._total) > 10 * before // self._total:
-            left = (time.monotonic() - self._began) / self._done * (self._total - self._done)
-            _say(f"{self._done} of {self._total} {self._name}, {10 * tenth}%, about {left / 60:.1f} minutes left")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _at_least_one(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise ConfigError(f"--{name} must be at least 1, got {value}")
@@ -304,14 +230,15 @@ def _name(model: str | None) -> str:
 
 
 def _show(rows: Sequence[Row], title: str, said: str, report: dict[str, Any], json_file: str | None, plot: Path | None) -> None:
-    """Print table and conclusion, or the JSON alone, and write the files."""
+    """Print tables and conclusion, or the JSON alone, and write the files."""
     from chunkattn.evaluation.chart import draw
 
     text = json.dumps(report, indent=2, ensure_ascii=False)
     if json_file == "-":
         print(text)
     else:
-        console.print(_table(rows, title))
+        for table in _tables(rows, title):
+            console.print(table)
         if json_file:
             Path(json_file).write_text(text + "\n", encoding="utf-8")
     if plot is not None:
@@ -320,30 +247,46 @@ def _show(rows: Sequence[Row], title: str, said: str, report: dict[str, Any], js
         console.print(said, soft_wrap=True, markup=False)
 
 
-def _table(rows: Sequence[Row], title: str) -> Table:
+def _tables(rows: Sequence[Row], title: str) -> list[Table]:
+    """Return a table of log-probabilities and a table of the other measures, as far as the rows have them."""
     from chunkattn.evaluation.report import LOGPROB
 
-    names = list(rows[0].means)
-    others = [name for name in names if name != LOGPROB]
-    has_logprob, has_control = LOGPROB in names, any(row.against_control for row in rows)
-    columns = ["", *(["logprob", "- full (95%)"] if has_logprob else []), *(["- full, same T S (95%)"] if has_control else [])]
-    table = Table(*columns, *others, title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    names = [name for name in rows[0].means if name != LOGPROB]
+    tables = []
+    if LOGPROB in rows[0].means:
+        controlled = any(row.against_control for row in rows)
+        table = _table(title, "logprob", "- full [95%]", *(["- control [95%]"] if controlled else []))
+        for row in rows:
+            changes = (row.against_full, row.against_control)[: 1 + controlled]
+            table.add_row(row.name, _mean(row, LOGPROB), *(_change(against, LOGPROB) for against in changes))
+        table.caption = "logprob: mean log-probability of a token of the gold answer"
+        table.caption += "; control: full, same T and S" if controlled else ""
+        tables.append(table)
+    if names:
+        compared = "NDCG@10" if "NDCG@10" in names else "F1"
+        baseline = "given" if compared == "NDCG@10" else "full"
+        table = _table("greedy answers" if tables else title, *names, f"{compared} - {baseline} [95%]")
+        for row in rows:
+            table.add_row(row.name, *(_mean(row, name) for name in names), _change(row.against_full, compared))
+        tables.append(table)
+    return tables
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table("", *columns, title=escape(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.title_justify = table.caption_justify = "left"
     for column in table.columns:
-        column.no_wrap, column.justify = True, "right" if column.header else "left"
-    for row in rows:
-        cells = [row.name]
-        if has_logprob:
-            cells += [f"{row.means[LOGPROB].mean:.3f}", _change(row.against_full)]
-        if has_control:
-            cells.append(_change(row.against_control))
-        table.add_row(*cells, *(f"{row.means[name].mean:.3f}" for name in others))
+        # In a narrow terminal the names wrap, and no figure is cut.
+        column.no_wrap, column.justify = bool(column.header), "right" if column.header else "left"
     return table
 
 
-def _change(against: dict[str, Mean] | None) -> str:
-    from chunkattn.evaluation.report import LOGPROB
+def _mean(row: Row, name: str) -> str:
+    return f"{row.means[name].mean:.3f}"
 
+
+def _change(against: dict[str, Mean] | None, name: str) -> str:
     if against is None:
         return ""
-    change = against[LOGPROB]
-    return f"{change.mean:+.3f} ({change.low:+.3f} to {change.high:+.3f})"
+    change = against[name]
+    return escape(f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}]")

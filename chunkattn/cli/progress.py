@@ -1,0 +1,85 @@
+"""Progress of long commands on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from chunkattn.evaluation.search import Trial
+
+
+class TrialLog:
+    """Lines about the trials of a search on stderr, with an estimate of its time after two gaps.
+
+    Args:
+        gaps: number of gaps of the coarse grid.
+    """
+
+    def __init__(self, gaps: int) -> None:
+        self._left, self._began, self._seen = gaps, time.monotonic(), set[int]()
+        self._best = float("-inf")
+
+    def tried(self, trial: Trial) -> None:
+        """Print a trial."""
+        gap, temperature, scale = asdict(trial.calibration).values()
+        self._seen.add(gap)
+        if len(self._seen) == 2 and self._left > 2:
+            # Each gap takes about as long. The refinement takes about four, the report two.
+            taken = time.monotonic() - self._began
+            say(f"two gaps took {taken:.0f} s; about {taken / 2 * (self._left + 4) / 60:.0f} minutes are left")
+            self._left = 0
+        better, self._best = trial.value > self._best, max(trial.value, self._best)
+        say(f"gap {gap:4}  T {temperature:4.2f}  S {scale:4.2f}  {trial.value:8.4f}{'  best so far' if better else ''}")
+
+
+class Steps:
+    """Progress of a command on stderr: a bar on a terminal, elsewhere a line at every tenth.
+
+    Args:
+        name: name of the things that are counted.
+        total: number of them.
+    """
+
+    def __init__(self, name: str, total: int) -> None:
+        self._name, self._total, self._done, self._began = name, total, 0, time.monotonic()
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.add_task(name, total=total)
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        """Count more of them as done."""
+        before, self._done = self._done, self._done + count
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=self._done)
+        elif (tenth := 10 * self._done // self._total) > 10 * before // self._total:
+            left = (time.monotonic() - self._began) / self._done * (self._total - self._done)
+            say(f"{self._done} of {self._total} {self._name}, {10 * tenth}%, about {left / 60:.1f} minutes left")
+
+
+def say(text: str) -> None:
+    """Print a line on stderr at once."""
+    print(text, file=sys.stderr, flush=True)
