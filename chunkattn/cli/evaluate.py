@@ -64,7 +64,7 @@ def evaluate(
 ) -> None:
     """Measure what isolated documents cost a model on your questions, or how well it ranks your documents."""
     log_to_stderr(verbose)
-    from chunkattn.evaluation.conditions import DEFAULT_TEMPLATE, check_template, conditions_for
+    from chunkattn.evaluation.conditions import DEFAULT_TEMPLATE, check_template, conditions_for, tokenize
     from chunkattn.evaluation.data import Ranking, read_data
     from chunkattn.evaluation.examiner import Examiner
     from chunkattn.evaluation.report import as_json, compare, conclusion
@@ -92,8 +92,9 @@ def evaluate(
     llm = make_llm(model, **options)
     calibration = llm.config.calibration
     conditions = conditions_for(calibration, gold=all(question.gold is not None for question in questions))
+    prompts = tokenize(llm.parser, questions, template)
     with Steps("answers", 2 * len(conditions) * len(questions)) as steps:
-        examiner = Examiner(llm, questions, template, known, max_tokens=max_tokens, advance=steps.advance)
+        examiner = Examiner(llm, questions, prompts, known, max_tokens=max_tokens, advance=steps.advance)
         examiner.check(conditions)
         values = examiner.examine(conditions, range(len(questions)), texts=True)
     rows, said = compare(values), conclusion(values, calibration)
@@ -161,7 +162,7 @@ def calibrate(
     log_to_stderr(verbose)
     from chunkattn.evaluation.calibrate import calibrate as find
     from chunkattn.evaluation.calibrate import halves_of
-    from chunkattn.evaluation.conditions import DEFAULT_TEMPLATE, check_template
+    from chunkattn.evaluation.conditions import DEFAULT_TEMPLATE, check_template, tokenize
     from chunkattn.evaluation.data import Question, read_data
     from chunkattn.evaluation.examiner import Examiner
     from chunkattn.evaluation.report import as_json, compare
@@ -189,7 +190,7 @@ def calibrate(
         kv_cache_memory_bytes=kv_cache_memory_bytes,
     )
     gaps = sorted(set(gap or GAPS))
-    examiner = Examiner(llm, questions, template, known, max_tokens=1)
+    examiner = Examiner(llm, questions, tokenize(llm.parser, questions, template), known, max_tokens=1)
     console.print(
         f"{len(questions)} questions: {searched} for the search, {len(questions) - searched} for the report\n"
         "objective: mean log-probability of a token of the gold answer, shared positions",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from chunkattn.calibration import Calibration
-from chunkattn.errors import ConfigError
+from chunkattn.errors import ConfigError, RequestError
 from chunkattn.evaluation.data import Question
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers import ChunkedPrompt, PromptParser
@@ -126,20 +126,30 @@ class TokenizedQuestion:
     gold: tuple[int, ...] = ()
 
 
-def tokenize(parser: PromptParser, question: Question, template: str) -> TokenizedQuestion:
-    """Return the token ids of a question.
+def tokenize(parser: PromptParser, questions: Sequence[Question], template: str) -> list[TokenizedQuestion]:
+    """Return the token ids of questions.
 
     A tokenizer with a chat template gets a system message (the prefix, if there is one) and a user message (the question),
     with the documents before it. Other tokenizers get plain text.
 
     Args:
         parser: parser of the engine.
-        question: question to tokenize.
+        questions: questions to tokenize.
         template: text of a document's chunk, with `{document}` in the document's place.
 
     Raises:
-        RequestError: a text cannot be tokenized, or the chat template is unusable.
+        RequestError: a text cannot be tokenized, or the chat template is unusable. The message names the line.
     """
+    found = []
+    for question in questions:
+        try:
+            found.append(_tokenized(parser, question, template))
+        except RequestError as error:
+            raise RequestError(f"line {question.line}: {error}") from None
+    return found
+
+
+def _tokenized(parser: PromptParser, question: Question, template: str) -> TokenizedQuestion:
     texts = [template.replace(DOCUMENT, document) for document in question.documents]
     isolated = parser.parse(ChunkedPrompt("", texts, "?")).layout
     documents = [isolated.part(segment).tolist() for segment in isolated.segments[1:-1]]

@@ -12,7 +12,7 @@ from chunkattn.calls.generate import generate_job
 from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.config import SamplingParams
 from chunkattn.errors import RequestError
-from chunkattn.evaluation.conditions import Condition, TokenizedQuestion, tokenize
+from chunkattn.evaluation.conditions import Condition, TokenizedQuestion
 from chunkattn.evaluation.data import Question
 from chunkattn.evaluation.report import LOGPROB, Values, answer_measures
 from chunkattn.evaluation.results import Results, result_key
@@ -34,28 +34,24 @@ class Examiner:
     Args:
         llm: engine. Conditions with a temperature or scale need an engine that is built with one.
         questions: questions of the data.
-        template: text of a document's chunk, with `{document}` in the document's place.
+        prompts: token ids of every question.
         results: earlier results; new results are added.
         max_tokens: number of tokens of a greedy answer at most.
         advance: called with the number of results after every call, new or not.
-
-    Raises:
-        RequestError: a question cannot be tokenized. The message names its line.
     """
 
     def __init__(
         self,
         llm: LLM,
         questions: Sequence[Question],
-        template: str,
+        prompts: Sequence[TokenizedQuestion],
         results: Results,
         *,
         max_tokens: int = 32,
         advance: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.llm, self.results, self.advance = llm, results, advance
-        self.questions = questions
-        self.prompts = [_tokenized(llm, question, template) for question in questions]
+        self.questions, self.prompts = questions, prompts
         # Models without a chat template continue with the next question instead of an end.
         stop = () if getattr(llm.tokenizer, "chat_template", None) else ("\n",)
         self._params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=stop)
@@ -196,10 +192,3 @@ class Examiner:
         form = [layout.prefix_len, layout.chunk_lens, condition.weighing if any(layout.chunk_lens) else None]
         end = list(self.prompts[number].answer) if kind == "logprob" else [self._params.max_tokens, self._params.stop]
         return result_key(kind, self._model, tokens, form, end)
-
-
-def _tokenized(llm: LLM, question: Question, template: str) -> TokenizedQuestion:
-    try:
-        return tokenize(llm.parser, question, template)
-    except RequestError as error:
-        raise RequestError(f"line {question.line}: {error}") from None

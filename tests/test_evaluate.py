@@ -1,0 +1,522 @@
+"""`chunkattn eval` and `chunkattn calibrate`: data, measures, conditions against transformers, the search, and the commands."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+import pytest
+from lm_eval.tasks.qasper.metrics import f1_abstractive, normalize_answer
+from typer.testing import CliRunner
+
+from benchmarks.nq_eval_data import make_lines
+from chunkattn import LLM, ChunkedPrompt, SamplingParams
+from chunkattn.calibration import Calibration, read_calibration
+from chunkattn.cli import app
+from chunkattn.config import make_config
+from chunkattn.errors import ConfigError, RequestError
+from chunkattn.evaluation.calibrate import halves_of
+from chunkattn.evaluation.conditions import Condition, conditions_for, tokenize
+from chunkattn.evaluation.data import Question, Ranking, read_data
+from chunkattn.evaluation.examiner import Examiner
+from chunkattn.evaluation.measures import containment, exact_match, mean_of, normalized, ranking_measures, token_f1
+from chunkattn.evaluation.report import LOGPROB, compare, conclusion
+from chunkattn.evaluation.results import Results
+from chunkattn.evaluation.search import WEIGHTS, search
+from chunkattn.models.loader import DEMO_FOLDER
+from tests.checkpoints import Oracle
+from training.world import PREFIX, World
+
+TEMPLATE = "{document}"
+"""The demo model was trained on bare documents."""
+POOL = 32 << 20
+"""Bytes of the KV pool, as in other tests, so that all share their compiled programs."""
+
+
+def questions(count, documents=3):
+    found = []
+    for seed in range(count):
+        reading = World(seed, held_out=True).reading(documents)
+        asked = reading.questions[0]
+        gold = tuple(place for place, text in enumerate(reading.documents) if asked.answer in text)
+        text = asked.text.removesuffix(" Answer:")  # the chat template adds it
+        found.append(Question(seed + 1, PREFIX, reading.documents, text, (asked.answer,), gold))
+    return found
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def as_line(question):
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(question).items() if name != "line"}
+
+
+@pytest.fixture(scope="module")
+def weighing():
+    """The demo model in an engine with a calibration; calls choose their own."""
+    return LLM(chunk_temperature=0.8, kv_cache_memory_bytes=POOL, max_num_batched_tokens=128)
+
+
+@pytest.fixture
+def examiner(weighing):
+    asked = questions(5)
+    return Examiner(weighing, asked, tokenize(weighing.parser, asked, TEMPLATE), Results(), max_tokens=8)
+
+
+# Data
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 must be a JSON object, got list"),
+        ('{"documents": ["a"], "answers": ["b"]}', "line 2: `question` must be a non-empty text, got nothing"),
+        ('{"question": "q", "answers": ["b"]}', "line 2: `documents` must be a non-empty list of texts"),
+        ('{"question": "q", "documents": [], "answers": ["b"]}', "line 2: `documents` must be a non-empty list"),
+        ('{"question": "q", "documents": [{"title": "t"}], "answers": ["b"]}', "line 2: `documents` must be"),
+        ('{"question": "q", "documents": ["a"], "answers": "b"}', "line 2: `answers` must be a non-empty list"),
+        ('{"question": "q", "documents": ["a"], "answers": [" "]}', "line 2: `answers` must be a non-empty list"),
+        ('{"question": "q", "documents": ["a"], "answers": ["b"], "prefix": 3}', "line 2: `prefix` must be a text, got 3"),
+        (
+            '{"question": "q", "documents": ["a"], "answers": ["b"], "gold": [1]}',
+            "line 2: `gold` must be a non-empty list of pl",
+        ),
+        ('{"question": "q", "documents": ["a"], "answers": ["b"], "gold": [true]}', "line 2: `gold`"),
+        ('{"query": "q", "documents": ["a"], "relevance": [1]}', "line 2: a file holds questions (`question`) or rankings"),
+    ],
+)
+def test_errors_name_line_and_field(tmp_path, line, said):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"question": "q", "documents": ["a"], "answers": ["b"]}\n' + line + "\n")
+    with pytest.raises(RequestError) as error:
+        read_data(file)
+    assert said in str(error.value)
+
+
+def test_relevance_has_one_grade_a_document(tmp_path):
+    file = write(tmp_path / "data.jsonl", [{"query": "q", "documents": ["a", "b"], "relevance": [1]}])
+    with pytest.raises(RequestError, match="line 1: `relevance` must be a list of 2 integers"):
+        read_data(file)
+
+
+def test_data_is_read(tmp_path):
+    titled = [{"title": "T", "text": "one"}, {"text": "two"}, "three"]
+    lines = [{"documents": titled, "question": "q", "answers": ["x", "y"], "gold": [2], "other": 1}]
+    file = write(tmp_path / "questions.jsonl", lines * 3)
+    file.write_text("\n" + file.read_text())
+    (first, second) = read_data(file, limit=2)
+    assert first == Question(2, "", ("T\none", "two", "three"), "q", ("x", "y"), (2,))
+    assert second.line == 3
+    file = write(tmp_path / "rankings.jsonl", [{"query": "q", "documents": ["a", "b"], "relevance": [0, 2]}])
+    assert read_data(file) == [Ranking(1, "q", ("a", "b"), (0, 2))]
+    for bad in (tmp_path / "none.jsonl", write(tmp_path / "empty.jsonl", [])):
+        with pytest.raises(RequestError, match=str(bad)):
+            read_data(bad)
+
+
+# Measures
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "exact", "f1", "contained"),
+    [
+        ("The Beatles!", ["beatles"], 1, 1, 1),
+        ("It was the Beatles in 1964.", ["The Rolling Stones", "Beatles"], 0, 2 / 6, 1),
+        ("15 May 2018", ["5", "May 18, 2018"], 0, 2 * 2 / (3 + 3), 0),
+        ("a", ["the"], 1, 1, 1),
+        ("", ["x"], 0, 0, 0),
+        ("x x y", ["x y y"], 0, 2 / 3, 0),
+    ],
+)
+def test_answers_by_hand(text, answers, exact, f1, contained):
+    assert exact_match(text, answers) == exact
+    assert token_f1(text, answers) == pytest.approx(f1)
+    assert containment(text, answers) == contained
+
+
+def test_answers_equal_the_script_of_squad(rng):
+    words = ["the", "A", "an", "Cat's", "cat", "dog,", "dog", "-", "42"]
+    for _ in range(300):
+        one, other = (" ".join(rng.choice(words, rng.integers(1, 6))) for _ in range(2))
+        assert normalized(one) == normalize_answer(one)
+        if normalized(one) and normalized(other):
+            assert token_f1(one, [other]) == pytest.approx(f1_abstractive([one], [other]))
+
+
+def test_rankings_by_hand():
+    order, relevance = [2, 0, 3, 1], [0, 2, 0, 1]  # relevant documents on ranks 3 and 4
+    found = ranking_measures(order, relevance)
+    ideal = 2 / math.log2(2) + 1 / math.log2(3)
+    assert found["MRR"] == pytest.approx(1 / 3)
+    assert found["NDCG@10"] == pytest.approx((1 / math.log2(4) + 2 / math.log2(5)) / ideal)
+    assert (found["recall@1"], found["recall@5"], found["recall@10"]) == (0, 1, 1)
+    assert set(ranking_measures([0, 1], [0, 0]).values()) == {0.0}
+    twelve = ranking_measures(range(12), [0] * 11 + [1])
+    assert (twelve["NDCG@10"], twelve["recall@10"], twelve["MRR"]) == (0, 0, pytest.approx(1 / 12))
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say(rng):
+    covered = 0
+    for seed in range(100):
+        found = mean_of(rng.normal(0.3, 1.0, 60), seed=seed)
+        assert found.error == pytest.approx(1 / math.sqrt(60), rel=0.35)
+        covered += found.low <= 0.3 <= found.high
+    assert 88 <= covered <= 100
+    assert mean_of([2.0, 2.0]) == mean_of([2.0, 2.0], seed=1)
+    assert (mean_of([2.0]).low, mean_of([2.0]).high, mean_of([2.0]).error) == (2.0, 2.0, 0.0)
+    assert all(math.isfinite(x) for x in (mean_of([0.0] * 99 + [1.0]).low, mean_of([0.0] * 99 + [1.0]).high))
+
+
+# Conditions
+
+
+def test_tokens_are_those_that_the_model_would_read_and_write(demo):
+    question = questions(1)[0]
+    (prompt,) = tokenize(demo.parser, [question], "Document: {document}\n\n")
+    messages = [{"role": "system", "content": PREFIX}, {"role": "user", "content": question.question}]
+    told = demo.parser.parse_chat(messages, [f"Document: {text}\n\n" for text in question.documents]).layout
+    assert [told.part(segment).tolist() for segment in told.segments] == [prompt.prefix, *prompt.documents, prompt.question]
+    ids = demo.tokenizer(f"{question.question} Answer: {question.answers[0]}", add_special_tokens=False)["input_ids"]
+    assert ids == [*prompt.question, *prompt.answer]
+
+
+def test_conditions_are_listed_once():
+    names = [condition.name for condition in conditions_for(Calibration(64, 0.8, 0.9), gold=True)]
+    assert names == [
+        "full",
+        "full, T 0.8, S 0.9",
+        "shared",
+        "shared, T 0.8, S 0.9",
+        "shared, gap 64",
+        "shared, gap 64, T 0.8, S 0.9",
+        "offset",
+        "offset, T 0.8, S 0.9",
+        "gold only",
+        "no document",
+    ]
+    assert [c.name for c in conditions_for(Calibration(), gold=False)] == ["full", "shared", "offset", "no document"]
+
+
+def positions_of(kind, gap, prompt):
+    """Positions and parts by the definition, token by token."""
+    place, parts, found = len(prompt.prefix), ["prefix"] * len(prompt.prefix), list(range(len(prompt.prefix)))
+    longest = max(map(len, prompt.documents))
+    for number, document in enumerate(prompt.documents):
+        start = len(found) if kind == "offset" else place + gap
+        parts += [number] * len(document)
+        found += range(start, start + len(document))
+    end = [*prompt.question, *prompt.answer]
+    start = len(found) if kind == "offset" else place + gap + longest
+    return [*found, *range(start, start + len(end))], parts + ["question"] * len(end)
+
+
+def test_log_probabilities_equal_transformers(examiner):
+    oracle = Oracle(DEMO_FOLDER)
+
+    def logprob(ids, answer, *layout):
+        logits = oracle.logits(ids, *layout).astype(np.float64)[-len(answer) - 1 : -1]
+        logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+        return logits[np.arange(len(answer)), answer].mean()
+
+    def isolated(kind, gap, prompt):
+        positions, part = positions_of(kind, gap, prompt)
+        ids = [*prompt.prefix, *chain(*prompt.documents), *prompt.question, *prompt.answer]
+        rows = range(len(ids))
+        visible = [[k <= i and (part[k] in ("prefix", part[i]) or part[i] == "question") for k in rows] for i in rows]
+        return logprob(ids, prompt.answer, positions, np.array(visible))
+
+    def plain(prompt, places):
+        documents = [token for place in places for token in prompt.documents[place]]
+        return logprob([*prompt.prefix, *documents, *prompt.question, *prompt.answer], prompt.answer)
+
+    wanted = {
+        Condition("full"): lambda prompt: plain(prompt, range(len(prompt.documents))),
+        Condition("shared"): lambda prompt: isolated("shared", 0, prompt),
+        Condition("shared", Calibration(7)): lambda prompt: isolated("shared", 7, prompt),
+        Condition("offset"): lambda prompt: isolated("offset", 0, prompt),
+        Condition("gold only"): lambda prompt: plain(prompt, prompt.gold),
+        Condition("no document"): lambda prompt: plain(prompt, []),
+    }
+    values = examiner.examine(list(wanted), range(5), texts=False)
+    for condition, witness in wanted.items():
+        expected = [witness(prompt) for prompt in examiner.prompts]
+        np.testing.assert_allclose(values[condition][LOGPROB], expected, atol=1e-4, err_msg=condition.name)
+
+
+def test_control_is_full_attention_and_weighs_its_documents(examiner):
+    neutral = Condition("full", Calibration(0, 1.0, 1.0 + 1e-7))  # one chunk of all documents, weighed by next to nothing
+    weighed = Condition("full", Calibration(0, 0.7, 0.8))
+    alone = Examiner(
+        examiner.llm, examiner.questions, [replace(p, documents=p.documents[:1]) for p in examiner.prompts], Results()
+    )
+    values = examiner.examine([Condition("full"), neutral, weighed], range(5), texts=False)
+    np.testing.assert_allclose(values[neutral][LOGPROB], values[Condition("full")][LOGPROB], atol=1e-4)
+    assert np.abs(values[weighed][LOGPROB] - values[neutral][LOGPROB]).max() > 1e-3
+    same = [weighed, Condition("shared", weighed.calibration)]  # of one document, both are the same prompt
+    one = alone.examine(same, range(5), texts=False)
+    np.testing.assert_allclose(one[same[0]][LOGPROB], one[same[1]][LOGPROB], atol=1e-5)
+
+
+def test_answers_are_the_engines(examiner):
+    llm = examiner.llm
+    calibration = llm.config.calibration
+    assert calibration.weighs
+    texts = examiner.texts(Condition("shared", calibration), [0, 1])
+    for text, question in zip(texts, examiner.questions[:2], strict=True):
+        messages = [{"role": "system", "content": PREFIX}, {"role": "user", "content": question.question}]
+        layout = llm.parser.parse_chat(messages, []).layout  # bare documents, as chunks
+        prefix, asked = layout.part(layout.segments[0]).tolist(), layout.part(layout.segments[-1]).tolist()
+        chunks = [llm.parser.prompts(document) for document in question.documents]
+        (out,) = llm.generate(ChunkedPrompt(prefix, chunks, asked), SamplingParams(temperature=0, max_tokens=8))
+        assert text == out.outputs[0].text.strip()
+
+
+def test_a_question_that_does_not_fit_is_named(examiner):
+    long = [replace(examiner.prompts[0], documents=[[5] * 300] * 2), *examiner.prompts[1:]]
+    given = Examiner(examiner.llm, examiner.questions, long, Results())
+    given.check([Condition("shared")])
+    with pytest.raises(RequestError, match="line 1, full: "):
+        given.check([Condition("shared"), Condition("full")])
+    assert given.max_gap < examiner.max_gap
+    with pytest.raises(ConfigError, match="no gap"):
+        search(lambda gap, weighings: [0.0] * len(weighings), gaps=[1024], max_gap=given.max_gap)
+
+
+# Results
+
+
+def test_an_interrupted_run_continues(examiner, tmp_path, monkeypatch):
+    conditions = [Condition("shared"), Condition("no document")]
+
+    def run(path):
+        return Examiner(examiner.llm, examiner.questions, examiner.prompts, Results(path), max_tokens=8).examine(
+            conditions, range(5), texts=True
+        )
+
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    expected = run(whole)
+    real, calls = LLM.run, []
+
+    def dies(self, job, use_tqdm=True):
+        calls.append(job.total)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, job, use_tqdm)
+
+    monkeypatch.setattr(LLM, "run", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(broken)
+    kept = broken.read_text().splitlines(keepends=True)
+    assert kept == whole.read_text().splitlines(keepends=True)[:10]
+    broken.write_text("".join(kept[:7]) + kept[7][:20])  # killed while it wrote
+    calls[:] = [0] * 3
+    again = run(broken)
+    assert calls[3:] == [3, 5, 5]  # three answers of the second call are missing, and two calls
+    assert broken.read_text() == whole.read_text()
+    for condition in conditions:
+        assert {name: v.tolist() for name, v in again[condition].items()} == {
+            name: v.tolist() for name, v in expected[condition].items()
+        }
+    run(broken)
+    assert len(calls) == 6  # nothing is missing
+    # Other tokens, other weights and another length are other results.
+    other = Examiner(examiner.llm, examiner.questions, examiner.prompts, Results(broken), max_tokens=7)
+    other.texts(conditions[0], [0])
+    other.likelihoods(Condition("shared", Calibration(1)), [0])
+    other.likelihoods(Condition("shared", Calibration(0, 0.9, 1.0)), [0])
+    assert len(calls) == 9
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    file = write(tmp_path / "results.jsonl", [{"key": "a"}, {"question": "q"}])
+    with pytest.raises(ConfigError, match=r"results.jsonl line 2 is no result"):
+        Results(file)
+
+
+# Search
+
+
+@pytest.mark.parametrize(
+    ("gap", "temperature", "scale"), [(64, 0.8, 0.8), (128, 0.85, 0.75), (0, 1.0, 1.0), (32, 1.1, 0.55), (512, 0.5, 0.9)]
+)
+def test_the_search_finds_a_planted_optimum(gap, temperature, scale):
+    asked = []
+
+    def objective(at, weighings):
+        asked.extend((at, *weighing) for weighing in weighings)
+        return [-abs(math.log2((at + 1) / (gap + 1))) - 9 * ((t - temperature) ** 2 + (s - scale) ** 2) for t, s in weighings]
+
+    told = []
+    trials = search(objective, tried=told.append)
+    assert trials[0].calibration == Calibration(gap, temperature, scale)
+    assert len(asked) == len(set(asked)) == len(trials) == len(told) < 110
+    assert [trial.value for trial in trials] == sorted((trial.value for trial in told), reverse=True)
+
+
+def test_the_search_keeps_to_its_limits():
+    def objective(gap, weighings):
+        return [float(gap)] * len(weighings)
+
+    trials = search(objective, max_gap=100, weighs=False)
+    assert {trial.calibration for trial in trials} == {Calibration(gap) for gap in (0, 16, 64, 32)}
+    assert trials[0].calibration == Calibration(64)
+    lowest = search(lambda gap, weighings: [-t - s for t, s in weighings], gaps=[0])
+    assert lowest[0].calibration.chunk_temperature < min(WEIGHTS)
+    assert all(min(t.calibration.chunk_temperature, t.calibration.chunk_scale) >= 0.1 for t in lowest)
+
+
+def test_halves_are_apart():
+    halves = halves_of(101)
+    assert sorted([*halves.search, *halves.report]) == list(range(101))
+    assert len(halves.search) == 50
+    assert halves == halves_of(101)
+    with pytest.raises(RequestError, match="at least 4"):
+        halves_of(3)
+
+
+# Conclusions
+
+
+def values_of(rng, **means):
+    noise = rng.normal(0, 0.02, (4, 80))
+    conditions = {
+        "full": Condition("full"),
+        "control": Condition("full", Calibration(0, 0.8, 0.8)),
+        "shared": Condition("shared"),
+        "own": Condition("shared", Calibration(64, 0.8, 0.8)),
+    }
+    return {c: {LOGPROB: means[name] + own} for (name, c), own in zip(conditions.items(), noise, strict=True)}
+
+
+def test_differences_are_paired(rng):
+    values = values_of(rng, full=0.0, control=0.3, shared=-0.4, own=0.2)
+    each = rng.normal(0, 5, 80)  # questions differ far more than conditions
+    rows = {row.name: row for row in compare({c: {LOGPROB: v[LOGPROB] + each} for c, v in values.items()})}
+    own = rows["shared, gap 64, T 0.8, S 0.8"]
+    assert own.means[LOGPROB].error > 0.3
+    for against, mean in ((own.against_full, 0.2), (own.against_control, -0.1)):
+        assert against[LOGPROB].mean == pytest.approx(mean, abs=0.02)
+        assert against[LOGPROB].error < 0.01
+    assert rows["full"].against_full is rows["full"].against_control is rows["shared"].against_control is None
+    assert rows["full, T 0.8, S 0.8"].against_control is None
+
+
+def test_conclusions(rng):
+    found = Calibration(64, 0.8, 0.8)
+    good = values_of(rng, full=0.0, control=0.3, shared=-0.4, own=0.2)
+    said = conclusion(good, found)
+    assert "chunk_position_gap=64, chunk_temperature=0.8 and chunk_scale=0.8, isolated documents gain 0.20" in said
+    assert "after -0.40 without" in said
+    assert "-0.10 (95% interval -0.1" in said
+    assert said.endswith("set these values.")
+    assert "lose 0.40" in conclusion(good, Calibration())
+    assert "run `chunkattn calibrate`" in conclusion(good, Calibration())
+    idle = values_of(rng, full=0.0, control=0.3, shared=0.0, own=0.0)
+    assert "leave the defaults" in conclusion(idle, found)
+    assert "no measurable loss" in conclusion(idle, Calibration())
+
+
+# Commands
+
+
+def test_eval_writes_table_json_and_picture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write(tmp_path / "data.jsonl", map(as_line, questions(4)))
+    options = ["eval", str(data), "--document-template", TEMPLATE, "--kv-cache-memory-bytes", str(POOL), "--max-tokens", "8"]
+    done = CliRunner().invoke(app, [*options, "--json", "report.json", "--plot", "report.png"])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["full", "shared", "offset", "gold only", "no document"]
+    shared = report["rows"][1]
+    assert shared["means"]["exact match"]["mean"] == 1.0
+    assert shared["against_full"][LOGPROB]["count"] == 4
+    assert report["rows"][-1]["means"][LOGPROB]["mean"] < shared["means"][LOGPROB]["mean"] - 1
+    for text in ("shared", "no document", "exact match", "F1 - full", report["conclusion"].split(" against")[0]):
+        assert text in done.output
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "data.results.jsonl").read_text().splitlines()) == 2 * 5 * 4
+    monkeypatch.setattr(LLM, "run", None)  # nothing is computed again
+    alone = CliRunner().invoke(app, [*options, "--json", "-"])
+    assert json.loads(alone.stdout) == report
+
+
+def test_eval_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for seed in range(3):
+        judging = World(seed, held_out=True).judging(4)
+        relevance = [int(label) for label in judging.labels]
+        lines.append({"query": judging.query, "documents": list(judging.items), "relevance": relevance})
+    data = write(tmp_path / "data.jsonl", lines)
+    done = CliRunner().invoke(app, ["eval", str(data), "--json", "report.json", "--plot", "report.png"])
+    assert done.exit_code == 0, done.output
+    given, ranked = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert ranked["means"]["NDCG@10"]["mean"] >= given["means"]["NDCG@10"]["mean"]
+    assert ranked["means"]["MRR"]["mean"] == 1.0
+    refused = CliRunner().invoke(app, ["calibrate", str(data)])
+    assert refused.exit_code == 2
+    assert "holds rankings" in refused.stderr
+
+
+def test_calibrate_writes_a_file_that_an_engine_takes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write(tmp_path / "data.jsonl", map(as_line, questions(4)))
+    options = ["--document-template", TEMPLATE, "--kv-cache-memory-bytes", str(POOL), "--gap", "0", "--gap", "4"]
+    done = CliRunner().invoke(app, ["calibrate", str(data), *options, "--json", "report.json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    best = max(report["trials"], key=lambda trial: trial["value"])
+    found = read_calibration(tmp_path / "chunk_calibration.json")
+    assert vars(found) == {name: best[name] for name in vars(found)}
+    written = json.loads((tmp_path / "chunk_calibration.json").read_text())
+    assert (written["data"], written["questions_of_the_search"], written["questions_of_the_report"]) == ("data.jsonl", 2, 2)
+    assert make_config(None, {"chunk_calibration": "chunk_calibration.json"}).calibration == found
+    assert "best so far" in done.stderr
+    assert make_config(str(tmp_path), {}).calibration == found  # as if the folder were a model's
+    assert {"gap", "data"} & set(done.output.split())
+
+
+def test_commands_refuse_bad_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write(tmp_path / "data.jsonl", map(as_line, questions(2)))
+    for options, said in (
+        (["eval", "none.jsonl"], "none.jsonl cannot be read"),
+        (["eval", str(data), "--limit", "0"], "--limit must be at least 1"),
+        (["eval", str(data), "--document-template", "text"], "must hold {document} exactly once"),
+        (["eval", str(data), "--json", "no/such.json"], "is not a folder"),
+        (["calibrate", str(data)], "at least 4 questions"),
+        (["calibrate", str(data), "--gap", "-1"], "--gap must be at least 0"),
+        (["calibrate", str(data), "--output", "no/such.json"], "is not a folder"),
+    ):
+        done = CliRunner().invoke(app, options)
+        assert done.exit_code == 2, options
+        assert said in " ".join(done.stderr.split()), options
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ir_measures", None)
+    with pytest.raises(ConfigError, match=r"pip install 'chunkattn\[eval\]'"):
+        ranking_measures([0], [1])
+
+
+# The data of the guide
+
+
+def test_data_of_questions_with_passages():
+    source = [
+        {"question": f"q{i}", "answers": [f"w{i}"], "title": f"t{i}", "text": f"the w{i} and w{i // 2}"} for i in range(30)
+    ]
+    options = {"documents": 5, "seed": 0, "prefix": "Answer.", "titles": False}
+    lines, others = (make_lines(source, skip=skip, count=12, **options) for skip in (0, 12))
+    assert lines == make_lines(source, skip=0, count=12, **options)
+    assert {line["question"] for line in lines} & {line["question"] for line in others} == set()
+    assert len({line["gold"][0] for line in lines}) > 2
+    for line in [*lines, *others]:
+        (answer,), (gold,) = line["answers"], line["gold"]
+        assert len(set(line["documents"])) == 5
+        assert [answer in text.split() for text in line["documents"]] == [place == gold for place in range(5)]
