@@ -13,6 +13,9 @@ import jax.numpy as jnp
 
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
+from chunkattn.models.gguf_file import GGUF_SUFFIX, find_gguf, open_gguf
+from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
+from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
 from chunkattn.models.spec import DecoderSpec, spec_from_config
 from chunkattn.models.weights import load_weights
 
@@ -33,14 +36,14 @@ class ModelFiles:
     """Checkpoint with its configuration and tokenizer; `load` reads the weights.
 
     Attributes:
-        folder: local folder of the checkpoint.
+        path: local folder of the checkpoint, or its GGUF file.
         spec: shape of the decoder.
         dtype: dtype of weights, activations and KV.
         tokenizer: tokenizer of the model, or None if skipped.
         eos_token_ids: tokens that end a text.
     """
 
-    folder: Path
+    path: Path
     spec: DecoderSpec
     dtype: jnp.dtype
     tokenizer: PreTrainedTokenizerBase | None
@@ -52,7 +55,7 @@ class ModelFiles:
         Raises:
             ModelError: a file or tensor is missing, unreadable or of the wrong shape.
         """
-        return load_weights(self.spec, self.folder, self.dtype)
+        return load_weights(self.spec, self.path, self.dtype)
 
 
 def open_model(
@@ -66,8 +69,8 @@ def open_model(
     """Read the configuration and tokenizer of a checkpoint, so errors show before the weights are loaded.
 
     Args:
-        model: local folder or hub id; None for the bundled demo model.
-        tokenizer: folder or hub id of the tokenizer; None for the model's own.
+        model: local folder, GGUF file or hub id; None for the bundled demo model.
+        tokenizer: folder, GGUF file or hub id of the tokenizer; None for the model's own.
         revision: revision on the hub.
         dtype: name of a dtype, or `"auto"` for the checkpoint's own.
         skip_tokenizer_init: whether to load no tokenizer.
@@ -75,41 +78,62 @@ def open_model(
     Raises:
         ModelError: the model cannot be found or read, or is not supported.
     """
-    folder = resolve_folder(model, revision)
-    config = read_config(folder)
-    spec = spec_from_config(config)
-    loaded = None if skip_tokenizer_init else load_tokenizer(tokenizer or str(folder))
+    path = resolve_path(model, revision)
+    file = open_gguf(path) if path.suffix.lower() == GGUF_SUFFIX else None
+    if file is not None:
+        config = config_from_gguf(file)
+        spec = spec_from_gguf(file, config)
+    else:
+        config = read_config(path)
+        spec = spec_from_config(config)
+    if skip_tokenizer_init:
+        loaded = None
+    elif file is not None and tokenizer is None:
+        loaded = tokenizer_from_gguf(file)
+    else:
+        loaded = load_tokenizer(tokenizer or str(path))
     return ModelFiles(
-        folder=folder,
+        path=path,
         spec=spec,
         dtype=jnp.dtype(_checkpoint_dtype(config) if dtype == "auto" else dtype),
         tokenizer=loaded,
-        eos_token_ids=_eos_token_ids(folder, config, loaded),
+        eos_token_ids=_eos_token_ids(path, config, loaded),
     )
 
 
-def resolve_folder(model: str | None, revision: str | None = None) -> Path:
-    """Return the local folder of a model; download a hub id to the hub's cache first.
+def resolve_path(model: str | None, revision: str | None = None) -> Path:
+    """Return the local folder or GGUF file of a model; download a hub id to the hub's cache first.
 
     Args:
-        model: local folder or hub id; None for the bundled demo model.
+        model: local folder, GGUF file or hub id; None for the bundled demo model.
         revision: revision on the hub.
 
     Raises:
-        ModelError: `model` is neither a folder nor a model on the hub.
+        ModelError: `model` is neither a folder, a GGUF file nor a model on the hub, or it is a folder of several GGUF files.
     """
     if model is None:
         return DEMO_FOLDER
-    if Path(model).expanduser().is_dir():
-        return Path(model).expanduser()
+    local = Path(model).expanduser()
+    if local.suffix.lower() == GGUF_SUFFIX:
+        if not local.is_file():
+            raise ModelError(f"there is no file {local}; pass the path of a GGUF file that exists")
+        return local
+    if local.is_dir():
+        return local if (local / "config.json").exists() else find_gguf(local) or local
     from huggingface_hub import snapshot_download
 
     try:
         # Skips "consolidated.safetensors" and the like, which are second copies of the weights.
         patterns = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many classes: not found, offline, invalid id
         raise ModelError(f"model {model!r} is no local folder and cannot be loaded from the hub: {error}") from error
+    if not (folder / "config.json").exists():
+        raise ModelError(
+            f"model {model!r} on the hub has no config.json. Of a repository of GGUF files, download the one you want "
+            f"(`hf download {model} FILE.gguf`) and pass its path"
+        )
+    return folder
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -132,14 +156,16 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Return a tokenizer from a folder or the hub, fast or SentencePiece.
+    """Return a tokenizer from a folder, a GGUF file or the hub, fast or SentencePiece.
 
     Args:
-        name: local folder or hub id.
+        name: local folder, GGUF file or hub id.
 
     Raises:
         ModelError: the tokenizer cannot be loaded.
     """
+    if name.lower().endswith(GGUF_SUFFIX):
+        return tokenizer_from_gguf(open_gguf(resolve_path(name)))
     from transformers import AutoTokenizer
 
     advice = "pass tokenizer=..., or skip_tokenizer_init=True to work with token ids only"

@@ -1,15 +1,14 @@
-"""Reading and writing of the decoder's parameters as Hugging Face safetensors folders."""
+"""Reading of the decoder's parameters from safetensors folders and GGUF files, and writing as safetensors."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,6 +17,8 @@ from safetensors.flax import save_file
 
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
+from chunkattn.models.gguf_file import is_gguf, open_gguf
+from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
@@ -65,58 +66,110 @@ def _files(folder: Path) -> list[Path]:
     return [folder / n for n in names]
 
 
-def load_weights(spec: DecoderSpec, folder: Path, dtype: jnp.dtype) -> Decoder:
+class TensorSource(Protocol):
+    """Tensors of one checkpoint, by their names in Hugging Face checkpoints."""
+
+    path: Path
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, `[out, in]` for a matrix.
+
+        Args:
+            name: name of the tensor.
+        """
+
+    def read(self, name: str, dtype: jnp.dtype, transpose: bool) -> np.ndarray:
+        """Return a tensor, cast to `dtype` on the host.
+
+        Args:
+            name: name of the tensor.
+            dtype: dtype of the returned array.
+            transpose: whether to return `[in, out]`.
+        """
+
+
+class _SafetensorsFolder:
+    """Tensors of a folder of safetensors files."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.path, self._where = folder, dict[str, Any]()
+        for file in _files(folder):
+            try:
+                handle = stack.enter_context(safe_open(file, framework="np"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
+            self._where.update((name, handle) for name in handle.keys())  # noqa: SIM118 - no __iter__
+
+    def names(self) -> Collection[str]:
+        return self._where.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored = self._where[name].get_slice(name)
+        if stored.get_dtype() not in _DTYPES:
+            raise ModelError(f"{self.path}: tensor {name!r} is {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
+        return tuple(stored.get_shape())
+
+    def read(self, name: str, dtype: jnp.dtype, transpose: bool) -> np.ndarray:
+        tensor = self._where[name].get_tensor(name)
+        return np.asarray(tensor.T if transpose else tensor, dtype=dtype, order="C")
+
+
+def load_weights(spec: DecoderSpec, path: Path, dtype: jnp.dtype) -> Decoder:
     """Return a decoder with a checkpoint's weights, read tensor by tensor and cast to `dtype`.
 
     Host memory holds at most one tensor beside the finished tensors.
 
     Args:
         spec: shape of the decoder.
-        folder: local folder of the checkpoint.
+        path: local folder of the checkpoint, or its GGUF file.
         dtype: dtype of the loaded weights.
 
     Raises:
         ModelError: a file or tensor is missing, unreadable or of the wrong shape.
     """
+    if is_gguf(path):
+        return fill(spec, GGUFTensors(open_gguf(path), spec), dtype)
+    with ExitStack() as stack:
+        return fill(spec, _SafetensorsFolder(path, stack), dtype)
+
+
+def fill(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> Decoder:
+    """Return a decoder with the tensors of a source; see `load_weights`.
+
+    Args:
+        spec: shape of the decoder.
+        source: tensors of the checkpoint.
+        dtype: dtype of the loaded weights.
+
+    Raises:
+        ModelError: a tensor is missing, unreadable or of the wrong shape.
+    """
     model = nnx.eval_shape(lambda: Decoder(spec, dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
-    flat = nnx.to_flat_state(state)
-    with ExitStack() as stack:
-        where: dict[str, Any] = {}
-        for file in _files(folder):
-            try:
-                handle = stack.enter_context(safe_open(file, framework="np"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
-            where.update((name, handle) for name in handle.keys())  # noqa: SIM118 - no __iter__
-        wanted = {checkpoint_name(path): (path, leaf) for path, leaf in flat}
-        _check_names(folder, spec, wanted.keys(), where.keys())
-        loaded = []
-        for name, (path, leaf) in wanted.items():
-            expected = leaf.shape[::-1] if _is_transposed(path) else leaf.shape
-            stored = where[name].get_slice(name)
-            if stored.get_dtype() not in _DTYPES:
-                raise ModelError(f"{folder}: tensor {name!r} is {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
-            found = tuple(stored.get_shape())
-            if found != expected:
-                raise ModelError(f"{folder}: tensor {name!r} has shape {list(found)}, the configuration says {list(expected)}")
-            loaded.append((path, leaf.replace(_to_device(where[name].get_tensor(name), dtype, _is_transposed(path)))))
+    wanted = {checkpoint_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    _check_names(source, spec, wanted.keys())
+    loaded = []
+    for name, (path, leaf) in wanted.items():
+        transposed = _is_transposed(path)
+        expected, found = leaf.shape[::-1] if transposed else leaf.shape, source.shape(name)
+        if found != expected:
+            raise ModelError(f"{source.path}: tensor {name!r} has shape {list(found)}, the configuration says {list(expected)}")
+        # A copy on the device, independent of the file.
+        loaded.append((path, leaf.replace(jnp.array(source.read(name, dtype, transposed)))))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-def _to_device(tensor: np.ndarray, dtype: jnp.dtype, transpose: bool) -> jax.Array:
-    """Return a tensor cast and laid out on the host, then copied to the device, independent of the file."""
-    return jnp.array(np.asarray(tensor.T if transpose else tensor, dtype=dtype, order="C"))
-
-
-def _check_names(folder: Path, spec: DecoderSpec, wanted: Iterable[str], found: Iterable[str]) -> None:
-    wanted, found = set(wanted), set(found)
+def _check_names(source: TensorSource, spec: DecoderSpec, names: Iterable[str]) -> None:
+    wanted, found = set(names), set(source.names())
     if missing := sorted(wanted - found):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"{folder}: tensor {missing[0]!r}{more} that {spec.architecture} needs is missing")
+        raise ModelError(f"{source.path}: tensor {missing[0]!r}{more} that {spec.architecture} needs is missing")
     unused = {n for n in found - wanted if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")}
     if unused:
-        logger.warning("%s: %d tensors are not used by %s, e.g. %r", folder, len(unused), spec.architecture, min(unused))
+        logger.warning("%s: %d tensors are not used by %s, e.g. %r", source.path, len(unused), spec.architecture, min(unused))
 
 
 def save_weights(model: Decoder, folder: Path) -> None:

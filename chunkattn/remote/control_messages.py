@@ -19,18 +19,18 @@ from chunkattn.models.spec import DecoderSpec
 class Checkpoint:
     """A checkpoint as a worker needs it. The client reads the configuration once, so that no worker imports transformers."""
 
-    folder: str
+    path: str
     spec: DecoderSpec
     dtype: str
 
     @staticmethod
     def of(files: ModelFiles) -> Checkpoint:
         """Return the checkpoint of opened files."""
-        return Checkpoint(str(files.folder), files.spec, files.dtype.name)
+        return Checkpoint(str(files.path), files.spec, files.dtype.name)
 
     def files(self) -> ModelFiles:
         """Return the opened files, without the tokenizer and the other parts that only front ends need."""
-        return ModelFiles(Path(self.folder), self.spec, jnp.dtype(self.dtype), None, ())
+        return ModelFiles(Path(self.path), self.spec, jnp.dtype(self.dtype), None, ())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,239 @@
+"""The decoder's shape, and the place of every parameter, in a GGUF file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from chunkattn.errors import ModelError
+from chunkattn.models.gguf_file import GGUFFile
+from chunkattn.models.spec import DecoderSpec, spec_from_config
+from chunkattn.rope.rotary import RotarySpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Supported values of `general.architecture`, with the Hugging Face class of each. Mistral and SmolLM2 files say `llama`."""
+
+_REFUSED = {
+    "expert_count": "mixture-of-experts models",
+    "attention.scale": "attention scales other than 1 / sqrt(head_dim)",
+    "attention.clamp_kqv": "clamped queries, keys and values",
+    "attention.max_alibi_bias": "ALiBi biases",
+    "logit_scale": "scaled logits",
+    "residual_scale": "scaled residuals",
+    "embedding_scale": "scaled embeddings",
+    "final_logit_softcapping": "soft caps of logits",
+    "attn_logit_softcapping": "soft caps of attention",
+    "pooling_type": "embedding models and rerankers with a pooling layer",
+    "classifier.output_labels": "sequence classifiers in GGUF",
+}
+"""Keys, after the architecture's prefix, whose values other than zero change the forward pass in a way that no supported
+family has."""
+
+_YARN = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_log_multiplier": 0.0}
+"""Parameters of YaRN that must have llama.cpp's default if a file has them."""
+
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
+    """Return the Hugging Face configuration that a file's metadata describe.
+
+    Args:
+        file: opened GGUF file.
+
+    Raises:
+        ModelError: the architecture, or a setting, is not supported, or a key is missing.
+    """
+    from transformers import AutoConfig
+
+    kind = file.get("general.type", str, "model")
+    if kind != "model":
+        raise ModelError(f"{file.path} holds no model but general.type {kind!r}; pass the model's own file")
+    architecture = file.need("general.architecture", str)
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{file.path}: GGUF architecture {architecture!r} is not supported; supported are {known}")
+    for key, meaning in _REFUSED.items():
+        if file.get(f"{architecture}.{key}", (int, float, list), 0):
+            raise ModelError(f"{file.path}: {architecture}.{key} is set: {meaning} are not supported")
+    if not file.get(f"{architecture}.attention.causal", bool, True):
+        raise ModelError(f"{file.path}: attention.causal is false: models with bidirectional attention are not supported")
+
+    def integer(key: str, default: int | None = None) -> int:
+        name = f"{architecture}.{key}"
+        value = file.need(name, (int, list)) if default is None else file.get(name, (int, list), default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if isinstance(value, list):
+            raise ModelError(f"{file.path}: {name} differs between layers, which is not supported")
+        return int(value)
+
+    for name in ("token_embd.weight", "output_norm.weight"):
+        if name not in file.tensors:
+            raise ModelError(f"{file.path}: tensor {name!r} is missing; the file is incomplete, get it again")
+    heads, hidden = integer("attention.head_count"), integer("embedding_length")
+    if heads < 1:
+        raise ModelError(f"{file.path}: {architecture}.attention.head_count must be positive, got {heads}")
+    head_dim, context = integer("attention.key_length", hidden // heads), integer("context_length")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (found := integer(key, head_dim)) != head_dim:
+            raise ModelError(f"{file.path}: {architecture}.{key} {found} other than the head size {head_dim} is not supported")
+    window = integer("attention.sliding_window", 0)
+    if 0 < window < context:
+        raise ModelError(
+            f"{file.path}: a sliding window ({window} tokens) is not read from GGUF; use the model's safetensors checkpoint"
+        )
+    theta = float(file.get(f"{architecture}.rope.freq_base", (int, float), 10000.0))
+    return AutoConfig.for_model(
+        architecture,
+        architectures=[ARCHITECTURES[architecture]],
+        vocab_size=file.shape("token_embd.weight")[0],
+        hidden_size=hidden,
+        intermediate_size=integer("feed_forward_length"),
+        num_hidden_layers=integer("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=integer("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        max_position_embeddings=context,
+        rms_norm_eps=float(file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float)),
+        rope_parameters={"rope_theta": theta, **_scaling(file, architecture)},
+        tie_word_embeddings="output.weight" not in file.tensors,
+        eos_token_id=_eos_token_ids(file),
+        dtype=_dtype(file),
+    )
+
+
+def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
+    """Return the decoder's shape. Biases and the factors of Llama 3's RoPE come from the tensors: no key tells of them.
+
+    Args:
+        file: opened GGUF file.
+        config: `config_from_gguf` of the file.
+
+    Raises:
+        ModelError: a setting is not supported.
+    """
+    spec = spec_from_config(config)
+    return dataclasses.replace(
+        spec,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        rotary=_with_factors(file, spec.rotary),
+    )
+
+
+def _with_factors(file: GGUFFile, rotary: RotarySpec) -> RotarySpec:
+    """Return the rotary embedding with its frequencies divided by the file's factors, if the file has any."""
+    if _ROPE_FACTORS not in file.tensors:
+        return rotary
+    factors = file.read(_ROPE_FACTORS, np.dtype(np.float32))
+    if factors.shape != rotary.inv_freq.shape or not (factors > 0).all():
+        raise ModelError(f"{file.path}: tensor {_ROPE_FACTORS!r} must hold {len(rotary.inv_freq)} positive factors")
+    return dataclasses.replace(rotary, inv_freq=rotary.inv_freq / factors)
+
+
+def _scaling(file: GGUFFile, architecture: str) -> dict[str, Any]:
+    """Return the `rope_parameters` of a file's RoPE scaling."""
+    kind = file.get(f"{architecture}.rope.scaling.type", str, "none")
+    legacy = float(file.get(f"{architecture}.rope.scale_linear", (int, float), 1.0))
+    factor = float(file.get(f"{architecture}.rope.scaling.factor", (int, float), legacy)) or 1.0
+    if kind == "linear" or (kind == "none" and legacy != 1.0):
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "none":
+        return {"rope_type": "default"}
+    if kind != "yarn":
+        raise ModelError(f"{file.path}: RoPE scaling {kind!r} is not supported in GGUF; supported are none, linear and yarn")
+    for key, default in _YARN.items():
+        if file.get(f"{architecture}.rope.scaling.{key}", (int, float), default) != default:
+            raise ModelError(f"{file.path}: RoPE scaling yarn with {key} other than {default} is not supported in GGUF")
+    original = file.need(f"{architecture}.rope.scaling.original_context_length", int)
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+
+
+def _eos_token_ids(file: GGUFFile) -> list[int] | None:
+    """Return the ids that end a text, a turn or a message."""
+    found = [file.get(f"tokenizer.ggml.{kind}_token_id", int) for kind in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(i for i in found if i is not None)) or None
+
+
+def _dtype(file: GGUFFile) -> str:
+    """Return the dtype of the embedding if it is not quantised, else bfloat16."""
+    return {"F32": "float32", "F16": "float16"}.get(file.tensors["token_embd.weight"].tensor_type.name, "bfloat16")
+
+
+class GGUFTensors:
+    """Tensors of a GGUF file under the names of Hugging Face checkpoints, with rows in their order.
+
+    Attributes:
+        path: path of the file.
+    """
+
+    def __init__(self, file: GGUFFile, spec: DecoderSpec) -> None:
+        """Name the tensors of the file.
+
+        Raises:
+            ModelError: the file has a tensor that the decoder does not read, which could change its answers.
+        """
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        self.path, self._file, self._spec = file.path, file, spec
+        self._architecture = file.need("general.architecture", str)
+        kind = next(k for k, name in MODEL_ARCH_NAMES.items() if name == self._architecture)
+        places = get_tensor_name_map(kind, spec.num_layers)
+        modules = {places.get_name(module): module for module in _modules(spec)}
+        self._names: dict[str, str] = {}
+        for name in file.tensors.keys() - {_ROPE_FACTORS}:
+            module, _, leaf = name.rpartition(".")
+            if module not in modules or leaf not in ("weight", "bias"):
+                raise ModelError(f"{file.path}: tensor {name!r} has no place in {spec.architecture}; the model is unsupported")
+            self._names[f"{modules[module]}.{leaf}"] = name
+
+    def names(self) -> Collection[str]:
+        """Return the checkpoint names of all tensors."""
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, `[out, in]` for a matrix.
+
+        Args:
+            name: checkpoint name.
+        """
+        return self._file.shape(self._names[name])
+
+    def read(self, name: str, dtype: np.dtype, transpose: bool) -> np.ndarray:
+        """Return a tensor, dequantised, with its rows in the checkpoint's order.
+
+        Args:
+            name: checkpoint name.
+            dtype: dtype of the returned array.
+            transpose: whether to return `[in, out]`.
+        """
+        return self._file.read(self._names[name], dtype, transpose, self._rows(name))
+
+    def _rows(self, name: str) -> np.ndarray | None:
+        """Return the stored row of each row of a query or key projection of `llama`.
+
+        llama.cpp rotates neighbouring rows there, so its converter interleaves the two halves of each head.
+        """
+        heads = {"q_proj": self._spec.num_heads, "k_proj": self._spec.num_kv_heads}.get(name.split(".")[-2])
+        if self._architecture != "llama" or heads is None:
+            return None
+        rows = np.arange(heads * self._spec.head_dim).reshape(heads, self._spec.head_dim // 2, 2)
+        return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _modules(spec: DecoderSpec) -> list[str]:
+    """Return the names of all modules with parameters, in Hugging Face checkpoints."""
+    norms = ["q_norm", "k_norm"] if spec.qk_norm else []
+    attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", *norms)]
+    mlp = [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    layer = ["input_layernorm", "post_attention_layernorm", *attention, *mlp]
+    layers = [f"model.layers.{index}.{name}" for index in range(spec.num_layers) for name in layer]
+    return ["model.embed_tokens", "model.norm", "lm_head", *layers]
