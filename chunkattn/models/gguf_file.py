@@ -191,7 +191,7 @@ def _reader(path: Path) -> GGUFReader:
         if head[:4] != b"GGUF":
             raise ModelError(f"{path} is no GGUF file: it begins with {head[:4]!r} instead of b'GGUF'; get it again")
         version = int.from_bytes(head[4:], "little")
-        if version not in _VERSIONS:
+        if len(head) == 8 and version not in _VERSIONS:
             raise ModelError(f"{path}: GGUF version {version} is not supported, only little-endian files of version 2 or 3 are")
         return Reader(path)
     except ModelError:

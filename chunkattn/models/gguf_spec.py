@@ -77,6 +77,9 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in file.tensors:
             raise ModelError(f"{file.path}: tensor {name!r} is missing; the file is incomplete, get it again")
+    found = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if len(found) != (layers := integer("block_count")):
+        raise ModelError(f"{file.path}: the file has {len(found)} layers of tensors, block_count says {layers}; get it again")
     heads, hidden = integer("attention.head_count"), integer("embedding_length")
     if heads < 1:
         raise ModelError(f"{file.path}: {architecture}.attention.head_count must be positive, got {heads}")
@@ -96,7 +99,7 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
         vocab_size=file.shape("token_embd.weight")[0],
         hidden_size=hidden,
         intermediate_size=integer("feed_forward_length"),
-        num_hidden_layers=integer("block_count"),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=integer("attention.head_count_kv", heads),
         head_dim=head_dim,

@@ -38,16 +38,16 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase:
     from transformers.integrations.gguf import convert_gguf_tokenizer
 
     stored = _stored(file)
-    tokens, model, pre = stored["tokens"], stored["tokenizer_type"], stored["pre_tokenizer_type"]
+    tokens, model, pre = stored["tokens"], stored["tokenizer_type"], stored.get("pre_tokenizer_type")
     try:
         backend, _ = convert_gguf_tokenizer(file.need("general.architecture", str), stored)
     except Exception as error:  # the conversion indexes and splits what the file holds
         raise ModelError(f"{file.path}: the tokenizer cannot be converted ({error}); {_ADVICE}") from error
     if model == "gpt2":
         _set_splits(backend, pre)
-        backend = _with_added_tokens(backend, stored)
     elif not stored.get("add_prefix_space", True):
         _drop_leading_space(backend)
+    backend = _with_added_tokens(backend, stored)
     default_bos = model == "llama" or pre in _BOS_BY_DEFAULT
     named = {f"{kind}_token": None if (i := stored.get(f"{kind}_token_id")) is None else tokens[i] for kind in _NAMED}
     return PreTrainedTokenizerFast(
@@ -76,9 +76,7 @@ def _stored(file: GGUFFile) -> dict[str, Any]:
     pre = file.get("tokenizer.ggml.pre", str)
     known = sorted({*GGUF_PRE_TOKENIZER_SPLITS, *_MORE_SPLITS})
     if model == "gpt2" and pre not in known:
-        raise ModelError(
-            f"{file.path}: tokenizer.ggml.pre {pre!r} is not supported; supported are {', '.join(known)}. {_ADVICE}"
-        )
+        raise ModelError(f"{file.path}: tokenizer.ggml.pre {pre!r} is not among the supported {', '.join(known)}; {_ADVICE}")
     stored = {
         "tokenizer_type": model,
         "pre_tokenizer_type": pre,
@@ -119,20 +117,24 @@ def _set_splits(backend: Tokenizer, pre: str) -> None:
 
 
 def _with_added_tokens(backend: Tokenizer, stored: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer with the added tokens whose text is outside the byte alphabet, such as DeepSeek's.
+    """Return the tokenizer with exactly the added tokens of the file.
 
-    transformers' conversion spells them in bytes and leaves them out, so that neither texts nor chat templates reach them.
+    transformers' conversion spells tokens outside the byte alphabet, such as DeepSeek's, in bytes and does not add them, so
+    no chat template reaches them. It adds the defaults of its tokenizer classes, such as `<|endoftext|>`, beyond the
+    vocabulary where the file lacks them.
     """
     from tokenizers import AddedToken, Tokenizer
 
+    size = len(stored["tokens"])
     missing = [
         (i, token, kind == _CONTROL)
-        for i, (token, kind) in enumerate(zip(stored["tokens"], stored["token_type"]))
+        for i, (token, kind) in enumerate(zip(stored["tokens"], stored.get("token_type", ())))
         if kind in (_CONTROL, _USER_DEFINED) and backend.token_to_id(token) is None
     ]
-    if not missing:
+    if not missing and backend.get_vocab_size(with_added_tokens=True) <= size:
         return backend
     document = json.loads(backend.to_str())
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < size]
     vocabulary = document["model"]["vocab"]
     spelled = {i: text for text, i in vocabulary.items()}
     for i, token, _ in missing:

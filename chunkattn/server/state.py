@@ -72,10 +72,10 @@ class ServerState:
 
     @cached_property
     def model_name(self) -> str:
-        """Return the model's name in answers; for a local folder the last part of its path."""
+        """Return the model's name in answers; for a local folder or GGUF file the last part of its path."""
         model = self.llm.config.model
-        if model is not None and (folder := Path(model).expanduser()).is_dir():
-            model = folder.resolve().name
+        if model is not None and (local := Path(model).expanduser()).exists():
+            model = local.resolve().name if local.is_dir() else local.stem
         return self.config.served_model_name or model or DEMO_NAME
 
     @property

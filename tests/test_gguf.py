@@ -1,0 +1,396 @@
+"""GGUF files: weights and logits against transformers' own GGUF loading, tokenizers against the originals, and errors."""
+
+import json
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.integrations.gguf.dequant import GGML_BLOCK
+from transformers.integrations.gguf.dequant import dequantize as torch_dequantize
+
+from chunkattn import LLM, ChunkedPrompt, SamplingParams, make_layout
+from chunkattn.errors import ModelError
+from chunkattn.models.gguf_file import open_gguf
+from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_model
+from chunkattn.parsers.encode import PartEncoder
+from tests.checkpoints import random_parts
+from tests.gguf_files import CONFIGS, HALVES, VOCAB, Written
+
+IDS = np.random.default_rng(5).integers(0, VOCAB, 90)
+WRITTEN = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
+    """A named random model in a GGUF file, made once."""
+    made: dict[tuple, Written] = {}
+
+    def get(name, kind=Kind.F16):
+        if (name, kind) not in made:
+            made[name, kind] = Written(tmp_path_factory.mktemp("gguf") / f"{name}-{kind.name}.gguf", CONFIGS[name], kind)
+        return made[name, kind]
+
+    return get
+
+
+def opened(path, **options):
+    return open_model(str(path), **{"dtype": "float32", "skip_tokenizer_init": True, **options})
+
+
+def dense_logits(path, ids):
+    """Logits `[T, vocab]` of a file's decoder under plain causal attention: no engine, no compilation of steps."""
+    decoder = opened(path).load()
+    spec, count = decoder.spec, len(ids)
+
+    def attend(_, q, k, v):
+        k, v = (jnp.repeat(x, spec.num_heads // spec.num_kv_heads, axis=1) for x in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
+        scores = jnp.where(jnp.tril(jnp.ones((count, count), bool)), scores, -jnp.inf)
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v)
+
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(decoder.logits(decoder(jnp.asarray(ids), jnp.arange(count), attend)))
+
+
+# Weights
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_of_every_family(name, written):
+    file = written(name)
+    expected = file.oracle().logits(IDS)
+    assert np.std(expected) > 0.1
+    np.testing.assert_allclose(dense_logits(file.path, IDS), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [*WRITTEN, *HALVES], ids=lambda kind: kind.name)
+def test_logits_of_every_quantisation(kind, written):
+    file = written("llama", kind)
+    expected = file.oracle().logits(IDS)
+    assert np.std(expected) > 0.1
+    np.testing.assert_allclose(dense_logits(file.path, IDS), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in (*WRITTEN, *HALVES) if int(kind) in GGML_BLOCK], ids=lambda kind: kind.name)
+def test_blocks_are_those_of_another_implementation(kind, written):
+    """transformers' PyTorch code for packed weights shares nothing with the gguf package."""
+    file = open_gguf(written("llama", kind).path)
+    blocks = np.array(file.tensors["blk.1.ffn_up.weight"].data)
+    expected = torch_dequantize(torch.from_numpy(blocks), int(kind)).numpy().reshape(256, 256)
+    for transpose in (False, True):
+        found = file.read("blk.1.ffn_up.weight", np.dtype(np.float32), transpose)
+        np.testing.assert_allclose(found.T if transpose else found, expected, atol=1e-6)
+
+
+def test_large_tensors_are_read_in_pieces(written, monkeypatch):
+    file = open_gguf(written("llama", Kind.Q8_0).path)
+    rows = np.random.default_rng(0).permutation(256)
+    whole = file.read("blk.0.ffn_up.weight", np.dtype(np.float32))
+    monkeypatch.setattr("chunkattn.models.gguf_file._PIECE", 7 * 256)
+    np.testing.assert_array_equal(file.read("blk.0.ffn_up.weight", np.dtype(np.float32), True, rows), whole[rows].T)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Kind.F32, "float32"), (Kind.F16, "float16"), (Kind.Q8_0, "bfloat16")])
+def test_auto_takes_the_dtype_of_the_file(kind, dtype, written):
+    assert opened(written("llama", kind).path, dtype="auto").dtype == dtype
+
+
+def test_generation_plain_and_chunked(written):
+    """The engine's greedy tokens on a quantised file are those of transformers, under a 4D mask for chunks."""
+    rng = np.random.default_rng(6)
+    file = written("llama", Kind.Q4_1)
+    oracle = file.oracle()
+    llm = LLM(
+        str(file.path), dtype="float32", skip_tokenizer_init=True, max_num_batched_tokens=64, kv_cache_memory_bytes=4 << 20
+    )
+    parts = [([], [], IDS[:40].tolist()), *(random_parts(rng, most_chunks=6) for _ in range(5))]
+    layouts = [make_layout(*p) for p in parts]
+    outs = llm.generate([ChunkedPrompt(*p) for p in parts], SamplingParams(temperature=0, max_tokens=12))
+    for layout, out in zip(layouts, outs, strict=True):
+        tokens = out.outputs[0].token_ids
+        logits = oracle.chunked(layout, tokens)
+        assert tokens == logits[len(layout) - 1 : len(layout) - 1 + len(tokens)].argmax(-1).tolist()
+
+
+def test_shards(tmp_path, written):
+    whole = Written(tmp_path / "model.gguf", CONFIGS["llama"], split_max_tensors=8)
+    shards = sorted(tmp_path.glob("*.gguf"))
+    assert len(shards) > 2
+    assert shards[0].name.startswith("model-00001-of-")
+    for given in (shards[0], tmp_path):
+        np.testing.assert_array_equal(dense_logits(given, IDS), dense_logits(written("llama").path, IDS))
+    with pytest.raises(ModelError, match=rf"is shard 2 of {len(shards)}; pass the first shard, {shards[0].name}"):
+        opened(shards[1])
+    shards[2].unlink()
+    with pytest.raises(ModelError, match=rf"shard .*{shards[2].name} is missing"):
+        opened(shards[0])
+    assert whole.path.name == "model.gguf"
+
+
+# Tokenizers
+
+TEXTS = (
+    "The year 1987  5 and 12345, isn't it?",
+    "  two spaces\n\n\tand a tab 3.14 ",
+    "cafe\u0301 na\u00efve \u4f60\u597d \U0001f600",
+    "",
+    "HELLO's we'LL <s> <|im_start|>user\nhi<|im_end|> <think>no</think>",
+)
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+CONTROLS, DEFINED = ["<|im_start|>", "<|im_end|>", "<\uff5cend\u2581of\u2581text\uff5c>"], ["<think>"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def original(pre):
+    """A byte-level BPE as a family's `tokenizer.json` has it."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    split = {"llama-bpe": LLAMA3, "qwen2": QWEN2}.get(pre)
+    first = [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
+    first += [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=[], show_progress=False)
+    tokenizer.train_from_iterator([" ".join(TEXTS[:4]) * 3, "caf\u00e9 " * 9], trainer)
+    tokenizer.add_special_tokens(CONTROLS)
+    tokenizer.add_tokens(DEFINED)
+    return tokenizer
+
+
+def gguf_of(tokenizer, pre, path, **keys):
+    content = json.loads(tokenizer.to_str())
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    kinds = [3 if t in CONTROLS else 4 if t in DEFINED else 1 for t in tokens]
+
+    def change(writer):
+        writer.add_tokenizer_model("gpt2")
+        if pre is not None:
+            writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types(kinds)
+        writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+        writer.add_bos_token_id(tokens.index("<|im_start|>"))
+        writer.add_eos_token_id(tokens.index("<|im_end|>"))
+        writer.add_uint32("tokenizer.ggml.eot_token_id", tokens.index(CONTROLS[2]))
+        writer.add_chat_template(TEMPLATE)
+        for key, value in keys.items():
+            writer.add_bool(f"tokenizer.ggml.{key}", value)
+
+    config = type(CONFIGS["llama"])(**{**CONFIGS["llama"].to_dict(), "vocab_size": 512})
+    return Written(path, config, change=change).path
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+def test_byte_level_tokenizers(pre, tmp_path):
+    """Ids, decoded texts, special tokens and chats are those of the tokenizer that the file was made from."""
+    source = original(pre)
+    path = gguf_of(source, pre, tmp_path / "model.gguf")
+    files = opened(path, skip_tokenizer_init=False)
+    for text in (*TEXTS, *CONTROLS):
+        ids = source.encode(text, add_special_tokens=False).ids
+        assert files.tokenizer(text, add_special_tokens=False).input_ids == ids
+        assert files.tokenizer.decode(ids) == source.decode(ids, skip_special_tokens=False)
+    encoder = PartEncoder(files.tokenizer)
+    assert set(encoder.special.ids) == set(CONTROLS)
+    assert set(encoder.added.ids) == {*CONTROLS, *DEFINED}
+    start, end, other = (source.token_to_id(t) for t in CONTROLS)
+    assert files.eos_token_ids == (end, other)
+    assert encoder.leading_ids == ([start] if pre == "llama-bpe" else [])
+    original_tokenizer = PreTrainedTokenizerFast(tokenizer_object=source, chat_template=TEMPLATE)
+    messages = [{"role": "user", "content": "Is it 1987?"}]
+    chats = [t.apply_chat_template(messages, tokenize=False) for t in (files.tokenizer, original_tokenizer)]
+    assert chats[0] == chats[1] != ""
+    assert len(load_tokenizer(str(path))) == len(files.tokenizer)
+
+
+def test_the_file_says_whether_bos_comes_first(tmp_path):
+    source = original("gpt-2")
+    for value in (True, False):
+        path = gguf_of(source, "gpt-2", tmp_path / f"{value}.gguf", add_bos_token=value)
+        encoder = PartEncoder(load_tokenizer(str(path)))
+        assert encoder.leading_ids == ([source.token_to_id("<|im_start|>")] if value else [])
+
+
+def sentencepiece_file(path, proto, **keys):
+    def change(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([piece.piece for piece in proto.pieces])
+        writer.add_token_scores([piece.score for piece in proto.pieces])
+        writer.add_token_types([piece.type for piece in proto.pieces])
+        writer.add_bos_token_id(proto.trainer_spec.bos_id)
+        writer.add_eos_token_id(proto.trainer_spec.eos_id)
+        writer.add_unk_token_id(proto.trainer_spec.unk_id)
+        for key, value in keys.items():
+            writer.add_bool(f"tokenizer.ggml.{key}", value)
+
+    config = type(CONFIGS["llama"])(**{**CONFIGS["llama"].to_dict(), "vocab_size": len(proto.pieces)})
+    return Written(path, config, change=change).path
+
+
+@pytest.mark.parametrize("space", [True, False])
+def test_sentencepiece_tokenizers(space, tmp_path):
+    """Ids are those of SentencePiece itself, with and without the space before a text."""
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString((DEMO_FOLDER / "tokenizer.model").read_bytes())
+    proto.normalizer_spec.add_dummy_prefix = space
+    witness = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    tokenizer = load_tokenizer(str(sentencepiece_file(tmp_path / "model.gguf", proto, add_space_prefix=space)))
+    # Before a text that begins with a space, transformers puts no other, for folders and GGUF files alike.
+    for text in ("Nila lives in Tunise.", "cafe\u0301 \u4f60  x", "", "a", *([] if space else ["  two spaces"])):
+        ids = witness.encode(text)
+        assert tokenizer(text, add_special_tokens=False).input_ids == ids
+        assert tokenizer.decode(ids) == text
+    encoder = PartEncoder(tokenizer)
+    assert set(encoder.special.ids) == {"<unk>", "<s>", "</s>"}
+    if space:
+        folder = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+        assert [tokenizer(t, add_special_tokens=False).input_ids for t in TEXTS] == [folder(t).input_ids for t in TEXTS]
+    assert encoder.leading_ids == [proto.trainer_spec.bos_id]
+    without = sentencepiece_file(tmp_path / "without.gguf", proto, add_bos_token=False)
+    assert PartEncoder(load_tokenizer(str(without))).leading_ids == []
+
+
+# Errors
+
+
+def refused(tmp_path, message, name="llama", **options):
+    path = Written(tmp_path / "model.gguf", CONFIGS[name], **options).path
+    with pytest.raises(ModelError, match=message) as caught:
+        opened(path).load()
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.add_expert_count(4), "llama.expert_count is set: mixture-of-experts models are not supported"),
+        (lambda w: w.add_sliding_window(32), r"a sliding window \(32 tokens\)"),
+        (lambda w: w.add_type("adapter"), "general.type 'adapter'"),
+        (lambda w: w.add_causal_attention(False), "bidirectional"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "RoPE scaling 'longrope'"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "original_context_length' is missing"),
+        (lambda w: w.add_key_length(32), "rope.dimension_count 64 other than the head size 32"),
+        (lambda w: w.add_string("llama.logit_scale", "x"), "'llama.logit_scale' has the wrong type, str"),
+    ],
+    ids=["experts", "window", "adapter", "bidirectional", "longrope", "yarn", "head", "type"],
+)
+def test_unsupported_metadata(change, message, tmp_path):
+    refused(tmp_path, message, change=change)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"blk.1.attn_q.weight": None}, r"tensor 'model.layers.1.self_attn.q_proj.weight' .* is missing"),
+        ({"token_embd.weight": None}, "tensor 'token_embd.weight' is missing"),
+        ({"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}, "tensor 'blk.0.attn_q_norm.weight' has no place in LlamaFor"),
+        ({"blk.2.attn_norm.weight": np.ones(256, np.float32)}, "3 layers of tensors, block_count says 2"),
+        ({"blk.0.attn_norm.weight": np.ones(7, np.float32)}, r"has shape \[7\], the configuration says \[256\]"),
+        ({"blk.0.attn_norm.weight": np.full(256, np.nan, np.float32)}, "holds NaN or infinite values; the file is damaged"),
+        ({"blk.0.attn_norm.weight": np.ones(256, np.int8)}, "type I8, which the gguf package cannot dequantise"),
+        ({"rope_freqs.weight": np.zeros(32, np.float32)}, "must hold 32 positive factors"),
+    ],
+    ids=["missing", "embedding", "foreign", "layers", "shape", "nan", "integers", "factors"],
+)
+def test_wrong_tensors(tensors, message, tmp_path):
+    refused(tmp_path, message, tensors=tensors)
+
+
+def test_an_unsupported_architecture(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.add_tensor("token_embd.weight", np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"GGUF architecture 'mamba' is not supported; supported are llama, qwen2, qwen3"):
+        opened(tmp_path / "model.gguf")
+
+
+def test_unsupported_tokenizers(tmp_path):
+    source = original("gpt-2")
+    for pre in ("unheard-of", None):
+        path = gguf_of(source, pre, tmp_path / "model.gguf")
+        with pytest.raises(ModelError, match=rf"tokenizer.ggml.pre {pre!r} is not among the supported .*; pass tokenizer="):
+            opened(path, skip_tokenizer_init=False)
+        assert opened(path, skip_tokenizer_init=False, tokenizer=str(DEMO_FOLDER)).tokenizer is not None
+    path = Written(tmp_path / "bare.gguf", CONFIGS["llama"]).path
+    with pytest.raises(ModelError, match=r"bare.gguf has no tokenizer; pass tokenizer="):
+        opened(path, skip_tokenizer_init=False)
+    path = Written(tmp_path / "bert.gguf", CONFIGS["llama"], change=lambda w: w.add_tokenizer_model("bert")).path
+    with pytest.raises(ModelError, match="tokenizer 'bert' is not supported; supported are gpt2 and llama"):
+        opened(path, skip_tokenizer_init=False)
+
+
+def test_truncated_files(tmp_path):
+    """A file cut anywhere says that it is truncated, and where it is."""
+    whole = gguf_of(original("smollm"), "smollm", tmp_path / "whole.gguf").read_bytes()
+    path = tmp_path / "cut.gguf"
+    header = whole.index(b"blk.0.attn_q.weight")
+    for length in [0, 3, 4, 8, 20, 24, *range(30, header, header // 12), header, len(whole) // 2, len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match=r"cut.gguf (cannot be read as GGUF|is no GGUF file|: GGUF version)") as caught:
+            opened(path, skip_tokenizer_init=False)
+        assert "get it again" in str(caught.value)
+
+
+def test_damaged_headers(tmp_path):
+    """Whatever byte of the metadata is wrong, the file loads or there is a `ModelError` and nothing else."""
+    rng = np.random.default_rng(7)
+    whole = gguf_of(original("smollm"), "smollm", tmp_path / "whole.gguf").read_bytes()
+    path = tmp_path / "damaged.gguf"
+    head = [*range(24), *rng.integers(24, 900, 60), *rng.integers(24, whole.index(b"blk.1.ffn_up.weight"), 60)]
+    errors = 0
+    for place in head:
+        damaged = bytearray(whole)
+        damaged[place] ^= int(rng.integers(1, 256))
+        path.write_bytes(damaged)
+        try:
+            opened(path, skip_tokenizer_init=False)
+        except ModelError:
+            errors += 1
+    assert errors > 40
+
+
+def test_files_that_are_no_gguf(tmp_path):
+    path = tmp_path / "model.gguf"
+    with pytest.raises(ModelError, match=r"there is no file .*model.gguf"):
+        LLM(str(path))
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(ModelError, match=r"model.gguf is no GGUF file: it begins with b'PK"):
+        LLM(str(path))
+    path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + bytes(100))
+    with pytest.raises(ModelError, match=r"GGUF version 1 is not supported"):
+        LLM(str(path))
+    path.write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(100))
+    with pytest.raises(ModelError, match=r"only little-endian files of version 2 or 3"):
+        LLM(str(path))
+
+
+def test_folders_of_gguf_files(tmp_path, written):
+    source = written("llama").path
+    (tmp_path / "a.gguf").write_bytes(source.read_bytes())
+    assert opened(tmp_path).path == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").write_bytes(source.read_bytes())
+    with pytest.raises(ModelError, match=r"holds 2 GGUF models \(a.gguf, b.gguf\); pass the path of one file"):
+        opened(tmp_path)
+
+
+def test_a_hub_repository_of_gguf_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ModelError, match=r"no config.json. .*hf download someone/model-GGUF FILE.gguf"):
+        opened("someone/model-GGUF")
