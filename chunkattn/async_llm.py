@@ -50,7 +50,7 @@ class AsyncLLM:
         ...         print(output.outputs[0].text)
 
     Args:
-        model: local Hugging Face folder or hub id; None for the bundled demo model.
+        model: local Hugging Face folder, GGUF file or hub id; None for the bundled demo model.
         **options: other fields of `chunkattn.config.EngineConfig`, by name.
 
     Attributes:

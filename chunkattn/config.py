@@ -30,8 +30,8 @@ class EngineConfig:
     """Options of one engine, under vLLM's names where vLLM has one.
 
     Attributes:
-        model: local Hugging Face folder or hub id; by default the bundled demo model.
-        tokenizer: folder or hub id of the tokenizer; by default the model's own.
+        model: local Hugging Face folder, GGUF file or hub id; by default the bundled demo model.
+        tokenizer: folder, GGUF file or hub id of the tokenizer; by default the model's own.
         revision: revision of the model on the hub.
         skip_tokenizer_init: load no tokenizer. Prompts must then be token ids.
         dtype: dtype of weights, activations and KV; `"auto"` is the checkpoint's own.
@@ -245,7 +245,7 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
     """Return the configuration of an engine.
 
     Args:
-        model: local folder or hub id; None for the bundled demo model.
+        model: local folder, GGUF file or hub id; None for the bundled demo model.
         options: other fields of `EngineConfig`, by name.
 
     Raises:

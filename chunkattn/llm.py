@@ -37,7 +37,7 @@ class LLM:
         >>> llm.generate("Read. # # A document. # # Another. # # A question?")  # doctest: +SKIP
 
     Args:
-        model: local Hugging Face folder or hub id; None for the bundled demo model.
+        model: local Hugging Face folder, GGUF file or hub id; None for the bundled demo model.
         **options: other fields of `chunkattn.config.EngineConfig`, by name.
 
     Raises:

@@ -1,5 +1,7 @@
 """Tiny GGUF files, written with the gguf package, and transformers' own GGUF loading as the witness over them."""
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import torch
@@ -10,6 +12,8 @@ from transformers.integrations.gguf.dequant import dequantize as torch_dequantiz
 
 from tests.checkpoints import Oracle
 
+SMOLLM2 = Path(__file__).parent.parent / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""SmolLM2-135M-Instruct; `make run-real` and `make test-slow` get it."""
 VOCAB = 128
 _SHAPE = {
     "vocab_size": VOCAB,

@@ -159,7 +159,9 @@ def test_cli_demo():
 
 @pytest.mark.slow
 def test_examples_run():
-    for example in sorted((ROOT / "examples").glob("*.py")):
+    for example in sorted(
+        {*(ROOT / "examples").glob("*.py")} - {ROOT / "examples" / "real_model.py"}
+    ):  # test_real_model.py runs that
         done = subprocess.run([sys.executable, example], capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, f"{example.name}: {done.stderr}"
 

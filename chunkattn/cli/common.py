@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 console = Console(highlight=False)
 
-Model = Annotated[str | None, typer.Option(help="Local folder or hub id; the bundled demo model when left out.")]
+Model = Annotated[str | None, typer.Option(help="Local folder, GGUF file or hub id; the bundled demo model when left out.")]
 Separator = Annotated[str, typer.Option("--chunk-separator", help="Text between prefix, chunks and question.")]
 Strategy = Annotated[str, typer.Option("--position-strategy", help="Strategy of position ids: shared or offset.")]
 Gap = Annotated[
@@ -101,7 +101,7 @@ def make_llm(model: str | None, *, kv_store: Path | None = None, **options: Any)
     """Return an engine. JAX is imported here, so `--help` starts fast.
 
     Args:
-        model: local folder or hub id; None for the bundled demo model.
+        model: local folder, GGUF file or hub id; None for the bundled demo model.
         kv_store: folder that keeps K/V; None keeps nothing on disk.
         **options: other options of the engine.
     """

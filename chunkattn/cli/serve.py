@@ -100,7 +100,9 @@ def _with_options(function: Any) -> Any:
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="Local folder or hub id; the bundled demo model when left out.", envvar="CHUNKATTN_MODEL"),
+        typer.Argument(
+            help="Local folder, GGUF file or hub id; the bundled demo model when left out.", envvar="CHUNKATTN_MODEL"
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file of options.", callback=_read_config, is_eager=True, envvar="CHUNKATTN_CONFIG")

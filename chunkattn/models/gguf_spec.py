@@ -77,9 +77,9 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in file.tensors:
             raise ModelError(f"{file.path}: tensor {name!r} is missing; the file is incomplete, get it again")
-    found = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
-    if len(found) != (layers := integer("block_count")):
-        raise ModelError(f"{file.path}: the file has {len(found)} layers of tensors, block_count says {layers}; get it again")
+    indices = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if len(indices) != (layers := integer("block_count")):
+        raise ModelError(f"{file.path}: the file has {len(indices)} layers of tensors, block_count says {layers}; get it again")
     heads, hidden = integer("attention.head_count"), integer("embedding_length")
     if heads < 1:
         raise ModelError(f"{file.path}: {architecture}.attention.head_count must be positive, got {heads}")

@@ -103,7 +103,7 @@ def _stored(file: GGUFFile) -> dict[str, Any]:
     return {key: value for key, value in stored.items() if value is not None}
 
 
-def _set_splits(backend: Tokenizer, pre: str) -> None:
+def _set_splits(backend: Tokenizer, pre: str | None) -> None:
     """Split and normalise texts as the original tokenizer does, where transformers' conversion does not."""
     from tokenizers import normalizers, pre_tokenizers
 

@@ -1,4 +1,4 @@
-"""Loading of a model's configuration, tokenizer and weights, by folder or hub id."""
+"""Loading of a model's configuration, tokenizer and weights, by folder, GGUF file or hub id."""
 
 from __future__ import annotations
 

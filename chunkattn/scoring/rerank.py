@@ -124,7 +124,7 @@ def pick_template(wanted: RerankTemplate | str | None, model: str | None, encode
 
     Args:
         wanted: a template, the name of a template, or None.
-        model: folder or hub id; None is the bundled demo model.
+        model: folder, GGUF file or hub id; None is the bundled demo model.
         encode: encoder with the model's tokenizer.
 
     Raises:

@@ -18,7 +18,7 @@ class ServerConfig:
         port: port to listen on; 0 picks a free port.
         api_key: key that clients must send as bearer token, or as the password of HTTP Basic. A server without
             any key accepts every client.
-        served_model_name: model name in `/v1/models`, requests and answers; by default the hub id, or the folder's name.
+        served_model_name: model name in `/v1/models`, requests and answers; by default the hub id, or the path's last part.
         request_timeout_s: time limit of a request in seconds; a longer request is aborted and answered with 504.
         max_body_bytes: size limit of a request body in bytes; a longer body is answered with 413.
         max_prompts_per_request: number of prompts, or of queries, that one request may hold.
