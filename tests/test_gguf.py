@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from gguf import GGMLQuantizationType as Kind
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -19,6 +20,7 @@ from chunkattn.errors import ModelError
 from chunkattn.models.gguf_file import open_gguf
 from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_model
 from chunkattn.parsers.encode import PartEncoder
+from chunkattn.remote.control_messages import Checkpoint
 from tests.checkpoints import random_parts
 from tests.gguf_files import CONFIGS, HALVES, VOCAB, Written
 
@@ -118,6 +120,17 @@ def test_generation_plain_and_chunked(written):
         assert tokens == logits[len(layout) - 1 : len(layout) - 1 + len(tokens)].argmax(-1).tolist()
 
 
+def test_a_worker_loads_the_file(written):
+    """The engine's process gets the path, and the shape with Llama 3's frequencies, in its first message."""
+    files = opened(written("llama-llama3").path)
+    checkpoint = Checkpoint.of(files)
+    assert checkpoint.path == str(files.path)
+    found, expected = (jax.tree.leaves(nnx.state(f.load())) for f in (checkpoint.files(), files))
+    assert len(found) == len(expected) > 20
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_shards(tmp_path, written):
     whole = Written(tmp_path / "model.gguf", CONFIGS["llama"], split_max_tensors=8)
     shards = sorted(tmp_path.glob("*.gguf"))
@@ -140,7 +153,7 @@ TEXTS = (
     "  two spaces\n\n\tand a tab 3.14 ",
     "cafe\u0301 na\u00efve \u4f60\u597d \U0001f600",
     "",
-    "HELLO's we'LL <s> <|im_start|>user\nhi<|im_end|> <think>no</think>",
+    "HELLO's we'LL <s> <|im_start|>user\nhi<|im_end|> <think>no</think> xylophone",
 )
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -163,6 +176,10 @@ def original(pre):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=[], show_progress=False)
     tokenizer.train_from_iterator([" ".join(TEXTS[:4]) * 3, "caf\u00e9 " * 9], trainer)
+    # A word that no merge makes: Llama 3 takes it whole, the other families never.
+    content = json.loads(tokenizer.to_str())
+    content["model"]["vocab"]["\u0120xylophone"] = tokenizer.get_vocab_size()
+    tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.add_special_tokens(CONTROLS)
     tokenizer.add_tokens(DEFINED)
     return tokenizer
