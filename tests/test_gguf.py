@@ -302,8 +302,9 @@ def refused(tmp_path, message, name="llama", **options):
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "original_context_length' is missing"),
         (lambda w: w.add_key_length(32), "rope.dimension_count 64 other than the head size 32"),
         (lambda w: w.add_string("llama.logit_scale", "x"), "'llama.logit_scale' has the wrong type, str"),
+        (lambda w: w.kv_data[0]["llama.embedding_length"].__setattr__("value", 258), "describe no valid llama model"),
     ],
-    ids=["experts", "window", "adapter", "bidirectional", "longrope", "yarn", "head", "type"],
+    ids=["experts", "window", "adapter", "bidirectional", "longrope", "yarn", "head", "type", "width"],
 )
 def test_unsupported_metadata(change, message, tmp_path):
     refused(tmp_path, message, change=change)

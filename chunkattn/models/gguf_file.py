@@ -158,8 +158,8 @@ def open_gguf(path: Path) -> GGUFFile:
         first = _SHARD.sub(f"-00001-of-{shard[2]}.gguf", path.name)
         raise ModelError(f"{path} is shard {int(shard[1])} of {int(shard[2])}; pass the first shard, {first}")
     reader = _reader(path)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    count = int(reader.fields["split.count"].contents()) if "split.count" in reader.fields else 1
+    whole = GGUFFile(path, dict(reader.fields), {tensor.name: tensor for tensor in reader.tensors})
+    count = whole.get("split.count", int, 1)
     if count > 1:
         if shard is None or int(shard[2]) != count:
             raise ModelError(f"{path} is the first of {count} shards, so its name must end in -00001-of-{count:05}.gguf")
@@ -167,8 +167,8 @@ def open_gguf(path: Path) -> GGUFFile:
             other = path.with_name(_SHARD.sub(f"-{number:05}-of-{count:05}.gguf", path.name))
             if not other.is_file():
                 raise ModelError(f"shard {other} is missing; put all {count} shards into one folder")
-            tensors.update({tensor.name: tensor for tensor in _reader(other).tensors})
-    return GGUFFile(path, dict(reader.fields), tensors)
+            whole.tensors.update({tensor.name: tensor for tensor in _reader(other).tensors})
+    return whole
 
 
 def _reader(path: Path) -> GGUFReader:

@@ -77,6 +77,8 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in file.tensors:
             raise ModelError(f"{file.path}: tensor {name!r} is missing; the file is incomplete, get it again")
+    if len(file.shape("token_embd.weight")) != 2:
+        raise ModelError(f"{file.path}: tensor 'token_embd.weight' is no matrix; the file is damaged, get it again")
     indices = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if len(indices) != (layers := integer("block_count")):
         raise ModelError(f"{file.path}: the file has {len(indices)} layers of tensors, block_count says {layers}; get it again")
@@ -93,27 +95,30 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
             f"{file.path}: a sliding window ({window} tokens) is not read from GGUF; use the model's safetensors checkpoint"
         )
     theta = float(file.get(f"{architecture}.rope.freq_base", (int, float), 10000.0))
-    return AutoConfig.for_model(
-        architecture,
-        architectures=[ARCHITECTURES[architecture]],
-        vocab_size=file.shape("token_embd.weight")[0],
-        hidden_size=hidden,
-        intermediate_size=integer("feed_forward_length"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=integer("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_position_embeddings=context,
-        rms_norm_eps=float(file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float)),
-        rope_parameters={"rope_theta": theta, **_scaling(file, architecture)},
-        tie_word_embeddings="output.weight" not in file.tensors,
-        eos_token_id=_eos_token_ids(file),
-        dtype=_dtype(file),
-    )
+    settings = {
+        "architectures": [ARCHITECTURES[architecture]],
+        "vocab_size": file.shape("token_embd.weight")[0],
+        "hidden_size": hidden,
+        "intermediate_size": integer("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": float(file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float)),
+        "rope_parameters": {"rope_theta": theta, **_scaling(file, architecture)},
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "eos_token_id": _eos_token_ids(file),
+        "dtype": _dtype(file),
+    }
+    try:
+        return AutoConfig.for_model(architecture, **settings)
+    except Exception as error:  # transformers' configurations validate themselves, with errors of many classes
+        raise ModelError(f"{file.path}: the metadata describe no valid {architecture} model: {error}") from error
 
 
 def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
-    """Return the decoder's shape. Biases and the factors of Llama 3's RoPE come from the tensors: no key tells of them.
+    """Return the decoder's shape. Biases and the factors of Llama 3's RoPE show in the tensors only, not in the metadata.
 
     Args:
         file: opened GGUF file.
@@ -136,8 +141,9 @@ def _with_factors(file: GGUFFile, rotary: RotarySpec) -> RotarySpec:
     """Return the rotary embedding with its frequencies divided by the file's factors, if the file has any."""
     if _ROPE_FACTORS not in file.tensors:
         return rotary
-    factors = file.read(_ROPE_FACTORS, np.dtype(np.float32))
-    if factors.shape != rotary.inv_freq.shape or not (factors > 0).all():
+    fits = file.shape(_ROPE_FACTORS) == rotary.inv_freq.shape
+    factors = file.read(_ROPE_FACTORS, np.dtype(np.float32)) if fits else np.zeros(1, np.float32)
+    if not (factors > 0).all():
         raise ModelError(f"{file.path}: tensor {_ROPE_FACTORS!r} must hold {len(rotary.inv_freq)} positive factors")
     return dataclasses.replace(rotary, inv_freq=rotary.inv_freq / factors)
 
