@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         RerankResult,
         ScoreOutput,
     )
-    from chunkattn.parsers import ChunkedPrompt
+    from chunkattn.parsers import ChunkedPrompt, DocumentPrompt
     from chunkattn.rope.positions import make_layout
     from chunkattn.scoring.rerank import RerankTemplate
 
@@ -34,6 +34,7 @@ _HOMES = {
     "ChunkLayout": "layout",
     "ChunkedPrompt": "parsers",
     "CompletionOutput": "outputs",
+    "DocumentPrompt": "parsers",
     "EngineConfig": "config",
     "Logprob": "outputs",
     "RequestOutput": "outputs",
@@ -55,6 +56,7 @@ __all__ = [
     "ChunkLayout",
     "ChunkedPrompt",
     "CompletionOutput",
+    "DocumentPrompt",
     "EngineConfig",
     "Logprob",
     "RequestOutput",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence, Set, Sized
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
@@ -24,6 +25,9 @@ MAX_LOGIT_BIAS = 1024
 MAX_LABELS = 1024
 MAX_SALT_CHARS = 256
 
+_DOCUMENT = "{document}"
+_PLACEHOLDER = re.compile(r"\{\w+\}", re.ASCII)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -40,6 +44,9 @@ class EngineConfig:
         attention_backend: name of a registered attention backend, or `"auto"` to choose by platform.
         enable_chunk_aware: split text and token id prompts at `chunk_separator`.
         chunk_separator: text between prefix, chunks and question.
+        document_template: text of a document's chunk, with `{document}` once where the document's text goes. The engine adds it
+            to documents given as text, and to nothing else. By default the checkpoint's own (`document_template` in
+            `tokenizer_config.json`), or else `"Document: {document}"` and a blank line.
         special_tokens_in_documents: let the text of a special token become that token in chunks, documents, user and tool
             messages and rerank texts. The default is safe for untrusted documents.
         special_tokens_in_prompts: let the text of a special token become that token in prefixes, questions, plain prompts,
@@ -93,6 +100,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     enable_chunk_aware: bool = False
     chunk_separator: str = " # # "
+    document_template: str | None = None
     special_tokens_in_documents: bool = False
     special_tokens_in_prompts: bool = True
     position_strategy: str = "shared"
@@ -152,6 +160,8 @@ class EngineConfig:
             )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if self.document_template is not None:
+            split_document_template(self.document_template)
         if not self.max_decode_gap_s > 0:  # NaN compares false
             raise ConfigError(f"max_decode_gap_s must be above 0, got {self.max_decode_gap_s}")
         if not 1 <= self.engine_hang_timeout_s < float("inf"):  # NaN compares false
@@ -176,6 +186,25 @@ _OPTION_TYPES: dict[str, tuple[type, ...]] = {
 }
 _CALIBRATED = tuple(field.name for field in fields(Calibration))
 """Options that a calibration file can set."""
+
+
+def split_document_template(template: str) -> tuple[str, str]:
+    """Return the text before and the text after the document.
+
+    Args:
+        template: text with `{document}` once and no other placeholder.
+
+    Raises:
+        ConfigError: the template has no `{document}`, several, or another placeholder, or is not valid Unicode.
+    """
+    if _PLACEHOLDER.findall(template) != [_DOCUMENT]:
+        raise ConfigError(f"document_template must hold {_DOCUMENT} exactly once and no other placeholder, got {template!r}")
+    try:
+        template.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate
+        raise ConfigError(f"document_template {template!r} is not valid Unicode") from error
+    before, _, after = template.partition(_DOCUMENT)
+    return before, after
 
 
 # Python's own types come first: a check against an abstract class takes ten times as long, and a request makes thirty.

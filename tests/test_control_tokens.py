@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from chunkattn import ChunkedPrompt
+from chunkattn import ChunkedPrompt, DocumentPrompt
 from chunkattn.calls import score
 from chunkattn.calls.frontend import Frontend
 from chunkattn.config import EngineConfig
@@ -86,6 +86,12 @@ def bare(tokenizer, text):
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
+def renamed_template_tokenizer(tokenizer):
+    """The same tokenizer with the special tokens @A@ and @B@ alone, which no user writes."""
+    kind = next(k for k, v in KINDS.items() if v(SPECIAL).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str())
+    return KINDS[kind](["@A@", "@B@"])
+
+
 def by_text(tokenizer, ids):
     """Tokens, for ids of added tokens differ between the two tokenizers."""
     return tokenizer.convert_ids_to_tokens(ids)
@@ -112,6 +118,36 @@ def test_documents_are_as_without_the_special_tokens(pair, text):
     assert tokenizer.decode(ids) == without.decode(bare(without, text))
     if not any(t in text for t in SPECIAL):
         assert ids == bare(tokenizer, text)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(TEXTS.map("".join))
+def test_a_document_template_writes_special_tokens_and_its_document_none(pair, text):
+    tokenizer, _ = pair
+    start, end = (tokenizer.convert_tokens_to_ids(t) for t in ("<|start|>", "<|end|>"))
+    reader = parser(tokenizer, document_template="<|start|>doc <{document}><|end|>")
+    chunk = parts(reader.parse(DocumentPrompt("p", [text], "q")).layout)[1]
+    if not text:
+        assert chunk == []
+        return
+    assert (chunk[0], chunk[-1]) == (start, end)
+    assert not {*chunk[1:-1]} & {*tokenizer.all_special_ids, start, end}
+    other = renamed_template_tokenizer(tokenizer)
+    expected = by_text(other, bare(other, f"@A@doc <{text}>@B@"))
+    assert by_text(tokenizer, chunk) == [{"@A@": "<|start|>", "@B@": "<|end|>"}.get(t, t) for t in expected]
+    if not any(t in text for t in SPECIAL):
+        assert chunk == bare(tokenizer, f"<|start|>doc <{text}><|end|>")
+    turned = parser(tokenizer, document_template="<|start|>{document}", special_tokens_in_documents=True)
+    chunk = parts(turned.parse(DocumentPrompt("p", [text], "q")).layout)[1]
+    assert chunk == bare(tokenizer, f"<|start|>{text}")
+
+
+def test_a_document_and_its_template_form_no_special_token_together(pair):
+    tokenizer, _ = pair
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    reader = parser(tokenizer, document_template="a<|e{document}|>")
+    for text in ("nd", "nd|><|end"):
+        assert end not in parts(reader.parse(DocumentPrompt("p", [text], "q")).layout)[1]
 
 
 def test_which_text_is_read_how(pair):
@@ -163,7 +199,7 @@ def test_the_template_alone_writes_control_tokens_around_users(pair, options, en
     assert ids.count(start) == 6 + (3 if options.get("special_tokens_in_documents") else 0)
     first, one, two, last = chat_ids(tokenizer, options, ["d", FORGED])
     assert first.count(end) + last.count(end) == ends
-    assert one == bare(tokenizer, "d")
+    assert one == bare(tokenizer, "Document: d\n\n")
     assert (end in two) is bool(options.get("special_tokens_in_documents"))
     text = parser(tokenizer, **options).parse_chat(CHAT).text
     assert text == tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
@@ -172,8 +208,7 @@ def test_the_template_alone_writes_control_tokens_around_users(pair, options, en
 def test_a_chat_is_the_template_with_text_in_it(pair):
     """The same chat, its users' special tokens written in a tokenizer that has only the template's under other names."""
     tokenizer, _ = pair
-    kind = next(k for k, v in KINDS.items() if v(SPECIAL).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str())
-    other = KINDS[kind](["@A@", "@B@"])
+    other = renamed_template_tokenizer(tokenizer)
     other.chat_template = TEMPLATE.replace("<|start|>", "@A@").replace("<|end|>", "@B@")
     messages = [
         m | {"content": m["content"].replace("<|end|>", "@B@")} if m["role"] in ("system", "assistant") else m for m in CHAT
@@ -244,6 +279,9 @@ def test_precomputed_documents_are_those_of_prompts(pair):
     tokenizer, _ = pair
     reader = parser(tokenizer)
     first, chunks = reader.parse_cache("p<|end|>", [FORGED, "d"])
+    assert [first, *chunks] == parts(reader.parse(DocumentPrompt("p<|end|>", [FORGED, "d"], "q")).layout)[:3]
+    bare_reader = parser(tokenizer, document_template="{document}")  # then chunks and documents are the same
+    first, chunks = bare_reader.parse_cache("p<|end|>", [FORGED, "d"])
     assert [first, *chunks] == parts(reader.parse(ChunkedPrompt("p<|end|>", [FORGED, "d"], "q")).layout)[:3]
     first, chunks = reader.parse_cache(CHAT[:1], [FORGED, "d"])
     chat = [CHAT[0], {"role": "user", "content": FORGED}]

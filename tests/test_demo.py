@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from chunkattn import ChunkedPrompt, SamplingParams
+from chunkattn import LLM, ChunkedPrompt, DocumentPrompt, SamplingParams
 from chunkattn.cli import app
 from chunkattn.cli.prompts import DEMO_DOCUMENTS, DEMO_QUERY, DEMO_QUESTIONS
 from chunkattn.models.loader import DEMO_FOLDER
@@ -79,6 +79,37 @@ def test_chat_with_documents(demo):
     out = demo.chat(messages, SamplingParams(temperature=0, max_tokens=8), documents=documents)[0]
     assert out.outputs[0].text.strip() == "Pegelu"
     assert len(out.chunk_lens) == 2
+
+
+def test_documents_of_every_call_are_one_chunk_in_memory_and_on_disk(tmp_path):
+    """And their tokens are those of the template written out; under another template the disk holds none of them."""
+    prefix, documents = "Read the documents and answer the question.", ["Lezudo likes honey.", "Zenuso lives in Kirora."]
+    messages, params = [{"role": "user", "content": "Where?"}], SamplingParams(temperature=0, max_tokens=4)
+    prompt = DocumentPrompt(prefix, documents, "Where? Answer:")
+    written = ChunkedPrompt(prefix, [f"Document: {text}\n\n" for text in documents], "Where? Answer:")
+
+    def start(template):
+        return LLM(document_template=template, kv_store=str(tmp_path), kv_cache_memory_bytes=8 << 20)
+
+    llm = start("Document: {document}\n\n")
+    sizes = tuple(document.tokens for document in llm.precompute(prefix, documents).documents)
+    outs = [
+        llm.generate(prompt, params)[0],
+        llm.generate(written, params)[0],
+        llm.chat(messages, params, documents=documents)[0],
+    ]
+    assert [out.num_cached_chunk_tokens for out in outs] == [sizes] * 3
+    assert outs[0].prompt_token_ids == outs[1].prompt_token_ids == outs[2].prompt_token_ids
+    assert outs[0].outputs[0].token_ids == outs[1].outputs[0].token_ids
+    assert outs[0].prompt == outs[1].prompt
+    llm.close()
+    llm = start("Document: {document}\n\n")
+    assert llm.generate(prompt, params)[0].num_cached_chunk_tokens == sizes
+    llm.close()
+    llm = start("Text: {document}\n\n")
+    assert llm.generate(prompt, params)[0].num_cached_chunk_tokens == (0, 0)
+    assert llm.generate(prompt, params)[0].num_cached_chunk_tokens == llm.generate(prompt, params)[0].chunk_lens
+    llm.close()
 
 
 def test_an_injected_separator_forges_no_boundary(demo):

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from chunkattn import ChunkedPrompt
+from chunkattn import ChunkedPrompt, DocumentPrompt
+from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.delimited import check_delimiter, flashinfer_params, pack_delimited, parse_delimited
+from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, pick_template
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.separator import split_ids
 
@@ -40,8 +42,8 @@ def bpe():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def parser(tokenizer, chunk_aware=True, strategy="shared"):
-    return PromptParser(tokenizer, separator=SEP, strategy=strategy, chunk_aware=chunk_aware)
+def parser(tokenizer, chunk_aware=True, strategy="shared", **options):
+    return PromptParser(tokenizer, separator=SEP, strategy=strategy, chunk_aware=chunk_aware, **options)
 
 
 def parts(layout):
@@ -176,10 +178,73 @@ def test_chat(bpe):
         "<|system|>Be kind.<|end|><|user|>",
         f"Compare{SEP}a{SEP}b<|end|><|assistant|>ok<|end|><|user|>again<|end|><|assistant|>",
     )
-    assert parts(parsed.layout) == [bare(bpe, t) for t in (prefix, f"x{SEP}y", "z", question)]
+    assert parts(parsed.layout) == [bare(bpe, t) for t in (prefix, f"Document: x{SEP}y\n\n", "Document: z\n\n", question)]
     plain = parser(bpe).parse_chat(messages)
     assert plain.layout.is_plain
     assert plain.layout.token_ids.tolist() == bare(bpe, prefix + question)
+
+
+def test_documents_stand_in_their_template_wherever_they_are_named(bpe):
+    """A text with it, as one text; token ids and an empty text without."""
+    bpe.chat_template = CHAT
+    documents = [f"a b{SEP}y", [7, 8], "", np.array([9], np.int32)]
+    expected = [bare(bpe, f"Document: a b{SEP}y\n\n"), [7, 8], [], [9]]
+    prompt = parser(bpe).parse(DocumentPrompt("a", documents, "ab"))
+    assert parts(prompt.layout) == [[0, *bare(bpe, "a")], *expected, bare(bpe, "ab")]
+    assert prompt.text is None
+    assert parser(bpe).parse(DocumentPrompt("a", ["b"], "c")).text == "aDocument: b\n\nc"
+    chat = [{"role": "user", "content": "x"}]
+    assert parts(parser(bpe).parse_chat(chat, documents).layout)[1:-1] == expected
+    assert parser(bpe).parse_cache("a", [documents[0], ""])[1] == [expected[0], []]
+    assert parser(bpe).parse_cache([4], [[7, 8]])[1] == [[7, 8]]
+    own = parser(bpe, document_template="<{}{document}b")
+    assert parts(own.parse(DocumentPrompt([4], ["a"], [5])).layout) == [[4], bare(bpe, "<{}ab"), [5]]
+
+
+def test_explicit_parts_have_no_template(bpe):
+    for prompt in (ChunkedPrompt("a", ["b"], "c"), f"a{SEP}b{SEP}c"):
+        assert parts(parser(bpe).parse(prompt).layout)[1] == bare(bpe, "b")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (DocumentPrompt("a", "b", "c"), "documents must be a list of strings or token ids, got str"),
+        (DocumentPrompt("a", ["b", 5], "c"), "document 1 must be a string or token ids, got int"),
+        (DocumentPrompt("a", ["b", [1.5]], "c"), r"document 1\[0\] is not a token id: 1.5"),
+        (DocumentPrompt("a", ["b", "\ud800"], "c"), "document 1 .*cannot be tokenized"),
+        (DocumentPrompt("a", ["b"], ""), "the question is empty"),
+        (DocumentPrompt([1], ["b"], []), "the question is empty"),
+        (DocumentPrompt("a", ["b"], [1]), "prefix and question must be both text or both token ids"),
+    ],
+)
+def test_bad_document_prompts(bpe, prompt, message):
+    with pytest.raises(RequestError, match=message):
+        parser(bpe).parse(prompt)
+
+
+@pytest.mark.parametrize(
+    "template", ["", "Document:", "{document} {document}", "{title}: {document}", "{}", "{document}\ud800"]
+)
+def test_bad_document_templates(bpe, template):
+    """They are refused before anything is loaded; a checkpoint's own is refused with the file's name."""
+    with pytest.raises(ConfigError, match="document_template"):
+        EngineConfig(document_template=template)
+    with pytest.raises(ConfigError, match="document_template"):
+        parser(bpe, document_template=template)
+    bpe.init_kwargs["document_template"] = template
+    try:
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json: document_template"):
+            pick_template(None, bpe)
+        assert pick_template("{document}", bpe) == "{document}"
+    finally:
+        del bpe.init_kwargs["document_template"]
+
+
+def test_where_the_document_template_comes_from(bpe, spm):
+    assert pick_template("<{document}", spm) == "<{document}"
+    assert pick_template(None, spm) == "{document}"  # the demo's own
+    assert pick_template(None, bpe) == pick_template(None, None) == DEFAULT_TEMPLATE == "Document: {document}\n\n"
 
 
 @pytest.mark.parametrize(

@@ -58,5 +58,6 @@ def train_tokenizer(folder: Path, vocab_size: int = 704) -> None:
         "model_max_length": 1024,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
+        "document_template": "{document}",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

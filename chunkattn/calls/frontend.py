@@ -13,9 +13,10 @@ from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.models.loader import ModelFiles
-from chunkattn.parsers import ChunkedPrompt, ParsedPrompt, PromptParser
+from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.arguments import as_list, one_each
 from chunkattn.parsers.delimited import check_delimiter
+from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.scoring import ScorePlanner
 
@@ -43,6 +44,7 @@ class Frontend:
             strategy=config.position_strategy,
             gap=config.calibration.chunk_position_gap,
             chunk_aware=config.enable_chunk_aware,
+            document_template=pick_template(config.document_template, self.tokenizer),
             special_tokens_in_documents=config.special_tokens_in_documents,
             special_tokens_in_prompts=config.special_tokens_in_prompts,
             max_chunks=config.max_chunks_per_prompt,
@@ -74,20 +76,22 @@ class Frontend:
             RequestError: a prompt is malformed, or the checkpoint is a sequence classifier.
         """
         self.intake.check_generates()
-        listed = [prompts] if isinstance(prompts, (str, ChunkedPrompt, Mapping)) else as_list(prompts, "prompts")
+        if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
+            prompts = [prompts]
+        listed = as_list(prompts, "prompts")
         return [self.parser.parse(p, chunk_aware) for p in listed]
 
     def parse_chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        documents: Sequence[str] | None,
+        documents: Sequence[str | Sequence[int]] | None,
         template_options: Mapping[str, Any] | None,
     ) -> list[ParsedPrompt]:
         """Parse one conversation or many.
 
         Args:
             messages: conversation or list of conversations.
-            documents: texts that become the chunks of every conversation.
+            documents: see `LLM.chat`.
             template_options: options of the chat template.
 
         Raises:

@@ -112,7 +112,16 @@ def generate_job(
             rank,
             weighing,
         )
-        frontend.intake.check(request)
+        try:
+            frontend.intake.check(request)
+        except RequestError as error:
+            raise _renamed(error, prompt) from None
         requests.append(request)
         builders.append(OutputBuilder(request, prompt.text, frontend.tokenizer, frontend.decode))
     return GenerateJob(requests, builders, tokens, final_only=final_only)
+
+
+def _renamed(error: RequestError, prompt: ParsedPrompt) -> RequestError:
+    """Return an error about a chunk under the name that the prompt's caller has for it."""
+    kind, _, number = (error.part or "").partition(" ")
+    return error.renamed(f"{prompt.chunk_name} {number}", prompt.chunk_param) if kind == "chunk" else error

@@ -16,6 +16,7 @@ from chunkattn.cache.disk.store import KVStore
 from chunkattn.cli.common import (
     Backend,
     Calibrated,
+    DocumentTemplate,
     Dtype,
     Gap,
     KVCacheDtype,
@@ -45,6 +46,7 @@ def build(
     prefix: Annotated[str | None, typer.Option(help="Prefix of the prompts that will use the documents.")] = None,
     prefix_file: Annotated[Path | None, typer.Option(help="File that holds the prefix.")] = None,
     system: Annotated[str | None, typer.Option(help="System message of the chats that will use the documents.")] = None,
+    document_template: DocumentTemplate = None,
     pattern: Annotated[str, typer.Option(help="Glob pattern of the files, relative to the folder.")] = "**/*.txt",
     cache_salt: Annotated[str | None, typer.Option(help="Salt of the requests that may use the K/V.")] = None,
     max_bytes: Annotated[int, typer.Option(help="Size limit of the K/V folder in bytes.")] = 16 << 30,
@@ -75,6 +77,7 @@ def build(
     documents = [_read(f) for f in files]
     llm = make_llm(
         model,
+        document_template=document_template,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         attention_backend=attention_backend,

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from chunkattn.errors import ChunkAttnError, RequestError
-from chunkattn.parsers import ChunkedPrompt
+from chunkattn.parsers import DocumentPrompt
 
 if TYPE_CHECKING:
     from chunkattn.llm import LLM
@@ -38,7 +38,10 @@ Calibrated = Annotated[
     typer.Option("--chunk-calibration", help="Calibration file; 'off' ignores the file in the model's folder."),
 ]
 PrefixPart = Annotated[str | None, typer.Option("--prefix", help="Prefix as a part; parts are not split at separators.")]
-Documents = Annotated[list[str] | None, typer.Option("--document", help="Chunk as a part; repeatable.")]
+Documents = Annotated[list[str] | None, typer.Option("--document", help="Document as a part; repeatable.")]
+DocumentTemplate = Annotated[
+    str | None, typer.Option(help="Text of a document's chunk, {document} in it; by default the engine's own.")
+]
 QuestionPart = Annotated[str | None, typer.Option("--question", help="Question as a part.")]
 PromptText = Annotated[str | None, typer.Argument(help="Text of the prompt; '-' reads standard input.", show_default=False)]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
@@ -76,13 +79,13 @@ def log_to_stderr(verbose: bool) -> None:
     logging.getLogger("chunkattn").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
-def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None, question: str | None) -> str | ChunkedPrompt:
+def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None, question: str | None) -> str | DocumentPrompt:
     """Return the prompt as text, or as parts if any part option is given.
 
     Args:
         text: whole prompt; '-' reads standard input.
         prefix: prefix as a part.
-        documents: chunks as parts.
+        documents: texts of the documents.
         question: question as a part.
 
     Raises:
@@ -94,7 +97,7 @@ def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None,
         return sys.stdin.read().removesuffix("\n") if text == "-" else text
     if text is not None:
         raise RequestError("give either a prompt or its parts, not both")
-    return ChunkedPrompt(prefix or "", documents or [], question or "")
+    return DocumentPrompt(prefix or "", documents or [], question or "")
 
 
 def make_llm(model: str | None, *, kv_store: Path | None = None, **options: Any) -> LLM:

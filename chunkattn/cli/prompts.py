@@ -15,6 +15,7 @@ from chunkattn.cli.common import (
     Backend,
     Calibrated,
     Documents,
+    DocumentTemplate,
     Dtype,
     Gap,
     KVCacheDtype,
@@ -35,6 +36,7 @@ from chunkattn.cli.common import (
 )
 from chunkattn.config import SamplingParams, make_config
 from chunkattn.parsers import PromptParser
+from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.picture import layout_summary, layout_table, plot_layout
 
 
@@ -45,6 +47,7 @@ def generate(
     document: Documents = None,
     question: QuestionPart = None,
     model: Model = None,
+    document_template: DocumentTemplate = None,
     chunk_aware: Annotated[bool, typer.Option(help="Split the prompt at separators.")] = True,
     chunk_separator: Separator = " # # ",
     position_strategy: Strategy = "shared",
@@ -71,6 +74,7 @@ def generate(
     wanted = prompt_of(prompt, prefix, document, question)
     llm = make_llm(
         model,
+        document_template=document_template,
         enable_chunk_aware=chunk_aware,
         chunk_separator=chunk_separator,
         position_strategy=position_strategy,
@@ -137,6 +141,7 @@ def inspect(
     prefix: PrefixPart = None,
     document: Documents = None,
     question: QuestionPart = None,
+    document_template: DocumentTemplate = None,
     model: Model = None,
     chunk_separator: Separator = " # # ",
     position_strategy: Strategy = "shared",
@@ -149,9 +154,16 @@ def inspect(
 
     tokenizer = load_tokenizer(model or str(DEMO_FOLDER))
     positions = {"position_strategy": position_strategy, "chunk_position_gap": chunk_position_gap}
-    config = make_config(model, {**positions, "chunk_separator": chunk_separator, "chunk_calibration": chunk_calibration})
-    gap = config.calibration.chunk_position_gap
-    parser = PromptParser(tokenizer, separator=chunk_separator, strategy=position_strategy, gap=gap, chunk_aware=True)
+    texts = {"chunk_separator": chunk_separator, "document_template": document_template}
+    config = make_config(model, {**positions, **texts, "chunk_calibration": chunk_calibration})
+    parser = PromptParser(
+        tokenizer,
+        separator=chunk_separator,
+        strategy=position_strategy,
+        gap=config.calibration.chunk_position_gap,
+        chunk_aware=True,
+        document_template=pick_template(document_template, tokenizer),
+    )
     layout = parser.parse(prompt_of(prompt, prefix, document, question)).layout
     console.print(layout_table(layout, tokenizer))
     console.print(layout_summary(layout))

@@ -1,5 +1,5 @@
 """Parsers from text, chat messages or token ids to a `ChunkLayout`."""
 
-from chunkattn.parsers.prompt import ChunkedPrompt, ParsedPrompt, PromptParser
+from chunkattn.parsers.prompt import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
 
-__all__ = ["ChunkedPrompt", "ParsedPrompt", "PromptParser"]
+__all__ = ["ChunkedPrompt", "DocumentPrompt", "ParsedPrompt", "PromptParser"]

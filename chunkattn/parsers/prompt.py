@@ -13,6 +13,7 @@ from chunkattn.errors import ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers.arguments import check_ids, check_salt
 from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat
+from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.parsers.separator import find_ids, split_ids
@@ -37,8 +38,26 @@ class ChunkedPrompt:
     question: str | TokenIds
 
 
-Prompt = str | Mapping[str, Any] | ChunkedPrompt
-"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or parts. A dict may also hold a `"cache_salt"`."""
+@dataclass(frozen=True)
+class DocumentPrompt:
+    """Prompt of a prefix, documents and a question. A document's text becomes a chunk in the engine's `document_template`.
+
+    A chat with the same documents after the same prefix, and `LLM.precompute`, make the same chunks. Use `ChunkedPrompt` for
+    chunks without the template.
+
+    Attributes:
+        prefix: text or token ids.
+        documents: texts or token ids. Token ids are taken as they are, without the template.
+        question: text or token ids, as the prefix is.
+    """
+
+    prefix: str | TokenIds
+    documents: Sequence[str | TokenIds]
+    question: str | TokenIds
+
+
+Prompt = str | Mapping[str, Any] | ChunkedPrompt | DocumentPrompt
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, parts, or documents. A dict may also hold a `"cache_salt"`."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +66,17 @@ class ParsedPrompt:
 
     Attributes:
         layout: token ids, positions and parts.
-        text: parts joined without separators; None for a prompt of token ids.
+        text: parts joined without separators; None for a prompt that holds token ids.
         cache_salt: salt of the cache; prompts of one salt share cached K/V.
+        chunk_name: name of a chunk in error messages, before its number.
+        chunk_param: name of the argument that holds the chunks, for error messages.
     """
 
     layout: ChunkLayout
     text: str | None
     cache_salt: str | None = None
+    chunk_name: str = "chunk"
+    chunk_param: str = "prompt"
 
 
 class PromptParser:
@@ -65,6 +88,7 @@ class PromptParser:
         strategy: name of the position strategy.
         gap: positions left free between prefix and chunks, under `shared` positions.
         chunk_aware: whether to split text and ids at the separator.
+        document_template: text around every document given as text.
         special_tokens_in_documents: whether chunk texts and contents of user and tool messages may become special tokens.
         special_tokens_in_prompts: whether prefix, question, plain text and other messages may become special tokens.
         max_chunks: number of chunks that a prompt may have; None sets no limit.
@@ -72,9 +96,10 @@ class PromptParser:
     Attributes:
         encode: tokenizer that keeps special tokens.
         prompts: tokenizer of text that the caller vouches for.
+        documents: tokenizer of documents, with their template.
 
     Raises:
-        ConfigError: the separator is empty or the strategy is unknown.
+        ConfigError: the separator is empty, the strategy is unknown, or the template is malformed.
     """
 
     def __init__(
@@ -85,6 +110,7 @@ class PromptParser:
         strategy: str,
         gap: int = 0,
         chunk_aware: bool,
+        document_template: str = DEFAULT_TEMPLATE,
         special_tokens_in_documents: bool = False,
         special_tokens_in_prompts: bool = True,
         max_chunks: int | None = None,
@@ -95,7 +121,8 @@ class PromptParser:
         self._in_documents, self._in_prompts = special_tokens_in_documents, special_tokens_in_prompts
         self._plain = PlainEncoder(self.encode, self.encode.special)
         self.prompts = self.encode if special_tokens_in_prompts else self._plain
-        self._documents = self.encode if special_tokens_in_documents else self._plain
+        self._chunks = self.encode if special_tokens_in_documents else self._plain
+        self.documents = DocumentEncoder(document_template, self._chunks)
         self.separator = separator
         self._place(strategy, gap)
         self.chunk_aware = chunk_aware
@@ -137,34 +164,43 @@ class PromptParser:
             if isinstance(prompt.chunks, Sequence):
                 self._check_count(len(prompt.chunks), "prompt")
             return self._chunked(prompt)
+        if isinstance(prompt, DocumentPrompt):
+            self._check_documents(prompt.documents)
+            return self._documented(prompt)
         if isinstance(prompt, Mapping):
             return self._dict(prompt, split)
         raise RequestError(
-            f"a prompt is a string, a dict or a ChunkedPrompt, got {type(prompt).__name__}; "
+            f"a prompt is a string, a dict, a ChunkedPrompt or a DocumentPrompt, got {type(prompt).__name__}; "
             'token ids go into {"prompt_token_ids": [...]}',
             param="prompt",
         )
 
     def parse_chat(
-        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[str] | None = None, **template_options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        documents: Sequence[str | TokenIds] | None = None,
+        **template_options: Any,
     ) -> ParsedPrompt:
         """Parse chat messages. Contents are not split at separators.
 
         Args:
             messages: messages of the conversation.
-            documents: texts that become the chunks.
+            documents: texts or token ids that become the chunks, texts in the document template.
             **template_options: variables of the chat template.
 
         Raises:
             RequestError: the messages are unusable (see `chunkattn.parsers.chat.split_chat`), or there are more than
                 `max_chunks` documents.
         """
-        if isinstance(documents, Sequence) and not isinstance(documents, str):
-            self._check_count(len(documents), "documents")
+        if documents is not None:
+            self._check_documents(documents)
         return self._chat(messages, documents, template_options)
 
     def _chat(
-        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[str] | None, template_options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        documents: Sequence[str | TokenIds] | None,
+        template_options: Mapping[str, Any],
     ) -> ParsedPrompt:
         if self.encode.tokenizer is None:
             raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
@@ -174,15 +210,9 @@ class PromptParser:
         if documents is None:
             ids = self._plain.fill([*pieces[0][:-1], pieces[0][-1] + pieces[1][0], *pieces[1][1:]], "messages", "messages")
             return ParsedPrompt(self._layout([[], ids]), prefix + question)
-        if isinstance(documents, str) or not isinstance(documents, Sequence):
-            raise RequestError(f"documents must be a list of strings, got {type(documents).__name__}", param="documents")
-        for index, document in enumerate(documents):
-            if not isinstance(document, str):
-                text = f" must be a string, got {type(document).__name__}"
-                raise RequestError(text, param="documents", part=f"document {index}")
+        chunks = [self.documents(document, number) for number, document in enumerate(documents)]
         first, last = (self._plain.fill(p, "messages", "messages") for p in pieces)
-        chunks = [self._documents(text, f"document {i}", "documents") for i, text in enumerate(documents)]
-        return ParsedPrompt(self._layout([first, *chunks, last]), "".join((prefix, *documents, question)))
+        return self._with_documents((first, prefix), chunks, (last, question))
 
     def _is_trusted(self, role: Any) -> bool:
         """Return whether contents of this role may become special tokens."""
@@ -198,7 +228,7 @@ class PromptParser:
 
         Args:
             prefix: text, token ids, or the chat messages before the first user message.
-            documents: all text or all token ids, as the prefix is.
+            documents: all text or all token ids, as the prefix is; either after messages. Texts get the document template.
             template_options: variables of the chat template.
 
         Raises:
@@ -213,8 +243,10 @@ class PromptParser:
             chat = [*cast("Sequence[Mapping[str, Any]]", prefix), {"role": "user", "content": "?"}]
             layout = self._chat(chat, cast("Sequence[str]", documents), template_options or {}).layout
         else:
+            if any(isinstance(document, str) != isinstance(prefix, str) for document in documents):
+                raise RequestError("prefix and documents must be all text or all token ids", param="documents")
             end: str | TokenIds = "?" if isinstance(prefix, str) else [0]
-            layout = self._chunked(ChunkedPrompt(cast("str | TokenIds", prefix), documents, end), "document").layout
+            layout = self._documented(DocumentPrompt(cast("str | TokenIds", prefix), documents, end)).layout
         first, *chunks, _ = (layout.part(s).tolist() for s in layout.segments)
         return first, chunks
 
@@ -243,6 +275,17 @@ class PromptParser:
         else:
             raise RequestError(f"'prompt' must be a string, got {type(prompt['prompt']).__name__}", param="prompt")
         return replace(parsed, cache_salt=check_salt(prompt.get("cache_salt")))
+
+    def _check_documents(self, documents: Any) -> None:
+        """Check the type and the number of documents.
+
+        Raises:
+            RequestError: the documents are no list, or there are more than `max_chunks`.
+        """
+        if isinstance(documents, str) or not isinstance(documents, Sequence):
+            text = f"documents must be a list of strings or token ids, got {type(documents).__name__}"
+            raise RequestError(text, param="documents")
+        self._check_count(len(documents), "documents")
 
     def _check_count(self, chunks: int, param: str) -> None:
         """Check the number of chunks before any work per chunk.
@@ -273,8 +316,35 @@ class PromptParser:
         parts = split_ids(ids, self._separator_ids) if split else [ids]
         return ParsedPrompt(self._layout([[], ids] if len(parts) < 3 else parts), None)
 
-    def _chunked(self, prompt: ChunkedPrompt, kind: str = "chunk") -> ParsedPrompt:
-        """Parse a prompt in parts. Errors name a chunk by `kind` and number."""
+    def _documented(self, prompt: DocumentPrompt) -> ParsedPrompt:
+        """Parse a prompt with documents."""
+        ends = prompt.prefix, prompt.question
+        if isinstance(ends[0], str) != isinstance(ends[1], str):
+            raise RequestError("prefix and question must be both text or both token ids", param="prompt")
+        chunks = [self.documents(document, number) for number, document in enumerate(prompt.documents)]
+        if isinstance(ends[0], str) and isinstance(ends[1], str):
+            if not ends[1]:
+                raise RequestError("the question is empty", param="prompt")
+            first, last = self.text(ends[0]), self.prompts(ends[1], param="prompt")
+            return self._with_documents((first, ends[0]), chunks, (last, ends[1]))
+        first, last = check_ids(ends[0], "prefix"), check_ids(ends[1], "question")
+        return self._with_documents((first, None), chunks, (last, None))
+
+    def _with_documents(
+        self,
+        prefix: tuple[list[int], str | None],
+        chunks: Sequence[tuple[list[int], str | None]],
+        question: tuple[list[int], str | None],
+    ) -> ParsedPrompt:
+        """Return the prompt of parts, each with its token ids and its text."""
+        parts = [prefix, *chunks, question]
+        texts = [text for _, text in parts if text is not None]
+        layout = self._layout([ids for ids, _ in parts])
+        text = "".join(texts) if len(texts) == len(parts) else None
+        return ParsedPrompt(layout, text, chunk_name="document", chunk_param="documents")
+
+    def _chunked(self, prompt: ChunkedPrompt) -> ParsedPrompt:
+        """Parse a prompt in parts."""
         if isinstance(prompt.chunks, str) or not isinstance(prompt.chunks, Sequence):
             raise RequestError(f"chunks must be a list of parts, got {type(prompt.chunks).__name__}", param="prompt")
         parts = [prompt.prefix, *prompt.chunks, prompt.question]
@@ -283,11 +353,11 @@ class PromptParser:
             if not prompt.question:
                 raise RequestError("the question is empty", param="prompt")
             first, *middle, last = texts
-            chunks = [self._documents(text, f"{kind} {i}", "prompt") for i, text in enumerate(middle)]
+            chunks = [self._chunks(text, f"chunk {i}", "prompt") for i, text in enumerate(middle)]
             return ParsedPrompt(self._layout([self.text(first), *chunks, self.prompts(last, param="prompt")]), "".join(texts))
         if texts:
             raise RequestError("the parts of a ChunkedPrompt must be all text or all token ids", param="prompt")
-        names = ["prefix", *(f"{kind} {i}" for i in range(len(prompt.chunks))), "question"]
+        names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "question"]
         return ParsedPrompt(self._layout([check_ids(p, n) for p, n in zip(parts, names, strict=True)]), None)
 
     def _layout(self, parts: Sequence[TokenIds]) -> ChunkLayout:

@@ -1,0 +1,108 @@
+"""Documents as chunks: the template around a document's text, and documents given as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from chunkattn.config import split_document_template
+from chunkattn.errors import ConfigError, RequestError
+from chunkattn.parsers.arguments import check_ids
+from chunkattn.parsers.encode import PartEncoder
+from chunkattn.parsers.plain import PlainEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_TEMPLATE = "Document: {document}\n\n"
+"""Template of models whose checkpoint has none."""
+
+
+def pick_template(option: str | None, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return the template of an engine: the option, or the checkpoint's own, or the default.
+
+    Args:
+        option: engine option `document_template`.
+        tokenizer: tokenizer, whose `tokenizer_config.json` may hold a `document_template`.
+
+    Raises:
+        ConfigError: the checkpoint's template is malformed.
+    """
+    if option is not None:
+        return option
+    own = getattr(tokenizer, "init_kwargs", {}).get("document_template")
+    if own is None:
+        return DEFAULT_TEMPLATE
+    try:
+        if not isinstance(own, str):
+            raise ConfigError(f"document_template must be a text, got {own!r}")
+        split_document_template(own)
+    except ConfigError as error:
+        raise ConfigError(f"the checkpoint's tokenizer_config.json: {error}; set the option document_template") from None
+    return own
+
+
+class DocumentEncoder:
+    """Tokenizer of documents: a text stands in the template and is tokenized with it, token ids are taken as they are.
+
+    The template's text may become special tokens, as a chat template's may. An empty text is an empty chunk, without the
+    template.
+
+    Args:
+        template: text with `{document}` once.
+        encode: tokenizer of the documents' texts. A `PlainEncoder` makes no special tokens of them.
+
+    Raises:
+        ConfigError: the template is malformed.
+    """
+
+    def __init__(self, template: str, encode: PartEncoder | PlainEncoder) -> None:
+        self.before, self.after = split_document_template(template)
+        self._encode = encode
+
+    @property
+    def size(self) -> int:
+        """Return the number of characters that the template adds to a document."""
+        return len(self.before) + len(self.after)
+
+    def __call__(self, document: Any, number: int) -> tuple[list[int], str | None]:
+        """Return the token ids and the text of a document's chunk; the text is None for token ids.
+
+        Args:
+            document: text or token ids.
+            number: number of the document, for error messages.
+
+        Raises:
+            RequestError: the document is neither text nor token ids, or cannot be tokenized.
+        """
+        given = document_of(document, number)
+        return self._text(given, f"document {number}") if isinstance(given, str) else (given, None)
+
+    def _text(self, document: str, name: str) -> tuple[list[int], str]:
+        if not document:
+            return [], ""
+        whole = f"{self.before}{document}{self.after}"
+        if isinstance(self._encode, PlainEncoder) and whole != document:
+            return self._encode.fill([self.before, document, self.after], name, "documents"), whole
+        return self._encode(whole, name, "documents"), whole
+
+
+def document_of(document: Any, number: int) -> str | list[int]:
+    """Return a document of a caller: a text, or a list of token ids.
+
+    Args:
+        document: argument of the caller.
+        number: number of the document, for error messages.
+
+    Raises:
+        RequestError: the document is neither text nor token ids.
+    """
+    name = f"document {number}"
+    if isinstance(document, str):
+        return document
+    if not isinstance(document, (Sequence, np.ndarray)) or isinstance(document, bytes):
+        text = f" must be a string or token ids, got {type(document).__name__}"
+        raise RequestError(text, param="documents", part=name)
+    return check_ids(document, name, "documents")
