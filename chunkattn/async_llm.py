@@ -189,7 +189,7 @@ class AsyncLLM:
         gets the last output.
 
         Args:
-            prompt: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt` or `ParsedPrompt`.
+            prompt: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt`, `DocumentPrompt` or `ParsedPrompt`.
             sampling_params: parameters of the text; None uses the defaults.
             request_id: id for `abort`; None makes one up.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
@@ -220,7 +220,7 @@ class AsyncLLM:
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         *,
-        documents: Sequence[str] | None = None,
+        documents: Sequence[str | Sequence[int]] | None = None,
         request_id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
@@ -234,7 +234,7 @@ class AsyncLLM:
         Args:
             messages: messages of the conversation.
             sampling_params: see `generate`.
-            documents: texts that become chunks; see `LLM.chat`.
+            documents: texts or token ids that become chunks; see `LLM.chat`.
             request_id: see `generate`.
             cache_salt: see `generate`.
             priority: see `generate`.
@@ -394,7 +394,7 @@ class AsyncLLM:
     async def rerank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Sequence[str | Sequence[int]],
         top_n: int | None = None,
         *,
         instruction: str | None = None,
@@ -412,7 +412,7 @@ class AsyncLLM:
 
         Args:
             query: text that documents are judged by.
-            documents: texts; an empty list gives no results.
+            documents: texts, which get the rerank template alone, or token ids; an empty list gives no results.
             top_n: number of best documents to return; None returns all.
             instruction: description of what the query wants, instead of the template's own.
             template: name of a template (`chunkattn.scoring.rerank.TEMPLATES`) or a template; None chooses by the model's name.
@@ -464,7 +464,8 @@ class AsyncLLM:
 
         Args:
             prefix: text or token ids exactly as in the later prompts, or the messages before the first user message.
-            documents: texts or token ids, of the same kind as the prefix.
+            documents: texts or token ids, of the same kind as the prefix. Texts get the engine's `document_template`, as in
+                `chat` and `DocumentPrompt`.
             pin: keep the blocks until `unpin`, even when other requests need pages.
             cache_salt: see `generate`.
             priority: see `generate`.

@@ -90,7 +90,7 @@ class LLM:
         """Continue one prompt or many. Chunk-aware and plain prompts may be mixed.
 
         Args:
-            prompts: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}` or `ChunkedPrompt`, one or a list.
+            prompts: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt` or `DocumentPrompt`, one or a list.
             sampling_params: one set of parameters for all prompts, or one each; None uses the defaults.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
@@ -113,7 +113,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        documents: Sequence[str] | None = None,
+        documents: Sequence[str | Sequence[int]] | None = None,
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
@@ -124,8 +124,9 @@ class LLM:
         Args:
             messages: one conversation, or a list of conversations.
             sampling_params: see `generate`; one set of parameters for all conversations, or one each.
-            documents: texts that become the chunks of every conversation. The text before the content of the first user message
-                is the prefix, and the rest is the question.
+            documents: texts or token ids that become the chunks of every conversation, texts in the engine's
+                `document_template`. The text before the content of the first user message is the prefix, and the rest is the
+                question.
             cache_salt: see `generate`.
             priority: see `generate`.
             use_tqdm: see `generate`.
@@ -155,7 +156,8 @@ class LLM:
         Args:
             prefix: text or token ids exactly as in the later prompts; for `chat`, the messages before the first user message,
                 such as the system message.
-            documents: texts or token ids, of the same kind as the prefix.
+            documents: texts or token ids, of the same kind as the prefix. Texts get the engine's `document_template`, as in
+                `chat` and `DocumentPrompt`.
             pin: keep the blocks until `unpin`, even when other requests need pages.
             cache_salt: see `generate`.
             chat_template_kwargs: the same options as in the later calls of `chat`.
@@ -337,7 +339,7 @@ class LLM:
     def rerank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Sequence[str | Sequence[int]],
         top_n: int | None = None,
         *,
         instruction: str | None = None,
@@ -355,7 +357,7 @@ class LLM:
 
         Args:
             query: text that documents are judged by.
-            documents: texts; an empty list gives no results.
+            documents: texts, which get the rerank template alone, or token ids; an empty list gives no results.
             top_n: number of best documents to return; None returns all.
             instruction: description of what the query wants, instead of the template's own.
             template: name of a template (`chunkattn.scoring.rerank.TEMPLATES`) or a template; None chooses by the model's name.

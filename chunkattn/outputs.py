@@ -112,13 +112,13 @@ class RerankResult:
     Attributes:
         index: place of the document in the request.
         relevance_score: probability of the positive label, normalised over the two labels.
-        document: text of the document.
+        document: text of the document, or its token ids if they were given.
         truncated: whether the document was cut to `max_tokens_per_doc`.
     """
 
     index: int
     relevance_score: float
-    document: str
+    document: str | list[int]
     truncated: bool = False
 
 

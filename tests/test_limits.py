@@ -219,7 +219,7 @@ def test_prompts_of_one_http_request_count_together(frontend):
     body = CompletionBody(prompt=[[5] * 40] * 2, max_tokens=20)
     answer = generation.Completion(body, state(frontend(max_tokens_per_call=100)), SimpleNamespace(salt=lambda salt: salt))
     with pytest.raises(CapacityError, match="are 120 tokens, max_tokens_per_call is 100"):
-        answer._jobs(body.prompts())
+        answer._jobs(answer.prompts)
 
 
 def test_queries_times_items_are_bounded_before_they_are_tokenized(frontend, monkeypatch):

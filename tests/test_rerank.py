@@ -286,7 +286,7 @@ BAD_RERANKS = [
     ({"query": "\udc80"}, "valid Unicode"),
     ({"documents": "text"}, "documents must be a list"),
     ({"documents": None}, "documents must be a list"),
-    ({"documents": ["a", 5]}, "document 1 must be a string, got int"),
+    ({"documents": ["a", 5]}, "document 1 must be a string or token ids, got int"),
     ({"documents": ["a", "\udc80"]}, "document 1 .*valid Unicode"),
     ({"documents": ["a"] * 10_001}, "max_items_per_request 10000"),
     ({"top_n": 0}, "top_n must be"),

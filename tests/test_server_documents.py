@@ -11,6 +11,7 @@ from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
 URL = "/v1/cache/documents"
 PREFIX = "Read the notes."
+TEMPLATE = "Document: {document}\n\n"
 TEXTS = [
     f"{name} lives in {town} and keeps {number} bees in the garden behind the old mill."
     for name, town, number in (("Ana", "Oslo", 3), ("Ben", "Rome", 5), ("Cleo", "Bonn", 8))
@@ -20,7 +21,8 @@ QUESTION = "Where does Ana live? Answer:"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    made = ServerProcess(*SMALL, f"--kv-store={tmp_path_factory.mktemp('store')}", "--max-cached-documents=8")
+    options = "--max-cached-documents=8", f"--document-template={TEMPLATE}"
+    made = ServerProcess(*SMALL, f"--kv-store={tmp_path_factory.mktemp('store')}", *options)
     yield made
     with made.client() as http:
         wait_until(lambda: is_idle(http))
@@ -214,3 +216,168 @@ def test_bad_documents(http, body, param, said):
     assert said in error["message"]
     assert param is None or error["param"] == param
     assert http.get(URL).json()["data"] == []
+
+
+CHAT_PREFIX = "Read the documents and answer the question."
+"""Text that the demo's chat template writes before a first user message."""
+
+
+def completion(http, documents, prefix=PREFIX, **options):
+    body = {"chunks": {"prefix": prefix, "documents": documents, "question": QUESTION}, "max_tokens": 1, "temperature": 0}
+    return http.post("/v1/completions", json={**body, "return_chunk_usage": True, **options})
+
+
+def chat(http, documents, **options):
+    body = {"messages": [{"role": "user", "content": "Where does Ana live?"}], "documents": documents, "temperature": 0}
+    return http.post("/v1/chat/completions", json={**body, "max_tokens": 4, "return_chunk_usage": True, **options})
+
+
+def rerank(http, documents, **options):
+    return http.post("/v1/rerank", json={"query": "Who lives in Oslo?", "documents": documents, **options})
+
+
+def cached_chunks(answer):
+    assert answer.status_code == 200, answer.text
+    chunks = answer.json()["usage"]["prompt_tokens_details"]["chunks"]
+    return [(chunk["cached_tokens"], chunk["tokens"]) for chunk in chunks]
+
+
+def refused(answer, status=404, code="document_not_found"):
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("documents", code)
+    return error["message"]
+
+
+def test_a_document_is_one_chunk_wherever_it_is_named(http):
+    """Stored once; its id, its text and its token ids then find the same K/V in chats and completions."""
+    named = [{"id": f"n{n}", "text": text} for n, text in enumerate(TEXTS)]
+    sizes = [d["tokens"] for d in put(http, named, prefix=CHAT_PREFIX)]
+    shown = http.post("/inspect", json={"chunks": {"prefix": CHAT_PREFIX, "documents": [{"id": "n0"}], "question": "?"}})
+    part = next(p for p in shown.json()["parts"] if p["name"] == "chunk 0")
+    ids = [token["id"] for token in part["tokens"]]
+    assert http.post("/detokenize", json={"tokens": ids}).json()["prompt"].strip() == TEMPLATE.format(document=TEXTS[0]).strip()
+    forms = [
+        [{"id": "n0"}, {"id": "n1"}, {"id": "n2"}],
+        TEXTS,
+        [ids, {"id": "ignored", "text": TEXTS[1]}, {"id": "n2"}],
+    ]
+    for documents in forms:
+        for order in ((0, 1, 2), (2, 0, 1)):
+            expected = [(sizes[i], sizes[i]) for i in order]
+            assert cached_chunks(chat(http, [documents[i] for i in order])) == expected
+            assert cached_chunks(completion(http, [documents[i] for i in order], CHAT_PREFIX)) == expected
+    texts = {chat(http, documents).json()["choices"][0]["message"]["content"] for documents in forms}
+    assert len(texts) == 1
+
+
+def test_a_stored_document_behind_another_prefix_is_computed(http):
+    (made,) = put(http, [{"id": "a", "text": TEXTS[0]}])
+    assert cached_chunks(completion(http, [{"id": "a"}], "Another prefix.")) == [(0, made["tokens"])]
+    assert cached_chunks(completion(http, [{"id": "a"}], "Another prefix.")) == [(made["tokens"], made["tokens"])]
+
+
+def test_documents_stored_as_token_ids(http):
+    """They have no template, wherever they are named, and no text."""
+    (made,) = put(http, [[7, 8, 9]], prefix=[5, 6])
+    prompt = {"prefix": [5, 6], "documents": [{"id": made["id"]}, [7, 8, 9]], "question": [4]}
+    answer = http.post("/v1/completions", json={"chunks": prompt, "max_tokens": 1, "return_chunk_usage": True})
+    assert cached_chunks(answer) == [(3, 3), (3, 3)]
+    assert cached_chunks(chat(http, [{"id": made["id"]}]))[0][1] == 3
+    ranked = rerank(http, [{"id": made["id"]}, TEXTS[0]], return_documents=True)
+    assert ranked.status_code == 200, ranked.text
+    assert {"id": made["id"]} in [result["document"] for result in ranked.json()["results"]]
+
+
+def test_reranked_ids_are_their_texts(http):
+    """The rerank template alone is around them: the scores are those of the texts."""
+    put(http, [{"id": f"n{n}", "title": "Note", "text": text} for n, text in enumerate(TEXTS)])
+    texts = [f"Note\n{text}" for text in TEXTS]
+    by_text = rerank(http, texts, return_documents=True).json()["results"]
+    by_id = rerank(http, [{"id": "n0"}, texts[1], {"id": "n2"}], return_documents=True).json()["results"]
+    assert [(r["index"], r["relevance_score"]) for r in by_id] == [(r["index"], r["relevance_score"]) for r in by_text]
+    shown = {r["index"]: r["document"] for r in by_id}
+    assert shown == {0: {"id": "n0", "text": texts[0]}, 1: {"text": texts[1]}, 2: {"id": "n2", "text": texts[2]}}
+    pair = {"queries": "Who lives in Oslo?", "documents": [{"id": "n0"}, texts[1], {"id": "n2"}]}
+    scores = {d["index"]: d["score"] for d in http.post("/v1/score", json=pair).json()["data"]}
+    assert scores == {r["index"]: r["relevance_score"] for r in by_text}
+
+
+@pytest.mark.parametrize("call", [completion, chat, rerank])
+def test_ids_that_name_nothing(http, call):
+    """Never stored, deleted, expired, or of another tenant: the answers are equal but for the id."""
+    said = refused(call(http, [TEXTS[0], {"id": "ghost"}]))
+    assert said.startswith("documents.1 names the document 'ghost', which is not stored under this salt")
+    assert "POST /v1/cache/documents" in said
+    put(http, [{"id": "other", "text": TEXTS[0]}], cache_salt="tenant")
+    assert refused(call(http, [TEXTS[0], {"id": "other"}])) == said.replace("ghost", "other")
+    assert call(http, [{"id": "other"}], cache_salt="tenant").status_code == 200
+    put(http, [{"id": "gone", "text": TEXTS[0]}])
+    assert call(http, [{"id": "gone"}]).status_code == 200
+    http.delete(f"{URL}/gone")
+    assert refused(call(http, [TEXTS[0], {"id": "gone"}])) == said.replace("ghost", "gone")
+    put(http, [{"id": "old", "text": TEXTS[0]}], ttl_s=0.1)
+    wait_until(lambda: http.get(f"{URL}/old").status_code == 404)
+    assert refused(call(http, [TEXTS[0], {"id": "old"}])) == said.replace("ghost", "old")
+    assert len(refused(call(http, [{"id": "x" * 100_000}]))) < 500
+
+
+@pytest.mark.parametrize("call", [completion, chat, rerank])
+@pytest.mark.parametrize("document", [{}, {"id": "a", "title": "b"}, {"title": "b"}, {"id": 5}])
+def test_objects_that_are_no_documents(http, call, document):
+    put(http, [{"id": "a", "text": TEXTS[0]}])
+    assert call(http, [document]).status_code == 400
+
+
+def test_ids_that_are_too_many_or_too_long(http):
+    put(http, [{"id": "a", "text": TEXTS[0]}])
+    assert "max_chunks_per_prompt" in refused(chat(http, [{"id": "a"}] * 5000), 400, "invalid_value")
+    assert "max_items_per_request" in refused(rerank(http, [{"id": "a"}] * 10_001), 400, "invalid_value")
+    (made,) = put(http, [{"id": "b", "text": "word " * 130}])
+    many = -(-(1 << 21) // made["tokens"])
+    for call in (completion, chat, rerank):
+        assert "2097152 tokens" in refused(call(http, [{"id": "b"}] * (many + 1)), 400, "too_many_documents")
+    values = completion(http, [{"id": "b"}] * 130, max_tokens=0, prompt_logprobs=20)  # their log-probabilities count too
+    assert values.status_code == 400
+    assert "max_answer_values" in values.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """A client of a server without a disk, of 400 KV pages and chunks of 96 tokens."""
+    template = "word " * 20 + "{document}"
+    pool = 400 * 16 * 2560
+    made = ServerProcess(
+        *SMALL[:-2], "--no-warmup", f"--kv-cache-memory-bytes={pool}", "--max-chunk-len=96", f"--document-template={template}"
+    )
+    with made.client() as http:
+        yield http
+    assert made.close() == 0
+
+
+def test_documents_that_the_template_makes_too_long(tight):
+    for call in (completion, chat):
+        assert call(tight, ["a", "b"]).status_code == 200
+        said = refused(call(tight, ["a", "word " * 25]), 400, "invalid_value")
+        assert said.startswith("document 1 has ")
+        assert said.endswith("max_chunk_len is 96")
+    posted = tight.post(URL, json={"documents": ["a", "word " * 25]})
+    assert refused(posted, 400, "invalid_value").startswith("document 1 has ")
+
+
+def test_evicted_documents_are_computed_again(tight):
+    """Their ids stay; the answer is the one of before."""
+    (made,) = put(tight, [{"id": "a", "text": TEXTS[0]}], prefix=CHAT_PREFIX)
+    whole = made["tokens"], made["tokens"]
+    before = chat(tight, [{"id": "a"}])
+    assert cached_chunks(before) == [whole]
+    for number in range(100):
+        if not tight.get(f"{URL}/a").json()["cached"]:
+            break
+        assert completion(tight, [f"{number} {n}" for n in range(64)]).status_code == 200
+    else:
+        raise AssertionError("nothing is evicted")
+    after = chat(tight, [{"id": "a"}])
+    assert cached_chunks(after)[0][0] < made["tokens"]
+    assert after.json()["choices"] == before.json()["choices"]
+    assert cached_chunks(chat(tight, [{"id": "a"}])) == [whole]

@@ -145,7 +145,7 @@ def score_job(
 def rerank_job(
     frontend: Frontend,
     query: str,
-    documents: Sequence[str],
+    documents: Sequence[str | Sequence[int]],
     top_n: int | None = None,
     *,
     instruction: str | None = None,

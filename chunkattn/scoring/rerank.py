@@ -18,6 +18,7 @@ from chunkattn.engine.messages import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
+from chunkattn.parsers.document_encoder import document_of
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.parsers.special_tokens import ControlTokens
@@ -155,7 +156,7 @@ class RerankPlan:
 
     Attributes:
         template: name of the template.
-        documents: texts of the documents.
+        documents: texts of the documents, or their token ids.
         prefix: token ids that all documents share: instruction and query in their template.
         items: token ids of every document with the template's end.
         labels: token ids of the positive and the negative answer.
@@ -165,7 +166,7 @@ class RerankPlan:
     """
 
     template: str
-    documents: list[str]
+    documents: list[str | list[int]]
     prefix: list[int]
     items: list[list[int]]
     labels: tuple[int, int]
@@ -223,7 +224,7 @@ def plan_rerank(
     encode: PartEncoder,
     template: RerankTemplate,
     query: str,
-    documents: Sequence[str],
+    documents: Sequence[str | Sequence[int]],
     *,
     top_n: int | None = None,
     instruction: str | None = None,
@@ -236,7 +237,7 @@ def plan_rerank(
         encode: encoder with the model's tokenizer.
         template: see `pick_template`.
         query: the query to judge documents by.
-        documents: texts; `[]` is allowed.
+        documents: texts or token ids; `[]` is allowed. Token ids are taken as they are.
         top_n: number of best documents to return; None returns all.
         instruction: replaces the template's own.
         max_tokens_per_doc: maximum number of tokens kept of a document itself, without the template's tokens; None cuts
@@ -249,23 +250,25 @@ def plan_rerank(
     if not isinstance(query, str) or not query:
         raise RequestError(f"query must be a string that is not empty, got {query!r}", param="query")
     if isinstance(documents, str) or not isinstance(documents, Sequence):
-        raise RequestError(f"documents must be a list of strings, got {type(documents).__name__}", param="documents")
-    for index, document in enumerate(documents):
-        if not isinstance(document, str):
-            text = f" must be a string, got {type(document).__name__}"
-            raise RequestError(text, param="documents", part=f"document {index}")
+        text = f"documents must be a list of strings or token ids, got {type(documents).__name__}"
+        raise RequestError(text, param="documents")
+    given = [document_of(document, index) for index, document in enumerate(documents)]
     if instruction is not None and not isinstance(instruction, str):
         raise RequestError(f"instruction must be a string, got {type(instruction).__name__}", param="instruction")
     _check_count("top_n", top_n)
     _check_count("max_tokens_per_doc", max_tokens_per_doc)
     plain = PlainEncoder(encode, ControlTokens(encode.tokenizer, {}) if special_tokens else encode.added)
     shared, before, tail = template.split(query, instruction)
-    ids = [plain(before + document, f"document {index}", "documents") for index, document in enumerate(documents)]
+    gap = plain(before) if before else []
+    ids = [
+        plain(before + document, f"document {index}", "documents") if isinstance(document, str) else [*gap, *document]
+        for index, document in enumerate(given)
+    ]
     end = plain.fill([tail])
     leading, prefix = encode.leading_ids, plain.fill(shared)
     return RerankPlan(
         template=template.name,
-        documents=list(documents),
+        documents=given,
         prefix=prefix if prefix[: len(leading)] == leading else leading + prefix,
         items=[own[:max_tokens_per_doc] + end for own in ids],
         labels=_label_ids(plain, template, tail, end),

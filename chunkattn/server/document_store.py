@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,13 @@ _FORGET_RETRY_S = 1.0
 _MAX_CONCURRENT_FORGETS = 4
 """Limit on concurrent forget calls to the engine, regardless of how many documents expire together."""
 _MAX_TOKENS_PER_POST = 1 << 21
-"""Token limit of one POST. The prefix counts once per document, because every engine message repeats it."""
+"""Token limit of the documents that one POST adds, or that one request names by id. When documents are added, the prefix
+counts once per document, because every engine message repeats it."""
 _LOOKUP_BATCH = 100
 """Documents per lookup message. The engine answers a message between two steps."""
 
 _ID_BYTES = 4
+_MAX_ID_CHARS = 128
 
 Content = tuple[str | None, bytes, bytes]
 """Key of a document's K/V: salt, then the int32 token ids of prefix and document as bytes."""
@@ -46,6 +48,7 @@ class StoredDocument:
         id: name of the document, unique within its salt.
         content: salt, prefix ids and document ids.
         num_bytes: size in bytes of the document's K/V pages.
+        text: text of the document without the document template; None for a document given as token ids.
         owner: name of the API key that owns the document; None for a server without a key file.
         created: creation time in seconds since the epoch.
         expires: expiry time in seconds since the epoch; None for a document without a lifetime.
@@ -56,6 +59,7 @@ class StoredDocument:
     id: str
     content: Content
     num_bytes: int
+    text: str | None
     owner: str | None = None
     created: float = field(default_factory=time.time)
     expires: float | None = None
@@ -66,6 +70,16 @@ class StoredDocument:
     def cache_salt(self) -> str | None:
         """Return the salt; requests with the same salt share the document."""
         return self.content[0]
+
+    @property
+    def chunk(self) -> np.ndarray:
+        """Return the int32 token ids of the document's chunk, with the document template."""
+        return np.frombuffer(self.content[2], np.int32)
+
+    @property
+    def source(self) -> str | np.ndarray:
+        """Return the document without the document template: its text, or the token ids it was given as."""
+        return self.chunk if self.text is None else self.text
 
     @property
     def lens(self) -> tuple[int, int]:
@@ -107,6 +121,31 @@ class Documents:
         found = self._stored.get((cache_salt, document_id))
         if found is None:
             raise _missing(document_id)
+        return found
+
+    def named(self, names: Mapping[int, str], cache_salt: str | None) -> dict[int, StoredDocument]:
+        """Return the documents that a request names by id, by their place in the request.
+
+        Args:
+            names: ids by the place of the document in the request.
+            cache_salt: salt of the request.
+
+        Raises:
+            ApiError: 404, no document has one of the ids under this salt; 400, the documents together are too long.
+        """
+        found, tokens = dict[int, StoredDocument](), 0
+        for number, name in names.items():
+            document = self._stored.get((cache_salt, name))
+            if document is None:
+                text = (
+                    f"documents.{number} names the document {name[:_MAX_ID_CHARS]!r}, which is not stored under this salt: it "
+                    "was never added, was deleted or has expired; add it by POST /v1/cache/documents, or send its text"
+                )
+                raise ApiError(404, text, param="documents", code="document_not_found")
+            found[number] = document
+            if (tokens := tokens + document.lens[1]) > _MAX_TOKENS_PER_POST:
+                text = f"the documents named by id have more than {_MAX_TOKENS_PER_POST} tokens; send fewer at once"
+                raise ApiError(400, text, param="documents", code="too_many_documents")
         return found
 
     def page(self, cache_salt: str | None, after: str | None, limit: int) -> tuple[list[StoredDocument], bool]:
@@ -194,7 +233,8 @@ class Documents:
         # No await from here to the end of the loop: the registry changes as a whole.
         added, forgetting = [], list[asyncio.Task[None]]()
         for number, (name, content, cached) in enumerate(zip(names, contents, report.documents, strict=True)):
-            document = StoredDocument(name, content, cached.num_bytes, owner)
+            given = texts[number]
+            document = StoredDocument(name, content, cached.num_bytes, given if isinstance(given, str) else None, owner)
             document.pin = (report.pin_ids[number], engine) if pin else None
             self._owed.discard(content)
             before = self._stored.pop((cache_salt, name), None)

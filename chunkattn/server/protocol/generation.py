@@ -2,26 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from chunkattn.parsers import ChunkedPrompt
+from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.protocol.base import Entry, Sampling, Strict, TemplateOptions, Texts, TokenIds, TokenLists
 
 
+class Document(Entry):
+    """Document as an object. The title becomes the line before the text."""
+
+    id: str | None = None
+    title: str | None = None
+    text: str
+
+    def plain(self) -> str:
+        """Return the text of the document."""
+        return _titled(self.title, self.text)
+
+
+class DocumentOrId(Entry):
+    """Document as an object: a text, perhaps with a title for the line before it, or the id of a stored document alone."""
+
+    id: str | None = None
+    title: str | None = None
+    text: str | None = None
+
+    def plain(self) -> str:
+        """Return the text of the document."""
+        return _titled(self.title, self.text or "")
+
+
+def _titled(title: str | None, text: str) -> str:
+    return text if title is None else f"{title}\n{text}"
+
+
+def check_documents(documents: list[Any]) -> list[Any]:
+    """Check that every object has a text, or an id alone.
+
+    Args:
+        documents: documents of a request.
+
+    Raises:
+        ValueError: an object has neither, or a title without a text.
+    """
+    for number, document in enumerate(documents):
+        if isinstance(document, DocumentOrId) and document.text is None and (document.id is None or document.title is not None):
+            raise ValueError(f"entry {number} needs a text, or the id of a stored document and nothing else")
+    return documents
+
+
+def named_documents(documents: Sequence[Any] | None) -> dict[int, str]:
+    """Return the ids of the documents that a request names by id, by their place.
+
+    Args:
+        documents: documents of a request.
+    """
+    given = enumerate(documents or ())
+    return {number: d.id for number, d in given if isinstance(d, DocumentOrId) and d.text is None and d.id is not None}
+
+
+def with_stored(documents: Sequence[Any], stored: Mapping[int, Any]) -> list[Any]:
+    """Return the texts and token ids of a request's documents.
+
+    Args:
+        documents: documents of a request.
+        stored: contents of the documents named by id, by their place.
+    """
+    given = enumerate(documents)
+    return [stored[n] if n in stored else d.plain() if isinstance(d, DocumentOrId) else d for n, d in given]
+
+
+PromptDocuments = Annotated[list[str | TokenIds | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
+
+
 class Chunks(Strict):
-    """Prompt in parts, all text or all token ids. The server never splits a part, so a document cannot forge a boundary."""
+    """Prompt in parts. The server never splits a part, so a document cannot forge a boundary.
+
+    Prefix and question are both text or both token ids. A document is a text, an object, or token ids.
+    """
 
     prefix: str | TokenIds = ""
-    documents: Texts | TokenLists
+    documents: PromptDocuments
     question: str | TokenIds
 
-    def prompt(self) -> ChunkedPrompt:
-        """Return the prompt; an absent prefix is empty text or empty ids, as the question is."""
+    def prompt(self, stored: Mapping[int, Any]) -> DocumentPrompt:
+        """Return the prompt; an absent prefix is empty text or empty ids, as the question is.
+
+        Args:
+            stored: token ids of the documents named by id, by their place.
+        """
         prefix: str | TokenIds = self.prefix or ("" if isinstance(self.question, str) else [])
-        return ChunkedPrompt(prefix, self.documents, self.question)
+        return DocumentPrompt(prefix, with_stored(self.documents, stored), self.question)
 
 
 class CompletionBody(Sampling):
@@ -50,10 +125,18 @@ class CompletionBody(Sampling):
             raise ValueError("prompt_logprobs are part of logprobs under echo; ask for one of them")
         return self
 
-    def prompts(self) -> list[Prompt]:
-        """Return every prompt of the request."""
+    def named(self) -> dict[int, str]:
+        """Return the ids of the documents named by id, by their place."""
+        return {} if self.chunks is None else named_documents(self.chunks.documents)
+
+    def prompts(self, stored: Mapping[int, Any]) -> list[Prompt]:
+        """Return every prompt of the request.
+
+        Args:
+            stored: token ids of the documents named by id, by their place.
+        """
         if self.chunks is not None:
-            return [self.chunks.prompt()]
+            return [self.chunks.prompt(stored)]
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -88,18 +171,6 @@ class Message(Strict):
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
-class Document(Entry):
-    """Document as an object. The title becomes the line before the text."""
-
-    id: str | None = None
-    title: str | None = None
-    text: str
-
-    def plain(self) -> str:
-        """Return the text of the document's chunk."""
-        return self.text if self.title is None else f"{self.title}\n{self.text}"
-
-
 class TextFormat(Strict):
     """Response format; only text is supported."""
 
@@ -110,7 +181,10 @@ class ChatBody(Sampling):
     """Request body of `/v1/chat/completions`."""
 
     messages: Messages
-    documents: Annotated[list[str | Document] | None, Field(fail_fast=True, description="Chunks of the prompt.")] = None
+    documents: Annotated[
+        PromptDocuments | None,
+        Field(description='Chunks of the prompt: texts, token ids, objects with a text, or `{"id"}` of a stored document.'),
+    ] = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -132,9 +206,13 @@ class ChatBody(Sampling):
         """Return the number of tokens to generate at most; None generates as many as fit."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
-    def chunks(self) -> list[str] | None:
-        """Return the text of each document, or None without documents."""
-        return None if self.documents is None else [d if isinstance(d, str) else d.plain() for d in self.documents]
+    def chunks(self, stored: Mapping[int, Any]) -> list[Any] | None:
+        """Return the text or the token ids of each document, or None without documents.
+
+        Args:
+            stored: token ids of the documents named by id, by their place.
+        """
+        return None if self.documents is None else with_stored(self.documents, stored)
 
     def template_options(self) -> dict[str, Any]:
         """Return the variables of the chat template."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.base import Body, CacheSalt, LabelIds, LabelTexts, Texts, TokenIds, TokenLists
+from chunkattn.server.protocol.generation import DocumentOrId, check_documents, named_documents, with_stored
 
 OneOrMany = str | Texts
+PairDocuments = Annotated[list[str | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
 ManyTexts = Annotated[list[Texts], Field(fail_fast=True)]
 ManyTokenLists = Annotated[list[TokenLists], Field(fail_fast=True)]
 
@@ -47,7 +50,10 @@ class ScoreBody(Body):
     text_1: OneOrMany | None = None
     text_2: OneOrMany | None = None
     queries: OneOrMany | None = None
-    documents: OneOrMany | None = None
+    documents: Annotated[
+        str | PairDocuments | None,
+        Field(description='Pairs: texts, or `{"id"}` of stored documents; another name of `text_2`.'),
+    ] = None
     instruction: str | None = None
     template: str | None = None
     max_tokens_per_doc: int | None = None
@@ -76,8 +82,15 @@ class ScoreBody(Body):
         """Return whether the call asks for the relevance of texts to each other."""
         return self.text_1 is not None or self.queries is not None
 
-    def pairs(self) -> tuple[list[str], list[str]]:
+    def named(self) -> dict[int, str]:
+        """Return the ids of the documents named by id, by their place."""
+        return named_documents(self.documents if isinstance(self.documents, list) else None)
+
+    def pairs(self, stored: Mapping[int, Any]) -> tuple[list[str], list[Any]]:
         """Return the queries and the documents of a pairwise call.
+
+        Args:
+            stored: texts or token ids of the documents named by id, by their place.
 
         Raises:
             ValueError: an item is not a text, or the number of queries is neither one nor the number of documents.
@@ -85,27 +98,41 @@ class ScoreBody(Body):
         first = self.text_1 if self.text_1 is not None else self.queries
         second: Any = next(v for v in (self.text_2, self.documents, self.items) if v is not None)
         queries, documents = ([v] if isinstance(v, str) else list(v or []) for v in (first, second))
-        if not all(isinstance(d, str) for d in documents):
+        if self.documents is None and not all(isinstance(d, str) for d in documents):
             raise ValueError("the items of a pairwise call must be texts")
+        documents = with_stored(documents, stored)
         if len(queries) not in (1, len(documents)):
             raise ValueError(f"{len(queries)} queries for {len(documents)} documents; give one, or one each")
         return queries, documents
 
 
 class RerankDocument(BaseModel):
-    """Document as an object. Only `text` affects the ranking; other fields are returned as given."""
+    """Document as an object: a text, with other fields that are returned as given, or the id of a stored document alone."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, JsonValue]
 
-    text: str
+    text: str | None = None
+
+    @property
+    def stored_id(self) -> str | None:
+        """Return the id of the stored document; None for a document with a text."""
+        name = self.__pydantic_extra__.get("id")
+        return name if self.text is None and isinstance(name, str) and len(self.__pydantic_extra__) == 1 else None
+
+
+def _check_documents(documents: list[str | RerankDocument]) -> list[str | RerankDocument]:
+    for number, document in enumerate(documents):
+        if isinstance(document, RerankDocument) and document.text is None and document.stored_id is None:
+            raise ValueError(f"entry {number} needs a text, or the id of a stored document and nothing else")
+    return documents
 
 
 class RerankBody(Body):
     """Request body of `/v1/rerank`, in the format of Cohere and Jina."""
 
     query: str
-    documents: Annotated[list[str | RerankDocument], Field(fail_fast=True)]
+    documents: Annotated[list[str | RerankDocument], Field(fail_fast=True), AfterValidator(_check_documents)]
     top_n: int | None = None
     return_documents: bool = False
     max_tokens_per_doc: int | None = None
@@ -126,6 +153,15 @@ class RerankBody(Body):
             ) from None
         return self
 
-    def texts(self) -> list[str]:
-        """Return the text of each document."""
-        return [d if isinstance(d, str) else d.text for d in self.documents]
+    def named(self) -> dict[int, str]:
+        """Return the ids of the documents named by id, by their place."""
+        given = ((n, d.stored_id) for n, d in enumerate(self.documents) if isinstance(d, RerankDocument))
+        return {number: name for number, name in given if name is not None}
+
+    def texts(self, stored: Mapping[int, Any]) -> list[Any]:
+        """Return the text or the token ids of each document.
+
+        Args:
+            stored: texts or token ids of the documents named by id, by their place.
+        """
+        return [stored[n] if n in stored else d if isinstance(d, str) else d.text for n, d in enumerate(self.documents)]

@@ -18,6 +18,7 @@ from chunkattn.calls.generate import COST, GenerateJob, generate_job
 from chunkattn.config import SamplingParams
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
+from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server import logprobs
 from chunkattn.server.answers import JsonResponse
@@ -26,7 +27,7 @@ from chunkattn.server.errors import ApiError, api_error
 from chunkattn.server.keys import Caller
 from chunkattn.server.logprobs import Entry
 from chunkattn.server.protocol.base import Sampling
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody
+from chunkattn.server.protocol.generation import ChatBody, CompletionBody, named_documents
 from chunkattn.server.state import EventStream, ServerState, State, merged, new_id, unless_gone
 from chunkattn.server.texts import Offsets, Part, Tail, usage
 
@@ -114,7 +115,12 @@ class Answer(ABC):
     @property
     @abstractmethod
     def prompt_size(self) -> int:
-        """Return the characters or token ids of all prompts: a bound on their tokens, except for template tokens."""
+        """Return the characters or token ids of all prompts: a bound on their tokens without the chat template."""
+
+    def documents_size(self, documents: Sequence[Any]) -> int:
+        """Return the characters or token ids of documents, with their template."""
+        template = self.state.llm.frontend.parser.documents.size
+        return sum(len(document) + (template if isinstance(document, str) else 0) for document in documents)
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Return the usage of the request."""
@@ -142,6 +148,8 @@ class Completion(Answer):
     def __init__(self, body: CompletionBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
+        stored = state.documents.named(body.named(), caller.salt(body.cache_salt))
+        self.prompts = body.prompts({number: document.chunk for number, document in stored.items()})
         self._known_offsets: dict[str, tuple[list[int], int]] = {}
         echoed = body.logprobs if body.echo else None
         self.params = body.sampling(max_tokens=body.max_tokens or 1, logprobs=body.logprobs, prompt_logprobs=echoed)
@@ -149,21 +157,19 @@ class Completion(Answer):
     @property
     def num_prompts(self) -> int:
         """Return the number of prompts."""
-        return len(self.body.prompts())
+        return len(self.prompts)
 
     @property
     def prompt_size(self) -> int:
         """Return the characters or token ids of all prompts."""
-        if self.body.chunks is not None:
-            chunks = self.body.chunks
-            return len(chunks.prefix) + len(chunks.question) + sum(map(len, chunks.documents))
+        if isinstance(prompt := next(iter(self.prompts), None), DocumentPrompt):
+            return len(prompt.prefix) + len(prompt.question) + self.documents_size(prompt.documents)
         listed = self.body.prompt if isinstance(self.body.prompt, list) else [self.body.prompt]
         return sum(1 if isinstance(part, int) else len(part) for part in listed)
 
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """Return a generator of outputs per prompt."""
-        body, limit = self.body, self.state.most_prompts
-        prompts = body.prompts()
+        body, limit, prompts = self.body, self.state.most_prompts, self.prompts
         if not 0 < len(prompts) <= limit:
             raise ApiError(
                 400, f"there are {len(prompts)} prompts; give between 1 and {limit}", param="prompt", code="invalid_value"
@@ -290,13 +296,15 @@ class Chat(Answer):
     def __init__(self, body: ChatBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
+        stored = state.documents.named(named_documents(body.documents), caller.salt(body.cache_salt))
+        self.documents = body.chunks({number: document.chunk for number, document in stored.items()})
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         self.params = body.sampling(max_tokens=body.limit, logprobs=wanted)
 
     @property
     def prompt_size(self) -> int:
         """Return the characters of all messages and documents."""
-        return sum(len(m.plain()["content"]) for m in self.body.messages) + sum(map(len, self.body.chunks() or ()))
+        return sum(len(m.plain()["content"]) for m in self.body.messages) + self.documents_size(self.documents or ())
 
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """Return the generator of the conversation's outputs."""
@@ -305,7 +313,7 @@ class Chat(Answer):
         conversation = self.state.llm.chat(
             [m.plain() for m in body.messages],
             self.params,
-            documents=body.chunks(),
+            documents=self.documents,
             cache_salt=self.caller.salt(body.cache_salt),
             priority=body.priority,
             timeout=self.state.config.request_timeout_s,

@@ -93,12 +93,14 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
 async def rerank(body: RerankBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Rank documents by their relevance to a query, the best first."""
     _check(state, body)
+    stored = state.documents.named(body.named(), caller.salt(body.cache_salt))
+    documents = body.texts({number: document.source for number, document in stored.items()})
     caller.take(1)
     output = await unless_gone(
         request,
         state.llm.rerank(
             body.query,
-            body.texts(),
+            documents,
             body.top_n,
             **_relevance(body),
             **_how(body, state, caller),
@@ -110,8 +112,11 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
         if result.truncated:
             fields["truncated"] = True
         if body.return_documents:
-            given = body.documents[result.index]
-            fields["document"] = {"text": given} if isinstance(given, str) else given.model_dump()
+            given, found = body.documents[result.index], stored.get(result.index)
+            if found is not None:
+                fields["document"] = {"id": found.id} | ({} if found.text is None else {"text": found.text})
+            else:
+                fields["document"] = {"text": given} if isinstance(given, str) else given.model_dump()
         results.append(fields)
     name = new_id("rerank")
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
@@ -171,14 +176,15 @@ def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankB
 
 async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict[str, Any]:
     """Return the relevance of each document to its query under the rerank template."""
+    stored = state.documents.named(body.named(), caller.salt(body.cache_salt))
     try:
-        queries, documents = body.pairs()
+        queries, documents = body.pairs({number: document.source for number, document in stored.items()})
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
     _check_queries(state, len(queries))
     caller.take(len(queries) or 1)
 
-    async def ranked(query: str, own: list[str]) -> RerankOutput:
+    async def ranked(query: str, own: list[Any]) -> RerankOutput:
         return await state.llm.rerank(
             query,
             own,

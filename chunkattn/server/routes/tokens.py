@@ -11,9 +11,9 @@ from fastapi.responses import JSONResponse
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError
-from chunkattn.server.protocol.base import Body, TemplateOptions, TokenIds
-from chunkattn.server.protocol.generation import Chunks, Messages
-from chunkattn.server.state import ServerState, State
+from chunkattn.server.protocol.base import Body, CacheSalt, TemplateOptions, TokenIds
+from chunkattn.server.protocol.generation import Chunks, Messages, named_documents
+from chunkattn.server.state import CallerOf, ServerState, State
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
@@ -44,6 +44,7 @@ class InspectBody(Body):
     prompt: str | TokenIds = ""
     chunks: Chunks | None = None
     chunk_aware: bool | None = None
+    cache_salt: CacheSalt = None
 
 
 @router.post("/tokenize")
@@ -93,7 +94,7 @@ async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
 
 
 @router.post("/inspect")
-async def inspect(body: InspectBody, state: State) -> Response:
+async def inspect(body: InspectBody, state: State, caller: CallerOf) -> Response:
     """Return the parts of a prompt, their tokens and position ids, and which tokens each token sees.
 
     Token `i` sees token `k` if `k <= i`, and `k < prefix_len` or `k >= row_start[i]`.
@@ -103,7 +104,10 @@ async def inspect(body: InspectBody, state: State) -> Response:
     if body.chunks is not None and body.prompt:
         raise ApiError(400, "prompt and chunks exclude each other; leave prompt out or empty", code="invalid_value")
     given: Prompt = body.prompt if isinstance(body.prompt, str) else {"prompt_token_ids": body.prompt}
-    prompt = given if body.chunks is None else body.chunks.prompt()
+    prompt = given
+    if body.chunks is not None:
+        stored = state.documents.named(named_documents(body.chunks.documents), caller.salt(body.cache_salt))
+        prompt = body.chunks.prompt({number: document.chunk for number, document in stored.items()})
     return await asyncio.to_thread(_inspected, state, prompt, body.chunk_aware)
 
 
