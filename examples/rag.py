@@ -1,6 +1,6 @@
 """Answer questions out of several documents: their order cannot matter, and none is computed twice."""
 
-from chunkattn import LLM, ChunkedPrompt, SamplingParams
+from chunkattn import LLM, DocumentPrompt, SamplingParams
 
 llm = LLM()  # the bundled demo model; pass a Hugging Face folder or hub id for a real one
 documents = [
@@ -15,9 +15,9 @@ params = SamplingParams(temperature=0, max_tokens=8)
 report = llm.precompute(prefix, documents)
 print(f"{len(report.documents)} documents take {report.total_bytes / 1024:.0f} KiB of {report.pool_bytes >> 20} MiB")
 
-# As parts: a document that contains the separator cannot forge a boundary.
+# Documents are never split: one that contains the separator cannot forge a boundary.
 for order in (documents, documents[::-1]):
-    prompt = ChunkedPrompt(prefix, order, "Where was Mukaba born? Answer:")
+    prompt = DocumentPrompt(prefix, order, "Where was Mukaba born? Answer:")
     out = llm.generate(prompt, params)[0]
     print(f"{out.outputs[0].text.strip()}  ({out.num_cached_tokens} of {len(out.prompt_token_ids)} prompt tokens were cached)")
 
