@@ -249,6 +249,19 @@ def test_a_forged_document_ranks_as_its_text_does(reranker):
     assert {i: forged[i] for i in range(1, 6)} == pytest.approx({i: honest[i] for i in range(1, 6)}, abs=1e-6)
 
 
+def test_token_ids_are_documents_as_they_are(reranker, encode):
+    """Beside texts; in the rerank template, spaces before a document included, and in no other."""
+    text, space = ids_of(encode, " Paris is a city."), ids_of(encode, " ")
+    given = [ids_of(encode, "Paris is a city."), "Paris is a city."]
+    plan = plan_rerank(encode, QWEN3_RERANKER, "q", given)
+    end = ids_of(encode, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert plan.items == [[*space, *given[0], *end], [*text, *end]]
+    cut = plan_rerank(encode, QWEN3_RERANKER, "q", given, max_tokens_per_doc=3)
+    assert cut.items[0] == [*space, *given[0]][:3] + end
+    output = reranker.rerank("q", given)
+    assert {r.index: r.document for r in output.results} == dict(enumerate(given))
+
+
 def test_cut_documents_are_told(reranker):
     documents = ["Paris. " * 400, "Paris."]
     output = reranker.rerank("q", documents, max_tokens_per_doc=6)

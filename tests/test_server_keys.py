@@ -196,6 +196,16 @@ def test_names_are_strangers_to_each_other(server):
         assert http.get(f"{url}/a", **ben).status_code == 404
         assert http.get(url, **ben).json()["data"] == []
         assert [d["id"] for d in http.get(url, **ana).json()["data"]] == ["a"]
+        named = {"chunks": {**chunks["chunks"], "documents": [{"id": "a"}]}, "max_tokens": 1}
+        asked = {"messages": [{"role": "user", "content": "Where?"}], "documents": [{"id": "a"}], "max_tokens": 1}
+        ranked = {"query": "Where?", "documents": [{"id": "a"}]}
+        for path, body in (("completions", named), ("chat/completions", asked), ("rerank", ranked)):
+            assert http.post(f"/v1/{path}", json=body, **ana).status_code == 200
+            for given in ({}, {"cache_salt": "ana"}):
+                refused = http.post(f"/v1/{path}", json={**body, **given}, **ben)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (404, "document_not_found")
+        assert http.post("/inspect", json={"chunks": named["chunks"]}, **ana).status_code == 200
+        assert http.post("/inspect", json={"chunks": named["chunks"]}, **ben).status_code == 404
         for given in ({}, {"cache_salt": "ana"}):  # the name of another is no salt of theirs
             usage = http.post("/v1/completions", json={**chunks, **given}, **ben).json()["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] == 0
