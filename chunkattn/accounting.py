@@ -44,7 +44,7 @@ def precompute_tokens(prefix: int, documents: Sequence[int]) -> int:
 
 
 def score_tokens(
-    query: int, items: Sequence[int], *, max_pack_tokens: int, max_dense_tokens: int, block_size: int
+    query: int, items: Sequence[int], *, max_pack_tokens: int, max_multi_item_seq_len: int, block_size: int
 ) -> dict[str, int]:
     """Return the tokens that each scoring algorithm computes for one query, by the algorithm's name.
 
@@ -52,7 +52,7 @@ def score_tokens(
         query: tokens of the query, including leading special tokens.
         items: tokens of each item.
         max_pack_tokens: token limit of a pack (see `chunkattn.scoring.QueryItems`).
-        max_dense_tokens: token limit of a pack under a dense mask (see `chunkattn.scoring.QueryItems`).
+        max_multi_item_seq_len: token limit of a pack of `packed_dense` (see `chunkattn.scoring.QueryItems`).
         block_size: tokens of a KV page. If an item is empty, `prefill_extend` computes the query's last page again.
     """
     own = sum(items)
@@ -65,5 +65,5 @@ def score_tokens(
         "serial": own + query * len(items),
         "packed_segment": packed(max_pack_tokens),
         "prefill_extend": own + query + again if items else 0,
-        "packed_dense": packed(max_dense_tokens),
+        "packed_dense": packed(max_multi_item_seq_len),
     }

@@ -183,7 +183,8 @@ def test_costs_are_those_of_what_is_laid_out(frontend):
 
 
 def test_the_documented_contract_is_admitted():
-    limit, sizes = EngineConfig().max_tokens_per_call, {"max_pack_tokens": 8192, "max_dense_tokens": 8192, "block_size": 16}
+    limit = EngineConfig().max_tokens_per_call
+    sizes = {"max_pack_tokens": 8192, "max_multi_item_seq_len": 8192, "block_size": 16}
     costs = score_tokens(2000, [20] * 10_000, **sizes)
     assert max(costs["packed_segment"], costs["prefill_extend"], costs["serial"]) <= limit
     assert costs["serial"] == 10_000 * 2020

@@ -108,8 +108,8 @@ def test_the_cache_is_left_alone():
 
 def test_more_rows_than_the_limit_are_refused():
     batch, backend = pack(PACKS["items"]), make_backend("packed_dense", spec_of())
-    assert backend.max_multi_item_seq_len == EngineConfig().max_multi_item_seq_len == 8192
-    backend.max_multi_item_seq_len = 37  # as many as there are
+    assert backend.max_rows == EngineConfig().max_multi_item_seq_len == 8192
+    backend.max_rows = 37  # as many as there are
     whole = backend.build_metadata(batch)
     assert whole.mask.shape == (37, 37)  # padding beyond the limit costs nothing
     q, k = (jnp.asarray(np.random.default_rng(0).standard_normal((128, h, 64)), jnp.float32) for h in (4, 2))
@@ -117,7 +117,7 @@ def test_more_rows_than_the_limit_are_refused():
     wanted, _ = backend.forward(q, k, k, None, make_backend("packed_dense", spec_of()).build_metadata(batch), scale=0.1)
     assert out.shape == q.shape
     np.testing.assert_allclose(out[:37], wanted[:37], atol=SAME)
-    backend.max_multi_item_seq_len = 36
+    backend.max_rows = 36
     with pytest.raises(BackendError, match=r"37 rows .* exceed max_multi_item_seq_len 36.*Score fewer items"):
         backend.build_metadata(batch)
     with pytest.raises(ConfigError, match="max_multi_item_seq_len must be at least 1"):

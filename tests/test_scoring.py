@@ -9,7 +9,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from chunkattn.backends import AttentionBatch
-from chunkattn.engine.messages import ScoreRequest, StepRates
+from chunkattn.config import SamplingParams
+from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, StepRates
 from chunkattn.engine.rates import tile_area
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
@@ -86,7 +87,7 @@ def test_many_items_are_split_into_packs(count, engine, oracle, monkeypatch):
     items = [rng.integers(0, VOCAB, rng.integers(0, 6)).tolist() for _ in range(count)]
     llm = engine("qwen3")
     make = llm.frontend.scores.query_items
-    sizes = {"max_pack_tokens": 300, "max_dense_tokens": 200, "max_batch_tokens": 100}
+    sizes = {"max_pack_tokens": 300, "max_multi_item_seq_len": 200, "max_batch_tokens": 100}
     monkeypatch.setattr(llm.frontend.scores, "query_items", lambda *args: replace(make(*args), **sizes))
     expected = one_forward_per_item(oracle("qwen3"), [1, 2, 3], items, [4, 5])
     for algorithm in SHARING:
@@ -279,7 +280,7 @@ SLOW = StepRates(step=1e-3, row=1e-3, area=1e-9)
 
 
 def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
-    refused = refusals(job, **{"sliding_window": None, "caching": True, **options})
+    refused = refusals(job, **{"sliding_window": None, "caching": True, "backends": {}, **options})
     costs, extend = (predict(job, rates, budget, query_cached=known) for known in (False, True))
     return select_algorithm("auto", refused, costs, extend["prefill_extend"], query_cached=cached).algorithm
 
@@ -395,11 +396,27 @@ def test_a_dense_pack_takes_no_pages_and_is_refused_before_any_work(engine, orac
     bytes_kept = engine("qwen3", kv_cache_dtype="fp8")
     with pytest.raises(RequestError, match="packed_dense reads no cache, so K/V must stay float32"):
         bytes_kept.score(query, items, label_token_ids=[5], algorithm="packed_dense")
-    pack = ScoreRequest("pack", make_layout(query, items, []), np.array([150]), (5,), algorithm="packed_dense")
+    pack = ScoreRequest("pack", make_layout(query, items, []), np.array([150]), (5,), backend="packed_dense")
     with pytest.raises(RequestError, match="packed_dense reads no cache"):
         bytes_kept.core.add(pack)
-    with pytest.raises(RequestError, match="a pack of 300 tokens under a dense mask exceeds max_multi_item_seq_len 200"):
+    with pytest.raises(RequestError, match="a request cannot name the attention backend 'xla'"):
+        small.core.add(replace(pack, backend="xla"))
+    with pytest.raises(RequestError, match="packed_dense: a pack of 300 tokens exceeds max_multi_item_seq_len 200"):
         engine("qwen3", max_multi_item_seq_len=200).core.add(pack)
+
+
+def test_dense_packs_take_turns_with_other_requests(engine):
+    core = engine("qwen3").core
+    text = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    core.add(GenerateRequest("text", make_layout([], [], [1, 2]), text))
+    for name in "abc":
+        core.add(ScoreRequest(name, make_layout([1], [[2], [3]], []), np.array([2]), (5,), backend="packed_dense"))
+    core.abort("b")
+    events = [event for _ in range(8) for event in core.step()]
+    assert not core.has_work
+    assert [e.request_id for e in events if isinstance(e, ScoreResult)] == ["a", "c"]
+    scored = [step for step, event in enumerate(events) if isinstance(event, ScoreResult)]
+    assert scored in ([0, 2], [1, 3])
 
 
 def test_the_engine_s_own_algorithm(engine):

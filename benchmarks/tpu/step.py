@@ -99,7 +99,7 @@ def compile_step(step: Step) -> dict[str, Any]:
     pages = int(chip.hbm_bytes * SHARE - weights) // page_bytes(backend, MODELS[step.model].num_hidden_layers)
     runner = Runner(decoder, backend, 1, config.max_logprobs)
     builder = BatchBuilder(
-        backend,
+        runner.backends,
         token_buckets=(step.rows,),
         max_spans=config.max_num_seqs + 32,
         max_table_pages=step.width,

@@ -37,11 +37,11 @@ class PackedDenseBackend(AttentionBackend):
     """Plain softmax attention of a step's rows under a mask built on the host.
 
     Attributes:
-        max_multi_item_seq_len: maximum number of rows of a step. At 8192 rows the mask takes 64 MiB, and the float32 scores of
-            one head take 256 MiB.
+        max_rows: `max_multi_item_seq_len` of the engine. At 8192 rows the mask takes 64 MiB, and the float32 scores of one
+            head take 256 MiB.
     """
 
-    max_multi_item_seq_len: int = 8192
+    max_rows = 8192
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -56,9 +56,9 @@ class PackedDenseBackend(AttentionBackend):
         """Build the mask; see `AttentionBackend.build_metadata`.
 
         Raises:
-            BackendError: the step has more than `max_multi_item_seq_len` rows, or a row sees a slot outside this step.
+            BackendError: the step has more than `max_rows` rows, or a row sees a slot outside this step.
         """
-        limit = self.max_multi_item_seq_len
+        limit = self.max_rows
         if batch.num_rows > limit:
             raise BackendError(
                 f"packed_dense: {batch.num_rows} rows in a step exceed max_multi_item_seq_len {limit}; memory grows with "

@@ -25,6 +25,9 @@ _BUILT_IN = {
 """Modules of the built-in backends, imported on first use."""
 _REGISTERED: dict[str, type[AttentionBackend]] = {}
 
+ON_REQUEST = ("packed_dense",)
+"""Backends that one request may name beside the engine's own. They neither read nor write the cache."""
+
 _AUTO_ORDER = {"tpu": ("pallas_tpu", "xla")}
 _AUTO_ELSEWHERE = ("xla",)
 """Backends that `auto` tries, in order, by platform. The first backend that supports the model serves it."""

@@ -285,7 +285,7 @@ def run(
     matmul = 0.0
     for workload in workloads:
         query, items = bench.ids(workload.query), bench.items(workload)
-        refused = refusals(bench.job(query, items), sliding_window=None, caching=True)
+        refused = refusals(bench.job(query, items), sliding_window=None, caching=True, backends=bench.core.limits.backends)
         served = [name for name in algorithms if name not in refused]
         if not served:
             raise RequestError(next(iter(refused.values())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ class ReadRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Input of one step on the device: arrays and plain numbers.
+    """Input of one step on the device: arrays and plain values.
 
     Attributes:
         token_ids: int32 `[T]`, padded to a bucket.
@@ -40,6 +41,7 @@ class StepBatch:
         num_rows: number of rows in use.
         metadata: attention backend's description of the rows.
         area: rows times slots of the tiles that attention visits.
+        backend: attention backend that the step's only request names; None for the engine's.
     """
 
     token_ids: np.ndarray
@@ -47,6 +49,7 @@ class StepBatch:
     num_rows: int
     metadata: Metadata
     area: int = 0
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class StepPlan:
 
     Attributes:
         batch: input of the step on the device.
-        spans: tokens that the step computes; empty for a `packed_dense` request.
+        spans: tokens that the step computes.
         samples: rows to sample from, in the order of the rows of `StepReads.sampling`.
         scores: rows to read scores from, in the order of `StepReads.score_rows`.
         prompt_logprobs: rows to read prompt log-probabilities from, in the order of `StepReads.target_rows`.
@@ -106,13 +109,14 @@ class BatchBuilder:
     """Builder of steps whose array sizes come from two small lists of buckets.
 
     Attributes:
+        backends: attention backends by the name that a request gives; None names the engine's.
         token_buckets: sizes `T` of the flat token arrays.
         width_buckets: sizes `W` of the page tables.
     """
 
     def __init__(
         self,
-        backend: AttentionBackend,
+        backends: Mapping[str | None, AttentionBackend],
         *,
         token_buckets: tuple[int, ...],
         max_spans: int,
@@ -120,7 +124,7 @@ class BatchBuilder:
         block_size: int,
         weighs: bool = False,
     ) -> None:
-        self.backend = backend
+        self.backends = backends
         self.max_spans = max_spans
         self.block_size = block_size
         self.weighs = weighs
@@ -140,7 +144,7 @@ class BatchBuilder:
             width: one of `width_buckets`.
         """
         token_ids, positions, attention = self._arrays(rows, width, 0)
-        return StepBatch(token_ids, positions, 0, self.backend.build_metadata(attention))
+        return StepBatch(token_ids, positions, 0, self.backends[None].build_metadata(attention))
 
     def _arrays(self, rows: int, width: int, used: int) -> tuple[np.ndarray, np.ndarray, AttentionBatch]:
         """Return the token ids, positions and attention batch of a step, all zero except the page lengths."""
@@ -159,11 +163,15 @@ class BatchBuilder:
         """Return the step that computes `spans`. The attention backend sees every span as its own sequence.
 
         Args:
-            spans: tokens to compute, at most `max_spans` spans.
+            spans: tokens to compute, at most `max_spans` spans, or the whole prompt of one request that names a backend.
         """
-        total = sum(s.end - s.start for s in spans)
-        width = bucket_for(max(s.sequence.num_pages for s in spans), self.width_buckets)
-        token_ids, positions, attention = self._arrays(bucket_for(total, self.token_buckets), width, total)
+        total, first_request = sum(s.end - s.start for s in spans), spans[0].sequence.request
+        backend = self.backends[first_request.backend]
+        if first_request.backend is None:
+            sizes, width = self.token_buckets, bucket_for(max(s.sequence.num_pages for s in spans), self.width_buckets)
+        else:
+            sizes, width = buckets(8, max(backend.max_rows, 8), 2), len(first_request.plan.page_len)
+        token_ids, positions, attention = self._arrays(bucket_for(total, sizes), width, total)
         samples: list[SampleRow] = []
         scores: list[ReadRow] = []
         prompt_logprobs: list[ReadRow] = []
@@ -198,13 +206,8 @@ class BatchBuilder:
                     for r, i in zip(wanted[0][low:high], wanted[1][low:high], strict=True)
                 ]
             first = last
-        batch = StepBatch(
-            token_ids,
-            positions,
-            total,
-            self.backend.build_metadata(attention),
-            tile_area(attention),
-        )
+        metadata, area = backend.build_metadata(attention), tile_area(attention)
+        batch = StepBatch(token_ids, positions, total, metadata, area, first_request.backend)
         return StepPlan(batch, spans, samples, scores, prompt_logprobs)
 
 

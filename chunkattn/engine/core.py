@@ -12,7 +12,6 @@ from prometheus_client import generate_latest
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
 from chunkattn.engine.batch import BatchBuilder, StepPlan
-from chunkattn.engine.dense import DensePacks
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.isolation import Isolation
@@ -77,7 +76,9 @@ class EngineCore:
     def __init__(self, runner: Runner, config: EngineConfig, max_model_len: int, disk: DiskTier | None = None) -> None:
         self.runner, self.config, self.disk = runner, config, disk
         self.meter = RateMeter(runner.row_flops, runner.pair_flops, runner.dtype)
-        self.dense = DensePacks(runner, config.max_multi_item_seq_len)
+        named = {name: backend for name, backend in runner.backends.items() if name is not None}
+        for backend in named.values():
+            backend.max_rows = config.max_multi_item_seq_len
         self.limits = EngineLimits(
             num_pages=runner.num_pages,
             block_size=config.block_size,
@@ -89,7 +90,7 @@ class EngineCore:
             rates=self.meter.rates,
             longest_table=runner.backend.max_table_pages,
             num_labels=runner.spec.num_labels,
-            dense_refusal=self.dense.refusal,
+            backends={name: backend.supports(backend.spec) for name, backend in named.items()},
         )
         self.intake = Intake(config, self.limits)
         self.scheduler = Scheduler(
@@ -101,7 +102,7 @@ class EngineCore:
         )
         self.isolation = Isolation(self.scheduler)
         self.batches = BatchBuilder(
-            runner.backend,
+            runner.backends,
             token_buckets=self.scheduler.token_buckets,
             max_spans=self.scheduler.max_spans,
             max_table_pages=self.limits.max_table_pages,
@@ -116,7 +117,6 @@ class EngineCore:
         self._undelivered: list[EngineOutput] = []  # outputs of a step that was interrupted
         self._arrivals = 0
         self._persisted = False  # by the last step
-        self._dense_next = False  # `packed_dense` requests take turns with the others
 
     @property
     def has_work(self) -> bool:
@@ -144,9 +144,7 @@ class EngineCore:
         request.added_at = time.perf_counter()
         self.requests[request.request_id] = request
         self._readouts.expect(request)
-        if request.score is not None and request.score.algorithm == "packed_dense":
-            self.dense.waiting.append(request)
-        elif self.disk is None or not self.disk.read_ahead(request, self.scheduler.placement.look_up):
+        if self.disk is None or not self.disk.read_ahead(request, self.scheduler.placement.look_up):
             self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -176,7 +174,6 @@ class EngineCore:
         """End a request, for every outcome except a failed step, and free everything but cached and pinned blocks."""
         if request.request_id not in self._pins:
             self.scheduler.remove(request)
-        self.dense.remove(request)
         if self.disk is not None:
             self.disk.drop(request)
         self.requests.pop(request.request_id, None)
@@ -265,7 +262,7 @@ class EngineCore:
         return step.outputs
 
     def _plan(self, step: _Step) -> StepPlan | None:
-        """Place waiting requests and plan a step: the scheduler's spans, or one `packed_dense` request when it is its turn."""
+        """Place waiting requests and plan a step."""
         self._take_read()
         self._admit(step)
         while request := self.scheduler.stuck:
@@ -273,23 +270,15 @@ class EngineCore:
             self._admit(step)
         self._finish_precomputed(step.outputs)
         step.requests = []
-        if not (plan := self._plan_dense(step) if self._dense_next else None):
-            step.spans = self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
-            step.requests = [span.sequence.request for span in step.spans]
-            plan = self.batches.build(step.spans) if step.spans else self._plan_dense(step)
-        self._dense_next = bool(step.spans)
-        if plan is None:
+        step.spans = self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
+        step.requests = [span.sequence.request for span in step.spans]
+        if not step.spans:
             self._take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
-        else:
-            self.metrics.host_time.observe(time.perf_counter() - step.began)
-            self.meter.add(step.began, len(plan.batch.token_ids), plan.batch.area)
-        return plan
-
-    def _plan_dense(self, step: _Step) -> StepPlan | None:
-        if not self.dense.waiting or self.scheduler.alone:
             return None
-        step.requests = self.dense.waiting[:1]
-        return self.dense.build(self.dense.waiting[0])
+        plan = self.batches.build(step.spans)
+        self.metrics.host_time.observe(time.perf_counter() - step.began)
+        self.meter.add(step.began, len(plan.batch.token_ids), plan.batch.area)
+        return plan
 
     def _run(self, plan: StepPlan) -> StepResult:
         """Run a step. The host makes the arrays of the readouts while the device computes."""
@@ -311,8 +300,6 @@ class EngineCore:
                 self._finish(span.sequence)
         for row, token, logprobs in zip(plan.samples, result.tokens, result.logprobs, strict=True):
             self._accept(row, token, logprobs, step.outputs)
-        if not plan.spans:
-            self._end(step.requests[0], "finished")
         self._finish_precomputed(step.outputs)
         self._measure(plan, result, step)
         self.metrics.steps.inc()
@@ -334,10 +321,10 @@ class EngineCore:
         return request.request_id in self.requests or request.request_id in self._pins
 
     def _measure(self, plan: StepPlan, result: StepResult, step: _Step) -> None:
-        """Measure the time of the steps whose results have arrived, unless a program was compiled meanwhile."""
+        """Measure the steps whose results have arrived, unless a program was compiled or a request named its backend."""
         if not self.requests:
             result.hidden.block_until_ready()  # so that the next step is timed from the end of this step
-        if self.runner.compiles.total() > step.compiled or not plan.spans:
+        if self.runner.compiles.total() > step.compiled or plan.batch.backend is not None:
             self.meter.forget()
         elif not self.requests or plan.is_read:
             self.meter.finish()
@@ -438,16 +425,14 @@ class EngineCore:
                 self._count_end(request, "failed")
             self._readouts.forget(request.request_id)
         reading = self.disk.reading if self.disk is not None else frozenset()
-        paged = [r for r in self.requests.values() if r not in self.dense.waiting and r not in reading]
-        self.dense.waiting = [r for r in self.dense.waiting if r.request_id in self.requests]
-        self.scheduler.restart([*paged, *self._pins.values()])
+        self.scheduler.restart([*(r for r in self.requests.values() if r not in reading), *self._pins.values()])
         self.isolation.restart(failed)
         self.runner.reset()
 
     # Warm-up and metrics
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every program that requests may need, except `packed_dense` programs, so that no request waits for it.
+        """Compile every program that requests of the engine's own backend may need, so that none of them waits for it.
 
         Args:
             progress: called with the number of step variants compiled and the total number.
@@ -475,7 +460,7 @@ class EngineCore:
     def _count(self, plan: StepPlan) -> None:
         spans, rows = plan.spans, plan.batch.num_rows
         decodes = sum(s.end - s.start == 1 and s.start >= len(s.sequence.request.layout) for s in spans)
-        scored = sum(s.end - s.start for s in spans if s.sequence.request.score) if spans else rows
+        scored = sum(s.end - s.start for s in spans if s.sequence.request.score)
         for kind, count in (("decode", decodes), ("score", scored), ("prefill", rows - decodes - scored)):
             self.metrics.tokens.labels(kind).inc(count)
         self.metrics.padding.inc(len(plan.batch.token_ids) - rows)

@@ -35,9 +35,9 @@ class Intake:
             self._check_generate(message)
         elif isinstance(message, ScoreRequest):
             self._check_score(message)
-            if message.algorithm == "packed_dense":
-                self._check_dense(message)
-                return  # a dense pack needs no pages
+            if message.backend is not None:
+                self._check_backend(message, message.backend)
+                return  # it needs no pages
         self._check_pages(message)
 
     def check_generates(self) -> None:
@@ -142,14 +142,12 @@ class Intake:
                 f"row {first} lies in the shared prefix of {prefix} tokens: cached tokens have no logits", param="rows"
             )
 
-    def _check_dense(self, message: ScoreRequest) -> None:
-        if self.limits.dense_refusal:
-            raise RequestError(self.limits.dense_refusal, param="algorithm")
+    def _check_backend(self, message: ScoreRequest, name: str) -> None:
+        if reason := self.limits.backends.get(name, f"a request cannot name the attention backend {name!r}"):
+            raise RequestError(reason, param="algorithm")
         tokens, limit = len(message.layout), self.config.max_multi_item_seq_len
         if tokens > limit:
-            raise CapacityError(
-                f"a pack of {tokens} tokens under a dense mask exceeds max_multi_item_seq_len {limit}", param="items"
-            )
+            raise CapacityError(f"{name}: a pack of {tokens} tokens exceeds max_multi_item_seq_len {limit}", param="items")
 
     def _check_layout(self, layout: ChunkLayout) -> None:
         for segment in layout.segments:

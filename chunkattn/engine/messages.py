@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -51,10 +51,11 @@ class ScoreRequest:
         rows: `[R]`, ascending token indices to read scores from.
         label_token_ids: tokens whose log-probabilities are returned; empty for a classifier.
         share_prefix: whether to read the prefix from the cache and keep it there; then `rows` follow the prefix.
-        algorithm: algorithm that made this layout, one of `chunkattn.scoring.ALGORITHMS`; `"packed_dense"` runs one step
-            under a dense mask and uses no cache.
+        algorithm: algorithm that made this layout, one of `chunkattn.scoring.ALGORITHMS`.
         cache_salt: see `GenerateRequest`.
         priority: see `GenerateRequest`.
+        backend: attention backend that computes the whole prompt in one step without the cache, one of
+            `EngineLimits.backends`; None for the engine's backend.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class ScoreRequest:
     algorithm: str = "packed_segment"
     cache_salt: str | None = None
     priority: int = 0
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class EngineLimits:
         rates: cost model of the engine's steps, as known at the start.
         longest_table: page table entries that the attention backend supports.
         num_labels: classes of a sequence classifier, None for a language model.
-        dense_refusal: reason why `packed_dense` cannot run, or None if it can.
+        backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None.
     """
 
     num_pages: int
@@ -134,7 +136,7 @@ class EngineLimits:
     rates: StepRates
     longest_table: int = 1 << 31
     num_labels: int | None = None
-    dense_refusal: str | None = None
+    backends: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def kv_tokens(self) -> int:

@@ -81,6 +81,11 @@ class Request:
         """Return the sort key of the queue, priority then arrival; the lowest goes first."""
         return (self.priority, self.arrival)
 
+    @property
+    def backend(self) -> str | None:
+        """Return the attention backend that the request names, which uses no pages; None for the engine's."""
+        return self.score.backend if self.score else None
+
     @cached_property
     def prompt_ids(self) -> np.ndarray:
         """Return the prompt's distinct token ids, int32, ascending."""

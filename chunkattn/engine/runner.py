@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
-from chunkattn.backends.packed_dense import MaskMetadata, PackedDenseBackend
+from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.batch import StepBatch, StepReads
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.fingerprint import fingerprint
@@ -75,6 +74,7 @@ class Runner:
     Attributes:
         spec: shape of the decoder.
         backend: attention backend.
+        backends: attention backends by the name that a request gives; None names `backend`.
         num_pages: number of pages in the KV pool.
         max_logprobs: number of likeliest tokens that the readouts return, at most the vocabulary size.
         dtype: dtype of the model's weights.
@@ -84,6 +84,8 @@ class Runner:
 
     def __init__(self, model: Decoder, backend: AttentionBackend, num_pages: int, max_logprobs: int) -> None:
         self.spec, self.backend, self.num_pages = model.spec, backend, num_pages
+        self.backends: dict[str | None, AttentionBackend] = {n: get_backend(n)(backend.spec) for n in ON_REQUEST}
+        self.backends[None] = backend
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
         self.compiles: Counter[str] = Counter()
         self._graph, state = nnx.split(model)
@@ -92,7 +94,7 @@ class Runner:
         self.dtype = model.dtype
         self._page_buckets = buckets(8, READ_ROWS, 2)
         # The pool is donated, so that writing a token does not copy it.
-        self._step = jax.jit(self._trace_step, donate_argnums=1)
+        self._step = jax.jit(self._trace_step, donate_argnums=1, static_argnames="backend")
         self._copy = jax.jit(self._trace_copy, donate_argnums=0)
         self._gather = jax.jit(self._trace_gather)
         self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
@@ -129,7 +131,8 @@ class Runner:
         Args:
             batch: batch of the step; its K/V is written to the pool.
         """
-        hidden, self.caches = self._step(self._params, self.caches, batch.token_ids, batch.positions, batch.metadata)
+        arrays = (batch.token_ids, batch.positions, batch.metadata)
+        hidden, self.caches = self._step(self._params, self.caches, *arrays, backend=batch.backend)
         return hidden
 
     @property
@@ -146,11 +149,6 @@ class Runner:
     def _embedding_size(self) -> int:
         tables = 1 if self.spec.tie_embeddings or self.spec.num_labels is not None else 2
         return tables * self.spec.vocab_size * self.spec.hidden_size
-
-    @cached_property
-    def dense_backend(self) -> PackedDenseBackend:
-        """Return the backend that attends under a dense mask, with the same heads. Use it only where it supports the model."""
-        return PackedDenseBackend(self.backend.spec)
 
     def lower(self, batch: StepBatch, num_pages: int, where: jax.sharding.Sharding) -> jax.stages.Lowered:
         """Lower the step's program for a device that may be absent, to compile it ahead of time.
@@ -233,7 +231,7 @@ class Runner:
             self._pick(hidden, [0] * size)
 
     def warm_readouts(self) -> Iterator[None]:
-        """Compile the programs that read picked rows or copy pages, one per iteration, except `packed_dense` programs."""
+        """Compile the programs that read picked rows or copy pages, one per iteration."""
         for size in ROW_BUCKETS:
             picked = jnp.zeros((size, self.spec.hidden_size), jnp.float32)
             if self.spec.num_labels is not None:
@@ -375,18 +373,20 @@ class Runner:
     # Traced functions. They run only while JAX traces them, so the counters count compilations.
 
     def _trace_step(
-        self, params: Params, caches: list[KVCache], token_ids: jax.Array, positions: jax.Array, metadata: Metadata
+        self,
+        params: Params,
+        caches: list[KVCache],
+        token_ids: jax.Array,
+        positions: jax.Array,
+        metadata: Metadata,
+        *,
+        backend: str | None = None,
     ) -> tuple[jax.Array, list[KVCache]]:
-        dense = isinstance(metadata, MaskMetadata) and not isinstance(self.backend, PackedDenseBackend)
-        self.compiles["dense" if dense else "step"] += 1
-        caches, scale = list(caches), 1 / math.sqrt(self.spec.head_dim)
+        self.compiles[backend or "step"] += 1
+        caches, scale, forward = list(caches), 1 / math.sqrt(self.spec.head_dim), self.backends[backend].forward
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            if dense:  # a dense pass uses no pages
-                return self.dense_backend.forward(q, k, v, None, metadata, scale=scale)[0]
-            out, caches[layer] = self.backend.forward(
-                q, k, v, caches[layer], metadata, scale=scale, window=self.spec.windows[layer]
-            )
+            out, caches[layer] = forward(q, k, v, caches[layer], metadata, scale=scale, window=self.spec.windows[layer])
             return out
 
         return self._model(params)(token_ids, positions, attend), caches

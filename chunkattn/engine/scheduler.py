@@ -43,6 +43,7 @@ class Scheduler:
         waiting: requests that are not placed yet, or are preempted.
         running: requests that hold their blocks.
         pinned: completed precompute requests that keep their blocks.
+        uncached: waiting requests that name an attention backend. Each takes one step for itself and no pages.
         alone: the only request that may be placed; None if all may.
         preemptions: number of preemptions for lack of pages.
     """
@@ -65,10 +66,12 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.pinned: list[Request] = []
+        self.uncached: list[Request] = []
         self.alone: Request | None = None
         self.preemptions = 0
         self._touched: list[tuple[Sequence, Part, int]] = []
         self._span_of: dict[Sequence, int] = {}
+        self._uncached_next = False  # the requests without pages take turns with the others
         self._refused: tuple[Request, tuple[int, int]] | None = None  # request that could not be placed, and the room then
 
     @property
@@ -80,7 +83,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, which must fit the limits of the engine."""
-        insort(self.waiting, request, key=lambda r: r.order)
+        insort(self.waiting if request.backend is None else self.uncached, request, key=lambda r: r.order)
 
     def admit(self) -> Request | None:
         """Place the first waiting request, if pages and sequences are available. No request overtakes another.
@@ -163,7 +166,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Remove a request from every queue and release its blocks."""
-        for requests in (self.waiting, self.running, self.pinned):
+        for requests in (self.waiting, self.running, self.pinned, self.uncached):
             if request in requests:
                 requests.remove(request)
         self.placement.release(request)
@@ -175,7 +178,7 @@ class Scheduler:
 
     def restart(self, requests: Iterable[Request]) -> None:
         """Empty all queues and the trie after the loss of the pool, and queue `requests` in order, regardless of state."""
-        self.waiting, self.running, self.pinned, self._touched, self._refused = [], [], [], [], None
+        self.waiting, self.running, self.pinned, self.uncached, self._touched, self._refused = [], [], [], [], [], None
         self.trie.reset()
         for request in requests:
             self.placement.forget(request)
@@ -186,10 +189,18 @@ class Scheduler:
     def plan(self, beside_decodes: Callable[[], int] | None = None) -> list[Span]:
         """Return the spans of the next step, ascending within a sequence; empty if there is nothing to compute.
 
+        A request of `uncached` takes every second step, or every step if there is nothing else.
+
         Args:
             beside_decodes: returns the row limit of a step with decodes and prompts; called only for such a step.
         """
         self._touched, self._span_of = [], {}
+        whole = [Span(r.sequences[0], 0, len(r.layout)) for r in self.uncached[:1] if self.alone is None]
+        spans = [] if whole and self._uncached_next else self._plan_paged(beside_decodes)
+        self._uncached_next = bool(spans)
+        return spans or whole
+
+    def _plan_paged(self, beside_decodes: Callable[[], int] | None) -> list[Span]:
         spans: list[Span] = []
         decoding = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed == 1]
         for sequence in decoding:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class WarmUp:
-    """Warm-up of the step variants, the readouts and the copying of pages; `packed_dense` programs are left out.
+    """Warm-up of the step variants, the readouts and the copying of pages; the backends that requests name are left out.
 
     Args:
         runner: runner whose programs are compiled.

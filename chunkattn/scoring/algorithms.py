@@ -27,7 +27,7 @@ class QueryItems:
         leading: special tokens at the start of every sequence.
         item_first: whether each sequence is item + query instead of query + item.
         max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
-        max_dense_tokens: maximum number of tokens of a packed sequence under a dense mask, even with one item.
+        max_multi_item_seq_len: maximum number of tokens of a sequence of `packed_dense`, even with one item.
         max_batch_tokens: maximum number of tokens of several items sent together after a cached query.
         max_extend_tokens: maximum number of tokens of one item after a cached query: the room that the KV pool has beside the
             query.
@@ -39,7 +39,7 @@ class QueryItems:
     leading: list[int] = field(default_factory=list)
     item_first: bool = False
     max_pack_tokens: int = 8192
-    max_dense_tokens: int = 8192
+    max_multi_item_seq_len: int = 8192
     max_batch_tokens: int = 2048
     max_extend_tokens: int = 1 << 31
     block_size: int = 16
@@ -55,7 +55,7 @@ class QueryItems:
             len(self.leading) + len(self.query),
             [len(item) for item in self.items],
             max_pack_tokens=self.max_pack_tokens,
-            max_dense_tokens=self.max_dense_tokens,
+            max_multi_item_seq_len=self.max_multi_item_seq_len,
             block_size=self.block_size,
         )
 
@@ -92,7 +92,7 @@ def packed_segment(job: QueryItems) -> Iterator[ScorePart]:
 
 def packed_dense(job: QueryItems) -> Iterator[ScorePart]:
     """Yield packs like `packed_segment`, small enough for a mask over all pairs of their tokens."""
-    return _packs(job, job.max_dense_tokens - len(job.prefix))
+    return _packs(job, job.max_multi_item_seq_len - len(job.prefix))
 
 
 def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
@@ -128,6 +128,9 @@ ALGORITHMS: dict[str, Callable[[QueryItems], Iterator[ScorePart]]] = {
     "packed_dense": packed_dense,
 }
 """Algorithms by name."""
+
+BACKENDS = {"packed_dense": "packed_dense"}
+"""Attention backends of the algorithms that do not run on the engine's own."""
 
 AUTO = "packed_segment", "prefill_extend", "serial"
 """Algorithms that `auto` chooses from; at equal cost the first algorithm wins. `packed_dense` exists for comparison only."""

@@ -15,7 +15,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.messages import EngineLimits, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.errors import CapacityError
 from chunkattn.layout import ChunkLayout
-from chunkattn.scoring.algorithms import AUTO, QueryItems
+from chunkattn.scoring.algorithms import AUTO, BACKENDS, QueryItems
 from chunkattn.scoring.cost import predict
 from chunkattn.scoring.plan import QueryPlan
 from chunkattn.scoring.selector import check_algorithm, refusals, select_algorithm
@@ -85,7 +85,7 @@ class ScorePlanner:
             item_first,
             # Large packs keep the query's share small; several packs must fit the pool.
             max_pack_tokens=min(max(8192, 4 * prefix, budget), max(room, min(2 * prefix, max_request_tokens(limits)))),
-            max_dense_tokens=self.config.max_multi_item_seq_len,
+            max_multi_item_seq_len=self.config.max_multi_item_seq_len,
             max_batch_tokens=max(min(batch, room, beside_query), 1),
             max_extend_tokens=beside_query,
             block_size=block,
@@ -139,7 +139,7 @@ class ScorePlanner:
             job,
             sliding_window=self.limits.sliding_window,
             caching=config.enable_prefix_caching,
-            dense_refusal=self.limits.dense_refusal,
+            backends=self.limits.backends,
         )
         refused |= too_costly
         names = AUTO if wanted == "auto" else (wanted,)
@@ -161,14 +161,14 @@ class ScorePlanner:
             )
             if wanted == "auto":
                 _remember(self._chosen, shape, choice.algorithm)
-        shared = choice.algorithm == "prefill_extend"
+        shared, backend = choice.algorithm == "prefill_extend", BACKENDS.get(choice.algorithm)
 
         def request(layout: ChunkLayout, rows: np.ndarray | None) -> PrecomputeRequest | ScoreRequest:
             made: PrecomputeRequest | ScoreRequest
             if rows is None:
                 made = PrecomputeRequest(new_id(), layout, cache_salt, persist=False, priority=priority)
             else:
-                made = ScoreRequest(new_id(), layout, rows, labels, shared, choice.algorithm, cache_salt, priority)
+                made = ScoreRequest(new_id(), layout, rows, labels, shared, choice.algorithm, cache_salt, priority, backend)
             check(made)
             return made
 

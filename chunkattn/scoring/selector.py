@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, QueryItems
+from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, BACKENDS, QueryItems
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,16 @@ class Choice:
     predicted_seconds: Mapping[str, float]
 
 
-def refusals(job: QueryItems, *, sliding_window: int | None, caching: bool, dense_refusal: str | None = None) -> dict[str, str]:
+def refusals(
+    job: QueryItems, *, sliding_window: int | None, caching: bool, backends: Mapping[str, str | None]
+) -> dict[str, str]:
     """Return the reason for each algorithm that cannot serve a job.
 
     Args:
         job: the job to score.
         sliding_window: the model's sliding window in tokens, or None.
         caching: whether the engine caches prefixes.
-        dense_refusal: reason why the engine cannot run a dense mask, or None.
+        backends: see `EngineLimits`.
     """
     reason = None
     if job.item_first:
@@ -46,7 +48,7 @@ def refusals(job: QueryItems, *, sliding_window: int | None, caching: bool, dens
         reason = f"the checkpoint's sliding window of {sliding_window} tokens has no meaning across packed items"
     if reason:
         return {name: reason for name in ALGORITHMS if name != "serial"}
-    refused = {}
+    refused = {name: reason for name, backend in BACKENDS.items() if (reason := backends.get(backend))}
     if not caching:
         refused["prefill_extend"] = "it keeps the query in the cache, and this engine has enable_prefix_caching=False"
     item = max(map(len, job.items), default=0)
@@ -57,12 +59,11 @@ def refusals(job: QueryItems, *, sliding_window: int | None, caching: bool, dens
             f"an item of {item} tokens does not fit the KV pool on pages of its own beside the query's; there is room for "
             f"{max(job.max_extend_tokens, 0)}",
         )
-    if dense_refusal:
-        refused["packed_dense"] = dense_refusal
-    elif longest > job.max_dense_tokens:
-        refused["packed_dense"] = (
+    if longest > job.max_multi_item_seq_len:
+        refused.setdefault(
+            "packed_dense",
             f"the query and its longest item are {longest} tokens, the mask of a pack is bounded by "
-            f"max_multi_item_seq_len {job.max_dense_tokens}"
+            f"max_multi_item_seq_len {job.max_multi_item_seq_len}",
         )
     return refused
 
