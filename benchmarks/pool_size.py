@@ -51,7 +51,7 @@ def main() -> None:
             taken.append(time.perf_counter() - began)
     rows = []
     for core, pages, taken in zip(cores, args.pages, times, strict=True):
-        pool = sum(a.nbytes for layer in core.runner.caches for a in layer)
+        pool = sum(a.nbytes for layer in core.runner.pool.caches for a in layer)
         rows.append({"pages": pages, "pool_mib": pool / 2**20, "median_step_ms": 1000 * statistics.median(taken)})
     if args.json:
         print(json.dumps(rows, indent=2))

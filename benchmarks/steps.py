@@ -90,8 +90,9 @@ def host_share(geometry: str, running: int, context: int, steps: int, chunks: in
     while any(not s.output_ids for r in core.requests.values() for s in r.sequences):
         core.step()
     device, plan, tables, commit = Clock(), Clock(), Clock(), Clock()
-    for name in ("forward", "sample", "copy_pages"):
+    for name in ("forward", "sample"):
         device.watch(core.runner, name)
+    device.watch(core.runner.pool, "copy_pages")
     for name in ("admit", "plan"):
         plan.watch(core.scheduler, name)
     tables.watch(core.batches, "build")

@@ -1,5 +1,7 @@
 """What the cache gives back equals what computing anew gives, in every company."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 
@@ -346,7 +348,8 @@ def test_pins_of_a_failed_step_are_let_go_with_unpin(engine, monkeypatch):
 
 STAGES = {
     "batches": ["build"],
-    "runner": ["forward", "sample", "label_logprobs", "copy_pages"],
+    "runner": ["forward", "sample", "label_logprobs"],
+    "runner.pool": ["copy_pages"],
     "scheduler": ["admit", "plan", "commit"],
     "metrics": ["count_cached"],
 }
@@ -370,7 +373,7 @@ def test_whatever_raises_in_a_step_nobody_is_forgotten(engine, monkeypatch, owne
     for name in ("a", "b"):
         core.add(GenerateRequest(name, make_layout([], [], prompts[name]), sampling))
     core.add(score)
-    target, calls = getattr(core, owner), []
+    target, calls = attrgetter(owner)(core), []
     original = getattr(target, stage)
 
     def failing(*args):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
-from chunkattn.engine.runner import page_bytes
+from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.errors import ConfigError
 from tests.checkpoints import VOCAB
 from tests.test_cache import part, run
@@ -13,8 +13,8 @@ from tests.test_cache import part, run
 @pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2), ("float32", 4)])
 def test_pages_are_a_half_or_a_quarter(engine, dtype, times):
     llm, fp8 = (engine("qwen3", dtype=dtype, kv_cache_dtype=kept) for kept in ("auto", "fp8"))
-    assert llm.core.runner.page_bytes == times * fp8.core.runner.page_bytes
-    assert page_bytes(fp8.core.runner.backend, fp8.core.runner.spec.num_layers) == fp8.core.runner.page_bytes
+    assert llm.core.runner.pool.page_bytes == times * fp8.core.runner.pool.page_bytes
+    assert page_bytes(fp8.core.runner.backend, fp8.core.runner.spec.num_layers) == fp8.core.runner.pool.page_bytes
     assert fp8.limits.num_pages // times == llm.limits.num_pages
     assert llm.core.runner.fingerprint() != fp8.core.runner.fingerprint()
 

@@ -39,7 +39,7 @@ def test_mixed_batches_equal_each_prompt_alone(engine, prompts):
     small = engine("qwen3", max_num_batched_tokens=24, max_num_seqs=3)
     assert tokens(small.generate(prompts, GREEDY)) == alone
     few_pages = engine("qwen3", kv_cache_memory_bytes=24 * small.core.runner.backend.spec.block_size * 3 * 2 * 2 * 32 * 4)
-    assert few_pages.core.runner.num_pages == 24
+    assert few_pages.core.runner.pool.num_pages == 24
     assert tokens(few_pages.generate(prompts, GREEDY)) == alone
 
 
@@ -416,7 +416,7 @@ def test_a_failing_step_fails_its_requests_only(engine, monkeypatch):
     with pytest.raises(EngineError, match="injected"):
         llm.generate(prompt, GREEDY)
     assert not llm.core.has_work
-    assert llm.core.scheduler.trie.num_available == llm.core.runner.num_pages
+    assert llm.core.scheduler.trie.num_available == llm.core.runner.pool.num_pages
     assert tokens(llm.generate(prompt, GREEDY)) == expected
 
 
@@ -473,7 +473,8 @@ def test_a_step_makes_no_copy_of_the_pool(dtype, checkpoint):
     core.add(GenerateRequest("r", make_layout([], [], [1, 2, 3]), GREEDY))
     core.scheduler.admit()
     batch = core.batches.build(core.scheduler.plan()).batch
-    compiled = runner._step.lower(runner._params, runner.caches, batch.token_ids, batch.positions, batch.metadata).compile()
-    memory, pool = compiled.memory_analysis(), sum(a.nbytes for layer in runner.caches for a in layer)
+    arrays = (batch.token_ids, batch.positions, batch.metadata)
+    compiled = runner._step.lower(runner._params, runner.pool.caches, *arrays).compile()
+    memory, pool = compiled.memory_analysis(), sum(a.nbytes for layer in runner.pool.caches for a in layer)
     assert memory.alias_size_in_bytes >= pool > 60 << 20
     assert memory.temp_size_in_bytes < 4 << 20

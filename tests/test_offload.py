@@ -120,13 +120,13 @@ def test_the_engine_goes_on_without_a_closed_store(start):
 def test_a_failing_read_from_disk_fails_a_request_and_nothing_else(start, monkeypatch):
     expected = start().generate(PROMPT, GREEDY)
     llm = start()
-    original = llm.core.runner.write_pages
+    original = llm.core.runner.pool.write_pages
 
     def failing(*args):
         original(*args)  # consumes the pool
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(llm.core.runner, "write_pages", failing)
+    monkeypatch.setattr(llm.core.runner.pool, "write_pages", failing)
     with pytest.raises(EngineError, match="injected"):
         llm.generate(PROMPT, GREEDY)
     monkeypatch.undo()

@@ -18,7 +18,8 @@ from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.config import EngineConfig
 from chunkattn.engine.batch import BatchBuilder
 from chunkattn.engine.build import attention_spec
-from chunkattn.engine.runner import Runner, page_bytes
+from chunkattn.engine.kv_pool import page_bytes
+from chunkattn.engine.runner import Runner
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.spec import spec_from_config
 

@@ -15,7 +15,8 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.compile_cache import enable_compile_cache
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
-from chunkattn.engine.runner import Runner, page_bytes
+from chunkattn.engine.kv_pool import page_bytes
+from chunkattn.engine.runner import Runner
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import ModelFiles, open_model
 from chunkattn.models.spec import DecoderSpec

@@ -80,9 +80,9 @@ class EngineCore:
         for backend in named.values():
             backend.max_rows = config.max_multi_item_seq_len
         self.limits = EngineLimits(
-            num_pages=runner.num_pages,
+            num_pages=runner.pool.num_pages,
             block_size=config.block_size,
-            page_bytes=runner.page_bytes,
+            page_bytes=runner.pool.page_bytes,
             max_model_len=max_model_len,
             max_logprobs=runner.max_logprobs,
             vocab_size=runner.spec.vocab_size,
@@ -94,7 +94,7 @@ class EngineCore:
         )
         self.intake = Intake(config, self.limits)
         self.scheduler = Scheduler(
-            BlockTrie(runner.num_pages),
+            BlockTrie(runner.pool.num_pages),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -355,7 +355,7 @@ class EngineCore:
         copies = []
         for request in dict.fromkeys(r.sequence.request for r in samples if r.sample != r.sequence.sample):
             copies += self.scheduler.placement.fork(request)
-        self.runner.copy_pages(copies)
+        self.runner.pool.copy_pages(copies)
 
     def _accept(self, row: SampleRow, token: int, logprobs: TokenLogprobs | None, outputs: list[EngineOutput]) -> None:
         """Append a sampled token, and end its sequence if the token is the last."""
@@ -427,7 +427,7 @@ class EngineCore:
         reading = self.disk.reading if self.disk is not None else frozenset()
         self.scheduler.restart([*(r for r in self.requests.values() if r not in reading), *self._pins.values()])
         self.isolation.restart(failed)
-        self.runner.reset()
+        self.runner.pool.reset()
 
     # Warm-up and metrics
 

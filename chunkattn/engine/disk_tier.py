@@ -30,7 +30,7 @@ class DiskTier:
     """Tier of the cache on disk: keeps prefixes and chunks of requests that share the cache."""
 
     def __init__(self, store: KVStore, runner: Runner) -> None:
-        self.store, self.runner = store, runner
+        self.store, self.pool = store, runner.pool
         self.writer = StoreWriter(store, max_pending=1 << 14, max_pending_bytes=PENDING_BYTES)
         self.reader = StoreReader(store, max_bytes=READ_BYTES)
         self.fingerprint = runner.fingerprint()
@@ -122,7 +122,7 @@ class DiskTier:
                         self.reader.release({key: arrays})
 
     def _like(self, pages: int) -> list[tuple[tuple[int, ...], np.dtype]]:
-        return [((pages, *shape), dtype) for shape, dtype in self.runner.page_shapes]
+        return [((pages, *shape), dtype) for shape, dtype in self.pool.page_shapes]
 
     def _fill(self, key: bytes, part: Part, arrays: list[np.ndarray] | None) -> None:
         if self.writer.deletes(key):  # the part was forgotten after it was read
@@ -132,7 +132,7 @@ class DiskTier:
             self._stored.pop(key, None)
             return
         missing = part.blocks[part.cursor :]
-        self.runner.write_pages([b.page for b in missing], [a[part.cursor :] for a in arrays])
+        self.pool.write_pages([b.page for b in missing], [a[part.cursor :] for a in arrays])
         for block in missing:
             block.filled = block.planned = block.size
         self._remember(key)
@@ -155,8 +155,8 @@ class DiskTier:
         if key in self._stored:
             self.writer.touch(key)
             return
-        size = len(part.blocks) * self.runner.page_bytes
-        fetch, name = self.runner.read_pages([b.page for b in part.blocks]), "prefix" if kind == PREFIX_ID else "chunk"
+        size = len(part.blocks) * self.pool.page_bytes
+        fetch, name = self.pool.read_pages([b.page for b in part.blocks]), "prefix" if kind == PREFIX_ID else "chunk"
         if self.writer.submit(key, fetch, tokens=tokens, kind=name, num_bytes=size):
             self._remember(key)
 

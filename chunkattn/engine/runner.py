@@ -18,8 +18,9 @@ from flax import nnx
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
 from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.batch import StepBatch, StepReads
-from chunkattn.engine.buckets import bucket_for, buckets
+from chunkattn.engine.buckets import bucket_for
 from chunkattn.engine.fingerprint import fingerprint
+from chunkattn.engine.kv_pool import KVPool
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.sampling import (
     READ_ROWS,
@@ -75,27 +76,25 @@ class Runner:
         spec: shape of the decoder.
         backend: attention backend.
         backends: attention backends by the name that a request gives; None names `backend`.
-        num_pages: number of pages in the KV pool.
+        pool: pages of the KV cache.
         max_logprobs: number of likeliest tokens that the readouts return, at most the vocabulary size.
         dtype: dtype of the model's weights.
-        caches: KV pool, one entry per layer.
         compiles: number of programs traced so far, by name.
     """
 
     def __init__(self, model: Decoder, backend: AttentionBackend, num_pages: int, max_logprobs: int) -> None:
-        self.spec, self.backend, self.num_pages = model.spec, backend, num_pages
+        self.spec, self.backend = model.spec, backend
         self.backends: dict[str | None, AttentionBackend] = {n: get_backend(n)(backend.spec) for n in ON_REQUEST}
         self.backends[None] = backend
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
         self.compiles: Counter[str] = Counter()
+        self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles)
         self._graph, state = nnx.split(model)
         # The step takes plain arrays, since every call flattens its arguments, and nnx flattens its variables in Python.
         self._params, self._state = jax.tree.flatten(state)
         self.dtype = model.dtype
-        self._page_buckets = buckets(8, READ_ROWS, 2)
-        # The pool is donated, so that writing a token does not copy it.
+        # The pool's arrays are donated, so that writing a token does not copy them.
         self._step = jax.jit(self._trace_step, donate_argnums=1, static_argnames="backend")
-        self._copy = jax.jit(self._trace_copy, donate_argnums=0)
         self._gather = jax.jit(self._trace_gather)
         self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
         self._logits = jax.jit(self._trace_logits)
@@ -105,14 +104,6 @@ class Runner:
         self._read_labels = jax.jit(self._trace_read_labels)
         self._read_vocabulary = jax.jit(self._trace_read_vocabulary)
         self._classify = jax.jit(self._trace_classify)
-        self._fetch = jax.jit(self._trace_fetch)
-        self._store = jax.jit(self._trace_store, donate_argnums=0)
-        self.reset()
-
-    def reset(self) -> None:
-        """Allocate a new, empty KV pool."""
-        self.caches: list[KVCache] = []  # frees the old pool before the new pool is allocated
-        self.caches = [self.backend.allocate(self.num_pages) for _ in range(self.spec.num_layers)]
 
     def read(self, hidden: jax.Array, reads: StepReads) -> StepResult:
         """Read the values of a step from its hidden states, float32 `[T, hidden]`."""
@@ -132,7 +123,7 @@ class Runner:
             batch: batch of the step; its K/V is written to the pool.
         """
         arrays = (batch.token_ids, batch.positions, batch.metadata)
-        hidden, self.caches = self._step(self._params, self.caches, *arrays, backend=batch.backend)
+        hidden, self.pool.caches = self._step(self._params, self.pool.caches, *arrays, backend=batch.backend)
         return hidden
 
     @property
@@ -170,84 +161,19 @@ class Runner:
         """Return the logits, float32 `[N, vocab or num_labels]`, of hidden states `[N, hidden]`: uncompiled, for tests."""
         return self._model(self._params).logits(hidden)
 
-    def copy_pages(self, pairs: Seq[tuple[int, int]]) -> None:
-        """Copy whole pages in every layer; `pairs` holds the pages `(from, to)`."""
-        for first in range(0, len(pairs), READ_ROWS):
-            block = np.asarray(pairs[first : first + READ_ROWS], np.int32)
-            padding = np.full((bucket_for(len(block), ROW_BUCKETS) - len(block), 2), (0, self.num_pages), np.int32)
-            self.caches = self._copy(self.caches, *np.concatenate([block, padding]).T)
-
-    @property
-    def page_shapes(self) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Return shape and dtype of one page in every array of the pool."""
-        return [(leaf.shape[1:], np.dtype(leaf.dtype)) for leaf in jax.tree.leaves(self.caches)]
-
-    @property
-    def page_bytes(self) -> int:
-        """Return the bytes of one page over all layers."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.page_shapes)
-
-    def read_pages(self, pages: Seq[int]) -> Callable[[], list[np.ndarray]]:
-        """Copy pages out of the pool, without waiting for the copy.
-
-        The copy is made before any later step runs.
-
-        Args:
-            pages: page numbers.
-
-        Returns:
-            Function that waits for the copy and returns one array `[len(pages), ...]` for every array of the pool.
-        """
-        blocks = [self._fetch(self.caches, padded) for padded in self._page_blocks(pages, 0)]
-
-        def wait() -> list[np.ndarray]:
-            parts = [jax.device_get(jax.tree.leaves(block)) for block in blocks]
-            return [np.concatenate(arrays)[: len(pages)] for arrays in zip(*parts, strict=True)]
-
-        return wait
-
-    def write_pages(self, pages: Seq[int], arrays: Seq[np.ndarray]) -> None:
-        """Write arrays that `read_pages` returned to pages of the pool.
-
-        Args:
-            pages: page numbers.
-            arrays: one array `[len(pages), ...]` for every array of the pool.
-        """
-        treedef = jax.tree.structure(self.caches)
-        for number, padded in enumerate(self._page_blocks(pages, self.num_pages)):
-            first = number * READ_ROWS
-            rows = [a[first : first + READ_ROWS] for a in arrays]
-            values = [np.concatenate([r, np.zeros((len(padded) - len(r), *r.shape[1:]), r.dtype)]) for r in rows]
-            self.caches = self._store(self.caches, padded, jax.tree.unflatten(treedef, values))
-
-    def _page_blocks(self, pages: Seq[int], fill: int) -> list[np.ndarray]:
-        """Return the page numbers in blocks, each padded with `fill` to a bucket's size."""
-        blocks = [np.asarray(pages[first : first + READ_ROWS], np.int32) for first in range(0, len(pages), READ_ROWS)]
-        return [np.pad(b, (0, bucket_for(len(b), self._page_buckets) - len(b)), constant_values=fill) for b in blocks]
-
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
         for size in ROW_BUCKETS:
             self._pick(hidden, [0] * size)
 
     def warm_readouts(self) -> Iterator[None]:
-        """Compile the programs that read picked rows or copy pages, one per iteration."""
+        """Compile the programs that read picked rows, one per iteration."""
         for size in ROW_BUCKETS:
             picked = jnp.zeros((size, self.spec.hidden_size), jnp.float32)
             if self.spec.num_labels is not None:
                 yield self._wait(self._classify(self._params, picked))
             else:
                 yield from self._warm_tokens(picked)
-            self.copy_pages([(0, self.num_pages)] * size)  # the target lies outside the pool, so nothing is written
-            yield self._wait(self.caches)
-
-    def warm_store(self) -> Iterator[None]:
-        """Compile the programs that copy pages to and from a KV store, one per iteration."""
-        for size in self._page_buckets:
-            arrays = self.read_pages([0] * size)()
-            yield
-            self.write_pages([self.num_pages] * size, arrays)
-            yield self._wait(self.caches)
 
     def _warm_tokens(self, picked: jax.Array) -> Iterator[None]:
         size, vocab = len(picked), self.spec.vocab_size
@@ -271,7 +197,7 @@ class Runner:
     def fingerprint(self) -> bytes:
         """Return 16 bytes that identify this model's K/V: its geometry, weights, attention and page format."""
         weights = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self._state, self._params))[0]
-        form = (self.spec, self.backend.name, self.backend.spec, self.page_shapes)
+        form = (self.spec, self.backend.name, self.backend.spec, self.pool.page_shapes)
         return fingerprint(form, ((str(path), leaf) for path, leaf in weights))
 
     def sample(self, hidden: jax.Array, plans: Seq[SamplingPlan]) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -391,18 +317,6 @@ class Runner:
 
         return self._model(params)(token_ids, positions, attend), caches
 
-    def _trace_copy(self, caches: list[KVCache], source: jax.Array, target: jax.Array) -> list[KVCache]:
-        self.compiles["copy"] += 1
-        return jax.tree.map(lambda pool: pool.at[target].set(pool[source], mode="drop"), caches)
-
-    def _trace_fetch(self, caches: list[KVCache], pages: jax.Array) -> list[KVCache]:
-        self.compiles["pages"] += 1
-        return jax.tree.map(lambda pool: pool[pages], caches)
-
-    def _trace_store(self, caches: list[KVCache], pages: jax.Array, values: list[KVCache]) -> list[KVCache]:
-        self.compiles["pages"] += 1
-        return jax.tree.map(lambda pool, new: pool.at[pages].set(new, mode="drop"), caches, values)
-
     def _trace_gather(self, hidden: jax.Array, rows: jax.Array) -> jax.Array:
         self.compiles["gather"] += 1
         return hidden[rows]
@@ -458,14 +372,3 @@ def _to_logprobs(values: Readout, rows: slice, num_top: int) -> TokenLogprobs:
         top_ids=np.asarray(values.top_ids[rows, :num_top]),
         top=np.asarray(values.top[rows, :num_top]),
     )
-
-
-def page_bytes(backend: AttentionBackend, num_layers: int) -> int:
-    """Return the bytes of one page over all layers.
-
-    Args:
-        backend: attention backend that allocates the pool.
-        num_layers: number of layers.
-    """
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: backend.allocate(1)))
-    return num_layers * sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)

@@ -80,6 +80,6 @@ class WarmUp:
             hidden.block_until_ready()
             self._meter.finish()
             yield done
-        for _ in chain(self._runner.warm_readouts(), self._runner.warm_store() if self._with_store else ()):
+        for _ in chain(self._runner.warm_readouts(), self._runner.pool.warm_up(with_store=self._with_store)):
             yield len(sizes)
         self._compiled = self._runner.compiles.total()

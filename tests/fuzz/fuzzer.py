@@ -186,20 +186,21 @@ class Fuzzer:
     def _fail(self) -> None:
         """Have a step raise once its work is done, or be interrupted."""
         runner, stage = self.session.core.runner, self._some(("forward", "sample", "copy_pages"))
+        owner = runner.pool if stage == "copy_pages" else runner
         error = RuntimeError("injected") if self.rng.random() < 0.7 else KeyboardInterrupt("injected")
-        original = getattr(runner, stage)
+        original = getattr(owner, stage)
 
         def failing(*args: object) -> None:
             original(*args)
             raise error
 
-        setattr(runner, stage, failing)
+        setattr(owner, stage, failing)
         try:
             self.session.step()
         except KeyboardInterrupt:
             self.counts["interrupted"] += 1
         finally:
-            delattr(runner, stage)
+            delattr(owner, stage)
 
     def _poison(self) -> None:
         """Have every step raise that computes requests of one call."""

@@ -85,7 +85,7 @@ class Rig:
 
     def start(self, positions: str, store: Path | None) -> EngineCore:
         """Return a new engine with an empty pool, over the K/V store in a folder if one is given."""
-        self._runner.reset()
+        self._runner.pool.reset()
         disk = None if store is None else DiskTier(KVStore(store, max_bytes=MIN_BYTES), self._runner)
         core = EngineCore(self._runner, self._configs[positions], self._max_model_len, disk)
         self.frontends[positions].connect(core.limits)

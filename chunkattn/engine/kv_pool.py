@@ -1,0 +1,141 @@
+"""`KVPool`: the pages of the KV cache on the device, and the programs that move pages."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn.backends.base import AttentionBackend, KVCache
+from chunkattn.engine.buckets import bucket_for, buckets
+from chunkattn.engine.sampling import READ_ROWS, ROW_BUCKETS
+
+
+class KVPool:
+    """Owner of the KV cache of all layers.
+
+    Args:
+        backend: attention backend that allocates the cache.
+        num_layers: number of layers.
+        num_pages: number of pages.
+        compiles: counter of traced programs by name, to which this pool adds its programs.
+
+    Attributes:
+        caches: cache of each layer. A step takes the arrays as a donation and gives new ones back.
+    """
+
+    def __init__(self, backend: AttentionBackend, num_layers: int, num_pages: int, compiles: Counter[str]) -> None:
+        self.num_pages = num_pages
+        self._backend, self._num_layers, self._compiles = backend, num_layers, compiles
+        self._sizes = buckets(8, READ_ROWS, 2)
+        # The pool is donated, so that writing a page does not copy the pool.
+        self._copy = jax.jit(self._trace_copy, donate_argnums=0)
+        self._fetch = jax.jit(self._trace_fetch)
+        self._store = jax.jit(self._trace_store, donate_argnums=0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Allocate new, empty pages."""
+        self.caches: list[KVCache] = []  # frees the old pool before the new pool is allocated
+        self.caches = [self._backend.allocate(self.num_pages) for _ in range(self._num_layers)]
+
+    @property
+    def page_shapes(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Return shape and dtype of one page in every array of the pool."""
+        return [(leaf.shape[1:], np.dtype(leaf.dtype)) for leaf in jax.tree.leaves(self.caches)]
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the bytes of one page over all layers."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.page_shapes)
+
+    def copy_pages(self, pairs: Seq[tuple[int, int]]) -> None:
+        """Copy whole pages in every layer; `pairs` holds the pages `(from, to)`."""
+        for first in range(0, len(pairs), READ_ROWS):
+            block = np.asarray(pairs[first : first + READ_ROWS], np.int32)
+            padding = np.full((bucket_for(len(block), ROW_BUCKETS) - len(block), 2), (0, self.num_pages), np.int32)
+            self.caches = self._copy(self.caches, *np.concatenate([block, padding]).T)
+
+    def read_pages(self, pages: Seq[int]) -> Callable[[], list[np.ndarray]]:
+        """Copy pages out of the pool, without waiting for the copy.
+
+        The copy is made before any later step runs.
+
+        Args:
+            pages: page numbers.
+
+        Returns:
+            Function that waits for the copy and returns one array `[len(pages), ...]` for every array of the pool.
+        """
+        blocks = [self._fetch(self.caches, padded) for padded in self._page_blocks(pages, 0)]
+
+        def wait() -> list[np.ndarray]:
+            parts = [jax.device_get(jax.tree.leaves(block)) for block in blocks]
+            return [np.concatenate(arrays)[: len(pages)] for arrays in zip(*parts, strict=True)]
+
+        return wait
+
+    def write_pages(self, pages: Seq[int], arrays: Seq[np.ndarray]) -> None:
+        """Write arrays that `read_pages` returned to pages of the pool.
+
+        Args:
+            pages: page numbers.
+            arrays: one array `[len(pages), ...]` for every array of the pool.
+        """
+        treedef = jax.tree.structure(self.caches)
+        for number, padded in enumerate(self._page_blocks(pages, self.num_pages)):
+            first = number * READ_ROWS
+            rows = [a[first : first + READ_ROWS] for a in arrays]
+            values = [np.concatenate([r, np.zeros((len(padded) - len(r), *r.shape[1:]), r.dtype)]) for r in rows]
+            self.caches = self._store(self.caches, padded, jax.tree.unflatten(treedef, values))
+
+    def _page_blocks(self, pages: Seq[int], fill: int) -> list[np.ndarray]:
+        """Return the page numbers in blocks, each padded with `fill` to a bucket's size."""
+        blocks = [np.asarray(pages[first : first + READ_ROWS], np.int32) for first in range(0, len(pages), READ_ROWS)]
+        return [np.pad(b, (0, bucket_for(len(b), self._sizes) - len(b)), constant_values=fill) for b in blocks]
+
+    def warm_up(self, *, with_store: bool) -> Iterator[None]:
+        """Compile the programs that move pages, one per iteration.
+
+        Args:
+            with_store: whether to compile the programs that copy pages to and from a KV store.
+        """
+        outside = self.num_pages  # nothing is written there
+        for size in ROW_BUCKETS:
+            self.copy_pages([(0, outside)] * size)
+            yield jax.block_until_ready(self.caches)  # type: ignore[no-untyped-call]
+        for size in self._sizes if with_store else ():
+            arrays = self.read_pages([0] * size)()
+            yield
+            self.write_pages([outside] * size, arrays)
+            yield jax.block_until_ready(self.caches)  # type: ignore[no-untyped-call]
+
+    # Traced functions. They run only while JAX traces them, so the counter counts compilations.
+
+    def _trace_copy(self, caches: list[KVCache], source: jax.Array, target: jax.Array) -> list[KVCache]:
+        self._compiles["copy"] += 1
+        return jax.tree.map(lambda pool: pool.at[target].set(pool[source], mode="drop"), caches)
+
+    def _trace_fetch(self, caches: list[KVCache], pages: jax.Array) -> list[KVCache]:
+        self._compiles["pages"] += 1
+        return jax.tree.map(lambda pool: pool[pages], caches)
+
+    def _trace_store(self, caches: list[KVCache], pages: jax.Array, values: list[KVCache]) -> list[KVCache]:
+        self._compiles["pages"] += 1
+        return jax.tree.map(lambda pool, new: pool.at[pages].set(new, mode="drop"), caches, values)
+
+
+def page_bytes(backend: AttentionBackend, num_layers: int) -> int:
+    """Return the bytes of one page over all layers.
+
+    Args:
+        backend: attention backend that allocates the pool.
+        num_layers: number of layers.
+    """
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: backend.allocate(1)))
+    return num_layers * sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
