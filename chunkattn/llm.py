@@ -73,7 +73,7 @@ class LLM:
                 bar.total, bar.n = total, done
                 bar.refresh()
 
-            return self.core.warm_up(progress)
+            return self.core.warm_ups.run(progress)
 
     # Generation
 

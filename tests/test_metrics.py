@@ -108,7 +108,7 @@ def test_warm_up_reports_progress_and_changes_nothing(fresh, rng):
     llm, seen = fresh(), []
     prompt = {"prompt_token_ids": part(rng, 40)}
     expected = llm.generate(prompt, SamplingParams(temperature=0))[0].outputs[0].token_ids
-    seconds = llm.core.warm_up(lambda done, total: seen.append((done, total)))
+    seconds = llm.core.warm_ups.run(lambda done, total: seen.append((done, total)))
     total = len(llm.core.batches.variants)
     assert seen == [(done, total) for done in range(total + 1)]
     assert seconds > 0

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-from prometheus_client import generate_latest
 
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
@@ -23,12 +21,10 @@ from chunkattn.engine.messages import (
     PrecomputeRequest,
     PrecomputeResult,
     RequestFailed,
-    TokenLogprobs,
-    TokenOutput,
 )
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.readout import Readouts, cached_tokens, prompt_tokens
+from chunkattn.engine.readout import Readouts, accept_token, cached_tokens, prompt_tokens
 from chunkattn.engine.request import Request, Sequence
 from chunkattn.engine.runner import Runner, StepResult
 from chunkattn.engine.sampling_plan import SampleRow
@@ -68,7 +64,7 @@ class EngineCore:
         requests: requests added and not yet ended, by id.
         limits: sizes and limits of the engine.
         warm_ups: warm-up of the compiled programs.
-        scheduler: scheduler of the paged requests; also counts waiting and running requests and holds the cache.
+        scheduler: scheduler of the requests; also counts waiting and running requests and holds the cache.
         runner: runner of the model; also counts the compiled programs.
         metrics: Prometheus metrics of this engine.
     """
@@ -178,11 +174,7 @@ class EngineCore:
             self.disk.drop(request)
         self.requests.pop(request.request_id, None)
         self._readouts.forget(request.request_id)
-        self._count_end(request, outcome)
-
-    def _count_end(self, request: Request, outcome: str) -> None:
-        self.metrics.requests.labels(outcome).inc()
-        self.metrics.end_to_end.observe(time.perf_counter() - request.added_at)
+        self.metrics.count_end(request, outcome)
 
     # The cache
 
@@ -212,16 +204,9 @@ class EngineCore:
         if not checked:
             self.intake.check(message)
         request = self.intake.prepare(message, arrival=0)
-        request.computed[:] = True
-        parts = self.scheduler.placement.look_up(request)
-        for part in parts:
-            request.computed[part.start : part.start + sum(b.filled for b in part.blocks)] = False
-        if forget:
-            for part, (kind, _, _) in zip(parts, request.parts, strict=True):
-                if part.blocks and (kind >= 0 or not message.layout.num_chunks):
-                    self.scheduler.trie.forget(part.blocks)
-            if self.disk is not None:
-                self.disk.forget(request)
+        self.scheduler.placement.mark_cached(request, forget=forget)
+        if forget and self.disk is not None:
+            self.disk.forget(request)
         return cached_tokens(request)
 
     @property
@@ -287,10 +272,8 @@ class EngineCore:
 
     def _deliver(self, plan: StepPlan, result: StepResult, step: _Step) -> None:
         """Hand the results of a step to its requests, and end the requests that are complete."""
-        for _, request, _ in plan.scores:
-            self.metrics.scored.labels(request.score.algorithm if request.score else "").inc()
+        self.metrics.count_step(plan)
         step.outputs += self._readouts.take(plan, result, self.meter)
-        self._count(plan)
         self.scheduler.commit(plan.spans)
         if self.disk is not None:
             self.disk.save(plan.spans)
@@ -299,7 +282,8 @@ class EngineCore:
             if span.sequence.request.score and span.end == span.sequence.num_tokens:
                 self._finish(span.sequence)
         for row, token, logprobs in zip(plan.samples, result.tokens, result.logprobs, strict=True):
-            self._accept(row, token, logprobs, step.outputs)
+            if ended := accept_token(row, token, logprobs, step.outputs, self.metrics):
+                self._finish(ended)
         self._finish_precomputed(step.outputs)
         self._measure(plan, result, step)
         self.metrics.steps.inc()
@@ -357,33 +341,6 @@ class EngineCore:
             copies += self.scheduler.placement.fork(request)
         self.runner.pool.copy_pages(copies)
 
-    def _accept(self, row: SampleRow, token: int, logprobs: TokenLogprobs | None, outputs: list[EngineOutput]) -> None:
-        """Append a sampled token, and end its sequence if the token is the last."""
-        request, sample, params, now = row.sequence.request, row.sample, row.params, time.perf_counter()
-        sequence = next(s for s in request.sequences if s.sample == sample)
-        number, cached = len(sequence.output_ids) + 1, None
-        if number == 1:
-            cached = cached_tokens(request)
-            if sample == 0:
-                self.metrics.first_token.observe(now - request.added_at)
-                self.metrics.count_cached(cached, prompt_tokens(request))
-        else:
-            self.metrics.inter_token.observe(now - sequence.last_token_at)
-        sequence.last_token_at = now
-        finish_reason, stop_reason = None, None
-        if number > params.min_tokens:
-            if token in params.stop_token_ids:
-                finish_reason, stop_reason = "stop", token
-            elif token in request.eos_token_ids and not params.ignore_eos:
-                finish_reason = "stop"
-        if finish_reason is None and number >= request.max_tokens:
-            finish_reason = "length"
-        # Adjacent statements leave an interrupt little time between them.
-        sequence.output_ids.append(token)
-        outputs.append(TokenOutput(request.request_id, sample, (token,), logprobs, finish_reason, stop_reason, cached))
-        if finish_reason:
-            self._finish(sequence)
-
     def _finish_precomputed(self, outputs: list[EngineOutput]) -> None:
         """Answer the precompute requests whose blocks are all complete, including blocks that other requests computed."""
         for request in [r for r in self.scheduler.running if r.precompute]:
@@ -422,7 +379,7 @@ class EngineCore:
             if self._pins.pop(request.request_id, None):
                 logger.warning("precomputed documents of request %s are no longer pinned", request.request_id)
             if self.requests.pop(request.request_id, None):
-                self._count_end(request, "failed")
+                self.metrics.count_end(request, "failed")
             self._readouts.forget(request.request_id)
         reading = self.disk.reading if self.disk is not None else frozenset()
         self.scheduler.restart([*(r for r in self.requests.values() if r not in reading), *self._pins.values()])
@@ -430,17 +387,6 @@ class EngineCore:
         self.runner.pool.reset()
 
     # Warm-up and metrics
-
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every program that requests of the engine's own backend may need, so that none of them waits for it.
-
-        Args:
-            progress: called with the number of step variants compiled and the total number.
-
-        Returns:
-            Duration of the warm-up in seconds.
-        """
-        return self.warm_ups.run(progress)
 
     def warm_beside(self) -> bool:
         """Compile the next program of a warm-up that runs beside requests. Return whether programs are left."""
@@ -454,31 +400,4 @@ class EngineCore:
 
     def metrics_text(self) -> str:
         """Return the metrics in Prometheus' text format."""
-        self._update_totals()
-        return generate_latest(self.metrics.registry).decode()
-
-    def _count(self, plan: StepPlan) -> None:
-        spans, rows = plan.spans, plan.batch.num_rows
-        decodes = sum(s.end - s.start == 1 and s.start >= len(s.sequence.request.layout) for s in spans)
-        scored = sum(s.end - s.start for s in spans if s.sequence.request.score)
-        for kind, count in (("decode", decodes), ("score", scored), ("prefill", rows - decodes - scored)):
-            self.metrics.tokens.labels(kind).inc(count)
-        self.metrics.padding.inc(len(plan.batch.token_ids) - rows)
-
-    def _update_totals(self) -> None:
-        """Copy the counts that other objects keep, and the current states, to the metrics."""
-        scheduler, trie, metrics = self.scheduler, self.scheduler.trie, self.metrics
-        metrics.raise_to(metrics.evictions, trie.evictions)
-        metrics.raise_to(metrics.preemptions, scheduler.preemptions)
-        for program, count in self.runner.compiles.items():
-            metrics.raise_to(metrics.compiles.labels(program), count)
-        metrics.raise_to(metrics.late_compiles, self.warm_ups.late_compiles)
-        for event, count in self.disk.counts.items() if self.disk else ():
-            metrics.raise_to(metrics.store.labels(event), count)
-        pinned = len({b for r in self._pins.values() for s in r.sequences for b in s.held if b.page >= 0})
-        held = self.limits.num_pages - trie.num_available
-        states = {"free": trie.pool.num_free, "cached": trie.num_cached, "used": held - pinned, "pinned": pinned}
-        for state, pages in states.items():
-            metrics.pages.labels(state).set(pages)
-        metrics.queue.labels("waiting").set(len(scheduler.waiting))
-        metrics.queue.labels("running").set(len(scheduler.running))
+        return self.metrics.text(self.scheduler, self.warm_ups, self.runner.compiles, self.disk.counts if self.disk else {})

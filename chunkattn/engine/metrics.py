@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import time
+from collections.abc import Mapping
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from chunkattn.engine.batch import StepPlan
 from chunkattn.engine.messages import CachedTokens
+from chunkattn.engine.request import Request
+from chunkattn.engine.scheduler import Scheduler
+from chunkattn.engine.warmup import WarmUp
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _PREFIX = "chunkattn_"
@@ -14,7 +21,7 @@ class EngineMetrics:
     """Counters, gauges and histograms of one engine. Times are in seconds.
 
     Attributes:
-        registry: registry of all metrics, for `prometheus_client.generate_latest`.
+        registry: registry of all metrics.
     """
 
     def __init__(self) -> None:
@@ -50,6 +57,11 @@ class EngineMetrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(_PREFIX + name, text, buckets=_SECONDS, registry=self.registry)
 
+    def count_end(self, request: Request, outcome: str) -> None:
+        """Count a request that has ended."""
+        self.requests.labels(outcome).inc()
+        self.end_to_end.observe(time.perf_counter() - request.added_at)
+
     def count_cached(self, cached: CachedTokens, totals: CachedTokens) -> None:
         """Add the prompt tokens of a request to the counters.
 
@@ -62,6 +74,41 @@ class EngineMetrics:
             counter.labels("chunk").inc(sum(tokens.chunks))
             counter.labels("question").inc(tokens.question)
 
+    def count_step(self, plan: StepPlan) -> None:
+        """Count the tokens, padding rows and score rows of a step."""
+        for _, request, _ in plan.scores:
+            self.scored.labels(request.score.algorithm if request.score else "").inc()
+        decodes = sum(s.end - s.start == 1 and s.start >= len(s.sequence.request.layout) for s in plan.spans)
+        scored = sum(s.end - s.start for s in plan.spans if s.sequence.request.score)
+        rows = plan.batch.num_rows
+        for kind, count in (("decode", decodes), ("score", scored), ("prefill", rows - decodes - scored)):
+            self.tokens.labels(kind).inc(count)
+        self.padding.inc(len(plan.batch.token_ids) - rows)
+
+    def text(self, scheduler: Scheduler, warm_ups: WarmUp, compiles: Mapping[str, int], store: Mapping[str, int]) -> str:
+        """Return the metrics in Prometheus' text format, after copying the counts that other objects keep.
+
+        Args:
+            scheduler: scheduler of the engine, with its cache.
+            warm_ups: warm-up of the engine.
+            compiles: number of compiled programs by kind.
+            store: number of events of the KV store by kind.
+        """
+        trie, labelled = scheduler.trie, ((self.compiles, compiles), (self.store, store))
+        totals = [(self.evictions, trie.evictions), (self.preemptions, scheduler.preemptions)]
+        totals += [(self.late_compiles, warm_ups.late_compiles)]
+        totals += [(counter.labels(label), count) for counter, counts in labelled for label, count in counts.items()]
+        for counter, total in totals:
+            counter.inc(total - self._totals.get(counter, 0.0))
+            self._totals[counter] = total
+        pinned = len({b for r in scheduler.pinned for s in r.sequences for b in s.held if b.page >= 0})
+        used = trie.num_pages - trie.num_available - pinned
+        for state, pages in {"free": trie.pool.num_free, "cached": trie.num_cached, "used": used, "pinned": pinned}.items():
+            self.pages.labels(state).set(pages)
+        self.queue.labels("waiting").set(len(scheduler.waiting))
+        self.queue.labels("running").set(len(scheduler.running))
+        return generate_latest(self.registry).decode()
+
     def value(self, name: str, **labels: str) -> float:
         """Return the value of a metric; 0 if it was never set.
 
@@ -70,13 +117,3 @@ class EngineMetrics:
             **labels: values of the metric's labels, such as `kind="decode"`.
         """
         return self.registry.get_sample_value(_PREFIX + name, labels) or 0.0
-
-    def raise_to(self, counter: Counter, total: float) -> None:
-        """Raise a counter to a total that another object keeps.
-
-        Args:
-            counter: counter to raise.
-            total: new total, at least the previous total.
-        """
-        counter.inc(total - self._totals.get(counter, 0.0))
-        self._totals[counter] = total

@@ -51,6 +51,19 @@ class Placement:
             total += missing
         return total
 
+    def mark_cached(self, request: Request, *, forget: bool) -> None:
+        """Mark every prompt token as computed, except the cached tokens.
+
+        Args:
+            request: request that does not run.
+            forget: whether to forget its cached chunks, or its prefix if it has no chunk.
+        """
+        request.computed[:] = True
+        for part, (kind, _, _) in zip(self.look_up(request), request.parts, strict=True):
+            request.computed[part.start : part.start + sum(b.filled for b in part.blocks)] = False
+            if forget and part.blocks and (kind >= 0 or not request.layout.num_chunks):
+                self.trie.forget(part.blocks)
+
     def look_up(self, request: Request) -> list[Part]:
         """Return the parts of a prompt with the blocks that are cached, without holding the blocks."""
         (sequence,) = request.sequences

@@ -1,7 +1,8 @@
-"""Readouts of a request: the rows that steps read for it, and its cached prompt tokens."""
+"""Readouts of a request: its sampled tokens, the rows that steps read for it, and its cached prompt tokens."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,13 @@ from chunkattn.engine.messages import (
     ScoreResult,
     StepRates,
     TokenLogprobs,
+    TokenOutput,
 )
+from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.request import Request
+from chunkattn.engine.request import Request, Sequence
 from chunkattn.engine.runner import StepResult
+from chunkattn.engine.sampling_plan import SampleRow
 
 
 class Readouts:
@@ -87,6 +91,43 @@ class RowCollector:
             target[index], rank[index], known[index] = row[0], row[1], True
             top_ids[index], top[index] = row[2][:num_top], row[3][:num_top]
         return PromptLogprobsOutput(request.request_id, TokenLogprobs(target, rank, top_ids, top), known)
+
+
+def accept_token(
+    row: SampleRow, token: int, logprobs: TokenLogprobs | None, outputs: list[EngineOutput], metrics: EngineMetrics
+) -> Sequence | None:
+    """Append a sampled token to its sequence and to the outputs. Return the sequence if the token is its last.
+
+    Args:
+        row: row that the token is sampled from.
+        token: the token.
+        logprobs: log-probabilities of the token, if requested.
+        outputs: outputs of the step.
+        metrics: metrics of the engine.
+    """
+    request, sample, params, now = row.sequence.request, row.sample, row.params, time.perf_counter()
+    sequence = next(s for s in request.sequences if s.sample == sample)
+    number, cached = len(sequence.output_ids) + 1, None
+    if number == 1:
+        cached = cached_tokens(request)
+        if sample == 0:
+            metrics.first_token.observe(now - request.added_at)
+            metrics.count_cached(cached, prompt_tokens(request))
+    else:
+        metrics.inter_token.observe(now - sequence.last_token_at)
+    sequence.last_token_at = now
+    finish_reason, stop_reason = None, None
+    if number > params.min_tokens:
+        if token in params.stop_token_ids:
+            finish_reason, stop_reason = "stop", token
+        elif token in request.eos_token_ids and not params.ignore_eos:
+            finish_reason = "stop"
+    if finish_reason is None and number >= request.max_tokens:
+        finish_reason = "length"
+    # Adjacent statements leave an interrupt little time between them.
+    sequence.output_ids.append(token)
+    outputs.append(TokenOutput(request.request_id, sample, (token,), logprobs, finish_reason, stop_reason, cached))
+    return sequence if finish_reason else None
 
 
 def _by_part(request: Request, tokens: np.ndarray) -> CachedTokens:

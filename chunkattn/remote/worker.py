@@ -76,7 +76,7 @@ class Worker:
 
         self.core = build_core(start.config, start.checkpoint.files())
         if start.config.warmup:
-            self.core.warm_up(self._warmed)
+            self.core.warm_ups.run(self._warmed)
         self._warms = start.warm_beside
         gc.collect()
         gc.freeze()  # later collections skip the modules and the model
