@@ -87,7 +87,8 @@ def _table(*rows: tuple[str, ...]) -> str:
 
 
 def _default(value: Any) -> str:
-    return "" if value is None or callable(value) else f"`{value!r}`"
+    shown = str(value) if isinstance(value, Path) else value
+    return "" if value is None or callable(value) else f"`{shown!r}`"
 
 
 def _command_table(name: str) -> str:

@@ -82,6 +82,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
     monkeypatch.setattr("chunkattn.server.run.serve", lambda *_: None)  # it would not end; tests of the server start it
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "nila.txt").write_text("Nila lives in Tunise.\n")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     commands = [words for words in bash_commands(page) if words[0] == "chunkattn"]
     assert commands
     for words in commands:

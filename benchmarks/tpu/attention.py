@@ -42,7 +42,7 @@ class Case:
     window: int | None = None
     kv_dtype: str | None = None
     weighs: bool = False
-    """Whether the step weighs chunks anew."""
+    """True if the step weighs chunks anew."""
 
     @property
     def spec(self) -> AttentionSpec:

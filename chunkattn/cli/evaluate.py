@@ -15,7 +15,18 @@ from rich.table import Table
 
 from chunkattn.calibration import FILE_NAME, OFF, write_calibration
 from chunkattn.cli.bench import JsonFile, Plot, check_files, save_picture
-from chunkattn.cli.common import Backend, Dtype, KVCacheDtype, Model, Verbose, app, command, console, log_to_stderr, make_llm
+from chunkattn.cli.common import (
+    Backend,
+    Dtype,
+    KVCacheDtype,
+    Model,
+    Verbose,
+    app,
+    command,
+    console,
+    log_to_stderr,
+    make_llm,
+)
 from chunkattn.cli.progress import Steps, TrialLog
 from chunkattn.errors import ConfigError, RequestError
 

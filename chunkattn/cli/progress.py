@@ -31,9 +31,9 @@ class TrialLog:
         gap, temperature, scale = asdict(trial.calibration).values()
         self._seen.add(gap)
         if len(self._seen) == 2 and self._left > 2:
-            # Each gap takes about as long. The refinement takes about four, the report two.
+            # Each gap takes about as long. The refinement takes as long as three gaps, the report as one.
             taken = time.monotonic() - self._began
-            say(f"two gaps took {taken:.0f} s; about {taken / 2 * (self._left + 4) / 60:.0f} minutes are left")
+            say(f"two gaps took {taken:.0f} s; about {taken / 2 * (self._left + 2) / 60:.0f} minutes are left")
             self._left = 0
         better, self._best = trial.value > self._best, max(trial.value, self._best)
         say(f"gap {gap:4}  T {temperature:4.2f}  S {scale:4.2f}  {trial.value:8.4f}{'  best so far' if better else ''}")
