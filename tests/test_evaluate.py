@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 
@@ -26,11 +27,10 @@ from chunkattn.evaluation.report import LOGPROB, compare, conclusion
 from chunkattn.evaluation.results import Results
 from chunkattn.evaluation.search import WEIGHTS, search
 from chunkattn.models.loader import DEMO_FOLDER
+from chunkattn.parsers import PromptParser
 from tests.checkpoints import Oracle
 from training.world import PREFIX, World
 
-TEMPLATE = "{document}"
-"""The demo model was trained on bare documents."""
 POOL = 32 << 20
 """Bytes of the KV pool, as in other tests, so that all share their compiled programs."""
 
@@ -64,7 +64,7 @@ def weighing():
 @pytest.fixture
 def examiner(weighing):
     asked = questions(5)
-    return Examiner(weighing, asked, tokenize(weighing.parser, asked, TEMPLATE), Results(), max_tokens=8)
+    return Examiner(weighing, asked, tokenize(weighing.parser, asked), Results(), max_tokens=8)
 
 
 # Data
@@ -177,12 +177,26 @@ def test_intervals_cover_the_mean_as_often_as_they_say(rng):
 
 def test_tokens_are_those_that_the_model_would_read_and_write(demo):
     question = questions(1)[0]
-    (prompt,) = tokenize(demo.parser, [question], "Document: {document}\n\n")
+    (prompt,) = tokenize(demo.parser, [question])
     messages = [{"role": "system", "content": PREFIX}, {"role": "user", "content": question.question}]
-    told = demo.parser.parse_chat(messages, [f"Document: {text}\n\n" for text in question.documents]).layout
+    told = demo.parser.parse_chat(messages, question.documents).layout
     assert [told.part(segment).tolist() for segment in told.segments] == [prompt.prefix, *prompt.documents, prompt.question]
     ids = demo.tokenizer(f"{question.question} Answer: {question.answers[0]}", add_special_tokens=False)["input_ids"]
     assert ids == [*prompt.question, *prompt.answer]
+
+
+def test_a_tokenizer_without_a_chat_template_gets_plain_text(demo):
+    tokenizer = copy(demo.tokenizer)
+    tokenizer.chat_template = None
+    parser = PromptParser(
+        tokenizer, separator=" # # ", strategy="shared", chunk_aware=True, document_template="Document: {document}\n\n"
+    )
+    question = replace(questions(1)[0], question="Where? Answer:")
+    (prompt,) = tokenize(parser, [question])
+    texts = [PREFIX, *(f"Document: {text}\n\n" for text in question.documents), question.question]
+    assert [prompt.prefix, *prompt.documents, prompt.question] == [
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
+    ]
 
 
 def test_conditions_are_listed_once():
@@ -427,7 +441,7 @@ def test_conclusions(rng):
 def test_eval_writes_table_json_and_picture(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = write(tmp_path / "data.jsonl", map(as_line, questions(4)))
-    options = ["eval", str(data), "--document-template", TEMPLATE, "--kv-cache-memory-bytes", str(POOL), "--max-tokens", "8"]
+    options = ["eval", str(data), "--kv-cache-memory-bytes", str(POOL), "--max-tokens", "8"]
     done = CliRunner().invoke(app, [*options, "--json", "report.json", "--plot", "report.png"])
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "report.json").read_text())
@@ -466,7 +480,7 @@ def test_eval_ranks(tmp_path, monkeypatch):
 def test_calibrate_writes_a_file_that_an_engine_takes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = write(tmp_path / "data.jsonl", map(as_line, questions(4)))
-    options = ["--document-template", TEMPLATE, "--kv-cache-memory-bytes", str(POOL), "--gap", "0", "--gap", "4"]
+    options = ["--kv-cache-memory-bytes", str(POOL), "--gap", "0", "--gap", "4"]
     done = CliRunner().invoke(app, ["calibrate", str(data), *options, "--json", "report.json"])
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "report.json").read_text())

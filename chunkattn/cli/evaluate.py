@@ -17,7 +17,10 @@ from chunkattn.calibration import FILE_NAME, OFF, write_calibration
 from chunkattn.cli.bench import JsonFile, Plot, check_files, save_picture
 from chunkattn.cli.common import (
     Backend,
+    Calibrated,
+    DocumentTemplate,
     Dtype,
+    Gap,
     KVCacheDtype,
     Model,
     Verbose,
@@ -37,10 +40,6 @@ if TYPE_CHECKING:
     from chunkattn.evaluation.results import Results
 
 Data = Annotated[Path, typer.Argument(help="File of JSON lines: questions with documents and answers, or rankings.")]
-Template = Annotated[
-    str | None,
-    typer.Option("--document-template", help="Text of a document's chunk, {document} in it; by default the engine's own."),
-]
 Limit = Annotated[int | None, typer.Option(help="Number of questions or rankings to read; by default all.")]
 ResultsFile = Annotated[
     Path | None,
@@ -53,15 +52,11 @@ PoolBytes = Annotated[int | None, typer.Option("--kv-cache-memory-bytes", help="
 def evaluate(
     data: Data,
     model: Model = None,
-    document_template: Template = None,
-    chunk_position_gap: Annotated[int | None, typer.Option(help="Positions left free before every chunk.")] = None,
-    chunk_temperature: Annotated[
-        float | None, typer.Option(help="Divisor of the question's attention scores to chunks.")
-    ] = None,
-    chunk_scale: Annotated[float | None, typer.Option(help="Factor of the log-sum-exp of those scores.")] = None,
-    chunk_calibration: Annotated[
-        str | None, typer.Option(help="File of the three values; 'off' ignores the file in the model's folder.")
-    ] = None,
+    document_template: DocumentTemplate = None,
+    chunk_position_gap: Gap = None,
+    chunk_temperature: Annotated[float | None, typer.Option(help="Divisor of a question's scores of its chunks.")] = None,
+    chunk_scale: Annotated[float | None, typer.Option(help="Factor of the chunks' log-sum-exp in a question.")] = None,
+    chunk_calibration: Calibrated = None,
     max_tokens: Annotated[int, typer.Option(help="Number of tokens of a greedy answer at most.")] = 32,
     limit: Limit = None,
     results: ResultsFile = None,
@@ -75,17 +70,17 @@ def evaluate(
 ) -> None:
     """Measure what isolated documents cost a model on your questions, or how well it ranks your documents."""
     log_to_stderr(verbose)
-    from chunkattn.evaluation.conditions import DEFAULT_TEMPLATE, check_template, conditions_for, tokenize
+    from chunkattn.evaluation.conditions import conditions_for, tokenize
     from chunkattn.evaluation.data import Ranking, read_data
     from chunkattn.evaluation.examiner import Examiner
     from chunkattn.evaluation.report import as_json, compare, conclusion
     from chunkattn.evaluation.results import Results
 
     check_files(json_file, plot)
-    template = check_template(DEFAULT_TEMPLATE if document_template is None else document_template)
     read = read_data(data, _at_least_one("limit", limit))
     known = Results(results or Path(f"{data.stem}.results.jsonl"))
     options: dict[str, Any] = {
+        "document_template": document_template,
         "chunk_position_gap": chunk_position_gap,
         "chunk_temperature": chunk_temperature,
         "chunk_scale": chunk_scale,
@@ -103,7 +98,7 @@ def evaluate(
     llm = make_llm(model, **options)
     calibration = llm.config.calibration
     conditions = conditions_for(calibration, gold=all(question.gold is not None for question in questions))
-    prompts = tokenize(llm.parser, questions, template)
+    prompts = tokenize(llm.parser, questions)
     with Steps("answers", 2 * len(conditions) * len(questions)) as steps:
         examiner = Examiner(llm, questions, prompts, known, max_tokens=max_tokens, advance=steps.advance)
         examiner.check(conditions)
@@ -113,7 +108,7 @@ def evaluate(
         "data": data.name,
         "questions": len(questions),
         "model": _name(model),
-        "document_template": template,
+        "document_template": llm.parser.documents.template,
         **asdict(calibration),
         "rows": as_json(rows),
         "conclusion": said,
@@ -156,7 +151,7 @@ def calibrate(
     data: Data,
     output: Annotated[Path, typer.Option(help="File to write, for the option chunk_calibration.")] = Path(FILE_NAME),
     model: Model = None,
-    document_template: Template = None,
+    document_template: DocumentTemplate = None,
     gap: Annotated[list[int] | None, typer.Option(help="Gap of the coarse grid; repeatable. Default: 0, 16, 64, 256.")] = None,
     weighing: Annotated[bool, typer.Option(help="Search temperature and scale as well as the gap.")] = True,
     limit: Limit = None,
@@ -173,7 +168,7 @@ def calibrate(
     log_to_stderr(verbose)
     from chunkattn.evaluation.calibrate import calibrate as find
     from chunkattn.evaluation.calibrate import halves_of
-    from chunkattn.evaluation.conditions import DEFAULT_TEMPLATE, check_template, tokenize
+    from chunkattn.evaluation.conditions import tokenize
     from chunkattn.evaluation.data import Question, read_data
     from chunkattn.evaluation.examiner import Examiner
     from chunkattn.evaluation.report import as_json, compare
@@ -185,7 +180,6 @@ def calibrate(
         raise ConfigError(f"{output.parent} is not a folder")
     if gap and min(gap) < 0:
         raise ConfigError(f"--gap must be at least 0, got {min(gap)}")
-    template = check_template(DEFAULT_TEMPLATE if document_template is None else document_template)
     questions = [line for line in read_data(data, _at_least_one("limit", limit)) if isinstance(line, Question)]
     if not questions:
         raise RequestError(f"{data} holds rankings; calibrate needs questions, because scores are exact without a calibration")
@@ -193,6 +187,7 @@ def calibrate(
     known = Results(results or Path(f"{data.stem}.results.jsonl"))
     llm = make_llm(
         model,
+        document_template=document_template,
         chunk_calibration=OFF,
         chunk_temperature=0.8 if weighing else None,  # any value unlike 1 builds an engine with a calibration
         dtype=dtype,
@@ -201,7 +196,7 @@ def calibrate(
         kv_cache_memory_bytes=kv_cache_memory_bytes,
     )
     gaps = sorted(set(gap or GAPS))
-    examiner = Examiner(llm, questions, tokenize(llm.parser, questions, template), known, max_tokens=1)
+    examiner = Examiner(llm, questions, tokenize(llm.parser, questions), known, max_tokens=1)
     console.print(
         f"{len(questions)} questions: {searched} for the search, {len(questions) - searched} for the report\n"
         "objective: mean log-probability of a token of the gold answer, shared positions",
@@ -212,7 +207,7 @@ def calibrate(
     rows = compare(found.values)
     notes = {
         "model": _name(model),
-        "document_template": template,
+        "document_template": llm.parser.documents.template,
         "data": data.name,
         "objective": "mean log-probability of a token of the gold answer",
         **found.notes(),

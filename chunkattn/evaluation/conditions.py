@@ -7,18 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from chunkattn.calibration import Calibration
-from chunkattn.errors import ConfigError, RequestError
+from chunkattn.errors import RequestError
 from chunkattn.evaluation.data import Question
 from chunkattn.layout import ChunkLayout
-from chunkattn.parsers import ChunkedPrompt, PromptParser
+from chunkattn.parsers import DocumentPrompt, PromptParser
 from chunkattn.rope.positions import make_layout
 
 NONE = Calibration()
 """Calibration that changes nothing."""
 Kind = Literal["full", "shared", "offset", "gold only", "no document"]
-DEFAULT_TEMPLATE = "Document: {document}\n\n"
-"""Default template of a document's text."""
-DOCUMENT = "{document}"
 
 
 @dataclass(frozen=True)
@@ -93,20 +90,6 @@ def conditions_for(calibration: Calibration, *, gold: bool) -> list[Condition]:
     return list(dict.fromkeys(listed))
 
 
-def check_template(template: str) -> str:
-    """Return a document template.
-
-    Args:
-        template: text with `{document}` once.
-
-    Raises:
-        ConfigError: the template holds `{document}` not exactly once.
-    """
-    if template.count(DOCUMENT) != 1:
-        raise ConfigError(f"document_template must hold {DOCUMENT} exactly once, got {template!r}")
-    return template
-
-
 @dataclass(frozen=True)
 class TokenizedQuestion:
     """Token ids of a question's parts, the same under every condition.
@@ -126,8 +109,8 @@ class TokenizedQuestion:
     gold: tuple[int, ...] = ()
 
 
-def tokenize(parser: PromptParser, questions: Sequence[Question], template: str) -> list[TokenizedQuestion]:
-    """Return the token ids of questions.
+def tokenize(parser: PromptParser, questions: Sequence[Question]) -> list[TokenizedQuestion]:
+    """Return the token ids of questions, with the documents in the engine's document template.
 
     A tokenizer with a chat template gets a system message (the prefix, if there is one) and a user message (the question),
     with the documents before it. Other tokenizers get plain text.
@@ -135,7 +118,6 @@ def tokenize(parser: PromptParser, questions: Sequence[Question], template: str)
     Args:
         parser: parser of the engine.
         questions: questions to tokenize.
-        template: text of a document's chunk, with `{document}` in the document's place.
 
     Raises:
         RequestError: a text cannot be tokenized, or the chat template is unusable. The message names the line.
@@ -143,24 +125,21 @@ def tokenize(parser: PromptParser, questions: Sequence[Question], template: str)
     found = []
     for question in questions:
         try:
-            found.append(_tokenized(parser, question, template))
+            found.append(_tokenized(parser, question))
         except RequestError as error:
             raise RequestError(f"line {question.line}: {error}") from None
     return found
 
 
-def _tokenized(parser: PromptParser, question: Question, template: str) -> TokenizedQuestion:
-    texts = [template.replace(DOCUMENT, document) for document in question.documents]
-    isolated = parser.parse(ChunkedPrompt("", texts, "?")).layout
-    documents = [isolated.part(segment).tolist() for segment in isolated.segments[1:-1]]
+def _tokenized(parser: PromptParser, question: Question) -> TokenizedQuestion:
     if getattr(parser.encode.tokenizer, "chat_template", None):
         system = [{"role": "system", "content": question.prefix}] if question.prefix else []
-        ends = parser.parse_chat([*system, {"role": "user", "content": question.question}], [])
+        parsed = parser.parse_chat([*system, {"role": "user", "content": question.question}], question.documents)
     else:
-        ends = parser.parse(ChunkedPrompt(question.prefix, [], question.question))
-    layout = ends.layout
-    prefix, asked = (layout.part(layout.segments[place]).tolist() for place in (0, -1))
-    answer = _continuation(parser, ends.text or "", question.answers[0])
+        parsed = parser.parse(DocumentPrompt(question.prefix, question.documents, question.question))
+    layout = parsed.layout
+    prefix, *documents, asked = (layout.part(segment).tolist() for segment in layout.segments)
+    answer = _continuation(parser, parsed.text or "", question.answers[0])
     return TokenizedQuestion(prefix, documents, asked, answer, question.gold or ())
 
 

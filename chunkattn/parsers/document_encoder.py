@@ -63,6 +63,11 @@ class DocumentEncoder:
         self._encode = encode
 
     @property
+    def template(self) -> str:
+        """Return the template, with `{document}` where the document's text goes."""
+        return f"{self.before}{{document}}{self.after}"
+
+    @property
     def size(self) -> int:
         """Return the number of characters that the template adds to a document."""
         return len(self.before) + len(self.after)
