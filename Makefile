@@ -9,7 +9,8 @@ run: .venv/.installed  ## install and run the demo
 
 SMOLLM2 := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 run-real: .venv/.installed $(SMOLLM2)  ## SmolLM2-135M-Instruct answers questions over real documents; downloads 93 MB once
-	@HF_HUB_OFFLINE=1 $(BIN)/python examples/real_model.py $(SMOLLM2)
+	@HF_HUB_OFFLINE=1 $(BIN)/python examples/real_model.py $(SMOLLM2) \
+		--calibration examples/smollm2_calibration.json
 
 # In two parts: XLA maps memory for every kernel it compiles for a CPU, and a process can have 65,530 maps on Linux.
 # Two workers, for compiling takes longest, and mostly one core.

@@ -41,7 +41,7 @@ QUESTIONS = (
 
 def chat(question, documents=()):
     """Return the messages of a question, with documents in the user's message."""
-    text = "".join(documents) + f"\n{question} Answer briefly."
+    text = "".join(f"Document: {document}\n\n" for document in documents) + f"{question} Answer briefly."
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
 
@@ -50,15 +50,19 @@ def main():
     parser.add_argument("model", help="folder, GGUF file or hub id")
     parser.add_argument("--documents", type=int, default=4, help="number of documents that each question is asked of")
     parser.add_argument("--max-tokens", type=int, default=24, help="length of an answer, in tokens")
+    parser.add_argument("--calibration", help="calibration file; answers with it are shown beside those without")
     args = parser.parse_args()
 
     llm = LLM(args.model, **OPTIONS)
+    calibrated = LLM(args.model, chunk_calibration=args.calibration, **OPTIONS) if args.calibration else None
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
-    documents = [f"{document}\n" for document in DOCUMENTS[: args.documents]]
+    documents = DOCUMENTS[: args.documents]
     print(f"{args.model}: {len(documents)} documents")
     for question in QUESTIONS:
         print(f"\n{question}")
         # As chunks: no document sees another, and each is computed once for all questions.
+        if calibrated is not None:
+            show("chunks, calibrated", calibrated.chat(chat(question), params, documents=documents, use_tqdm=False)[0])
         show("chunks", llm.chat(chat(question), params, documents=documents, use_tqdm=False)[0])
         # As one text: every document sees those before it.
         show("one text", llm.chat(chat(question, documents), params, use_tqdm=False)[0])

@@ -46,7 +46,8 @@ def frontend(files):
         config = EngineConfig(enable_chunk_aware=True, **options)
         made = Frontend(config, files)
         vocab = files.spec.vocab_size
-        made.connect(EngineLimits(4096, 16, 1, 16384, 20, vocab, None, StepRates(1e-3, 1e-5, 1e-9)))
+        limits = EngineLimits(4096, 16, 1, 16384, 20, vocab, None, StepRates(1e-3, 1e-5, 1e-9), backends={"packed_dense": None})
+        made.connect(limits)
         return made
 
     return make

@@ -37,6 +37,7 @@ _OPTIONS = {
     "max_multi_item_seq_len": 48,
     "max_logprobs": 4,
     "enable_chunk_aware": True,
+    "document_template": "{document}",
 }
 
 
