@@ -53,7 +53,7 @@ def main():
     parser.add_argument("--calibration", help="calibration file; answers with it are shown beside those without")
     args = parser.parse_args()
 
-    llm = LLM(args.model, **OPTIONS)
+    llm = LLM(args.model, chunk_calibration="off" if args.calibration else None, **OPTIONS)
     calibrated = LLM(args.model, chunk_calibration=args.calibration, **OPTIONS) if args.calibration else None
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
     documents = DOCUMENTS[: args.documents]
