@@ -84,7 +84,7 @@ def _refusal(cls: type[AttentionBackend], spec: AttentionSpec, weighs: bool) -> 
     if weighs and spec.windows != (None,):
         return "chunk_temperature and chunk_scale have no meaning under a sliding window; leave both at 1"
     if weighs and not cls.weighs:
-        return f"{cls.name} computes no chunk_temperature or chunk_scale other than 1; `reference` and `xla` do"
+        return f"{cls.name} computes no chunk_temperature or chunk_scale other than 1; pallas_tpu, reference and xla do"
     return cls.supports(spec)
 
 
