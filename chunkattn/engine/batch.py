@@ -11,7 +11,7 @@ import numpy as np
 from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatch, Metadata, Weighing
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.rates import tile_area
-from chunkattn.engine.request import Request, Sequence
+from chunkattn.engine.request import Request
 from chunkattn.engine.sampling_plan import SampleRow, SamplingPlan, plan_sampling
 from chunkattn.engine.scheduler import Span
 
@@ -172,13 +172,14 @@ class BatchBuilder:
         else:
             sizes, width = buckets(8, max(backend.max_rows, 8), 2), len(first_request.plan.page_len)
         token_ids, positions, attention = self._arrays(bucket_for(total, sizes), width, total)
+        attention.row_seq[:total] = np.repeat(np.arange(len(spans)), [s.end - s.start for s in spans])
         samples: list[SampleRow] = []
         scores: list[ReadRow] = []
         prompt_logprobs: list[ReadRow] = []
         first = 0
-        for index, (sequence, start, end) in enumerate(spans):
+        for index, span in enumerate(spans):
+            sequence, start, end = span
             request, plan, last = sequence.request, sequence.request.plan, first + end - start
-            attention.row_seq[first:last] = index
             if start >= len(request.layout) and last == first + 1:  # fast path for a decode
                 token_ids[first] = sequence.output_ids[start - len(request.layout)]
                 later = start - len(request.layout)
@@ -197,30 +198,27 @@ class BatchBuilder:
             if request.sampling and end == sequence.num_tokens:
                 forks = request.samples if request.forks else 1
                 samples += [SampleRow(last - 1, sequence, sequence.sample + f) for f in range(forks)]
-            for wanted, found in ((_score_rows(request), scores), (_prompt_rows(request, sequence), prompt_logprobs)):
-                if wanted is None:
-                    continue
-                low, high = np.searchsorted(wanted[0], (start, end))
-                found += [
-                    ReadRow(first + int(r) - start, request, int(i))
-                    for r, i in zip(wanted[0][low:high], wanted[1][low:high], strict=True)
-                ]
+            if request.score is not None:
+                scored = np.asarray(request.score.rows)
+                scores += _read_rows(span, first, scored, np.arange(len(scored)))
+            if request.logprobs_from is not None and not sequence.sample and not sequence.output_ids:
+                predicting = request.logprob_rows
+                prompt_logprobs += _read_rows(span, first, predicting, predicting + 1)
             first = last
         metadata, area = backend.build_metadata(attention), tile_area(attention)
         batch = StepBatch(token_ids, positions, total, metadata, area, first_request.backend)
         return StepPlan(batch, spans, samples, scores, prompt_logprobs)
 
 
-def _score_rows(request: Request) -> np.ndarray | None:
-    """Return `[2, R]`: ascending token indices to read labels from, and the place of each in the request."""
-    if request.score is None:
-        return None
-    return np.stack([request.score.rows, np.arange(len(request.score.rows))])
+def _read_rows(span: Span, first: int, indices: np.ndarray, places: np.ndarray) -> list[ReadRow]:
+    """Return the rows of a span that are read for its request.
 
-
-def _prompt_rows(request: Request, sequence: Sequence) -> np.ndarray | None:
-    """Return `[2, R]`: token indices with a next token in the same part, and the index of that next token."""
-    if request.logprobs_from is None or sequence.sample or sequence.output_ids:
-        return None
-    rows = request.logprob_rows
-    return np.stack([rows, rows + 1])
+    Args:
+        span: span of the step.
+        first: row of the span's first token.
+        indices: int `[R]`, ascending token indices that the request reads.
+        places: int `[R]`, the place of each (see `ReadRow`).
+    """
+    low, high = np.searchsorted(indices, (span.start, span.end))
+    request, rows = span.sequence.request, first + indices[low:high] - span.start
+    return [ReadRow(row, request, place) for row, place in zip(rows.tolist(), places[low:high].tolist(), strict=True)]
