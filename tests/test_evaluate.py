@@ -352,6 +352,28 @@ def test_a_file_of_something_else_is_refused(tmp_path):
         Results(file)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("A letter without a line break", "holds no complete result"),
+        ('{"key": "a"}\nDear reader,\nan unfinished line', "line 2 is no result"),
+        ('{"question": "q"}\n{"question": "q2"}', "line 1 is no result"),
+    ],
+)
+def test_a_refused_file_keeps_its_bytes(text, said, tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        Results(file)
+    assert file.read_text() == text
+
+
+def test_an_empty_file_takes_results(tmp_path):
+    file = tmp_path / "results.jsonl"
+    file.touch()
+    assert len(Results(file)) == 0
+
+
 # Search
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ class Results:
         path: file to read and to append to; None keeps results in memory only.
 
     Raises:
-        ConfigError: the file cannot be read, or a complete line is not a result.
+        ConfigError: the file cannot be read, a complete line is not a result, or the file is not empty and has no complete line.
+            The file is left as it is.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -38,17 +40,22 @@ class Results:
             return
         try:
             data = path.read_bytes()
-            complete = data[: data.rfind(b"\n") + 1]
-            if complete != data:  # the run was interrupted within a line
-                path.write_bytes(complete)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
+        complete = data[: data.rfind(b"\n") + 1]
         for number, line in enumerate(complete.splitlines(), 1):
             try:
                 result = json.loads(line)
                 self._found[result["key"]] = result
             except (ValueError, TypeError, KeyError):
                 raise ConfigError(f"{path} line {number} is no result of this command; choose another --results file") from None
+        if data and not complete:
+            raise ConfigError(f"{path} holds no complete result; delete it, or choose another --results file")
+        if complete != data:  # the run was interrupted within a line
+            try:
+                os.truncate(path, len(complete))
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be written: {error}") from None
 
     def __len__(self) -> int:
         return len(self._found)
