@@ -52,7 +52,8 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
 
 
 def _point(axes: Axes, value: Mean, place: float, color: str, label: str) -> None:
-    axes.plot([value.low, value.high], [place, place], color=color, linewidth=2, alpha=0.5)
+    if value.has_interval:
+        axes.plot([value.low, value.high], [place, place], color=color, linewidth=2, alpha=0.5)
     axes.plot([value.mean], [place], "o", color=color, label=label)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
@@ -30,6 +31,16 @@ def normalized(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
+def _compared(text: str, answer: str) -> tuple[str, str]:
+    """Return text and answer after normalization.
+
+    Normalization leaves nothing of an answer such as "A". Then both keep punctuation and articles, in lower case.
+    """
+    if wanted := normalized(answer):
+        return normalized(text), wanted
+    return " ".join(text.lower().split()), " ".join(answer.lower().split())
+
+
 def exact_match(text: str, answers: Sequence[str]) -> float:
     """Return 1 if a text equals one of the answers after normalization, else 0.
 
@@ -37,7 +48,7 @@ def exact_match(text: str, answers: Sequence[str]) -> float:
         text: text of the model.
         answers: right answers.
     """
-    return float(any(normalized(text) == normalized(answer) for answer in answers))
+    return float(any(found == wanted for found, wanted in (_compared(text, answer) for answer in answers)))
 
 
 def containment(text: str, answers: Sequence[str]) -> float:
@@ -47,8 +58,7 @@ def containment(text: str, answers: Sequence[str]) -> float:
         text: text of the model.
         answers: right answers.
     """
-    words = f" {normalized(text)} "
-    return float(any(f" {normalized(answer)} " in words for answer in answers))
+    return float(any(f" {wanted} " in f" {found} " for found, wanted in (_compared(text, answer) for answer in answers)))
 
 
 def token_f1(text: str, answers: Sequence[str]) -> float:
@@ -58,7 +68,7 @@ def token_f1(text: str, answers: Sequence[str]) -> float:
         text: text of the model.
         answers: right answers.
     """
-    return max(_f1(normalized(text).split(), normalized(answer).split()) for answer in answers)
+    return max(_f1(*(words.split() for words in _compared(text, answer))) for answer in answers)
 
 
 def _f1(found: list[str], wanted: list[str]) -> float:
@@ -114,9 +124,9 @@ class Mean:
 
     Attributes:
         mean: mean.
-        low: lower end of the 95% interval; the mean itself where values do not vary.
-        high: upper end.
-        error: standard error.
+        low: lower end of the 95% interval; the mean itself where several values do not vary, minus infinity for one question.
+        high: upper end; infinity for one question.
+        error: standard error; infinity for one question.
         count: number of questions.
     """
 
@@ -125,6 +135,11 @@ class Mean:
     high: float
     error: float
     count: int
+
+    @property
+    def has_interval(self) -> bool:
+        """Return whether there are enough questions for an interval."""
+        return self.count > 1
 
 
 def mean_of(values: Sequence[float] | np.ndarray, *, seed: int = 0) -> Mean:
@@ -142,7 +157,9 @@ def mean_of(values: Sequence[float] | np.ndarray, *, seed: int = 0) -> Mean:
 
     listed = np.asarray(values, np.float64)
     mean = float(listed.mean())
-    if len(listed) < 2 or np.ptp(listed) == 0:
+    if len(listed) < 2:
+        return Mean(mean, -math.inf, math.inf, math.inf, len(listed))
+    if np.ptp(listed) == 0:
         return Mean(mean, mean, mean, 0.0, len(listed))
     result = bootstrap(
         (listed,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, batch=1000, rng=np.random.default_rng(seed)

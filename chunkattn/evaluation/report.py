@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -89,7 +90,7 @@ def _difference(own: Values, other: Values) -> dict[str, Mean]:
 
 
 def conclusion(values: Mapping[Condition, Values], calibration: Calibration) -> str:
-    """Return what isolation costs the model, and what to set.
+    """Return the loss to isolation, and what to set.
 
     Args:
         values: values as for `compare`, with the conditions of this calibration.
@@ -100,6 +101,12 @@ def conclusion(values: Mapping[Condition, Values], calibration: Calibration) -> 
     )
     before = mean_of(plain - full)
     unit = "log-probability per token of the gold answer"
+    if not before.has_interval:
+        after = before if calibration == NONE else mean_of(own - full)
+        return (
+            f"Isolated documents {_verb(after)} {unit} against full attention: one question says nothing about others, so "
+            "measure more."
+        )
     if calibration == NONE:
         if before.high < 0:
             return (
@@ -120,6 +127,8 @@ def conclusion(values: Mapping[Condition, Values], calibration: Calibration) -> 
         text += f", and {control.mean:+.2f} {_interval(control)} against full attention with the same temperature and scale"
     if gain.low > 0:
         return f"{text}: set these values."
+    if gain.high < 0:
+        return f"{text}: these values make it worse, so keep the defaults."
     return f"{text}: the values help too little to be measured here, so leave the defaults."
 
 
@@ -145,6 +154,8 @@ def _verb(change: Mean) -> str:
 
 
 def _interval(change: Mean) -> str:
+    if not change.has_interval:
+        return "(no interval)"
     return f"(95% interval {change.low:+.2f} to {change.high:+.2f})"
 
 
@@ -154,9 +165,15 @@ def _settings(calibration: Calibration) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return rows as JSON objects.
+    """Return rows as JSON objects. JSON has no infinity: the ends of a missing interval, and its error, are None.
 
     Args:
         rows: rows of a comparison.
     """
-    return [asdict(row) for row in rows]
+    return [_finite(asdict(row)) for row in rows]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
