@@ -14,7 +14,7 @@ from chunkattn.evaluation.conditions import NONE, Condition
 from chunkattn.evaluation.examiner import Examiner
 from chunkattn.evaluation.measures import mean_of
 from chunkattn.evaluation.report import LOGPROB, Values, conclusion
-from chunkattn.evaluation.search import Trial, Weighing, search
+from chunkattn.evaluation.search import WEIGHTS, Trial, Weighing, search
 
 FEWEST = 4
 """Smallest number of questions: two to search on, two to report."""
@@ -116,7 +116,9 @@ def calibrate(
         EngineError: a step failed.
     """
     halves = halves_of(len(examiner.questions))
-    examiner.check([Condition("full"), Condition("shared")])
+    # Any weights show whether the control fits: it joins all documents into one chunk.
+    control = [Condition("full", Calibration(0, WEIGHTS[-1], WEIGHTS[-1]))] if weighs else []
+    examiner.check([Condition("full"), *control, Condition("shared")])
 
     def objective(gap: int, weighings: Sequence[Weighing]) -> list[float]:
         conditions = [Condition("shared", Calibration(gap, *weighing)) for weighing in weighings]
@@ -125,6 +127,6 @@ def calibrate(
 
     trials = search(objective, gaps=gaps, max_gap=examiner.max_gap, weighs=weighs, tried=tried)
     best = trials[0].calibration
-    control = Calibration(0, best.chunk_temperature, best.chunk_scale)
-    conditions = [Condition("full"), Condition("full", control), Condition("shared"), Condition("shared", best)]
+    weights = Calibration(0, best.chunk_temperature, best.chunk_scale)
+    conditions = [Condition("full"), Condition("full", weights), Condition("shared"), Condition("shared", best)]
     return Found(trials, halves, examiner.examine(list(dict.fromkeys(conditions)), halves.report, texts=False))

@@ -11,7 +11,7 @@ import numpy as np
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.config import SamplingParams
-from chunkattn.errors import RequestError
+from chunkattn.errors import EngineError, RequestError
 from chunkattn.evaluation.conditions import Condition, TokenizedQuestion
 from chunkattn.evaluation.data import Question
 from chunkattn.evaluation.report import LOGPROB, Values, answer_measures
@@ -115,7 +115,9 @@ class Examiner:
             texts: whether to generate answers and measure them as well.
 
         Raises:
-            EngineError: a step failed.
+            RequestError: a question does not fit the engine. The message names its line, or the lines of its group, and the
+                condition.
+            EngineError: a step failed. The message names the same.
         """
         logprobs: dict[Condition, list[float]] = {condition: [] for condition in conditions}
         written: dict[Condition, list[str]] = {condition: [] for condition in conditions}
@@ -138,7 +140,9 @@ class Examiner:
             numbers: places of the questions, which fit the KV pool together.
 
         Raises:
-            EngineError: a step failed.
+            RequestError: a question does not fit the engine. The message names its line, or the lines of its group, and the
+                condition.
+            EngineError: a step failed. The message names the same.
         """
 
         def compute(missing: Sequence[int]) -> list[dict[str, Any]]:
@@ -157,7 +161,9 @@ class Examiner:
             numbers: places of the questions.
 
         Raises:
-            EngineError: a step failed.
+            RequestError: a question does not fit the engine. The message names its line, or the lines of its group, and the
+                condition.
+            EngineError: a step failed. The message names the same.
         """
 
         def compute(missing: Sequence[int]) -> list[dict[str, Any]]:
@@ -176,9 +182,15 @@ class Examiner:
     ) -> list[Mapping[str, Any]]:
         keys = {number: self._key(kind, condition, number) for number in numbers}
         if missing := [number for number in numbers if keys[number] not in self.results]:
+            try:
+                found = compute(missing)
+            except (RequestError, EngineError) as error:
+                raised: type[RequestError | EngineError] = RequestError if isinstance(error, RequestError) else EngineError
+                lines = ", ".join(str(self.questions[number].line) for number in missing)
+                raise raised(f"line{'s' * (len(missing) > 1)} {lines}, {condition.name}: {error}") from error
             self.results.add(
                 {"key": keys[number], "line": self.questions[number].line, "condition": condition.name, **values}
-                for number, values in zip(missing, compute(missing), strict=True)
+                for number, values in zip(missing, found, strict=True)
             )
         self.advance(len(numbers))
         return [self.results[keys[number]] for number in numbers]

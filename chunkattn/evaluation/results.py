@@ -29,8 +29,8 @@ class Results:
         path: file to read and to append to; None keeps results in memory only.
 
     Raises:
-        ConfigError: the file cannot be read, a complete line is not a result, or the file is not empty and has no complete line.
-            The file is left as it is.
+        ConfigError: the file cannot be read, a complete line is not a result, or the only line is unfinished. The file is left
+            as it is.
     """
 
     def __init__(self, path: Path | None = None) -> None:
