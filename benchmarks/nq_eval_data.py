@@ -28,7 +28,8 @@ def read_source(path: Path, lines: int) -> list[dict[str, Any]]:
     """Return the first lines of the source."""
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
-    return [json.loads(line) for line in text.splitlines()[:lines]]
+    # Not `splitlines`: JSON may hold U+2028 and other line separators within a text.
+    return [json.loads(line) for line in text.split("\n")[:lines] if line.strip()]
 
 
 def make_lines(
@@ -51,7 +52,8 @@ def _line(
     for other in rng.sample(range(len(source)), len(source)):
         if len(others) == documents - 1:
             break
-        if other != place and not containment(source[other]["text"], own["answers"]):
+        shown = "{title}\n{text}".format_map(source[other]) if titles else source[other]["text"]
+        if other != place and not containment(shown, own["answers"]):
             others.append(other)
     gold = rng.randrange(len(others) + 1)
     listed = [*others[:gold], place, *others[gold:]]
