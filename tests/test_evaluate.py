@@ -12,18 +12,20 @@ import pytest
 from lm_eval.tasks.qasper.metrics import f1_abstractive, normalize_answer
 from typer.testing import CliRunner
 
-from benchmarks.nq_eval_data import make_lines
+from benchmarks.nq_eval_data import make_lines, read_source
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.calibration import Calibration, read_calibration
 from chunkattn.cli import app
+from chunkattn.cli.common import check_file
 from chunkattn.config import make_config
-from chunkattn.errors import ConfigError, RequestError
+from chunkattn.errors import ConfigError, EngineError, RequestError
+from chunkattn.evaluation.calibrate import calibrate as search_and_report
 from chunkattn.evaluation.calibrate import halves_of
 from chunkattn.evaluation.conditions import Condition, conditions_for, tokenize
 from chunkattn.evaluation.data import Question, Ranking, read_data
 from chunkattn.evaluation.examiner import Examiner
 from chunkattn.evaluation.measures import containment, exact_match, mean_of, normalized, ranking_measures, token_f1
-from chunkattn.evaluation.report import LOGPROB, compare, conclusion
+from chunkattn.evaluation.report import LOGPROB, as_json, compare, conclusion
 from chunkattn.evaluation.results import Results
 from chunkattn.evaluation.search import WEIGHTS, search
 from chunkattn.models.loader import DEMO_FOLDER
@@ -128,7 +130,14 @@ def test_data_is_read(tmp_path):
         ("The Beatles!", ["beatles"], 1, 1, 1),
         ("It was the Beatles in 1964.", ["The Rolling Stones", "Beatles"], 0, 2 / 6, 1),
         ("15 May 2018", ["5", "May 18, 2018"], 0, 2 * 2 / (3 + 3), 0),
-        ("a", ["the"], 1, 1, 1),
+        ("a", ["the"], 0, 0, 0),
+        (" A\n", ["a"], 1, 1, 1),
+        ("the", ["A"], 0, 0, 0),
+        ("Vitamin A", ["A"], 0, 2 / 3, 1),
+        ("B", ["A", "B"], 1, 1, 1),
+        ("", ["A"], 0, 0, 0),
+        ("?", ["?"], 1, 1, 1),
+        ("!", ["?"], 0, 0, 0),
         ("", ["x"], 0, 0, 0),
         ("x x y", ["x y y"], 0, 2 / 3, 0),
     ],
@@ -168,7 +177,8 @@ def test_intervals_cover_the_mean_as_often_as_they_say(rng):
         covered += found.low <= 0.3 <= found.high
     assert 88 <= covered <= 100
     assert mean_of([2.0, 2.0]) == mean_of([2.0, 2.0], seed=1)
-    assert (mean_of([2.0]).low, mean_of([2.0]).high, mean_of([2.0]).error) == (2.0, 2.0, 0.0)
+    assert (mean_of([2.0, 2.0]).low, mean_of([2.0, 2.0]).high, mean_of([2.0, 2.0]).error) == (2.0, 2.0, 0.0)
+    assert (mean_of([2.0]).mean, mean_of([2.0]).low, mean_of([2.0]).high) == (2.0, -math.inf, math.inf)
     assert all(math.isfinite(x) for x in (mean_of([0.0] * 99 + [1.0]).low, mean_of([0.0] * 99 + [1.0]).high))
 
 
@@ -288,6 +298,33 @@ def test_answers_are_the_engines(examiner):
         chunks = [llm.parser.prompts(document) for document in question.documents]
         (out,) = llm.generate(ChunkedPrompt(prefix, chunks, asked), SamplingParams(temperature=0, max_tokens=8))
         assert text == out.outputs[0].text.strip()
+
+
+def test_a_control_that_does_not_fit_is_named_before_the_search(examiner):
+    longest = max(len(document) for prompt in examiner.prompts for document in prompt.documents)
+    llm = LLM(chunk_temperature=0.8, kv_cache_memory_bytes=POOL, max_num_batched_tokens=128, max_chunk_len=longest)
+    given, trials = Examiner(llm, examiner.questions, examiner.prompts, Results()), []
+    with pytest.raises(RequestError, match=rf"line \d, full, T 0.6, S 0.6: .* max_chunk_len is {longest}"):
+        search_and_report(given, gaps=[0], tried=trials.append)
+    assert trials == []
+
+
+def test_gaps_leave_room_for_an_answer(examiner):
+    room = [Examiner(examiner.llm, examiner.questions, examiner.prompts, Results(), max_tokens=n).max_gap for n in (32, 64)]
+    assert room[0] - room[1] == 32
+
+
+@pytest.mark.parametrize(("error", "name"), [(EngineError("the step broke"), "logprob"), (RequestError("too long"), "text")])
+def test_errors_of_a_group_name_lines_and_condition(error, name, examiner, monkeypatch):
+    def fails(self, job, use_tqdm=True):
+        raise error
+
+    monkeypatch.setattr(LLM, "run", fails)
+    call = examiner.likelihoods if name == "logprob" else examiner.texts
+    with pytest.raises(type(error), match=rf"lines 2, 4, shared: {error}"):
+        call(Condition("shared"), [1, 3])
+    with pytest.raises(type(error), match=rf"line 5, shared, gap 3: {error}"):
+        call(Condition("shared", Calibration(3)), [4])
 
 
 def test_a_question_that_does_not_fit_is_named(examiner):
@@ -455,6 +492,18 @@ def test_conclusions(rng):
     idle = values_of(rng, full=0.0, control=0.3, shared=0.0, own=0.0)
     assert "leave the defaults" in conclusion(idle, found)
     assert "no measurable loss" in conclusion(idle, Calibration())
+    bad = values_of(rng, full=0.0, control=0.3, shared=-0.1, own=-0.4)
+    assert conclusion(bad, found).endswith("these values make it worse, so keep the defaults.")
+
+
+@pytest.mark.parametrize("calibration", [Calibration(), Calibration(64, 0.8, 0.8)])
+def test_one_question_concludes_nothing(calibration, rng):
+    values = {c: {LOGPROB: v[LOGPROB][:1]} for c, v in values_of(rng, full=0.0, control=0.3, shared=-0.4, own=0.2).items()}
+    said = conclusion(values, calibration)
+    assert "(no interval)" in said
+    assert said.endswith("one question says nothing about others, so measure more.")
+    text = json.dumps(as_json(compare(values)), allow_nan=False)
+    assert '"low": null, "high": null, "error": null, "count": 1' in text
 
 
 # Commands
@@ -479,6 +528,19 @@ def test_eval_writes_table_json_and_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(LLM, "run", None)  # nothing is computed again
     alone = CliRunner().invoke(app, [*options, "--json", "-"])
     assert json.loads(alone.stdout) == report
+
+
+def test_eval_of_one_question_has_no_interval(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write(tmp_path / "data.jsonl", map(as_line, questions(1)))
+    options = ["eval", str(data), "--kv-cache-memory-bytes", str(POOL), "--max-tokens", "8"]
+    done = CliRunner().invoke(app, [*options, "--json", "report.json", "--plot", "report.png"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "[no interval]" in done.output
+    assert "inf" not in done.output
+    text = (tmp_path / "report.json").read_text()
+    report = json.loads(text, parse_constant=pytest.fail)  # no NaN, no Infinity
+    assert report["rows"][1]["against_full"][LOGPROB]["low"] is None
 
 
 def test_eval_ranks(tmp_path, monkeypatch):
@@ -513,7 +575,28 @@ def test_calibrate_writes_a_file_that_an_engine_takes(tmp_path, monkeypatch):
     assert (written["data"], written["questions_of_the_search"], written["questions_of_the_report"]) == ("data.jsonl", 2, 2)
     assert make_config(None, {"chunk_calibration": "chunk_calibration.json"}).calibration == found
     assert "best so far" in done.stderr
+    assert written.pop("model") == "the demo model"
+    (tmp_path / "chunk_calibration.json").write_text(json.dumps(written))
     assert make_config(str(tmp_path), {}).calibration == found  # as if the folder were a model's
+    alone = CliRunner().invoke(app, ["calibrate", str(data), *options, "--json", "-"])  # all trials are known by now
+    assert json.loads(alone.stdout) == report
+
+
+def test_the_engines_of_both_commands_bound_chunks_by_positions_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data, made = write(tmp_path / "data.jsonl", map(as_line, questions(4))), []
+
+    def make(model, **options):
+        made.append(options)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("chunkattn.cli.evaluate.make_llm", make)
+    for command in ("eval", "calibrate"):
+        assert CliRunner().invoke(app, [command, str(data), "--tokenizer", "other"]).exit_code == 2
+    for options in made:
+        assert options["max_chunk_len"] >= 1 << 30
+        assert options["tokenizer"] == "other"
+    assert len(made) == 2
 
 
 def test_commands_refuse_bad_options(tmp_path, monkeypatch):
@@ -527,10 +610,13 @@ def test_commands_refuse_bad_options(tmp_path, monkeypatch):
         (["calibrate", str(data)], "at least 4 questions"),
         (["calibrate", str(data), "--gap", "-1"], "--gap must be at least 0"),
         (["calibrate", str(data), "--output", "no/such.json"], "is not a folder"),
+        (["calibrate", str(data), "--output", str(tmp_path)], "cannot be written: Is a directory"),
+        (["eval", str(data), "--json", str(tmp_path)], "cannot be written: Is a directory"),
     ):
         done = CliRunner().invoke(app, options)
         assert done.exit_code == 2, options
         assert said in " ".join(done.stderr.split()), options
+    assert {file.name for file in tmp_path.iterdir()} == {"data.jsonl"}
 
 
 def test_a_missing_library_is_named(monkeypatch):
@@ -539,7 +625,32 @@ def test_a_missing_library_is_named(monkeypatch):
         ranking_measures([0], [1])
 
 
+def test_a_checked_file_stays_as_it_is(tmp_path):
+    file = tmp_path / "report.json"
+    check_file(file)
+    assert not file.exists()
+    file.write_text("kept")
+    check_file(file)
+    assert file.read_text() == "kept"
+
+
 # The data of the guide
+
+
+def test_a_line_of_the_source_may_hold_other_line_separators(tmp_path):
+    source = [{"question": "q", "answers": ["a"], "title": "t", "text": "one\u2028two\x85three"}] * 3
+    file = tmp_path / "source.jsonl"
+    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in source), encoding="utf-8")
+    assert read_source(file, 2) == source[:2]
+    assert read_source(file, 9) == source
+
+
+def test_titles_hold_no_answer_of_another_question():
+    source = [{"question": f"q{i}", "answers": [f"w{i}"], "title": f"w{(i + 1) % 9}", "text": f"text {i}"} for i in range(9)]
+    options = {"documents": 5, "skip": 0, "count": 9, "seed": 0, "prefix": ""}
+    for line in make_lines(source, titles=True, **options):
+        (gold,), (answer,) = line["gold"], line["answers"]
+        assert answer not in [d["title"] for place, d in enumerate(line["documents"]) if place != gold]
 
 
 def test_data_of_questions_with_passages():

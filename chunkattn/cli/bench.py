@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from chunkattn.cli.common import app, command, console
+from chunkattn.cli.common import app, check_file, command, console
 from chunkattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ def check_files(json_file: str | None, plot: Path | None) -> None:
     """
     files = [Path(json_file)] if json_file and json_file != "-" else []
     for target in [*files, plot] if plot else files:
-        if not target.parent.is_dir():
-            raise ConfigError(f"{target.parent} is not a folder")
+        check_file(target)
     if plot is not None:
         _check_picture(plot)
 

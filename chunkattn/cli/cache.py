@@ -15,13 +15,14 @@ from rich.table import Table
 from chunkattn.cache.disk.store import KVStore
 from chunkattn.cli.common import (
     Backend,
-    Calibrated,
+    CalibrationFile,
     DocumentTemplate,
     Dtype,
     Gap,
     KVCacheDtype,
     Model,
     Strategy,
+    Tokenizer,
     Verbose,
     app,
     command,
@@ -52,8 +53,9 @@ def build(
     max_bytes: Annotated[int, typer.Option(help="Size limit of the K/V folder in bytes.")] = 16 << 30,
     position_strategy: Strategy = "shared",
     chunk_position_gap: Gap = None,
-    chunk_calibration: Calibrated = None,
+    chunk_calibration: CalibrationFile = None,
     model: Model = None,
+    tokenizer: Tokenizer = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
     attention_backend: Backend = "auto",
@@ -77,6 +79,7 @@ def build(
     documents = [_read(f) for f in files]
     llm = make_llm(
         model,
+        tokenizer=tokenizer,
         document_template=document_template,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from chunkattn.errors import ChunkAttnError, RequestError
+from chunkattn.errors import ChunkAttnError, ConfigError, RequestError
 from chunkattn.parsers import DocumentPrompt
 
 if TYPE_CHECKING:
@@ -27,13 +27,16 @@ app = typer.Typer(
 console = Console(highlight=False)
 
 Model = Annotated[str | None, typer.Option(help="Local folder, GGUF file or hub id; the bundled demo model when left out.")]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Folder, GGUF file or hub id of the tokenizer; the model's own when left out.")
+]
 Separator = Annotated[str, typer.Option("--chunk-separator", help="Text between prefix, chunks and question.")]
 Strategy = Annotated[str, typer.Option("--position-strategy", help="Strategy of position ids: shared or offset.")]
 Gap = Annotated[
     int | None,
     typer.Option("--chunk-position-gap", help="Positions between the prefix and every chunk; by default the calibration's."),
 ]
-Calibrated = Annotated[
+CalibrationFile = Annotated[
     str | None,
     typer.Option("--chunk-calibration", help="Calibration file; 'off' ignores the file in the model's folder."),
 ]
@@ -77,6 +80,29 @@ def log_to_stderr(verbose: bool) -> None:
     """Log warnings to stderr; with `verbose` also what the engine does."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("chunkattn").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def check_file(path: Path) -> None:
+    """Check that a file can be written, before the work whose result it will hold. The file stays as it is.
+
+    Args:
+        path: file to write. Pipes and devices pass.
+
+    Raises:
+        ConfigError: the folder is missing, or the file cannot be written.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent} is not a folder")
+    existed = path.exists()
+    if existed and not (path.is_file() or path.is_dir()):
+        return
+    try:
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None, question: str | None) -> str | DocumentPrompt:

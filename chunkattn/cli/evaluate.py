@@ -1,4 +1,4 @@
-"""Commands `chunkattn eval` and `chunkattn calibrate`: what isolation costs a model, and the values that win it back."""
+"""Commands `chunkattn eval` and `chunkattn calibrate`: measure the loss to isolation; search gap, temperature and scale."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from chunkattn.calibration import FILE_NAME, OFF, write_calibration
 from chunkattn.cli.bench import JsonFile, Plot, check_files, save_picture
 from chunkattn.cli.common import (
     Backend,
-    Calibrated,
+    CalibrationFile,
     DocumentTemplate,
     Dtype,
     Gap,
     KVCacheDtype,
     Model,
+    Tokenizer,
     Verbose,
     app,
+    check_file,
     command,
     console,
     log_to_stderr,
     make_llm,
 )
-from chunkattn.cli.progress import Steps, TrialLog
+from chunkattn.cli.progress import Steps, TrialLog, say
 from chunkattn.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -45,19 +47,25 @@ ResultsFile = Annotated[
     Path | None,
     typer.Option(help="File of single results, so that a run can stop and continue; by default DATA.results.jsonl here."),
 ]
+AnswerTokens = Annotated[
+    int, typer.Option(help="Number of tokens of a greedy answer at most; every prompt leaves room for them.")
+]
 PoolBytes = Annotated[int | None, typer.Option("--kv-cache-memory-bytes", help="Size of the KV pool in bytes.")]
+_NO_CHUNK_LIMIT = (1 << 31) - 1
+"""`max_chunk_len` of the engines: the control joins all documents into one chunk, which only the model's positions bound."""
 
 
 @command(app, "eval")
 def evaluate(
     data: Data,
     model: Model = None,
+    tokenizer: Tokenizer = None,
     document_template: DocumentTemplate = None,
     chunk_position_gap: Gap = None,
     chunk_temperature: Annotated[float | None, typer.Option(help="Divisor of a question's scores of its chunks.")] = None,
     chunk_scale: Annotated[float | None, typer.Option(help="Factor of the chunks' log-sum-exp in a question.")] = None,
-    chunk_calibration: Calibrated = None,
-    max_tokens: Annotated[int, typer.Option(help="Number of tokens of a greedy answer at most.")] = 32,
+    chunk_calibration: CalibrationFile = None,
+    max_tokens: AnswerTokens = 32,
     limit: Limit = None,
     results: ResultsFile = None,
     json_file: JsonFile = None,
@@ -68,7 +76,7 @@ def evaluate(
     kv_cache_memory_bytes: PoolBytes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure what isolated documents cost a model on your questions, or how well it ranks your documents."""
+    """Measure a model's loss to isolated documents on your questions, or how well it ranks your documents."""
     log_to_stderr(verbose)
     from chunkattn.evaluation.conditions import conditions_for, tokenize
     from chunkattn.evaluation.data import Ranking, read_data
@@ -80,6 +88,8 @@ def evaluate(
     read = read_data(data, _at_least_one("limit", limit))
     known = Results(results or Path(f"{data.stem}.results.jsonl"))
     options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_chunk_len": _NO_CHUNK_LIMIT,
         "document_template": document_template,
         "chunk_position_gap": chunk_position_gap,
         "chunk_temperature": chunk_temperature,
@@ -151,9 +161,11 @@ def calibrate(
     data: Data,
     output: Annotated[Path, typer.Option(help="File to write, for the option chunk_calibration.")] = Path(FILE_NAME),
     model: Model = None,
+    tokenizer: Tokenizer = None,
     document_template: DocumentTemplate = None,
     gap: Annotated[list[int] | None, typer.Option(help="Gap of the coarse grid; repeatable. Default: 0, 16, 64, 256.")] = None,
     weighing: Annotated[bool, typer.Option(help="Search temperature and scale as well as the gap.")] = True,
+    max_tokens: AnswerTokens = 32,
     limit: Limit = None,
     results: ResultsFile = None,
     json_file: JsonFile = None,
@@ -176,8 +188,7 @@ def calibrate(
     from chunkattn.evaluation.search import GAPS
 
     check_files(json_file, plot)
-    if not output.parent.is_dir():
-        raise ConfigError(f"{output.parent} is not a folder")
+    check_file(output)
     if gap and min(gap) < 0:
         raise ConfigError(f"--gap must be at least 0, got {min(gap)}")
     questions = [line for line in read_data(data, _at_least_one("limit", limit)) if isinstance(line, Question)]
@@ -187,6 +198,8 @@ def calibrate(
     known = Results(results or Path(f"{data.stem}.results.jsonl"))
     llm = make_llm(
         model,
+        tokenizer=tokenizer,
+        max_chunk_len=_NO_CHUNK_LIMIT,
         document_template=document_template,
         chunk_calibration=OFF,
         chunk_temperature=0.8 if weighing else None,  # any value unlike 1 builds an engine with a calibration
@@ -196,11 +209,10 @@ def calibrate(
         kv_cache_memory_bytes=kv_cache_memory_bytes,
     )
     gaps = sorted(set(gap or GAPS))
-    examiner = Examiner(llm, questions, tokenize(llm.parser, questions), known, max_tokens=1)
-    console.print(
+    examiner = Examiner(llm, questions, tokenize(llm.parser, questions), known, max_tokens=max_tokens)
+    say(
         f"{len(questions)} questions: {searched} for the search, {len(questions) - searched} for the report\n"
-        "objective: mean log-probability of a token of the gold answer, shared positions",
-        markup=False,
+        "objective: mean log-probability of a token of the gold answer, shared positions"
     )
     log = TrialLog(len(gaps))
     found = find(examiner, gaps=gaps, weighs=weighing, tried=log.tried)
@@ -212,7 +224,6 @@ def calibrate(
         "objective": "mean log-probability of a token of the gold answer",
         **found.notes(),
     }
-    write_calibration(output, found.calibration, notes)
     report = {
         **asdict(found.calibration),
         **notes,
@@ -222,6 +233,7 @@ def calibrate(
     }
     title = f"{_name(model)}, {len(found.halves.report)} other questions of {data.name}"
     _show(rows, title, found.conclusion, report, json_file, plot)
+    write_calibration(output, found.calibration, notes)
     if json_file != "-":
         console.print(f"written: {escape(str(output))}", soft_wrap=True)
 
@@ -240,7 +252,7 @@ def _show(rows: Sequence[Row], title: str, said: str, report: dict[str, Any], js
     """Print tables and conclusion, or the JSON alone, and write the files."""
     from chunkattn.evaluation.chart import draw
 
-    text = json.dumps(report, indent=2, ensure_ascii=False)
+    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
     if json_file == "-":
         print(text)
     else:
@@ -296,4 +308,6 @@ def _change(against: dict[str, Mean] | None, name: str) -> str:
     if against is None:
         return ""
     change = against[name]
+    if not change.has_interval:
+        return escape(f"{change.mean:+.2f} [no interval]")
     return escape(f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}]")

@@ -43,8 +43,8 @@ class Steps:
     """Progress of a command on stderr: a bar on a terminal, elsewhere a line at every tenth.
 
     Args:
-        name: name of the things that are counted.
-        total: number of them.
+        name: plural name of the counted items, such as `answers`.
+        total: number of items.
     """
 
     def __init__(self, name: str, total: int) -> None:
@@ -71,7 +71,7 @@ class Steps:
             self._bar.stop()
 
     def advance(self, count: int) -> None:
-        """Count more of them as done."""
+        """Count further items as done."""
         before, self._done = self._done, self._done + count
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=self._done)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from chunkattn.cli.common import (
     Backend,
-    Calibrated,
+    CalibrationFile,
     Documents,
     DocumentTemplate,
     Dtype,
@@ -26,6 +26,7 @@ from chunkattn.cli.common import (
     QuestionPart,
     Separator,
     Strategy,
+    Tokenizer,
     Verbose,
     app,
     command,
@@ -47,6 +48,7 @@ def generate(
     document: Documents = None,
     question: QuestionPart = None,
     model: Model = None,
+    tokenizer: Tokenizer = None,
     document_template: DocumentTemplate = None,
     chunk_aware: Annotated[bool, typer.Option(help="Split the prompt at separators.")] = True,
     chunk_separator: Separator = " # # ",
@@ -54,7 +56,7 @@ def generate(
     chunk_position_gap: Gap = None,
     chunk_temperature: Annotated[float | None, typer.Option(help="Divisor of a question's scores of its chunks.")] = None,
     chunk_scale: Annotated[float | None, typer.Option(help="Factor of the chunks' log-sum-exp in a question.")] = None,
-    chunk_calibration: Calibrated = None,
+    chunk_calibration: CalibrationFile = None,
     max_tokens: Annotated[int, typer.Option(help="Number of tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Probability mass of nucleus sampling.")] = 1.0,
@@ -74,6 +76,7 @@ def generate(
     wanted = prompt_of(prompt, prefix, document, question)
     llm = make_llm(
         model,
+        tokenizer=tokenizer,
         document_template=document_template,
         enable_chunk_aware=chunk_aware,
         chunk_separator=chunk_separator,
@@ -105,6 +108,7 @@ def score(
     algorithm: Annotated[str, typer.Option(help="auto, serial, packed_segment, prefill_extend or packed_dense.")] = "auto",
     sort: Annotated[bool, typer.Option(help="Sort by the first label's score, best first.")] = True,
     model: Model = None,
+    tokenizer: Tokenizer = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
     attention_backend: Backend = "auto",
@@ -114,7 +118,7 @@ def score(
     log_to_stderr(verbose)
     if items == ["-"]:
         items = sys.stdin.read().splitlines()
-    llm = make_llm(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention_backend=attention_backend)
+    llm = make_llm(model, tokenizer=tokenizer, dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention_backend=attention_backend)
     num_labels = llm.limits.num_labels
     given = labels or (["yes,no"] if num_labels is None else [])
     texts = [text for part in given for text in part.split(",")]
@@ -143,29 +147,30 @@ def inspect(
     question: QuestionPart = None,
     document_template: DocumentTemplate = None,
     model: Model = None,
+    tokenizer: Tokenizer = None,
     chunk_separator: Separator = " # # ",
     position_strategy: Strategy = "shared",
     chunk_position_gap: Gap = None,
-    chunk_calibration: Calibrated = None,
+    chunk_calibration: CalibrationFile = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture of mask and positions (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Show how a prompt is parsed: parts, tokens, positions. The command loads the tokenizer only."""
-    from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
+    from chunkattn.models.loader import load_model_tokenizer
 
-    tokenizer = load_tokenizer(model or str(DEMO_FOLDER))
+    loaded = load_model_tokenizer(model, tokenizer)
     positions = {"position_strategy": position_strategy, "chunk_position_gap": chunk_position_gap}
     texts = {"chunk_separator": chunk_separator, "document_template": document_template}
     config = make_config(model, {**positions, **texts, "chunk_calibration": chunk_calibration})
     parser = PromptParser(
-        tokenizer,
+        loaded,
         separator=chunk_separator,
         strategy=position_strategy,
         gap=config.calibration.chunk_position_gap,
         chunk_aware=True,
-        document_template=pick_template(document_template, tokenizer),
+        document_template=pick_template(document_template, loaded),
     )
     layout = parser.parse(prompt_of(prompt, prefix, document, question)).layout
-    console.print(layout_table(layout, tokenizer))
+    console.print(layout_table(layout, loaded))
     console.print(layout_summary(layout))
     if plot is not None:
         plot_layout(layout, plot)

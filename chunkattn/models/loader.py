@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences advice to install PyTorch, which is not needed
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
+_TOKENIZER_FILES = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 DEMO_FOLDER = Path(__file__).parent / "demo"
 """Folder of the bundled demo model, in Hugging Face's format."""
 
@@ -155,15 +156,34 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Return a tokenizer from a folder, a GGUF file or the hub, fast or SentencePiece.
+def load_model_tokenizer(model: str | None, tokenizer: str | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that `open_model` would load, without the checkpoint.
 
     Args:
-        name: local folder, GGUF file or hub id.
+        model: local folder, GGUF file or hub id; None for the bundled demo model.
+        tokenizer: folder, GGUF file or hub id of the tokenizer; None for the model's own.
 
     Raises:
         ModelError: the tokenizer cannot be loaded.
     """
+    is_local = model is None or Path(model).expanduser().exists()
+    return load_tokenizer(tokenizer or (str(resolve_path(model)) if is_local else str(model)))
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Return a tokenizer from a folder, a GGUF file or the hub, fast or SentencePiece.
+
+    Args:
+        name: local folder, GGUF file or hub id. A folder of one GGUF model without tokenizer files stands for that model.
+
+    Raises:
+        ModelError: the tokenizer cannot be loaded.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        has_files = any((folder / file).exists() for file in _TOKENIZER_FILES)
+        found = None if has_files else find_gguf(folder)
+        name = str(found or folder)
     if name.lower().endswith(GGUF_SUFFIX):
         return tokenizer_from_gguf(open_gguf(resolve_path(name)))
     from transformers import AutoTokenizer
