@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,10 @@ FILE_NAME = "chunk_calibration.json"
 """Name of the calibration file in a model's folder."""
 OFF = "off"
 """Value of `chunk_calibration` that ignores the file in the model's folder."""
+MAX_GAP = 2**31 - 2
+"""Largest `chunk_position_gap`: position ids are int32."""
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+"""Bounds of temperature and scale. Far beyond them, float32 scores overflow."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,15 @@ class Calibration:
         return (self.chunk_temperature, self.chunk_scale) != (1.0, 1.0)
 
 
-def calibration_of(model: str | None, option: str | None) -> Calibration | None:
+def calibration_of(model: str | None, option: str | None, revision: str | None = None) -> Calibration | None:
     """Return the calibration that a configuration names, or that lies in the model's folder; None if there is none.
+
+    A file in the model's folder whose field `model` names another model is ignored with a warning.
 
     Args:
         model: local folder, local file or hub id; None for the bundled demo model.
         option: path of a calibration file, `"off"` for none, or None to look into the model's folder.
+        revision: revision of the model on the hub.
 
     Raises:
         ConfigError: as `read_calibration`.
@@ -59,12 +65,53 @@ def calibration_of(model: str | None, option: str | None) -> Calibration | None:
     if model is None:
         return None
     place = Path(model).expanduser()
-    file = (place if place.is_dir() else place.parent) / FILE_NAME
-    if not (place.exists() and file.is_file()):
+    if place.exists():
+        file: Path | None = (place if place.is_dir() else place.parent) / FILE_NAME
+    else:
+        file = _hub_file(model, revision)
+    if file is None or not file.is_file():
         return None
     found = read_calibration(file)
+    named = _object(file).get("model")
+    if isinstance(named, str) and _stem(named) not in (names := _names(place)):
+        logger.warning(
+            "%s is ignored: it is the calibration of %r, not of %s; to use it anyway, name the file in chunk_calibration",
+            file,
+            named,
+            " or ".join(sorted(names)),
+        )
+        return None
     logger.info("calibration found in %s: %s", file, found)
     return found
+
+
+def _hub_file(model: str, revision: str | None) -> Path | None:
+    """Return the calibration file of a model on the hub, or None if there is none or the hub cannot be asked."""
+    if Path(model).suffix.lower() == ".gguf":  # a local file that is missing
+        return None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, FILE_NAME, revision=revision))
+    except Exception as error:  # no such file or model, offline, an invalid id: loading the model reports what matters
+        logger.debug("no calibration of %s on the hub: %s", model, error)
+        return None
+
+
+def _names(place: Path) -> set[str]:
+    """Return the names that a model has in calibration files: of its file and folder, or of its repository on the hub."""
+    places = {place, place.resolve()} if place.exists() else {place}
+    names = {_stem(str(p)) for p in places}
+    if place.is_file():
+        names |= {_stem(str(p.parent)) for p in places}
+    elif place.is_dir():
+        names |= {_stem(str(file)) for file in place.glob("*.gguf")}
+    return names - {""}
+
+
+def _stem(name: str) -> str:
+    path = Path(name)
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -76,6 +123,19 @@ def read_calibration(path: Path) -> Calibration:
     Raises:
         ConfigError: the file cannot be read, or a value is missing or out of range.
     """
+    values, names = _object(path), list(asdict(Calibration()))
+    try:
+        return Calibration(**checked({name: values[name] for name in names if name in values}))
+    except ConfigError as error:
+        raise ConfigError(f"chunk_calibration {path}: {error}") from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the fields of a calibration file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds none of the fields of `Calibration`.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -83,10 +143,7 @@ def read_calibration(path: Path) -> Calibration:
     names = list(asdict(Calibration()))
     if not isinstance(values, dict) or not set(names) & set(values):
         raise ConfigError(f"chunk_calibration {path} must be a JSON object with {', '.join(names)}")
-    try:
-        return Calibration(**checked({name: values[name] for name in names if name in values}))
-    except ConfigError as error:
-        raise ConfigError(f"chunk_calibration {path}: {error}") from None
+    return values
 
 
 def write_calibration(path: Path, calibration: Calibration, notes: Mapping[str, Any]) -> None:
@@ -121,9 +178,11 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
         whole = name == "chunk_position_gap"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise ConfigError(f"{name} must be {'an integer' if whole else 'a number'}, got {value!r}")
-        if whole and value < 0:
-            raise ConfigError(f"{name} must be at least 0, got {value}")
-        if not whole and not (value > 0 and math.isfinite(value)):  # NaN compares false
-            raise ConfigError(f"{name} must be above 0 and finite, got {value}")
+        low, high = (0, MAX_GAP) if whole else (MIN_WEIGHT, MAX_WEIGHT)
+        if not low <= value <= high:  # NaN compares false
+            # The digits of a huge integer say nothing, and Python refuses to write more than 4,300 of them.
+            bits = value.bit_length() if isinstance(value, int) else 0
+            shown = f"an integer of {bits} bits" if bits > 64 else value
+            raise ConfigError(f"{name} must be between {low} and {high:.10g}, got {shown}")
         found[name] = value if whole else float(value)
     return found

@@ -59,7 +59,8 @@ class EngineConfig:
         chunk_scale: factor of the chunks' log-sum-exp in a question's attention; by default what the calibration file says,
             else 1.
         chunk_calibration: file of the three values, as `chunkattn calibrate` writes it. By default the file
-            `chunk_calibration.json` in the model's folder, if there is one; `"off"` ignores it.
+            `chunk_calibration.json` in the model's folder or on the hub, unless its field `model` names another model;
+            `"off"` ignores it.
         multi_item_scoring_delimiter: token id that separates query and items in packed scoring sequences.
         max_model_len: limit on the highest position id + 1; by default the checkpoint's own.
         max_chunk_len: limit on the tokens of one chunk.
@@ -285,7 +286,7 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
         raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(known))}")
     given = {name: value for name, value in options.items() if value is not None or name not in _CALIBRATED}
     config = EngineConfig(model=model, **given)
-    if not (found := calibration_of(model, config.chunk_calibration)):
+    if not (found := calibration_of(model, config.chunk_calibration, config.revision)):
         return config
     filled = asdict(found)
     if config.position_strategy != "shared":

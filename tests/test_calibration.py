@@ -1,6 +1,7 @@
 """Chunk gap, chunk temperature and chunk scale: against transformers, in the cache, and as options."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from transformers import AttentionInterface
 from chunkattn import LLM, ChunkedPrompt, SamplingParams, make_layout
 from chunkattn.calibration import FILE_NAME, Calibration
 from chunkattn.calls.likelihood import likelihood_job
+from chunkattn.config import make_config
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.errors import BackendError, CapacityError, ConfigError, RequestError
 from chunkattn.rope.positions import shared_positions
@@ -95,6 +97,16 @@ def test_a_chunk_of_one_gap_never_serves_another(engine, checkpoint, tmp_path):
         llm.parser._place("shared", gap)
         assert llm.generate(prompt, one)[0].num_cached_tokens == tokens, gap
     llm.parser._place("shared", 0)
+
+
+@pytest.mark.parametrize("gap", [2**31 - 3, 2**31, 2**32, 10**400])
+def test_positions_never_wrap(gap):
+    with pytest.raises(CapacityError, match="exceed int32"):
+        make_layout([1], [[2]], [3, 4], gap=gap)
+
+
+def test_the_largest_position_is_that_of_int32():
+    assert make_layout([1], [[2]], [3, 4], gap=2**31 - 4).positions.tolist() == [0, *range(2**31 - 3, 2**31)]
 
 
 def test_only_chunks_have_a_gap():
@@ -225,13 +237,31 @@ def test_plain_prompts_keep_every_bit(engine):
     np.testing.assert_array_equal(plain, weighed)
 
 
-def test_one_and_one_compile_to_the_program_without_calibration(engine):
-    def text(**options):
-        core = engine("qwen3", **options).core
-        return core.runner.lower(core.batches.empty(8, 32), 16, None).as_text()
+def test_one_and_one_compile_to_the_program_without_weighing(engine, checkpoint, monkeypatch):
+    """The optimised program equals that of an engine in which every function of weighing raises."""
 
-    assert text(chunk_temperature=1.0, chunk_scale=1) == text()
-    assert text(chunk_temperature=0.5) != text()
+    def text(llm):
+        """The instructions, without the places in the source that they come from."""
+        whole = llm.core.runner.lower(llm.core.batches.empty(8, 32), 16, None).compile().as_text()
+        return re.sub(r",? metadata=\{.*?\}", "", whole[re.search(r"^(%|ENTRY)", whole, re.MULTILINE).start() :])
+
+    ones, weighed = (text(engine("qwen3", **o)) for o in ({"chunk_temperature": 1.0, "chunk_scale": 1}, {"chunk_scale": 0.5}))
+
+    def never(*_, **__):
+        raise AssertionError("weighing is built")
+
+    monkeypatch.setattr("chunkattn.engine.batch.Weighing", never)
+    monkeypatch.setattr("chunkattn.backends.base.RowWeighing", never)
+    for name in ("RowWeighing", "cut_at_questions", "without_chunks", "_without_weighed", "_chunk_tiles"):
+        monkeypatch.setattr(f"chunkattn.backends.xla.{name}", never)
+    monkeypatch.setattr("chunkattn.backends.softmax.as_one_slot", never)
+    with pytest.raises(AssertionError, match="weighing is built"):
+        text(engine("qwen3", chunk_scale=0.5))
+    options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 256, "max_num_seqs": 16, "max_logprobs": 128}
+    without = text(LLM(str(checkpoint("qwen3")), **options, kv_cache_memory_bytes=8 << 20))
+    assert "fusion" in without
+    assert ones == without
+    assert weighed != without
 
 
 # Options
@@ -240,10 +270,18 @@ def test_one_and_one_compile_to_the_program_without_calibration(engine):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk_temperature": 0}, "chunk_temperature must be above 0 and finite, got 0"),
-        ({"chunk_scale": float("nan")}, "chunk_scale must be above 0 and finite, got nan"),
-        ({"chunk_scale": float("inf")}, "chunk_scale must be above 0 and finite, got inf"),
-        ({"chunk_position_gap": -1}, "chunk_position_gap must be at least 0, got -1"),
+        ({"chunk_temperature": 0}, "chunk_temperature must be between 0.01 and 100, got 0"),
+        ({"chunk_temperature": 1e-46}, "chunk_temperature must be between 0.01 and 100, got 1e-46"),
+        ({"chunk_temperature": 10**5000}, "chunk_temperature must be between 0.01 and 100, got an integer of 16610 bits"),
+        ({"chunk_scale": float("nan")}, "chunk_scale must be between 0.01 and 100, got nan"),
+        ({"chunk_scale": float("inf")}, "chunk_scale must be between 0.01 and 100, got inf"),
+        ({"chunk_scale": 1e39}, r"chunk_scale must be between 0.01 and 100, got 1e\+39"),
+        ({"chunk_position_gap": -1}, "chunk_position_gap must be between 0 and 2147483646, got -1"),
+        ({"chunk_position_gap": 2**31 - 1}, "chunk_position_gap must be between 0 and 2147483646, got 2147483647"),
+        ({"chunk_position_gap": 2**32}, "chunk_position_gap must be between 0 and 2147483646, got 4294967296"),
+        ({"chunk_position_gap": 10**400}, "chunk_position_gap must be between 0 and 2147483646, got an integer of 1329 bits"),
+        ({"chunk_position_gap": 256}, "chunk_position_gap 256 leaves no position for a chunk; max_model_len is 256"),
+        ({"chunk_position_gap": 99, "max_model_len": 99}, "chunk_position_gap 99 leaves no position .* max_model_len is 99"),
         ({"chunk_position_gap": True}, "chunk_position_gap must be of type int"),
         ({"chunk_position_gap": 4, "position_strategy": "offset"}, "chunk_position_gap needs position_strategy 'shared'"),
         ({"chunk_calibration": "nowhere.json"}, "chunk_calibration nowhere.json cannot be read"),
@@ -292,9 +330,59 @@ def test_a_calibration_file_sets_what_no_option_sets(checkpoint, tmp_path):
             ("[]", "must be a JSON object"),
             ("{", "cannot be read"),
             ('{"chunk_scale": "x"}', "must be a number"),
+            (f'{{"chunk_scale": {10**400}}}', "must be between 0.01 and 100"),
+            (f'{{"chunk_position_gap": {2**31}}}', "must be between 0 and 2147483646"),
         ):
             found.write_text(text)
             with pytest.raises(ConfigError, match=message):
                 calibration()
     finally:
         found.unlink()
+
+
+def found_calibration(model, caplog, **options):
+    """The calibration of a model, and the warnings."""
+    caplog.clear()
+    return make_config(str(model), options).calibration, caplog.text
+
+
+def test_a_calibration_of_another_model_is_ignored(tmp_path, caplog):
+    """A file beside several GGUF models is for one of them. A file that names no model is for all."""
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "c.gguf").touch()
+
+    def write(place, **fields):
+        (place / FILE_NAME).write_text(json.dumps({"chunk_position_gap": 9, **fields}))
+
+    write(tmp_path, model="a.gguf")
+    assert found_calibration(tmp_path / "a.gguf", caplog) == (Calibration(9), "")
+    ignored, told = found_calibration(tmp_path / "b.gguf", caplog)
+    assert ignored == Calibration()
+    assert f"is ignored: it is the calibration of 'a.gguf', not of b or {tmp_path.name}" in told
+    named = {"chunk_calibration": str(tmp_path / FILE_NAME)}
+    assert found_calibration(tmp_path / "b.gguf", caplog, **named) == (Calibration(9), "")
+    for fields in ({}, {"model": tmp_path.name}, {"model": 3}, {"model": "/elsewhere/b.gguf"}):
+        write(tmp_path, **fields)
+        assert found_calibration(tmp_path / "b.gguf", caplog) == (Calibration(9), "")
+    for name, matches in (("alone", True), ("c.gguf", True), ("someone/alone", True), ("d", False)):
+        write(tmp_path / "alone", model=name)
+        ignored, told = found_calibration(tmp_path / "alone", caplog)
+        assert (ignored == Calibration(9), "is ignored" in told) == (matches, not matches)
+
+
+def test_a_calibration_on_the_hub_is_found(tmp_path, monkeypatch, caplog):
+    """By hub id and revision, in the hub's cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--someone--tiny"
+    for number, revision in enumerate(("main", "v2")):
+        snapshot = folder / "snapshots" / (str(number) * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / FILE_NAME).write_text(json.dumps({"chunk_position_gap": 9 + number, "model": "tiny"}))
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / revision).write_text(str(number) * 40)
+    assert found_calibration("someone/tiny", caplog) == (Calibration(9), "")
+    assert found_calibration("someone/tiny", caplog, revision="v2") == (Calibration(10), "")
+    assert found_calibration("someone/tiny", caplog, chunk_calibration="off") == (Calibration(), "")
+    assert found_calibration("someone/other", caplog) == (Calibration(), "")

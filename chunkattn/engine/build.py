@@ -60,6 +60,8 @@ def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
     enable_compile_cache()
     # Check all options before the slow reading of the weights.
     max_model_len = _max_model_len(config, files.spec)
+    if (gap := config.calibration.chunk_position_gap) >= max_model_len:
+        raise ConfigError(f"chunk_position_gap {gap} leaves no position for a chunk; max_model_len is {max_model_len}")
     spec = attention_spec(config, files.spec, files.dtype)
     backend = make_backend(config.attention_backend, spec, weighs=config.calibration.weighs)
     store = _open_store(config)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from chunkattn.errors import ConfigError
+from chunkattn.errors import CapacityError, ConfigError
 from chunkattn.layout import ChunkLayout
 
 TokenIds = Sequence[int] | np.ndarray
+_MAX_POSITION = 2**31 - 1
 PositionStrategy = Callable[[int, Sequence[int], int, int], np.ndarray]
 """Function from `(prefix_len, chunk_lens, question_len, gap)` to int32 `[T]` position ids."""
 
@@ -28,6 +29,9 @@ def shared_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: i
     Returns:
         int32 `[T]` position ids.
 
+    Raises:
+        CapacityError: a position exceeds int32.
+
     >>> shared_positions(2, [2, 3], 2).tolist()
     [0, 1, 2, 3, 2, 3, 4, 5, 6]
     >>> shared_positions(2, [2, 3], 2, gap=10).tolist()
@@ -35,6 +39,8 @@ def shared_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: i
     """
     first = prefix_len + (gap if len(chunk_lens) else 0)
     after = first + max(chunk_lens, default=0)
+    if after + question_len > _MAX_POSITION + 1:
+        raise CapacityError(f"positions up to {after + question_len - 1} exceed int32; chunk_position_gap is {gap}")
     parts = [np.arange(prefix_len), *(first + np.arange(n) for n in chunk_lens), after + np.arange(question_len)]
     return np.concatenate(parts).astype(np.int32)
 
@@ -82,6 +88,7 @@ def make_layout(
 
     Raises:
         ConfigError: the strategy is unknown.
+        CapacityError: a position exceeds int32.
     """
     lens = tuple(len(c) for c in chunks)
     return ChunkLayout(
