@@ -14,8 +14,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.dequant import dequantize as torch_dequantize
+from typer.testing import CliRunner
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams, make_layout
+from chunkattn.cli import app
 from chunkattn.errors import ModelError
 from chunkattn.models.gguf_file import open_gguf
 from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_model
@@ -310,6 +312,64 @@ def test_unsupported_metadata(change, message, tmp_path):
     refused(tmp_path, message, change=change)
 
 
+def scaled(tmp_path, name="llama", **keys):
+    """A file with keys of RoPE scaling and no others."""
+
+    def change(writer):
+        for key, value in keys.items():
+            key = f"llama.rope.{'' if key == 'scale_linear' else 'scaling.'}{key}"
+            writer.add_string(key, value) if isinstance(value, str) else writer.add_float32(key, value)
+
+    return Written(tmp_path / "model.gguf", CONFIGS[name], change=change).path
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({}, 1.0),
+        ({"factor": 4.0}, 4.0),
+        ({"factor": 1.0}, 1.0),
+        ({"factor": 0.0}, 1.0),
+        ({"scale_linear": 2.0}, 2.0),
+        ({"scale_linear": 2.0, "factor": 4.0}, 4.0),
+        ({"scale_linear": 2.0, "factor": 0.0}, 1.0),
+        ({"type": "linear"}, 1.0),
+        ({"type": "linear", "scale_linear": 2.0}, 2.0),
+        ({"type": "none", "factor": 4.0}, 1.0),
+        ({"type": "none", "scale_linear": 2.0}, 1.0),
+        ({"factor": 4.0, "yarn_ext_factor": 0.0, "attn_factor": 1.0}, 4.0),
+    ],
+    ids=str,
+)
+def test_linear_scaling_is_llama_cpps(keys, factor, tmp_path):
+    """The type is linear where the file names none, and "none" ignores the factor."""
+    spec = opened(scaled(tmp_path, **keys)).spec
+    plain = 1 / 10000.0 ** (np.arange(0, 64, 2) / 64)
+    np.testing.assert_allclose(spec.rotary.inv_freq, plain / factor, rtol=1e-6)
+    assert spec.max_model_len == 256 * factor
+
+
+def test_logits_of_a_file_with_a_factor_and_no_type(tmp_path, written):
+    np.testing.assert_array_equal(
+        dense_logits(scaled(tmp_path, factor=4.0), IDS), dense_logits(written("llama-linear").path, IDS)
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"type": "yarn", "factor": 4.0, "yarn_ext_factor": 0.5}, "yarn with yarn_ext_factor other than 1.0 is not"),
+        ({"factor": 4.0, "yarn_ext_factor": 1.0}, "linear with yarn_ext_factor other than 0.0 is not"),
+        ({"type": "none", "attn_factor": 1.5}, "none with attn_factor other than 1.0 is not"),
+    ],
+    ids=str,
+)
+def test_scalings_that_are_refused_by_name(keys, message, tmp_path):
+    path = scaled(tmp_path, **keys)
+    with pytest.raises(ModelError, match=message):
+        opened(path)
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
@@ -406,6 +466,24 @@ def test_folders_of_gguf_files(tmp_path, written):
     (tmp_path / "b.gguf").write_bytes(source.read_bytes())
     with pytest.raises(ModelError, match=r"holds 2 GGUF models \(a.gguf, b.gguf\); pass the path of one file"):
         opened(tmp_path)
+
+
+def test_the_tokenizer_of_a_folder_of_one_gguf_file(tmp_path):
+    """As `tokenizer`, and in `chunkattn inspect`, which takes the model's own or another."""
+    source = original("gpt-2")
+    (folder := tmp_path / "model").mkdir()
+    path = gguf_of(source, "gpt-2", folder / "model.gguf")
+    assert len(load_tokenizer(str(folder))) == len(load_tokenizer(str(path)))
+    shown = [
+        CliRunner().invoke(app, ["inspect", "xylophone", *options]).stdout
+        for options in (["--model", str(folder)], ["--model", str(path)], ["--tokenizer", str(folder)])
+    ]
+    assert shown[0] == shown[1] == shown[2] != CliRunner().invoke(app, ["inspect", "xylophone"]).stdout
+    gguf_of(source, "gpt-2", folder / "other.gguf")
+    with pytest.raises(ModelError, match="holds 2 GGUF models"):
+        load_tokenizer(str(folder))
+    PreTrainedTokenizerFast(tokenizer_object=source).save_pretrained(folder)  # the original's files, for both
+    assert load_tokenizer(str(folder)).get_vocab() == source.get_vocab()
 
 
 def test_a_hub_repository_of_gguf_files(tmp_path, monkeypatch):

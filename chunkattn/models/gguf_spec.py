@@ -35,8 +35,17 @@ _REFUSED = {
 """Keys, after the architecture's prefix, whose values other than zero change the forward pass in a way that no supported
 family has."""
 
-_YARN = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_log_multiplier": 0.0}
+_YARN = {
+    "attn_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_log_multiplier": 0.0,
+}
 """Parameters of YaRN that must have llama.cpp's default if a file has them."""
+_NOT_YARN = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 0.0}
+"""Parameters that change the other scalings too, with the values that do not."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -149,19 +158,25 @@ def _with_factors(file: GGUFFile, rotary: RotarySpec) -> RotarySpec:
 
 
 def _scaling(file: GGUFFile, architecture: str) -> dict[str, Any]:
-    """Return the `rope_parameters` of a file's RoPE scaling."""
-    kind = file.get(f"{architecture}.rope.scaling.type", str, "none")
+    """Return the `rope_parameters` of a file's RoPE scaling.
+
+    As in llama.cpp, a file without a type has linear scaling, a missing factor or a factor of 0 is 1, `scale_linear` is the
+    former name of the factor, and the type "none" ignores the factor.
+
+    Source: `llama_model_base::load_hparams` and `llama_context` of https://github.com/ggml-org/llama.cpp
+    """
+    kind = file.get(f"{architecture}.rope.scaling.type", str, "linear")
     legacy = float(file.get(f"{architecture}.rope.scale_linear", (int, float), 1.0))
     factor = float(file.get(f"{architecture}.rope.scaling.factor", (int, float), legacy)) or 1.0
-    if kind == "linear" or (kind == "none" and legacy != 1.0):
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "none":
-        return {"rope_type": "default"}
-    if kind != "yarn":
+    if kind not in ("none", "linear", "yarn"):
         raise ModelError(f"{file.path}: RoPE scaling {kind!r} is not supported in GGUF; supported are none, linear and yarn")
-    for key, default in _YARN.items():
+    for key, default in (_YARN if kind == "yarn" else _NOT_YARN).items():
         if file.get(f"{architecture}.rope.scaling.{key}", (int, float), default) != default:
-            raise ModelError(f"{file.path}: RoPE scaling yarn with {key} other than {default} is not supported in GGUF")
+            raise ModelError(f"{file.path}: RoPE scaling {kind} with {key} other than {default} is not supported in GGUF")
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return {"rope_type": "default"}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
     original = file.need(f"{architecture}.rope.scaling.original_context_length", int)
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
 
