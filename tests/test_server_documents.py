@@ -3,10 +3,14 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from chunkattn.server.document_store import Documents
+from chunkattn.server.errors import ApiError
+from chunkattn.server.options import ServerConfig
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
 URL = "/v1/cache/documents"
@@ -303,11 +307,41 @@ def test_reranked_ids_are_their_texts(http):
     assert scores == {r["index"]: r["relevance_score"] for r in by_text}
 
 
+def test_a_title_is_part_of_the_text_everywhere(http):
+    """Of a document in the request as of a stored one; other fields come back as they were given."""
+    titled = [{"title": "Note", "text": TEXTS[0], "source": 7}, {"text": TEXTS[1]}, {"title": "", "text": TEXTS[2]}]
+    texts = [f"Note\n{TEXTS[0]}", *TEXTS[1:]]
+    found = rerank(http, titled, return_documents=True).json()["results"]
+    wanted = {r["index"]: r["relevance_score"] for r in rerank(http, texts).json()["results"]}
+    assert {r["index"]: r["relevance_score"] for r in found} == wanted
+    assert {r["index"]: r["document"] for r in found} == dict(enumerate(titled))
+    plain = [{name: value for name, value in document.items() if name != "source"} for document in titled]
+    pair = {"queries": "Who lives in Oslo?", "documents": plain}
+    assert {d["index"]: d["score"] for d in http.post("/v1/score", json=pair).json()["data"]} == wanted
+    sizes = [d["tokens"] for d in put(http, plain, prefix=CHAT_PREFIX)]
+    assert cached_chunks(chat(http, texts)) == [(size, size) for size in sizes]
+
+
+def test_a_server_that_stores_nothing_gives_no_advice_to_store():
+    llm = SimpleNamespace(config=SimpleNamespace(position_strategy="offset"))
+    with pytest.raises(ApiError) as error:
+        Documents(llm, ServerConfig()).named({2: "ghost"}, None)
+    said = error.value.body["error"]["message"]
+    assert said.startswith("documents.2 names the document 'ghost'")
+    assert said.endswith("under position_strategy 'offset' this server stores no documents, so send its text")
+
+
+def test_inspect_names_the_field_of_an_unknown_id(http):
+    answer = http.post("/inspect", json={"chunks": {"documents": [TEXTS[0], {"id": "ghost"}], "question": "?"}})
+    assert refused(answer).startswith("chunks.documents.1 names the document 'ghost'")
+
+
 @pytest.mark.parametrize("call", [completion, chat, rerank])
 def test_ids_that_name_nothing(http, call):
     """Never stored, deleted, expired, or of another tenant: the answers are equal but for the id."""
     said = refused(call(http, [TEXTS[0], {"id": "ghost"}]))
-    assert said.startswith("documents.1 names the document 'ghost', which is not stored under this salt")
+    field = "chunks.documents" if call is completion else "documents"
+    assert said.startswith(f"{field}.1 names the document 'ghost', which is not stored under this salt")
     assert "POST /v1/cache/documents" in said
     put(http, [{"id": "other", "text": TEXTS[0]}], cache_salt="tenant")
     assert refused(call(http, [TEXTS[0], {"id": "other"}])) == said.replace("ghost", "other")

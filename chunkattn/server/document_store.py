@@ -108,6 +108,11 @@ class Documents:
         self._turn = asyncio.Semaphore(_MAX_CONCURRENT_FORGETS)
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def _can_store(self) -> bool:
+        """Return whether a document's K/V serves more than one prompt."""
+        return self.llm.config.position_strategy == "shared"
+
     def get(self, document_id: str, cache_salt: str | None) -> StoredDocument:
         """Return a document.
 
@@ -123,12 +128,13 @@ class Documents:
             raise _missing(document_id)
         return found
 
-    def named(self, names: Mapping[int, str], cache_salt: str | None) -> dict[int, StoredDocument]:
+    def named(self, names: Mapping[int, str], cache_salt: str | None, *, field: str = "documents") -> dict[int, StoredDocument]:
         """Return the documents that a request names by id, by their place in the request.
 
         Args:
             names: ids by the place of the document in the request.
             cache_salt: salt of the request.
+            field: place of the documents in the request's body, for error texts.
 
         Raises:
             ApiError: 404, no document has one of the ids under this salt; 400, the documents together are too long.
@@ -137,9 +143,13 @@ class Documents:
         for number, name in names.items():
             document = self._stored.get((cache_salt, name))
             if document is None:
+                advice = "add it by POST /v1/cache/documents, or send its text"
+                if not self._can_store:
+                    strategy = self.llm.config.position_strategy
+                    advice = f"under position_strategy {strategy!r} this server stores no documents, so send its text"
                 text = (
-                    f"documents.{number} names the document {name[:_MAX_ID_CHARS]!r}, which is not stored under this salt: it "
-                    "was never added, was deleted or has expired; add it by POST /v1/cache/documents, or send its text"
+                    f"{field}.{number} names the document {name[:_MAX_ID_CHARS]!r}, which is not stored under this salt: it "
+                    f"was never added, was deleted or has expired; {advice}"
                 )
                 raise ApiError(404, text, param="documents", code="document_not_found")
             found[number] = document
@@ -198,7 +208,7 @@ class Documents:
             ApiError: 400, a document is empty, two share an id, or a limit on documents, tokens or pins is exceeded.
             ChunkAttnError: `AsyncLLM.precompute` failed; no document is stored.
         """
-        if self.llm.config.position_strategy != "shared":
+        if not self._can_store:
             text = "documents can be cached one by one only under position_strategy 'shared'; else their K/V is of one prompt"
             raise ApiError(400, text, code="unsupported_parameter")
         if (count := len(texts)) > (most := self.llm.config.max_items_per_request):

@@ -21,7 +21,7 @@ class Document(Entry):
 
     def plain(self) -> str:
         """Return the text of the document."""
-        return _titled(self.title, self.text)
+        return titled(self.title, self.text)
 
 
 class DocumentOrId(Entry):
@@ -33,11 +33,17 @@ class DocumentOrId(Entry):
 
     def plain(self) -> str:
         """Return the text of the document."""
-        return _titled(self.title, self.text or "")
+        return titled(self.title, self.text or "")
 
 
-def _titled(title: str | None, text: str) -> str:
-    return text if title is None else f"{title}\n{text}"
+def titled(title: str | None, text: str) -> str:
+    """Return a text below its title, if it has one.
+
+    Args:
+        title: line before the text; None or empty for none.
+        text: text of the document.
+    """
+    return f"{title}\n{text}" if title else text
 
 
 def check_documents(documents: list[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, mo
 
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.base import Body, CacheSalt, LabelIds, LabelTexts, Texts, TokenIds, TokenLists
-from chunkattn.server.protocol.generation import DocumentOrId, check_documents, named_documents, with_stored
+from chunkattn.server.protocol.generation import DocumentOrId, check_documents, named_documents, titled, with_stored
 
 OneOrMany = str | Texts
 PairDocuments = Annotated[list[str | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
@@ -107,18 +107,27 @@ class ScoreBody(Body):
 
 
 class RerankDocument(BaseModel):
-    """Document as an object: a text, with other fields that are returned as given, or the id of a stored document alone."""
+    """Document as an object: a text, perhaps with a title for the line before it, or the id of a stored document alone.
+
+    Other fields are returned as given.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, JsonValue]
 
+    title: str | None = None
     text: str | None = None
+
+    def plain(self) -> str:
+        """Return the text of the document."""
+        return titled(self.title, self.text or "")
 
     @property
     def stored_id(self) -> str | None:
         """Return the id of the stored document; None for a document with a text."""
         name = self.__pydantic_extra__.get("id")
-        return name if self.text is None and isinstance(name, str) and len(self.__pydantic_extra__) == 1 else None
+        is_alone = self.text is None and self.title is None and len(self.__pydantic_extra__) == 1
+        return name if is_alone and isinstance(name, str) else None
 
 
 def _check_documents(documents: list[str | RerankDocument]) -> list[str | RerankDocument]:
@@ -164,4 +173,4 @@ class RerankBody(Body):
         Args:
             stored: texts or token ids of the documents named by id, by their place.
         """
-        return [stored[n] if n in stored else d if isinstance(d, str) else d.text for n, d in enumerate(self.documents)]
+        return [stored[n] if n in stored else d if isinstance(d, str) else d.plain() for n, d in enumerate(self.documents)]

@@ -148,7 +148,7 @@ class Completion(Answer):
     def __init__(self, body: CompletionBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
-        stored = state.documents.named(body.named(), caller.salt(body.cache_salt))
+        stored = state.documents.named(body.named(), caller.salt(body.cache_salt), field="chunks.documents")
         self.prompts = body.prompts({number: document.chunk for number, document in stored.items()})
         self._known_offsets: dict[str, tuple[list[int], int]] = {}
         echoed = body.logprobs if body.echo else None

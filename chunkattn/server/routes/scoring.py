@@ -116,7 +116,7 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
             if found is not None:
                 fields["document"] = {"id": found.id} | ({} if found.text is None else {"text": found.text})
             else:
-                fields["document"] = {"text": given} if isinstance(given, str) else given.model_dump()
+                fields["document"] = {"text": given} if isinstance(given, str) else given.model_dump(exclude_unset=True)
         results.append(fields)
     name = new_id("rerank")
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}

@@ -106,7 +106,8 @@ async def inspect(body: InspectBody, state: State, caller: CallerOf) -> Response
     given: Prompt = body.prompt if isinstance(body.prompt, str) else {"prompt_token_ids": body.prompt}
     prompt = given
     if body.chunks is not None:
-        stored = state.documents.named(named_documents(body.chunks.documents), caller.salt(body.cache_salt))
+        names, salt = named_documents(body.chunks.documents), caller.salt(body.cache_salt)
+        stored = state.documents.named(names, salt, field="chunks.documents")
         prompt = body.chunks.prompt({number: document.chunk for number, document in stored.items()})
     return await asyncio.to_thread(_inspected, state, prompt, body.chunk_aware)
 
