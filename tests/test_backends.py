@@ -15,6 +15,7 @@ import torch
 from ml_dtypes import bfloat16, float8_e4m3fn
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
+import chunkattn.backends.reference as reference
 import chunkattn.backends.xla as xla
 from benchmarks.attention_memory import temporary_bytes
 from chunkattn import AttentionBackend, chunk_attention, register_backend
@@ -73,6 +74,29 @@ def test_chunk_attention_is_the_definition(backend, seed):
 )
 def test_xla_equals_reference(options):
     check_backend("xla", **{"cases": 10, **options})
+
+
+def without_scale(weigh, scores, mask, slots, weighing):
+    return weigh(scores, mask, slots, weighing._replace(scale=jnp.ones_like(weighing.scale)))
+
+
+def with_temperature_on_the_question(weigh, scores, mask, slots, weighing):
+    own = mask & (weighing.end > 0)[:, None] & (slots >= weighing.end[:, None])
+    return jnp.where(own, scores / weighing.temperature[:, None], weigh(scores, mask, slots, weighing))
+
+
+def with_the_prefix_as_a_chunk(weigh, scores, mask, slots, weighing):
+    return weigh(scores, mask, slots, weighing._replace(begin=jnp.zeros_like(weighing.begin)))
+
+
+@pytest.mark.parametrize(
+    "mutant", [without_scale, with_temperature_on_the_question, with_the_prefix_as_a_chunk], ids=lambda mutant: mutant.__name__
+)
+def test_a_mutated_weighing_of_the_reference_is_noticed(mutant, monkeypatch):
+    check_backend("xla", cases=3, weighs=True)
+    monkeypatch.setattr(reference, "_weigh", partial(mutant, reference._weigh))
+    with pytest.raises(AssertionError, match="differs from reference"):
+        check_backend("xla", cases=3, weighs=True)
 
 
 QUICK_TILES = (({"window": 9}, 0, 0), ({"dtype": "bfloat16"}, 0, 1 << 30), ({}, 16, 0), ({"weighs": True}, 16, 0))
