@@ -99,7 +99,7 @@ def test_a_chunk_of_one_gap_never_serves_another(engine, checkpoint, tmp_path):
     llm.parser._place("shared", 0)
 
 
-@pytest.mark.parametrize("gap", [2**31 - 3, 2**31, 2**32, 10**400])
+@pytest.mark.parametrize("gap", [2**31 - 3, 2**31, 2**32, 10**400], ids=["int32", "2**31", "2**32", "10**400"])
 def test_positions_never_wrap(gap):
     with pytest.raises(CapacityError, match="exceed int32"):
         make_layout([1], [[2]], [3, 4], gap=gap)

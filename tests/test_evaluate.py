@@ -309,9 +309,19 @@ def test_a_control_that_does_not_fit_is_named_before_the_search(examiner):
     assert trials == []
 
 
-def test_gaps_leave_room_for_an_answer(examiner):
-    room = [Examiner(examiner.llm, examiner.questions, examiner.prompts, Results(), max_tokens=n).max_gap for n in (32, 64)]
-    assert room[0] - room[1] == 32
+def test_gaps_leave_room_for_answers_as_long_as_evals(tmp_path, monkeypatch):
+    data, seen = write(tmp_path / "data.jsonl", map(as_line, questions(4))), []
+
+    def examine(*_, max_tokens, **__):
+        seen.append(max_tokens)
+        raise ConfigError("seen")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("chunkattn.evaluation.examiner.Examiner", examine)
+    for options in ([], ["--max-tokens", "8"]):
+        command = ["calibrate", str(data), "--kv-cache-memory-bytes", str(POOL), *options]
+        assert CliRunner().invoke(app, command).exit_code == 2
+    assert seen == [32, 8]
 
 
 @pytest.mark.parametrize(("error", "name"), [(EngineError("the step broke"), "logprob"), (RequestError("too long"), "text")])
