@@ -48,7 +48,8 @@ class Calibration:
 def calibration_of(model: str | None, option: str | None, revision: str | None = None) -> Calibration | None:
     """Return the calibration that a configuration names, or that lies in the model's folder; None if there is none.
 
-    A file in the model's folder whose field `model` names another model is ignored with a warning.
+    A folder can hold several GGUF files. A calibration found beside a GGUF file is ignored with a warning if its field `model`
+    names another file.
 
     Args:
         model: local folder, local file or hub id; None for the bundled demo model.
@@ -73,12 +74,12 @@ def calibration_of(model: str | None, option: str | None, revision: str | None =
         return None
     found = read_calibration(file)
     named = _object(file).get("model")
-    if isinstance(named, str) and _stem(named) not in (names := _names(place)):
+    if place.is_file() and isinstance(named, str) and not _is_named(place, named):
         logger.warning(
             "%s is ignored: it is the calibration of %r, not of %s; to use it anyway, name the file in chunk_calibration",
             file,
             named,
-            " or ".join(sorted(names)),
+            place.name,
         )
         return None
     logger.info("calibration found in %s: %s", file, found)
@@ -98,20 +99,9 @@ def _hub_file(model: str, revision: str | None) -> Path | None:
         return None
 
 
-def _names(place: Path) -> set[str]:
-    """Return the names that a model has in calibration files: of its file and folder, or of its repository on the hub."""
-    places = {place, place.resolve()} if place.exists() else {place}
-    names = {_stem(str(p)) for p in places}
-    if place.is_file():
-        names |= {_stem(str(p.parent)) for p in places}
-    elif place.is_dir():
-        names |= {_stem(str(file)) for file in place.glob("*.gguf")}
-    return names - {""}
-
-
-def _stem(name: str) -> str:
-    path = Path(name)
-    return path.stem if path.suffix.lower() == ".gguf" else path.name
+def _is_named(file: Path, name: str) -> bool:
+    """Return whether a calibration's `model` names this GGUF file, or the folder that holds it."""
+    return any(Path(name).name in (place.name, place.parent.name) for place in (file, file.resolve()))
 
 
 def read_calibration(path: Path) -> Calibration:
