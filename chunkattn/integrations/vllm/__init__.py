@@ -1,0 +1,1 @@
+"""Chunk-aware prompts in vLLM, through its KV connector interface."""
