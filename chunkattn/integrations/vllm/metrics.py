@@ -1,0 +1,103 @@
+"""Statistics of the connector, from scheduler and workers to vLLM's Prometheus output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTERS = {
+    "loads": "Requests whose K/V was loaded from the store.",
+    "loaded_segments": "Prefixes and chunks loaded from the store.",
+    "loaded_bytes": "K/V bytes loaded from the store, over all ranks.",
+    "load_seconds": "Time to read, rotate and write loaded K/V, summed over ranks.",
+    "saved_segments": "Prefixes and chunks saved to the store.",
+    "saved_bytes": "K/V bytes saved to the store, over all ranks.",
+    "save_seconds": "Time to copy saved K/V, summed over ranks.",
+    "evicted_segments": "Prefixes and chunks evicted from the store.",
+    "evicted_bytes": "K/V bytes evicted from the store, over all ranks.",
+    "waits": "Scheduling attempts put off because a queued request computes the K/V.",
+}
+GAUGES = {
+    "stored_segments": "Prefixes and chunks in the store.",
+    "stored_bytes": "K/V bytes in the store, over all ranks.",
+}
+REFUSAL_REASONS = ("malformed", "unsupported", "missing")
+
+
+class ConnectorStats(KVConnectorStats):
+    """Counts since the last report. Its data is a flat mapping from names to numbers."""
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to a counter."""
+        if amount:
+            self.data[name] = self.data.get(name, 0) + amount
+
+    def count_refusal(self, reason: str) -> None:
+        """Count a refused request."""
+        self.count(f"refused_{reason}")
+
+    def gauge(self, name: str, value: int) -> None:
+        """Set a gauge."""
+        self.data[name] = value
+
+    def reset(self) -> None:
+        """Forget all counts."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the other's counters and take its gauges."""
+        for name, value in other.data.items():
+            if name in GAUGES:
+                self.gauge(name, value)
+            else:
+                self.count(name, value)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts, for vLLM's periodic log line."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Return whether nothing was counted."""
+        return not self.data
+
+
+class ConnectorPromMetrics(KVConnectorPromMetrics):
+    """Prometheus metrics `vllm:chunkattn_*`, one series per engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter_cls, gauge_cls = metric_types[Counter], metric_types[Gauge]
+
+        def per_engine(metric: Any, *labels: object) -> dict[int, Any]:
+            values = {engine: [*values, *labels] for engine, values in per_engine_labelvalues.items()}
+            return create_metric_per_engine(metric, values)
+
+        self._counters = {
+            name: per_engine(counter_cls(f"vllm:chunkattn_{name}", text, labelnames=labelnames))
+            for name, text in COUNTERS.items()
+        }
+        self._gauges = {
+            name: per_engine(gauge_cls(f"vllm:chunkattn_{name}", text, labelnames=labelnames)) for name, text in GAUGES.items()
+        }
+        refused = counter_cls(
+            "vllm:chunkattn_refused_requests", "Requests refused, by reason.", labelnames=[*labelnames, "reason"]
+        )
+        self._counters |= {f"refused_{reason}": per_engine(refused, reason) for reason in REFUSAL_REASONS}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report of an engine."""
+        for name, value in transfer_stats_data.items():
+            if name in self._gauges:
+                self._gauges[name][engine_idx].set(value)
+            elif name in self._counters:
+                self._counters[name][engine_idx].inc(value)

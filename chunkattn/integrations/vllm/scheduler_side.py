@@ -1,0 +1,222 @@
+"""Scheduler's side of the connector: decides what is loaded, saved, evicted and refused."""
+
+from __future__ import annotations
+
+import copy
+import hmac
+import json
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from chunkattn.integrations.vllm.jobs import Job, RequestRefused, Segment, parse_job
+from chunkattn.integrations.vllm.metrics import ConnectorStats
+from chunkattn.integrations.vllm.options import ConnectorOptions
+from chunkattn.integrations.vllm.requests import PARAMS_KEY
+from chunkattn.integrations.vllm.step import Load, Save, StepWork
+from chunkattn.integrations.vllm.store_index import StoreIndex
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class SchedulerSide:
+    """State of all requests with a job, and the index of the store.
+
+    vLLM calls these methods in the engine core. An exception there ends the engine for all clients, so a bad request is marked
+    as refused instead. A refused request claims all but one of its tokens as loadable; the workers then report its blocks as
+    failed, and vLLM ends it with finish reason "error".
+
+    Args:
+        options: options of the connector.
+        block_size: tokens per block.
+        bytes_per_token: K/V bytes of one token over all layers and ranks.
+        get_block_ids: function from a request id to its blocks.
+    """
+
+    def __init__(
+        self, options: ConnectorOptions, block_size: int, bytes_per_token: int, get_block_ids: Callable[[str], list[int]]
+    ) -> None:
+        self.index = StoreIndex(options.max_store_bytes)
+        self.stats = ConnectorStats()
+        self._gap = options.chunk_position_gap
+        self._block_size = block_size
+        self._bytes_per_token = bytes_per_token
+        self._get_block_ids = get_block_ids
+        self._secret = secrets.token_bytes(32)
+        self._jobs: dict[str, Job] = {}
+        self._refused: set[str] = set()
+        self._unsaved: dict[str, Job] = {}
+        self._producers: Counter[str] = Counter()
+        self._loads: dict[str, Load] = {}
+        self._dropped: list[str] = []
+
+    def add(self, request: Request) -> None:
+        """Read a new request's parameters, and give it the block hashes of its K/V."""
+        try:
+            job = self._parse(request)
+        except RequestRefused as refusal:
+            self._refuse(request, refusal)
+            return
+        if job is None:
+            return
+        self._jobs[request.request_id] = job
+        if job.saves:
+            self._unsaved[request.request_id] = job
+            self._producers.update(segment.key for segment in job.saves)
+        if job.layout is not None:
+            # vLLM would drop the answer of `match` under this flag, and compute the prompt as a plain one.
+            request.skip_reading_prefix_cache = False
+            self._salt_block_hashes(request, request.cache_salt, *job.layout)
+
+    def match(self, request: Request, num_computed: int) -> int | None:
+        """Return the tokens to load beyond the first `num_computed`, or None to be asked again in the next step."""
+        request_id = request.request_id
+        if request_id in self._refused:
+            return max(0, request.num_tokens - 1 - num_computed)
+        job = self._jobs.get(request_id)
+        if job is None or num_computed >= job.load_end:
+            return 0
+        missing = {segment.key for segment in job.segments_after(num_computed)} - self.index.keys()
+        if any(self._producers[key] for key in missing):
+            self.stats.count("waits")
+            return None
+        if missing:
+            self._refuse(request, RequestRefused("missing", "the store does not hold all segments: save them again"))
+            return request.num_tokens - 1 - num_computed
+        return job.load_end - num_computed
+
+    def allocated(self, request: Request, block_ids: list[int], num_external: int) -> None:
+        """Plan the load of a request that got its blocks."""
+        request_id = request.request_id
+        if num_external <= 0:
+            return
+        if request_id in self._refused:
+            end = request.num_tokens - 1
+            segments: tuple[Segment, ...] = ()
+            # A preempted request looks its blocks up again. New hashes keep it from finding the blocks that were not written.
+            self._salt_block_hashes(request, "refused", secrets.token_hex(16))
+        elif request_id in self._jobs:
+            job = self._jobs[request_id]
+            end = job.load_end
+            segments = tuple(job.segments_after(end - num_external))
+            for segment in reversed(segments):  # the prefix, which serves most requests, becomes the most recent
+                self.index.touch(segment.key)
+            self.stats.count("loads")
+            self.stats.count("loaded_segments", len(segments))
+            self.stats.count("loaded_bytes", num_external * self._bytes_per_token)
+        else:
+            return
+        blocks = block_ids[: -(-end // self._block_size)]
+        self._loads[request_id] = Load(blocks, end - num_external, end, segments, refused=request_id in self._refused)
+
+    def build_step(self, output: SchedulerOutput) -> StepWork:
+        """Return the work of the step that vLLM has scheduled."""
+        scheduled = output.num_scheduled_tokens
+        work = StepWork(loads=list(self._loads.values()))
+        self._loads.clear()
+        if self._unsaved:
+            computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+            cached = output.scheduled_cached_reqs
+            computed.update(zip(cached.req_ids, cached.num_computed_tokens))
+            for request_id in scheduled.keys() & self._unsaved.keys():
+                if computed[request_id] + scheduled[request_id] >= self._unsaved[request_id].save_end:
+                    self._save(request_id, work)
+        evicted = self.index.evict()
+        self.stats.count("evicted_segments", len(evicted))
+        self.stats.count("evicted_bytes", sum(num_bytes for _, num_bytes in evicted))
+        work.evicted = self._dropped + [key for key, _ in evicted]
+        self._dropped = []
+        return work
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request that ended or was aborted."""
+        self._jobs.pop(request_id, None)
+        self._refused.discard(request_id)
+        self._loads.pop(request_id, None)
+        self._end_production(request_id)
+
+    def reset(self) -> None:
+        """Drop all stored K/V."""
+        self._dropped += self.index.clear()
+
+    def take_stats(self) -> ConnectorStats | None:
+        """Return the statistics since the last call, None if nothing happened."""
+        if self.stats.is_empty():
+            return None
+        taken, self.stats = self.stats, ConnectorStats()
+        taken.gauge("stored_segments", len(self.index))
+        taken.gauge("stored_bytes", self.index.num_bytes)
+        return taken
+
+    def _parse(self, request: Request) -> Job | None:
+        params = request.kv_transfer_params
+        if not isinstance(params, dict) or PARAMS_KEY not in params:
+            return None
+        token_ids = request.prompt_token_ids
+        if token_ids is None or request.prompt_embeds is not None or request.mm_features:
+            raise RequestRefused("unsupported", "prompts of a chunked prompt must be token ids alone")
+        if not isinstance(request.cache_salt, str | None):
+            raise RequestRefused("malformed", "cache_salt must be a string")
+        if request.sampling_params is None or request.resumable:
+            raise RequestRefused("unsupported", "pooling and resumable requests cannot be chunked prompts")
+        adapter = request.lora_request.lora_name if request.lora_request else None
+        job = parse_job(params, token_ids, gap=self._gap, cache_salt=request.cache_salt, adapter=adapter)
+        if job is not None and job.loads and request.sampling_params.prompt_logprobs is not None:
+            raise RequestRefused("unsupported", "a loaded prompt has no prompt_logprobs")
+        return job
+
+    def _refuse(self, request: Request, refusal: RequestRefused) -> None:
+        request_id = request.request_id
+        logger.warning("Refused request %s: %s", request_id, refusal)
+        self.stats.count_refusal(refusal.reason)
+        self._end_production(request_id)
+        self._jobs.pop(request_id, None)
+        self._refused.add(request_id)
+        request.skip_reading_prefix_cache = False
+        if request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None:
+            request.sampling_params = copy.copy(request.sampling_params)
+            request.sampling_params.prompt_logprobs = None
+        if request.num_tokens == 1:
+            # One token to claim, and one to compute.
+            request.prompt_token_ids = [*request.all_token_ids, 0]
+            request.num_prompt_tokens = 2
+            request._all_token_ids.append(0)
+        self._salt_block_hashes(request, "refused", secrets.token_hex(16))
+
+    def _salt_block_hashes(self, request: Request, *fields: Any) -> None:
+        """Recompute a request's block hashes under a salt that no client can know.
+
+        vLLM's hashes cover token ids and `cache_salt`. They do not cover the chunks and their positions, so a composed prompt's
+        blocks would answer plain prompts, and a plain prompt's blocks composed ones.
+        """
+        message = json.dumps(fields).encode()
+        request.cache_salt = f"{PARAMS_KEY}/{hmac.new(self._secret, message, 'sha256').hexdigest()}"
+        request.block_hashes = []
+        request.update_block_hashes()
+
+    def _save(self, request_id: str, work: StepWork) -> None:
+        added = []
+        for segment in self._end_production(request_id):
+            num_bytes = (segment.end - segment.start) * self._bytes_per_token
+            if self.index.add(segment.key, num_bytes):
+                added.append(segment)
+                self.stats.count("saved_segments")
+                self.stats.count("saved_bytes", num_bytes)
+        if added:
+            num_blocks = -(-added[-1].end // self._block_size)
+            work.saves.append(Save(self._get_block_ids(request_id)[:num_blocks], tuple(added)))
+
+    def _end_production(self, request_id: str) -> tuple[Segment, ...]:
+        job = self._unsaved.pop(request_id, None)
+        if job is None:
+            return ()
+        self._producers.subtract(segment.key for segment in job.saves)
+        self._producers += Counter()  # drops zeros
+        return job.saves

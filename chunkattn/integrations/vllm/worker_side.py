@@ -1,0 +1,109 @@
+"""Worker's side of the connector: copies, rotates and keeps K/V."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from chunkattn.integrations.vllm.block_layout import BlockLayout
+from chunkattn.integrations.vllm.metrics import ConnectorStats
+from chunkattn.integrations.vllm.rotation import KeyRotation, Turn
+from chunkattn.integrations.vllm.step import Load, Save, StepWork
+
+
+class WorkerSide:
+    """Store of one rank: the keys and values of its layers and heads.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.store: dict[str, torch.Tensor] = {}
+        """K/V of every segment, in RAM: `[L, T, H, 2D]`, keys first, in the cache's type."""
+        self._block_size = block_size
+        self._layout = BlockLayout(block_size)
+        self._layers: list[tuple[Any, torch.Tensor]] = []
+        self._rotation: KeyRotation | None = None
+        self._failed_blocks: set[int] = set()
+        self._stats = ConnectorStats()
+
+    def register(self, layers: list[tuple[Any, torch.Tensor]], rotation: KeyRotation) -> None:
+        """Take the attention layers with their caches `[B, H, N, 2D]`, and the rotation of their keys."""
+        self._layers = layers
+        self._rotation = rotation
+
+    def run_loads(self, work: StepWork) -> None:
+        """Write the step's loads into the cache, before the forward pass."""
+        began = time.perf_counter()
+        for load in work.loads:
+            if load.refused:
+                self._fail(load)
+            else:
+                self._load(load)
+        if work.loads:
+            self._stats.count("load_seconds", time.perf_counter() - began)
+
+    def run_saves(self, work: StepWork) -> None:
+        """Copy the step's saves from the cache, after the forward pass, and drop evicted segments."""
+        began = time.perf_counter()
+        for save in work.saves:
+            self._save(save)
+        if work.saves:
+            self._stats.count("save_seconds", time.perf_counter() - began)
+        for key in work.evicted:
+            self.store.pop(key, None)
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks of refused loads since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_stats(self) -> ConnectorStats | None:
+        """Return the statistics since the last call, None if nothing happened."""
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, ConnectorStats()
+        return taken
+
+    def _fail(self, load: Load) -> None:
+        block_ids = load.block_ids[load.start // self._block_size :]
+        self._failed_blocks.update(block_ids)
+        for _, cache in self._layers:
+            # vLLM may sample a token before it handles the failure: the token must not depend on a former user of the blocks.
+            cache[torch.tensor(block_ids, device=cache.device)] = 0
+
+    def _save(self, save: Save) -> None:
+        first = save.segments[0].start // self._block_size
+        offset = first * self._block_size
+        kv = torch.stack([self._layout.read(*layer, save.block_ids[first:]) for layer in self._layers])
+        for segment in save.segments:
+            part = kv[:, segment.start - offset : segment.end - offset]
+            self.store[segment.key] = part.to("cpu", copy=True).contiguous()
+
+    def _load(self, load: Load) -> None:
+        parts = [self.store[s.key][:, max(0, load.start - s.start) :] for s in load.segments]
+        device = self._layers[0][1].device
+        slots = self._layout.slots(load.block_ids, load.start, load.end).to(device)
+        turn = self._turn(load)
+        # All layers share the buffers: fresh ones would cost more time than the copies.
+        staging = torch.cat([part[0] for part in parts])
+        key, value = (torch.empty_like(x, memory_format=torch.contiguous_format, device=device) for x in staging.chunk(2, -1))
+        scratch = torch.empty(2, *key.shape[:2], turn.cos.shape[-1], device=device)
+        assert self._rotation is not None
+        for number, (layer, cache) in enumerate(self._layers):
+            torch.cat([part[number] for part in parts], out=staging)
+            stored_key, stored_value = staging.to(device).chunk(2, -1)
+            self._rotation.apply(stored_key, turn, key, scratch)
+            value.copy_(stored_value)
+            self._layout.write(layer, cache, key, value, slots)
+
+    def _turn(self, load: Load) -> Turn:
+        source = torch.cat([torch.arange(max(0, load.start - s.start), s.end - s.start) + s.origin for s in load.segments])
+        shift = torch.cat([torch.full((s.end - max(s.start, load.start),), s.shift) for s in load.segments])
+        assert self._rotation is not None
+        turn = self._rotation.turn(source, source + shift)
+        device = self._layers[0][1].device
+        return Turn(turn.cos.to(device), turn.sin.to(device))
