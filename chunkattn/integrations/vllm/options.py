@@ -6,6 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+CLIENT_OPTIONS = frozenset(
+    {
+        "chunk_calibration",
+        "chunk_separator",
+        "document_template",
+        "enable_chunk_aware",
+        "max_chunk_len",
+        "max_chunks_per_prompt",
+        "position_strategy",
+        "special_tokens_in_documents",
+        "special_tokens_in_prompts",
+    }
+)
+"""Options that a server's front end keeps beside the connector's. The connector ignores them."""
+
 
 @dataclass(frozen=True)
 class ConnectorOptions:
@@ -27,9 +42,10 @@ class ConnectorOptions:
             ValueError: an option is unknown, no integer, or negative.
         """
         names = {field.name for field in fields(cls)}
-        if unknown := sorted(config.keys() - names):
-            raise ValueError(f"unknown kv_connector_extra_config {unknown}; choose of {sorted(names)}")
-        for name, value in config.items():
+        if unknown := sorted(config.keys() - names - CLIENT_OPTIONS):
+            raise ValueError(f"unknown kv_connector_extra_config {unknown}; choose of {sorted(names | CLIENT_OPTIONS)}")
+        own = {name: value for name, value in config.items() if name in names}
+        for name, value in own.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
-        return cls(**config)
+        return cls(**own)

@@ -168,7 +168,7 @@ class SchedulerSide:
             raise RequestRefused("unsupported", "pooling and resumable requests cannot be chunked prompts")
         adapter = request.lora_request.lora_name if request.lora_request else None
         job = parse_job(params, token_ids, gap=self._gap, cache_salt=request.cache_salt, adapter=adapter)
-        if job is not None and job.loads and request.sampling_params.prompt_logprobs is not None:
+        if job is not None and job.loads and _wants_prompt_logprobs(request.sampling_params):
             raise RequestRefused("unsupported", "a loaded prompt has no prompt_logprobs")
         return job
 
@@ -180,9 +180,10 @@ class SchedulerSide:
         self._jobs.pop(request_id, None)
         self._refused.add(request_id)
         request.skip_reading_prefix_cache = False
-        if request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None:
+        if _wants_prompt_logprobs(request.sampling_params):
             request.sampling_params = copy.copy(request.sampling_params)
             request.sampling_params.prompt_logprobs = None
+            request.sampling_params.prompt_logprob_token_ids = None
         if request.num_tokens == 1:
             # One token to claim, and one to compute.
             request.prompt_token_ids = [*request.all_token_ids, 0]
@@ -220,3 +221,7 @@ class SchedulerSide:
         self._producers.subtract(segment.key for segment in job.saves)
         self._producers += Counter()  # drops zeros
         return job.saves
+
+
+def _wants_prompt_logprobs(params: Any) -> bool:
+    return params is not None and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
