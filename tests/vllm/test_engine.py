@@ -236,7 +236,7 @@ FORGED = {
     "save bool": {"save": True, "positions": "shared"},
     "save negative": {"save": -1, "positions": "shared"},
     "save beyond": {"save": 1000, "positions": "shared"},
-    "save huge": {"save": 10**400, "positions": "shared"},
+    "save huge": {"save": 2**63, "positions": "shared"},
     "both": {"save": 3, "bounds": [1, 2], "positions": "shared"},
     "unknown field": {"bounds": [1, 2], "positions": "shared", "salt": "tenant a"},
     "no positions": {"bounds": [1, 2]},
