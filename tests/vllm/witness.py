@@ -30,22 +30,27 @@ class Witness:
             return self.shared(prefix, chunks, question, count, gap)
         return self.reordered(prefix, chunks, question, count)
 
+    @torch.no_grad()
     def shared(self, prefix, chunks, question, count, gap=0):
-        """Answer under `shared` positions, by forward passes under a dense mask."""
+        """Answer under `shared` positions: one forward pass of the prompt under a dense mask, then token by token."""
         first = len(prefix) + (gap if chunks else 0)
         after = first + max(map(len, chunks), default=0)
-        tokens, logprobs = [], None
-        for _ in range(count):
-            last = [*question, *tokens]
-            ids = [*prefix, *(t for c in chunks for t in c), *last]
-            part = np.repeat([-1, *range(len(chunks)), -2], [len(prefix), *map(len, chunks), len(last)])
-            position = np.concatenate(
-                [np.arange(len(prefix)), *(first + np.arange(len(c)) for c in chunks), after + np.arange(len(last))]
-            )
-            seen, sees = part[None], part[:, None]
-            visible = np.tril(np.ones((len(ids), len(ids)), bool)) & ((seen == -1) | (seen == sees) | (sees == -2))
-            tokens, logprobs = self._step(self.oracle.logits(ids, position.astype(int), visible)[-1], tokens, logprobs)
-        return tokens, logprobs
+        token_ids = [*prefix, *(t for c in chunks for t in c), *question]
+        part = np.repeat([-1, *range(len(chunks)), -2], [len(prefix), *map(len, chunks), len(question)])
+        position = np.concatenate(
+            [np.arange(len(prefix)), *(first + np.arange(len(c)) for c in chunks), after + np.arange(len(question))]
+        )
+        seen, sees = part[None], part[:, None]
+        visible = np.tril(np.ones((len(part), len(part)), bool)) & ((seen == -1) | (seen == sees) | (sees == -2))
+        mask = torch.where(torch.as_tensor(visible), 0.0, torch.finfo(torch.float32).min)[None, None]
+        past = DynamicCache()
+        out = self.model(
+            torch.tensor([token_ids]),
+            attention_mask=mask,
+            position_ids=torch.as_tensor(position.astype(int))[None],
+            past_key_values=past,
+        )
+        return self._continue(out.logits[0, -1], past, after + len(question), count)
 
     @torch.no_grad()
     def reordered(self, prefix, chunks, question, count):
@@ -62,12 +67,17 @@ class Witness:
         past = DynamicCache()
         for layer in range(len(keys[0])):
             past.update(torch.cat([k[layer] for k in keys], 2), torch.cat([v[layer] for v in values], 2), layer)
-        position, ids, tokens, logprobs = past.get_seq_length(), list(question), [], None
-        for _ in range(count):
-            places = position + torch.arange(len(ids))
-            logits = self.model(torch.tensor([ids]), past_key_values=past, position_ids=places[None]).logits[0, -1]
-            tokens, logprobs = self._step(logits.numpy(), tokens, logprobs)
-            position, ids = position + len(ids), tokens[-1:]
+        position = past.get_seq_length()
+        places = position + torch.arange(len(question))
+        out = self.model(torch.tensor([question]), past_key_values=past, position_ids=places[None])
+        return self._continue(out.logits[0, -1], past, position + len(question), count)
+
+    def _continue(self, logits, past, position, count):
+        """Pick the best token `count` times. Generated tokens see the whole cache."""
+        logprobs, tokens = logits.log_softmax(-1).numpy(), [int(logits.argmax())]
+        while len(tokens) < count:
+            out = self.model(torch.tensor([tokens[-1:]]), past_key_values=past, position_ids=torch.tensor([[position]]))
+            position, tokens = position + 1, [*tokens, int(out.logits[0, -1].argmax())]
         return tokens, logprobs
 
     def _move(self, keys, source, target):
@@ -82,10 +92,3 @@ class Witness:
     def _half(x):
         first, second = x.chunk(2, -1)
         return torch.cat([-second, first], -1)
-
-    @staticmethod
-    def _step(logits, tokens, logprobs):
-        if logprobs is None:
-            shifted = logits - logits.max()
-            logprobs = shifted - np.log(np.exp(shifted).sum())
-        return [*tokens, int(logits.argmax())], logprobs

@@ -95,7 +95,7 @@ class ChunkConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Run the step's saves and evictions, after the forward pass."""
-        self.worker_side.run_saves(self._get_connector_metadata())
+        self.worker_side.run_evictions_and_saves(self._get_connector_metadata())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of refused requests."""

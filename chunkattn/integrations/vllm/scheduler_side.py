@@ -83,7 +83,7 @@ class SchedulerSide:
         job = self._jobs.get(request_id)
         if job is None or num_computed >= job.load_end:
             return 0
-        missing = {segment.key for segment in job.segments_after(num_computed)} - self.index.keys()
+        missing = {segment.key for segment in job.segments_after(num_computed) if segment.key not in self.index}
         if any(self._producers[key] for key in missing):
             self.stats.count("waits")
             return None
@@ -133,6 +133,8 @@ class SchedulerSide:
         self.stats.count("evicted_bytes", sum(num_bytes for _, num_bytes in evicted))
         work.evicted = self._dropped + [key for key, _ in evicted]
         self._dropped = []
+        for save in work.saves:  # what one step saves may exceed the store
+            save.segments = tuple(segment for segment in save.segments if segment.key in self.index)
         return work
 
     def finish(self, request_id: str) -> None:

@@ -43,14 +43,14 @@ class Save:
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Loads, saves and evictions of one step. Workers run them in this order.
+    """Loads, evictions and saves of one step. Workers run them in this order.
 
     Attributes:
         loads: loads before the forward pass.
-        saves: saves after it.
-        evicted: keys to drop after the saves.
+        evicted: keys to drop after it.
+        saves: saves after the evictions.
     """
 
     loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)

@@ -46,15 +46,15 @@ class WorkerSide:
         if work.loads:
             self._stats.count("load_seconds", time.perf_counter() - began)
 
-    def run_saves(self, work: StepWork) -> None:
-        """Copy the step's saves from the cache, after the forward pass, and drop evicted segments."""
+    def run_evictions_and_saves(self, work: StepWork) -> None:
+        """Drop evicted segments, and copy the step's saves from the cache, after the forward pass."""
+        for key in work.evicted:
+            self.store.pop(key, None)
         began = time.perf_counter()
         for save in work.saves:
             self._save(save)
         if work.saves:
             self._stats.count("save_seconds", time.perf_counter() - began)
-        for key in work.evicted:
-            self.store.pop(key, None)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks of refused loads since the last call."""
@@ -76,6 +76,8 @@ class WorkerSide:
             cache[torch.tensor(block_ids, device=cache.device)] = 0
 
     def _save(self, save: Save) -> None:
+        if not save.segments:
+            return
         first = save.segments[0].start // self._block_size
         offset = first * self._block_size
         kv = torch.stack([self._layout.read(*layer, save.block_ids[first:]) for layer in self._layers])

@@ -1,0 +1,276 @@
+"""Parts of the connector without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from chunkattn.integrations.vllm.block_layout import BlockLayout
+from chunkattn.integrations.vllm.jobs import Job, RequestRefused, parse_job
+from chunkattn.integrations.vllm.options import ConnectorOptions
+from chunkattn.integrations.vllm.requests import PARAMS_KEY, plan_prompt, segment_keys
+from chunkattn.integrations.vllm.rotation import KeyRotation
+from chunkattn.integrations.vllm.scheduler_side import SchedulerSide
+from chunkattn.integrations.vllm.store_index import StoreIndex
+
+
+def parse(request, gap=0, adapter=None) -> Job:
+    return parse_job(request.kv_transfer_params, request.token_ids, gap=gap, cache_salt=request.cache_salt, adapter=adapter)
+
+
+@pytest.mark.parametrize("positions", ["shared", "reordered"])
+@pytest.mark.parametrize("gap", [0, 5])
+@pytest.mark.parametrize("prefix", [[], [1, 2, 3]])
+def test_client_and_server_agree_on_keys(positions, gap, prefix):
+    plan = plan_prompt(prefix, [[4, 5], [], [6], [4, 5]], [7], positions=positions, gap=gap, cache_salt="a", adapter="b")
+    saved = set()
+    for request in (r for stage in plan.missing(()) for r in stage):
+        job = parse(request, gap, "b")
+        assert {segment.key for segment in job.loads} <= saved, "a save request needs what an earlier stage saves"
+        assert {segment.key for segment in job.saves} == set(request.keys)
+        saved |= set(request.keys)
+    composed = parse(plan.composed, gap, "b")
+    assert {segment.key for segment in composed.loads} == set(plan.composed.keys) == saved
+    assert composed.load_end == len(plan.composed.token_ids) - 1
+    assert [s.end for s in composed.loads[:-1]] == [s.start for s in composed.loads[1:]]
+
+
+def test_positions_of_a_composed_prompt():
+    plan = plan_prompt([1, 2, 3], [[4, 5], [6, 7, 8, 9]], [10], gap=100)
+    loads = parse(plan.composed, 100).loads
+    # Shared positions: prefix 0-2, chunks from 103, question at 107. The question's index is 9, so all keys move by -98.
+    assert [segment.origin + segment.shift for segment in loads] == [-98, 5, 5]
+    reordered = plan_prompt([1, 2, 3], [[4, 5], [6, 7, 8, 9]], [10], positions="reordered", gap=100)
+    assert [segment.origin + segment.shift for segment in parse(reordered.composed, 100).loads] == [0, 3, 5]
+
+
+def test_keys_separate_all_that_decides_the_values():
+    variants = [
+        segment_keys(prefix, [chunk], gap=gap, cache_salt=salt, adapter=adapter)[1][0]
+        for prefix, chunk in [([1], [2, 3]), ([1, 2], [3]), ([], [1, 2, 3]), ([3], [2, 1])]
+        for gap in (0, 1)
+        for salt in (None, "", "a", "ab")
+        for adapter in (None, "b", "ab")
+    ]
+    assert len(set(variants)) == len(variants) - 12, "only the gap behind an empty prefix has no effect"
+
+
+def test_plain_prompts_need_no_job():
+    assert plan_prompt([1, 2], [], [3], gap=4).composed.kv_transfer_params is None
+    assert plan_prompt([1, 2], [[], []], [3]).composed.kv_transfer_params is None
+    for params in (None, {}, {"other": 3}, [], "text", 7):
+        assert parse_job(params, [1, 2], gap=0, cache_salt=None, adapter=None) is None
+
+
+@pytest.mark.parametrize("wrong", [{"question": []}, {"positions": "offset"}, {"gap": -1}])
+def test_plan_errors(wrong):
+    with pytest.raises(ValueError, match=r"empty|positions|gap"):
+        plan_prompt(**{"prefix": [1], "chunks": [[2]], "question": [3], **wrong})
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 1.0, "1", [], {}, 2**63, float("nan")])
+@pytest.mark.parametrize("place", ["save", "bounds", "inside bounds", "positions", "whole"])
+def test_parse_refuses_every_wrong_type(value, place):
+    fields = {
+        "save": {"save": value, "positions": "shared"},
+        "bounds": {"bounds": value, "positions": "shared"},
+        "inside bounds": {"bounds": [0, value], "positions": "shared"},
+        "positions": {"bounds": [0, 1], "positions": value},
+        "whole": value,
+    }[place]
+    with pytest.raises(RequestRefused):
+        parse_job({PARAMS_KEY: fields}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
+
+
+def test_index_is_bounded_and_least_recently_used():
+    index = StoreIndex(10)
+    assert index.add("a", 4)
+    assert index.add("b", 4)
+    assert not index.add("a", 4)
+    assert not index.add("large", 11)
+    index.touch("a")
+    assert index.add("c", 4)
+    assert index.evict() == [("b", 4)]
+    assert (index.keys(), index.num_bytes) == ({"a", "c"}, 8)
+    assert sorted(index.clear()) == ["a", "c"]
+    assert (len(index), index.num_bytes, index.evict()) == (0, 0, [])
+
+
+def scheduler(max_store_bytes):
+    return SchedulerSide(ConnectorOptions(max_store_bytes=max_store_bytes), 4, 1, lambda request_id: list(range(9)))
+
+
+def new_request(name, request):
+    return SimpleNamespace(
+        request_id=name,
+        kv_transfer_params=request.kv_transfer_params,
+        prompt_token_ids=request.token_ids,
+        all_token_ids=request.token_ids,
+        num_tokens=len(request.token_ids),
+        prompt_embeds=None,
+        mm_features=[],
+        sampling_params=SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=None),
+        resumable=False,
+        lora_request=None,
+        cache_salt=request.cache_salt,
+        skip_reading_prefix_cache=False,
+        block_hashes=[],
+        update_block_hashes=lambda: None,
+    )
+
+
+def run_step(side, **scheduled):
+    new = [SimpleNamespace(req_id=name, num_computed_tokens=0) for name in scheduled]
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+    return side.build_step(
+        SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+    )
+
+
+def test_saves_of_one_step_may_exceed_the_store():
+    side = scheduler(6)
+    saves = plan_prompt([1, 2], [[3, 4, 5], [6, 7, 8]], [9]).saves
+    for name, request in zip("ab", saves):
+        side.add(new_request(name, request))
+    work = run_step(side, a=5, b=5)
+    kept = {segment.key for save in work.saves for segment in save.segments}
+    assert kept == side.index.keys()
+    assert side.index.num_bytes <= 6
+
+
+def test_segment_saved_right_after_a_reset_is_kept():
+    """Workers drop what the reset dropped before they save it anew."""
+    side = scheduler(100)
+    (save,) = plan_prompt([1, 2], [[3, 4, 5]], [9]).saves
+    side.add(new_request("a", save))
+    run_step(side, a=5)
+    side.reset()
+    side.add(new_request("b", save))
+    work = run_step(side, b=5)
+    assert set(work.evicted) == side.index.keys() == {segment.key for segment in work.saves[0].segments}
+
+
+@pytest.mark.parametrize("refused", ["prompt_embeds", "mm_features", "resumable", "cache_salt", "prompt_token_ids"])
+def test_requests_whose_tokens_do_not_tell_their_values_are_refused(refused):
+    side = scheduler(100)
+    (save,) = plan_prompt([1, 2], [[3, 4, 5]], [9]).saves
+    request = new_request("a", save)
+    setattr(request, refused, {"prompt_token_ids": None, "mm_features": [1], "cache_salt": 3}.get(refused, True))
+    side.add(request)
+    assert side.match(request, 0) == 4, "all tokens but one are claimed, to be reported as failed"
+    assert not run_step(side, a=5).saves
+    side.allocated(request, [7, 8], 4)
+    (load,) = run_step(side).loads
+    assert (load.refused, load.block_ids, load.start, load.end) == (True, [7], 0, 4)
+    side.finish("a")
+
+
+def test_options():
+    assert ConnectorOptions.parse({"enable_chunk_aware": True}) == ConnectorOptions()
+    assert ConnectorOptions.parse({"max_store_bytes": 3, "chunk_position_gap": 4}) == ConnectorOptions(3, 4)
+    for wrong in ({"max_store_byte": 3}, {"max_store_bytes": True}, {"chunk_position_gap": -1}, {"chunk_position_gap": 1.5}):
+        with pytest.raises(ValueError, match=r"unknown|integer"):
+            ConnectorOptions.parse(wrong)
+
+
+def table(positions, rotated, factor=1.0, dtype=torch.float32):
+    angles = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(0, rotated, 2) / rotated)
+    return (torch.cat([angles.cos(), angles.sin()], -1) * factor).to(dtype)
+
+
+def reference(key, position, rotated, is_neox, factor=1.0):
+    """Key `[T, H, D]` at positions `[T]`, by complex numbers in float64."""
+    angles = position[:, None].double() * 10000.0 ** (-torch.arange(0, rotated, 2).double() / rotated)
+    z = torch.polar(torch.full_like(angles, factor), angles)[:, None]
+    x = key[..., :rotated].double()
+    pairs = torch.complex(*x.chunk(2, -1)) if is_neox else torch.complex(x[..., ::2], x[..., 1::2])
+    moved = pairs * z
+    both = torch.cat([moved.real, moved.imag], -1) if is_neox else torch.stack([moved.real, moved.imag], -1).flatten(-2)
+    return torch.cat([both, key[..., rotated:].double()], -1)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("rotated", [16, 8])
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_rotation_equals_the_key_at_the_target(is_neox, rotated, factor):
+    """Also below position 0, with an attention factor, with channels that are not rotated, and in both pairings."""
+    torch.manual_seed(0)
+    bare = torch.randn(40, 3, 16)
+    source, target = torch.arange(40), torch.arange(40) * 7 - 60
+    key = reference(bare, source, rotated, is_neox, factor).float()
+    rotation = KeyRotation(table(300, rotated, factor), is_neox)
+    out = torch.empty_like(key)
+    rotation.apply(key, rotation.turn(source, target), out, torch.empty(2, 40, 3, rotated // 2))
+    assert (out - reference(bare, target, rotated, is_neox, factor)).abs().max() < 2e-5
+
+
+def test_rotation_undoes_the_rounding_of_the_table():
+    rounded = table(300, 16, dtype=torch.bfloat16)
+    rotation = KeyRotation(rounded, True)
+    key = torch.randn(40, 1, 16)
+    source, target = torch.arange(40), torch.arange(40) + 200
+
+    def apply(at):
+        cos, sin = rounded[at].float().chunk(2, -1)
+        x, y = key.chunk(2, -1)
+        return torch.cat([x * cos[:, None] - y * sin[:, None], y * cos[:, None] + x * sin[:, None]], -1)
+
+    out = torch.empty_like(key)
+    rotation.apply(apply(source), rotation.turn(source, target), out, torch.empty(2, 40, 1, 8))
+    assert (out - apply(target)).abs().max() < 1e-5
+
+
+class Writer:
+    """Attention backend that lays a head's elements out in a given order."""
+
+    def __init__(self, order=None):
+        self.order = order
+
+    def do_kv_cache_update(self, layer, key, value, cache, slots):
+        tokens = cache.shape[2]
+        both = torch.cat([key, value], -1)
+        if self.order is None:
+            cache[slots // tokens, :, slots % tokens] = both
+            return
+        heads, width = both.shape[1:]
+        inverse = self.order.argsort().view(tokens, width)
+        for row, slot in zip(both, slots.tolist()):
+            for head in range(heads):
+                cache[slot // tokens, head].view(-1)[inverse[slot % tokens]] = row[head]
+
+
+GPU_LAYOUTS = {
+    "heads before tokens": lambda dtype: torch.zeros(12, 4, 32, 64, dtype=dtype),
+    "tokens before heads": lambda dtype: torch.zeros(12, 32, 4, 64, dtype=dtype).transpose(1, 2),
+    "layers inside blocks": lambda dtype: torch.zeros(12, 3, 4, 32, 64, dtype=dtype)[:, 1],
+    "layers inside blocks, tokens before heads": lambda dtype: torch.zeros(12, 3, 32, 4, 64, dtype=dtype)[:, 1].transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", GPU_LAYOUTS)
+def test_block_layouts_of_gpu_backends(name, dtype):
+    check_layout(Writer(), GPU_LAYOUTS[name](dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_layout_of_a_permuting_backend(dtype):
+    torch.manual_seed(0)
+    check_layout(Writer(torch.randperm(32 * 64)), torch.zeros(12, 2, 32, 64, dtype=dtype))
+
+
+def check_layout(writer, cache):
+    layout, layer = BlockLayout(32), SimpleNamespace(impl=writer)
+    x = torch.randn(75, cache.shape[1], 64).to(cache.dtype)
+    key, value = x.chunk(2, -1)
+    layout.write(layer, cache, key, value, layout.slots([5, 2, 9], 0, 75))
+    assert torch.equal(layout.read(layer, cache, [5, 2, 9])[:75], x)
+    assert not cache[[0, 1, 3]].any()
+
+
+def test_block_layout_refuses_a_backend_that_scales():
+    writer = SimpleNamespace(
+        do_kv_cache_update=lambda layer, key, value, cache, slots: cache.copy_((torch.zeros_like(cache) + 7).to(cache.dtype))
+    )
+    with pytest.raises(NotImplementedError, match="permutation"):
+        BlockLayout(32).read(SimpleNamespace(impl=writer), torch.zeros(3, 2, 32, 64), [1])
