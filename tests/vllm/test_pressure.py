@@ -96,14 +96,14 @@ def test_preemption(tight, model, rng, monkeypatch, positions):
     monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: (preempted.append(a[0].request_id), preempt(*a, **k)))
     prefix, chunks = ids(rng, 13), [ids(rng, n) for n in (40, 61, 33)]
     params = GREEDY.clone()
-    params.max_tokens = 90
+    params.max_tokens = 150
     orders = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0], [2, 1], [1, 2]]
     jobs = [([chunks[number] for number in order], ids(rng, 9)) for order in orders]
     plans = [tight.plan(prefix, picked, question, positions) for picked, question in jobs]
     tight.save(plans[0])
     outputs = tight.run([(plan.composed, params) for plan in plans])
     for output, (picked, question) in zip(outputs, jobs):
-        check(output, model.answer(prefix, picked, question, 90, positions, 7))
+        check(output, model.answer(prefix, picked, question, 150, positions, 7))
     assert preempted
 
 

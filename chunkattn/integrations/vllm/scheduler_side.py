@@ -95,6 +95,8 @@ class SchedulerSide:
     def allocated(self, request: Request, block_ids: list[int], num_external: int) -> None:
         """Plan the load of a request that got its blocks."""
         request_id = request.request_id
+        for segment in reversed(self._jobs.get(request_id, Job()).loads):
+            self.index.touch(segment.key)  # last the prefix, which serves most requests
         if num_external <= 0:
             return
         if request_id in self._refused:
@@ -106,8 +108,6 @@ class SchedulerSide:
             job = self._jobs[request_id]
             end = job.load_end
             segments = tuple(job.segments_after(end - num_external))
-            for segment in reversed(segments):  # the prefix, which serves most requests, becomes the most recent
-                self.index.touch(segment.key)
             self.stats.count("loads")
             self.stats.count("loaded_segments", len(segments))
             self.stats.count("loaded_bytes", num_external * self._bytes_per_token)

@@ -30,15 +30,17 @@ class StoreIndex:
         return set(self._sizes)
 
     def touch(self, key: str) -> None:
-        """Make a stored segment the most recently used one."""
-        self._sizes.move_to_end(key)
+        """Make a segment the most recently used one, if it is stored."""
+        if key in self._sizes:
+            self._sizes.move_to_end(key)
 
     def add(self, key: str, num_bytes: int) -> bool:
-        """Add a segment as the most recently used one.
+        """Add a segment, or use it again, as the most recently used one.
 
         Returns:
             Whether it was added: False if it is stored already or exceeds the whole store.
         """
+        self.touch(key)
         if key in self._sizes or num_bytes > self.max_bytes:
             return False
         self._sizes[key] = num_bytes
