@@ -18,6 +18,8 @@ from chunkattn import LLM
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
 from tests.costs import Costs
 
+collect_ignore = ["vllm"]  # needs an environment with vLLM
+
 
 def pytest_configure(config):
     if os.environ.get("TEST_COSTS"):

@@ -1,5 +1,7 @@
 """Parts of the connector without an engine."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -274,3 +276,12 @@ def test_block_layout_refuses_a_backend_that_scales():
     )
     with pytest.raises(NotImplementedError, match="permutation"):
         BlockLayout(32).read(SimpleNamespace(impl=writer), torch.zeros(3, 2, 32, 64), [1])
+
+
+def test_the_connector_loads_neither_jax_nor_the_engine():
+    code = (
+        "import sys, chunkattn.integrations.vllm.connector\n"
+        "heavy = {'jax', 'chunkattn.engine', 'chunkattn.models', 'chunkattn.llm', 'chunkattn.parsers'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
