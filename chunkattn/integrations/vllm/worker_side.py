@@ -93,7 +93,7 @@ class WorkerSide:
         # All layers share the buffers: fresh ones would cost more time than the copies.
         staging = torch.cat([part[0] for part in parts])
         key, value = (torch.empty_like(x, memory_format=torch.contiguous_format, device=device) for x in staging.chunk(2, -1))
-        scratch = torch.empty(2, *key.shape[:2], turn.cos.shape[-1], device=device)
+        scratch = torch.empty(2, *key.shape[:2], turn.cos.shape[-1], dtype=torch.float32, device=device)
         assert self._rotation is not None
         for number, (layer, cache) in enumerate(self._layers):
             torch.cat([part[number] for part in parts], out=staging)
