@@ -4,6 +4,7 @@ import gc
 from contextlib import contextmanager
 
 import numpy as np
+from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import rotary_embedding
@@ -133,8 +134,9 @@ class Engine:
 
     def metric(self, name):
         """Return the value of one of the connector's metrics."""
-        found = [m for m in self.llm.get_metrics() if m.name == f"vllm:chunkattn_{name}"]
-        return sum(m.value for m in found)
+        names = (f"vllm:chunkattn_{name}", f"vllm:chunkattn_{name}_total")
+        samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+        return sum(sample.value for sample in samples if sample.name in names)
 
 
 @contextmanager
