@@ -1,0 +1,283 @@
+"""`ChunkLLM`: the Python API of chunk-aware prompts over `vllm.LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from numbers import Integral
+from typing import Any, NoReturn, TypeAlias
+
+import vllm
+from vllm.outputs import RequestOutput as EngineOutput
+from vllm.sampling_params import RequestOutputKind
+
+from chunkattn.config import EngineConfig, SamplingParams
+from chunkattn.errors import ConfigError, RequestError
+from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
+from chunkattn.integrations.vllm.composer import Answer, Composer, Job, Task
+from chunkattn.integrations.vllm.requests import EngineRequest
+from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
+from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
+from chunkattn.parsers.arguments import as_list, check_salt, one_each
+from chunkattn.parsers.prompt import Prompt
+
+Params: TypeAlias = "SamplingParams | vllm.SamplingParams"
+"""Sampling parameters of either package."""
+
+_NOT_OFFERED = {
+    "score": "scoring",
+    "rerank": "reranking",
+    "lookup": "looking up documents",
+    "forget": "forgetting documents one by one",
+    "unpin": "pinning documents",
+    "warm_up": "compiling ahead",
+    "metrics": "metrics in one text",
+}
+
+
+class ChunkLLM:
+    """vLLM's engine for chunk-aware prompts, with the prompts, names and outputs of `chunkattn.LLM`.
+
+    Example:
+        >>> llm = ChunkLLM("Qwen/Qwen3-0.6B", enable_chunk_aware=True)  # doctest: +SKIP
+        >>> llm.generate("Read. # # A document. # # Another. # # A question?")  # doctest: +SKIP
+
+    Args:
+        model: local Hugging Face folder or hub id.
+        **options: fields of `ChunkOptions` and of `ConnectorOptions` (`max_store_bytes`), and every option of `vllm.LLM`.
+
+    Attributes:
+        llm: the `vllm.LLM`.
+        options: the chunk options.
+        parser: parser from prompts to layouts.
+
+    Raises:
+        ConfigError: an option is invalid, or asks for what vLLM cannot do.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.options, config, rest = take_options(model, options)
+        _check_vllm_options(rest)
+        self.llm = vllm.LLM(model, kv_transfer_config=config, **rest)
+        self.tokenizer = None if rest.get("skip_tokenizer_init") else self.llm.get_tokenizer()
+        self.parser = self.options.parser(self.tokenizer)
+        self._composer = Composer(self._send)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _NOT_OFFERED:
+            raise AttributeError(f"ChunkLLM has no {name}: {_NOT_OFFERED[name]} is not offered in vLLM; use chunkattn.LLM")
+        raise AttributeError(f"ChunkLLM has no attribute {name!r}; the vllm.LLM is ChunkLLM.llm")
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        chunk_aware: bool | None = None,
+        cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
+        lora_request: Any = None,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or many. Chunk-aware and plain prompts may be mixed.
+
+        Args:
+            prompts: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt` or `DocumentPrompt`, one or a list.
+            sampling_params: one set of parameters for all prompts, or one each; None uses the defaults.
+            chunk_aware: split text and token ids at the separator; None takes the option `enable_chunk_aware`.
+            cache_salt: salt of the cache; only requests of equal salt share K/V.
+            priority: one priority for all prompts, or one each, under vLLM's priority scheduling; lower goes first.
+            lora_request: vLLM's LoRA request for all prompts.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            RequestError: a prompt or parameter is invalid, or cannot be served with chunks. The error comes before any prompt
+                runs.
+            CapacityError: a prompt is too long, or its documents do not fit the store.
+        """
+        if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
+            prompts = [prompts]
+        parsed = [self.parser.parse(prompt, chunk_aware) for prompt in as_list(prompts, "prompts")]
+        return self._answer(parsed, sampling_params, cache_salt, priority, lora_request)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        documents: Sequence[str | Sequence[int]] | None = None,
+        cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Any = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many.
+
+        Args:
+            messages: one conversation, or a list of conversations.
+            sampling_params: see `generate`; one set of parameters for all conversations, or one each.
+            documents: texts or token ids that become the chunks of every conversation, texts in the `document_template`. The
+                text before the content of the first user message is the prefix, and the rest is the question.
+            cache_salt: see `generate`.
+            priority: see `generate`.
+            chat_template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`.
+            lora_request: see `generate`.
+
+        Raises:
+            RequestError: a conversation has no user message, the chat template is missing or unusable, or as `generate`.
+            CapacityError: as `generate`.
+        """
+        listed = as_list(messages, "messages")
+        conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
+        parsed = [self.parser.parse_chat(m, documents, **(chat_template_kwargs or {})) for m in conversations]
+        return self._answer(parsed, sampling_params, cache_salt, priority, lora_request)
+
+    def precompute(
+        self,
+        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        documents: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Any = None,
+    ) -> None:
+        """Compute the K/V of a prefix and documents ahead of use. The store may evict them again.
+
+        Args:
+            prefix: text or token ids exactly as in the later prompts; for `chat`, the messages before the first user message.
+            documents: texts or token ids, of the same kind as the prefix. Texts get the `document_template`.
+            cache_salt: see `generate`.
+            chat_template_kwargs: the same options as in the later calls of `chat`.
+            lora_request: see `generate`.
+
+        Raises:
+            RequestError: a part is malformed. The error comes before anything is computed.
+            CapacityError: a document is too long.
+        """
+        first, chunks = self.parser.parse_cache(prefix, documents, chat_template_kwargs)
+        parsed = [self.parser.parse(ChunkedPrompt(first, [chunk], [0])) for chunk in chunks]  # the question is not sent
+        adapter = getattr(lora_request, "lora_name", None)
+        plans = [self.options.plan(prompt, self._max_model_len, check_salt(cache_salt), adapter) for prompt in parsed]
+        self._composer.save(plans, lora_request)
+
+    @property
+    def _max_model_len(self) -> int:
+        return self.llm.model_config.max_model_len
+
+    def _answer(
+        self,
+        prompts: Sequence[ParsedPrompt],
+        params: Params | Sequence[Params] | None,
+        cache_salt: str | None,
+        priority: int | Sequence[int],
+        lora_request: Any,
+    ) -> list[RequestOutput]:
+        count, salt = len(prompts), check_salt(cache_salt)
+        given = SamplingParams() if params is None else params
+        kind = vllm.SamplingParams if _is_vllm(given) else SamplingParams
+        listed = [_engine_params(p) for p in one_each(given, kind, count, "sampling_params")]
+        adapter = getattr(lora_request, "lora_name", None)
+        tasks = []
+        for prompt, param, rank in zip(prompts, listed, one_each(priority, Integral, count, "priority"), strict=True):
+            plan = self.options.plan(prompt, self._max_model_len, salt, adapter)
+            if plan.composed.kv_transfer_params is not None and (name := refused_param(param)):
+                raise RequestError(f"{name} of a prompt with chunks is not offered in vLLM; use chunkattn.LLM", param=name)
+            tasks.append(Task(plan, param, rank, lora_request))
+        answers = self._composer.run(tasks)
+        return [_output(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def _send(self, jobs: Sequence[Job]) -> list[EngineOutput]:
+        """Run jobs in vLLM, in order of submission."""
+        adapters = [job.lora_request for job in jobs]
+        return self.llm.generate(
+            [engine_prompt(job.request) for job in jobs],
+            [job_params(job) for job in jobs],
+            use_tqdm=False,
+            priority=[job.priority for job in jobs],
+            lora_request=adapters if any(adapters) else None,
+        )
+
+
+def engine_prompt(request: EngineRequest) -> Any:
+    """Return a request's prompt in vLLM's form."""
+    salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
+    return {"prompt_token_ids": request.token_ids, **salt}
+
+
+def job_params(job: Job) -> vllm.SamplingParams:
+    """Return a job's sampling parameters, with the connector's parameters in them."""
+    if job.params is None:
+        params = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+    else:
+        params = job.params.clone()
+    if job.request.kv_transfer_params is not None:
+        params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": job.request.kv_transfer_params}
+    return params
+
+
+def _check_vllm_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that contradict the connector, and options of `chunkattn.LLM` that do not exist in vLLM.
+
+    Raises:
+        ConfigError: an option cannot be served.
+    """
+    if "kv_transfer_config" in options:
+        raise ConfigError(
+            "kv_transfer_config is set by ChunkLLM; give max_store_bytes and chunk_position_gap as options, or start vllm.LLM "
+            "with ChunkConnector and send the requests of plan_prompt"
+        )
+    check_parallel(options.get("data_parallel_size"))
+    own = {f.name for f in fields(EngineConfig)}
+    known = {f.name for f in fields(vllm.EngineArgs)}
+    if unknown := sorted((set(options) & own) - known):
+        raise ConfigError(f"option {unknown[0]!r} of chunkattn.LLM does not exist in vLLM")
+
+
+def _is_vllm(params: Any) -> bool:
+    return isinstance(params[0] if isinstance(params, (list, tuple)) and params else params, vllm.SamplingParams)
+
+
+def _engine_params(params: Params) -> vllm.SamplingParams:
+    """Return sampling parameters in vLLM's form."""
+    if isinstance(params, vllm.SamplingParams):
+        return params
+    given = {f.name: getattr(params, f.name) for f in fields(params)}
+    given["stop"], given["stop_token_ids"] = list(params.stop), list(params.stop_token_ids)
+    given["logit_bias"] = dict(params.logit_bias) or None
+    if not given["skip_reading_prefix_cache"]:
+        del given["skip_reading_prefix_cache"]  # vLLM then chooses, by prompt_logprobs
+    return vllm.SamplingParams(**given)
+
+
+def _output(prompt: ParsedPrompt, answer: Answer) -> RequestOutput:
+    """Return an answer in the caller's order of chunks."""
+    found = answer.output
+    cached, by_chunk = answer.costs.cached(found, parts_of(prompt))
+    listed = found.prompt_logprobs
+    return RequestOutput(
+        request_id=found.request_id,
+        prompt=prompt.text,
+        prompt_token_ids=prompt.layout.token_ids.tolist(),
+        outputs=[
+            CompletionOutput(
+                index=o.index,
+                text=o.text,
+                token_ids=list(o.token_ids),
+                cumulative_logprob=o.cumulative_logprob,
+                logprobs=None if o.logprobs is None else [_logprobs(entry) for entry in o.logprobs],
+                finish_reason=o.finish_reason,
+                stop_reason=o.stop_reason,
+            )
+            for o in found.outputs
+        ],
+        prompt_logprobs=None if listed is None else [None if entry is None else _logprobs(entry) for entry in listed],
+        chunk_lens=prompt.layout.chunk_lens,
+        num_cached_tokens=cached,
+        num_cached_chunk_tokens=by_chunk,
+    )
+
+
+def _logprobs(entry: Mapping[int, Any]) -> dict[int, Logprob]:
+    return {token: Logprob(value.logprob, value.rank, value.decoded_token) for token, value in entry.items()}
