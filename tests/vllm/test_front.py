@@ -1,0 +1,250 @@
+"""What runs without an engine: versions, options, the composer's rounds, and light imports."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from chunkattn.errors import CapacityError, ConfigError
+from chunkattn.integrations.vllm import serve, versions
+from chunkattn.integrations.vllm.chunk_options import ChunkOptions, refused_param, server_options, take_options
+from chunkattn.integrations.vllm.composer import RETRIES, Composer, Costs, HeldKeys, Task
+from chunkattn.integrations.vllm.llm import _NOT_OFFERED
+from chunkattn.integrations.vllm.options import ConnectorOptions
+from chunkattn.integrations.vllm.requests import plan_prompt
+from chunkattn.parsers import ChunkedPrompt
+
+# Imports and versions
+
+
+@pytest.mark.parametrize("module", ["requests", "chunk_options", "llm", "endpoints", "connector", "serve"])
+def test_no_module_imports_jax(module):
+    code = f"import chunkattn.integrations.vllm.{module}, sys; assert not {{'jax', 'flax'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_package_itself_imports_neither_vllm_nor_torch():
+    code = "import chunkattn.integrations.vllm.requests, sys; assert not {'vllm', 'torch', 'jax'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.7", "0.32.1.dev3+g1234"])
+def test_supported_versions(found):
+    versions.check_version(found)
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.32.0", "unknown"])
+def test_other_versions_are_refused_by_name(found):
+    with pytest.raises(ImportError, match=rf"supports vllm>=0.32,<0.33, found vLLM {found}"):
+        versions.check_version(found)
+
+
+def test_a_missing_vllm_is_an_error_only_where_it_is_needed():
+    versions.check_version(None)
+    with pytest.raises(ImportError, match="is not installed"):
+        versions.check_version(None, required=True)
+
+
+def test_the_cpu_build_counts():
+    assert versions.installed_version().startswith("0.32")
+
+
+# Options
+
+
+def test_options_are_shared_out(tmp_path):
+    options, config, rest = take_options(
+        str(tmp_path), {"max_store_bytes": 1 << 20, "chunk_position_gap": 4, "dtype": "float32"}
+    )
+    assert (options.gap, options.positions, rest) == (4, "shared", {"dtype": "float32"})
+    assert config["kv_load_failure_policy"] == "fail"
+    assert config["kv_connector_extra_config"] == {"max_store_bytes": 1 << 20, "chunk_position_gap": 4}
+    assert server_options(str(tmp_path), config["kv_connector_extra_config"]) == options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_strategy": "offset"}, "offset"),
+        ({"position_strategy": "other"}, "choose one of shared, reordered"),
+        ({"position_strategy": "reordered", "chunk_position_gap": 3}, "chunk_position_gap needs"),
+        ({"chunk_position_gap": -1}, "chunk_position_gap"),
+        ({"chunk_temperature": 0.8}, "chunk_temperature 0.8"),
+        ({"chunk_scale": 0.8}, "chunk_scale 0.8"),
+        ({"max_store_bytes": -1}, "max_store_bytes"),
+        ({"document_template": "no place"}, "document_template"),
+        ({"chunk_separator": 3}, "chunk_separator"),
+    ],
+)
+def test_options_that_cannot_be_served_are_refused_by_name(options, message):
+    with pytest.raises(ConfigError, match=message):
+        take_options(None, options)
+
+
+def calibration(folder, gap, temperature=1.0):
+    text = f'{{"chunk_position_gap": {gap}, "chunk_temperature": {temperature}, "chunk_scale": 1.0}}'
+    (folder / "chunk_calibration.json").write_text(text)
+    return str(folder)
+
+
+def test_a_calibration_file_gives_its_gap(tmp_path):
+    model = calibration(tmp_path, 8)
+    options, config, _ = take_options(model, {})
+    assert options.gap == config["kv_connector_extra_config"]["chunk_position_gap"] == 8
+    assert take_options(model, {"chunk_position_gap": 0})[0].gap == 0
+    assert take_options(model, {"position_strategy": "reordered"})[0].gap == 0
+    assert server_options(model, {}).gap == 0, "an engine that runs already keeps its own gap"
+
+
+def test_a_calibrated_temperature_is_refused(tmp_path):
+    model = calibration(tmp_path, 8, temperature=0.55)
+    with pytest.raises(ConfigError, match=r"temperature 0.55 .* chunk_calibration='off'"):
+        take_options(model, {})
+    assert take_options(model, {"chunk_calibration": "off"})[0].gap == 0
+
+
+def test_parameters_of_a_chunked_prompt():
+    assert refused_param(SamplingParams()) is None
+    assert refused_param(SamplingParams(prompt_logprobs=1)) == "prompt_logprobs"
+    assert refused_param(SamplingParams(skip_reading_prefix_cache=True)) == "skip_reading_prefix_cache"
+
+
+def test_the_server_command():
+    line = serve.server_arguments(["MODEL", "--port", "1", "--enable-chunk-aware", "--chunk-position-gap", "3"])
+    assert line[:5] == ["--model", "MODEL", "--port", "1", "--kv-transfer-config"]
+    extra = json.loads(line[5])["kv_connector_extra_config"]
+    assert extra["enable_chunk_aware"]
+    assert extra["chunk_position_gap"] == 3
+    with pytest.raises(ConfigError, match="max-store-bytes"):
+        serve.server_arguments(["MODEL", "--kv-transfer-config", "{}"])
+    with pytest.raises(ConfigError, match="chunk_temperature"):
+        take_options("MODEL", {"chunk_temperature": 0.5})
+    assert serve.plugins("a,b").split(",") == ["a", "b", "chunkattn"]
+    assert "lora_filesystem_resolver" in serve.plugins(None), "plugins that vLLM loads by itself stay"
+
+
+# The composer
+
+
+class FakeEngine:
+    """Engine that keeps the keys of `capacity` documents, the latest first, and records what it runs."""
+
+    def __init__(self, capacity):
+        self.capacity, self.held, self.sent = capacity, [], []
+
+    def __call__(self, jobs):
+        outputs = []
+        for job in jobs:
+            request = job.request
+            self.sent.append(request)
+            saves = "save" in (request.kv_transfer_params or {"chunkattn": {}})["chunkattn"]
+            if saves:
+                self.held = [k for k in self.held if k not in request.keys] + list(request.keys)
+                self.held = self.held[-self.capacity :]
+            reason = "length" if saves or set(request.keys) <= set(self.held) else "error"
+            completion = SimpleNamespace(finish_reason=reason)
+            outputs.append(SimpleNamespace(outputs=[completion], num_cached_tokens=0, keys=request.keys))
+        return outputs
+
+
+def plans(count, documents=2):
+    return [plan_prompt([1], [[10 + n, d] for d in range(documents)], [7]) for n in range(count)]
+
+
+def test_documents_are_sent_once():
+    engine = FakeEngine(100)
+    composer = Composer(engine)
+    (plan,) = plans(1)
+    for _ in range(3):
+        composer.run([Task(plan, None)])
+    assert len(engine.sent) == 2 + 3
+
+
+def test_prompts_of_one_call_share_their_saves():
+    engine = FakeEngine(100)
+    (plan,) = plans(1)
+    Composer(engine).run([Task(plan, None), Task(plan, None)])
+    assert [bool(r.kv_transfer_params["chunkattn"].get("bounds")) for r in engine.sent] == [False, False, True, True]
+
+
+def test_a_prompt_whose_documents_were_evicted_is_answered():
+    engine = FakeEngine(3)  # the prefix and two documents: one prompt's
+    composer = Composer(engine)
+    answers = composer.run([Task(plan, None) for plan in plans(4)])
+    assert all(a.output.outputs[0].finish_reason == "length" for a in answers)
+
+
+def test_documents_that_never_fit_are_an_error():
+    engine = FakeEngine(2)
+    with pytest.raises(CapacityError, match="2 documents, 4 tokens"):
+        Composer(engine).run([Task(plan, None) for plan in plans(1)])
+    assert sum("bounds" in r.kv_transfer_params["chunkattn"] for r in engine.sent) == RETRIES + 1
+
+
+def test_the_memory_of_what_was_sent_is_bounded():
+    held = HeldKeys(limit=3)
+    held.add(map(str, range(10)))
+    assert len(held) == 3
+    assert "9" in held
+    assert "6" not in held
+
+
+def test_costs_of_saves_are_no_cache_hits():
+    prefix, chunks, question = [1, 2, 3], [[4, 5], [6, 7, 8], [4, 5]], [9]
+    plan = plan_prompt(prefix, chunks, question)
+    costs = Costs()
+    for save in plan.saves:
+        costs.add(save, SimpleNamespace(num_cached_tokens=0))
+    composed = SimpleNamespace(num_cached_tokens=10)
+    assert costs.cached(composed, [prefix, *chunks, question]) == (2, (0, 0, 2)), "a repeated chunk is computed once"
+    assert Costs().cached(composed, [prefix, *chunks, question]) == (10, (2, 3, 2))
+
+
+def test_chunk_limits():
+    parser = ChunkOptions().parser(None)
+    prompt = parser.parse(ChunkedPrompt([1], [[2, 3, 4]], [5]))
+    with pytest.raises(CapacityError, match="chunk 0 has 3 tokens, max_chunk_len is 2"):
+        ChunkOptions(max_chunk_len=2).plan(prompt, 100)
+    with pytest.raises(CapacityError, match="5 tokens, vLLM's max_model_len 5"):
+        ChunkOptions().plan(prompt, 5)
+    assert ChunkOptions().plan(prompt, 6).composed.token_ids == [1, 2, 3, 4, 5]
+
+
+# The guide
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "vllm.md").read_text(encoding="utf-8")
+
+
+def test_commands_of_the_guide_are_taken_by_the_server():
+    commands = [shlex.split(block) for block in re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.DOTALL)]
+    assert len(commands) == 2
+    configs = []
+    for words in commands:
+        if words[:3] == ["python", "-m", "chunkattn.integrations.vllm.serve"]:
+            line = serve.server_arguments(words[3:])
+        else:
+            assert words[:3] == ["VLLM_PLUGINS=chunkattn", "vllm", "serve"]
+            line = ["--model", *words[3:]]
+        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+        assert parsed.model == "Qwen/Qwen3-0.6B"
+        configs.append(replace(parsed.kv_transfer_config, engine_id="any"))
+    assert configs[0] == configs[1]
+
+
+def test_every_option_stands_in_the_guide():
+    for kind in (ChunkOptions, ConnectorOptions):
+        for option in fields(kind):
+            assert f"`{option.name}`" in GUIDE
+    for name in _NOT_OFFERED:
+        assert f"`{name}`" in GUIDE
+    assert "vllm>=0.32,<0.33" in GUIDE
