@@ -22,7 +22,7 @@ from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits, GenerateRequest, StepRates
 from chunkattn.engine.request import Sequence
-from chunkattn.engine.sampling import apply_edits, truncate
+from chunkattn.engine.sampling import apply_edits, argmax, truncate
 from chunkattn.engine.sampling_plan import SampleRow, edit_input
 from chunkattn.models.loader import DEMO_FOLDER
 
@@ -102,6 +102,15 @@ def tokenizer():
 
 
 TEXTS = ["Bukepi likes onions.", "naïve café, 東京 🦙🦙 done", "", " leading", "x\n\ny  z"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 300, 1187, 4096])
+def test_argmax_is_the_first_maximum(size):
+    """NumPy's argmax, for sizes that have blocks and for sizes that have none; small integers make ties."""
+    rng = np.random.default_rng(size)
+    for values in (rng.integers(0, 5, (9, size)).astype(np.float32), rng.standard_normal((9, size), np.float32)):
+        values[2] = -np.inf
+        np.testing.assert_array_equal(argmax(jnp.asarray(values)), values.argmax(-1))
 
 
 @pytest.mark.parametrize("text", TEXTS)
