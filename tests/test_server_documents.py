@@ -308,7 +308,7 @@ def test_reranked_ids_are_their_texts(http):
 
 
 def test_a_title_is_part_of_the_text_everywhere(http):
-    """Of a document in the request as of a stored one; other fields come back as they were given."""
+    """A document in the request and a stored one are ranked alike; other fields come back as they were given."""
     titled = [{"title": "Note", "text": TEXTS[0], "source": 7}, {"text": TEXTS[1]}, {"title": "", "text": TEXTS[2]}]
     texts = [f"Note\n{TEXTS[0]}", *TEXTS[1:]]
     found = rerank(http, titled, return_documents=True).json()["results"]

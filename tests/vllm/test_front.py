@@ -1,4 +1,4 @@
-"""What runs without an engine: versions, options, the composer's rounds, and light imports."""
+"""Tests that need no engine: versions, options, the composer's rounds, and light imports."""
 
 import json
 import re
