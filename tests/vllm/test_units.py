@@ -10,7 +10,7 @@ import torch
 from chunkattn.integrations.vllm.block_layout import BlockLayout
 from chunkattn.integrations.vllm.jobs import Job, RequestRefused, parse_job
 from chunkattn.integrations.vllm.options import ConnectorOptions
-from chunkattn.integrations.vllm.requests import PARAMS_KEY, plan_prompt, segment_keys
+from chunkattn.integrations.vllm.requests import PARAMS_KEY, adapter_key, plan_prompt, segment_keys
 from chunkattn.integrations.vllm.rotation import KeyRotation
 from chunkattn.integrations.vllm.scheduler_side import SchedulerSide
 from chunkattn.integrations.vllm.store_index import StoreIndex
@@ -102,7 +102,7 @@ def scheduler(max_store_bytes):
     return SchedulerSide(ConnectorOptions(max_store_bytes=max_store_bytes), 4, 1, lambda request_id: list(range(9)))
 
 
-def new_request(name, request):
+def new_request(name, request, lora=None):
     return SimpleNamespace(
         request_id=name,
         kv_transfer_params=request.kv_transfer_params,
@@ -113,7 +113,7 @@ def new_request(name, request):
         mm_features=[],
         sampling_params=SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=None),
         resumable=False,
-        lora_request=None,
+        lora_request=lora,
         cache_salt=request.cache_salt,
         skip_reading_prefix_cache=False,
         block_hashes=[],
@@ -150,6 +150,19 @@ def test_segment_saved_right_after_a_reset_is_kept():
     side.add(new_request("b", save))
     work = run_step(side, b=5)
     assert set(work.evicted) == side.index.keys() == {segment.key for segment in work.saves[0].segments}
+
+
+def test_adapters_of_one_name_and_two_paths_share_nothing():
+    side = scheduler(100)
+    one, other = (SimpleNamespace(lora_name="adapter", lora_path=path) for path in ("/one", "/other"))
+    plan = plan_prompt([1, 2], [[3, 4, 5]], [9], adapter=adapter_key(one))
+    side.add(new_request("save", plan.saves[0], one))
+    run_step(side, save=5)
+    assert side.index.keys() == set(plan.composed.keys)
+    for name, lora in (("same", one), ("other", other), ("none", None)):
+        side.add(new_request(name, plan.composed, lora))
+        side.match(new_request(name, plan.composed, lora), 0)
+    assert side._refused == {"other", "none"}
 
 
 @pytest.mark.parametrize("refused", ["prompt_embeds", "mm_features", "resumable", "cache_salt", "prompt_token_ids"])

@@ -17,7 +17,7 @@ from chunkattn.errors import RequestError
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, parts_of, refused_param
 from chunkattn.integrations.vllm.composer import RETRIES, Costs, HeldKeys, Job, is_refused, refusal
 from chunkattn.integrations.vllm.llm import job_params
-from chunkattn.integrations.vllm.requests import PARAMS_KEY, EngineRequest, PromptPlan
+from chunkattn.integrations.vllm.requests import PARAMS_KEY, EngineRequest, PromptPlan, adapter_key
 from chunkattn.parsers import ParsedPrompt
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class ChunkEngineClient:
             raise VLLMValidationError(f"{name} of a prompt with chunks is not offered", parameter=name)
         lora = options.get("lora_request")
         try:
-            adapter = None if lora is None else lora.lora_name
+            adapter = adapter_key(lora)
             plan = self._options.plan(prompt.parsed, self._client.model_config.max_model_len, adapter=adapter)
         except RequestError as error:
             raise VLLMValidationError(str(error), parameter=error.param) from None

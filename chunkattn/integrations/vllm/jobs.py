@@ -83,7 +83,7 @@ def parse_job(params: object, token_ids: Sequence[int], *, gap: int, cache_salt:
         token_ids: the request's prompt.
         gap: the engine's chunk gap.
         cache_salt: the tenant's salt.
-        adapter: name of the request's LoRA adapter.
+        adapter: `adapter_key` of the request's LoRA adapter.
 
     Raises:
         RequestRefused: the parameters are malformed.

@@ -15,7 +15,7 @@ from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
 from chunkattn.integrations.vllm.composer import Answer, Composer, Job, Task
-from chunkattn.integrations.vllm.requests import EngineRequest
+from chunkattn.integrations.vllm.requests import EngineRequest, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
 from chunkattn.parsers.arguments import as_list, check_salt, one_each
@@ -157,7 +157,7 @@ class ChunkLLM:
         """
         first, chunks = self.parser.parse_cache(prefix, documents, chat_template_kwargs)
         parsed = [self.parser.parse(ChunkedPrompt(first, [chunk], [0])) for chunk in chunks]  # the question is not sent
-        adapter = getattr(lora_request, "lora_name", None)
+        adapter = adapter_key(lora_request)
         plans = [self.options.plan(prompt, self._max_model_len, check_salt(cache_salt), adapter) for prompt in parsed]
         self._composer.save(plans, lora_request)
 
@@ -177,7 +177,7 @@ class ChunkLLM:
         given = SamplingParams() if params is None else params
         kind = vllm.SamplingParams if _is_vllm(given) else SamplingParams
         listed = [_engine_params(p) for p in one_each(given, kind, count, "sampling_params")]
-        adapter = getattr(lora_request, "lora_name", None)
+        adapter = adapter_key(lora_request)
         tasks = []
         for prompt, param, rank in zip(prompts, listed, one_each(priority, Integral, count, "priority"), strict=True):
             plan = self.options.plan(prompt, self._max_model_len, salt, adapter)

@@ -13,6 +13,7 @@ so a client cannot name foreign K/V. This module imports neither vLLM nor PyTorc
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,14 @@ def effective_gap(positions: Positions, gap: int) -> int:
     return gap if positions == "shared" else 0
 
 
+def adapter_key(lora_request: Any) -> str | None:
+    """Return the `adapter` of `segment_keys` for a request's `LoRARequest`, or None without one.
+
+    It holds name and path, as vLLM's own block hashes do: a server can load another adapter under a name that it has used.
+    """
+    return None if lora_request is None else json.dumps([lora_request.lora_name, lora_request.lora_path])
+
+
 def segment_keys(
     prefix: Sequence[int],
     chunks: Sequence[Sequence[int]],
@@ -56,7 +65,7 @@ def segment_keys(
         gap: positions left free between prefix and chunks. The key of the prefix, or of a chunk without prefix, does not depend
             on it.
         cache_salt: the tenant's salt.
-        adapter: name of the LoRA adapter that computes the K/V.
+        adapter: `adapter_key` of the LoRA adapter that computes the K/V.
 
     Returns:
         The prefix's key and the key of every chunk: 64 hexadecimal digits each.
@@ -143,7 +152,7 @@ def plan_prompt(
         positions: position strategy.
         gap: the engine's `chunk_position_gap`.
         cache_salt: the tenant's salt.
-        adapter: name of the LoRA adapter that answers the request.
+        adapter: `adapter_key` of the LoRA adapter that answers the request.
 
     Raises:
         ValueError: the question is empty, the strategy is unknown or the gap is negative.

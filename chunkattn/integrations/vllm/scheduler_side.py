@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from chunkattn.integrations.vllm.jobs import Job, RequestRefused, Segment, parse_job
 from chunkattn.integrations.vllm.metrics import ConnectorStats
 from chunkattn.integrations.vllm.options import ConnectorOptions
-from chunkattn.integrations.vllm.requests import PARAMS_KEY
+from chunkattn.integrations.vllm.requests import PARAMS_KEY, adapter_key
 from chunkattn.integrations.vllm.step import Load, Save, StepWork
 from chunkattn.integrations.vllm.store_index import StoreIndex
 
@@ -168,7 +168,7 @@ class SchedulerSide:
             raise RequestRefused("malformed", "cache_salt must be a string")
         if request.sampling_params is None or request.resumable:
             raise RequestRefused("unsupported", "pooling and resumable requests cannot be chunked prompts")
-        adapter = request.lora_request.lora_name if request.lora_request else None
+        adapter = adapter_key(request.lora_request)
         job = parse_job(params, token_ids, gap=self._gap, cache_salt=request.cache_salt, adapter=adapter)
         if job is not None and job.loads and _wants_prompt_logprobs(request.sampling_params):
             raise RequestRefused("unsupported", "a loaded prompt has no prompt_logprobs")
