@@ -118,7 +118,7 @@ class Engine:
         """Require that no request is left, and that scheduler and worker hold the same segments."""
         self.plain([1, 2, 3])  # a step that carries evictions out
         side = self.scheduler
-        assert not any(map(len, (side._jobs, side._refused, side._unsaved, side._loads, +side._producers)))
+        assert not any(map(len, (side._jobs, side._refused, side._unsaved, side._loads, side._failed_loads, +side._producers)))
         assert side.index.keys() == self.worker.store.keys()
         assert side.index.num_bytes == sum(kv.numel() * kv.element_size() for kv in self.worker.store.values())
         assert side.index.num_bytes <= side.index.max_bytes

@@ -160,24 +160,34 @@ def test_adapters_of_one_name_and_two_paths_share_nothing():
     run_step(side, save=5)
     assert side.index.keys() == set(plan.composed.keys)
     for name, lora in (("same", one), ("other", other), ("none", None)):
-        side.add(new_request(name, plan.composed, lora))
-        side.match(new_request(name, plan.composed, lora), 0)
+        request = new_request(name, plan.composed, lora)
+        side.add(request)
+        side.match(request, 0)
     assert side._refused == {"other", "none"}
 
 
 @pytest.mark.parametrize("refused", ["prompt_embeds", "mm_features", "resumable", "cache_salt", "prompt_token_ids"])
-def test_requests_whose_tokens_do_not_tell_their_values_are_refused(refused):
+def test_unsupported_requests_are_refused(refused):
     side = scheduler(100)
     (save,) = plan_prompt([1, 2], [[3, 4, 5]], [9]).saves
     request = new_request("a", save)
     setattr(request, refused, {"prompt_token_ids": None, "mm_features": [1], "cache_salt": 3}.get(refused, True))
     side.add(request)
-    assert side.match(request, 0) == 4, "all tokens but one are claimed, to be reported as failed"
-    assert not run_step(side, a=5).saves
-    side.allocated(request, [7, 8], 4)
-    (load,) = run_step(side).loads
-    assert (load.refused, load.block_ids, load.start, load.end) == (True, [7], 0, 4)
+    assert side.match(request, 0) == (4, True)
+    side.allocated(request, [7], 4)
+    work = run_step(side)
+    assert (work.failed_loads, work.loads, work.saves) == (["a"], [], [])
+    assert not run_step(side).failed_loads
     side.finish("a")
+
+
+def test_refused_request_of_one_token_keeps_its_prompt():
+    side = scheduler(100)
+    request = new_request("a", plan_prompt([], [[3]], [9]).saves[0])
+    request.prompt_embeds, request.skip_reading_prefix_cache = True, True
+    side.add(request)
+    assert side.match(request, 0) == (1, True)
+    assert (request.prompt_token_ids, request.num_tokens, request.skip_reading_prefix_cache) == ([3], 1, False)
 
 
 def test_options():

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 
 from chunkattn.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from chunkattn.integrations.vllm.options import ConnectorOptions
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ChunkConnector(KVConnectorBase_V1):
-    """Connector of one scheduler or one worker; `role` tells which.
+    """Connector of one scheduler or one worker. `role` is scheduler or worker.
 
     Raises:
         UnsupportedError: the model or an option of the engine cannot be served exactly.
@@ -55,8 +59,8 @@ class ChunkConnector(KVConnectorBase_V1):
         self.scheduler_side.add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens to load, in the step that computes the rest."""
-        return self.scheduler_side.match(request, num_computed_tokens), False
+        """Return the tokens to load, and whether the load is the failing one of a refused request."""
+        return self.scheduler_side.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load into the allocated blocks."""
@@ -97,9 +101,10 @@ class ChunkConnector(KVConnectorBase_V1):
         """Run the step's saves and evictions, after the forward pass."""
         self.worker_side.run_evictions_and_saves(self._get_connector_metadata())
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of refused requests."""
-        return self.worker_side.take_failed_blocks()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Report the loads of refused requests as failed: vLLM ends these requests with an error."""
+        failed = set(self._get_connector_metadata().failed_loads)
+        return KVConnectorTransferResults(finished_recving=failed, failed_recving=failed)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads end before the forward pass."""

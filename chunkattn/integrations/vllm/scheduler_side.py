@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hmac
 import json
 import secrets
@@ -30,8 +29,8 @@ class SchedulerSide:
     """State of all requests with a job, and the index of the store.
 
     vLLM calls these methods in the engine core. An exception there ends the engine for all clients, so a bad request is marked
-    as refused instead. A refused request claims all but one of its tokens as loadable; the workers then report its blocks as
-    failed, and vLLM ends it with finish reason "error".
+    as refused instead. A refused request claims an asynchronous load, so vLLM neither computes it nor keeps its blocks in the
+    prefix cache. The workers report this load as failed, and vLLM ends the request with finish reason "error".
 
     Args:
         options: options of the connector.
@@ -54,7 +53,8 @@ class SchedulerSide:
         self._refused: set[str] = set()
         self._unsaved: dict[str, Job] = {}
         self._producers: Counter[str] = Counter()
-        self._loads: dict[str, Load] = {}
+        self._loads: list[Load] = []
+        self._failed_loads: list[str] = []
         self._dropped: list[str] = []
 
     def add(self, request: Request) -> None:
@@ -75,52 +75,48 @@ class SchedulerSide:
             request.skip_reading_prefix_cache = False
             self._salt_block_hashes(request, request.cache_salt, *job.layout)
 
-    def match(self, request: Request, num_computed: int) -> int | None:
-        """Return the tokens to load beyond the first `num_computed`, or None to be asked again in the next step."""
+    def match(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
+        """Return the tokens to load beyond the first `num_computed`, and whether the load is asynchronous.
+
+        The number is None if vLLM must ask again in the next step.
+        """
         request_id = request.request_id
         if request_id in self._refused:
-            return max(0, request.num_tokens - 1 - num_computed)
+            return self._false_claim(request, num_computed), True
         job = self._jobs.get(request_id)
         if job is None or num_computed >= job.load_end:
-            return 0
+            return 0, False
         missing = {segment.key for segment in job.segments_after(num_computed) if segment.key not in self.index}
         if any(self._producers[key] for key in missing):
             self.stats.count("waits")
-            return None
+            return None, False
         if missing:
             self._refuse(request, RequestRefused("missing", "the store does not hold all segments: save them again"))
-            return request.num_tokens - 1 - num_computed
-        return job.load_end - num_computed
+            return self._false_claim(request, num_computed), True
+        return job.load_end - num_computed, False
 
     def allocated(self, request: Request, block_ids: list[int], num_external: int) -> None:
         """Plan the load of a request that got its blocks."""
         request_id = request.request_id
         for segment in reversed(self._jobs.get(request_id, Job()).loads):
-            self.index.touch(segment.key)  # last the prefix, which serves most requests
+            self.index.touch(segment.key)  # The prefix comes last: it serves the most requests.
         if num_external <= 0:
             return
         if request_id in self._refused:
-            end = request.num_tokens - 1
-            segments: tuple[Segment, ...] = ()
-            # A preempted request looks its blocks up again. New hashes keep it from finding the blocks that were not written.
-            self._salt_block_hashes(request, "refused", secrets.token_hex(16))
-        elif request_id in self._jobs:
-            job = self._jobs[request_id]
-            end = job.load_end
-            segments = tuple(job.segments_after(end - num_external))
+            self._failed_loads.append(request_id)
+        elif job := self._jobs.get(request_id):
+            start, end = job.load_end - num_external, job.load_end
+            segments = tuple(job.segments_after(start))
+            self._loads.append(Load(block_ids[: -(-end // self._block_size)], start, end, segments))
             self.stats.count("loads")
             self.stats.count("loaded_segments", len(segments))
             self.stats.count("loaded_bytes", num_external * self._bytes_per_token)
-        else:
-            return
-        blocks = block_ids[: -(-end // self._block_size)]
-        self._loads[request_id] = Load(blocks, end - num_external, end, segments, refused=request_id in self._refused)
 
     def build_step(self, output: SchedulerOutput) -> StepWork:
         """Return the work of the step that vLLM has scheduled."""
         scheduled = output.num_scheduled_tokens
-        work = StepWork(loads=list(self._loads.values()))
-        self._loads.clear()
+        work = StepWork(loads=self._loads, failed_loads=self._failed_loads)
+        self._loads, self._failed_loads = [], []
         if self._unsaved:
             computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
             cached = output.scheduled_cached_reqs
@@ -141,7 +137,6 @@ class SchedulerSide:
         """Forget a request that ended or was aborted."""
         self._jobs.pop(request_id, None)
         self._refused.discard(request_id)
-        self._loads.pop(request_id, None)
         self._end_production(request_id)
 
     def reset(self) -> None:
@@ -181,17 +176,12 @@ class SchedulerSide:
         self._end_production(request_id)
         self._jobs.pop(request_id, None)
         self._refused.add(request_id)
+        # vLLM would drop the claim of `match` under this flag, and compute the prompt.
         request.skip_reading_prefix_cache = False
-        if _wants_prompt_logprobs(request.sampling_params):
-            request.sampling_params = copy.copy(request.sampling_params)
-            request.sampling_params.prompt_logprobs = None
-            request.sampling_params.prompt_logprob_token_ids = None
-        if request.num_tokens == 1:
-            # One token to claim, and one to compute.
-            request.prompt_token_ids = [*request.all_token_ids, 0]
-            request.num_prompt_tokens = 2
-            request._all_token_ids.append(0)
-        self._salt_block_hashes(request, "refused", secrets.token_hex(16))
+
+    def _false_claim(self, request: Request, num_computed: int) -> int:
+        """Return the tokens that a refused request claims, at least one. They take one block of the cache at most."""
+        return min(self._block_size, request.num_tokens - num_computed)
 
     def _salt_block_hashes(self, request: Request, *fields: Any) -> None:
         """Recompute a request's block hashes under a salt that no client can know.

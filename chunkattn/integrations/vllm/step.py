@@ -16,16 +16,14 @@ class Load:
     Attributes:
         block_ids: the request's blocks, from its first token on.
         start: tokens before this index are in the blocks already. It is a multiple of the block size.
-        segments: segments that end after `start`, in order.
-        refused: report the blocks as failed instead, so that vLLM ends the request with an error.
         end: index after the last token to load.
+        segments: segments that end after `start`, in order.
     """
 
     block_ids: list[int]
     start: int
     end: int
     segments: tuple[Segment, ...]
-    refused: bool = False
 
 
 @dataclass
@@ -49,8 +47,10 @@ class StepWork(KVConnectorMetadata):
         loads: loads before the forward pass.
         evicted: keys to drop after it.
         saves: saves after the evictions.
+        failed_loads: ids of refused requests, whose loads are reported as failed.
     """
 
     loads: list[Load] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    failed_loads: list[str] = field(default_factory=list)

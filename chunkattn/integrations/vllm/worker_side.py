@@ -27,7 +27,6 @@ class WorkerSide:
         self._layout = BlockLayout(block_size)
         self._layers: list[tuple[Any, torch.Tensor]] = []
         self._rotation: KeyRotation | None = None
-        self._failed_blocks: set[int] = set()
         self._stats = ConnectorStats()
 
     def register(self, layers: list[tuple[Any, torch.Tensor]], rotation: KeyRotation) -> None:
@@ -39,10 +38,7 @@ class WorkerSide:
         """Write the step's loads into the cache, before the forward pass."""
         began = time.perf_counter()
         for load in work.loads:
-            if load.refused:
-                self._fail(load)
-            else:
-                self._load(load)
+            self._load(load)
         if work.loads:
             self._stats.count("load_seconds", time.perf_counter() - began)
 
@@ -56,24 +52,12 @@ class WorkerSide:
         if work.saves:
             self._stats.count("save_seconds", time.perf_counter() - began)
 
-    def take_failed_blocks(self) -> set[int]:
-        """Return the blocks of refused loads since the last call."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
     def take_stats(self) -> ConnectorStats | None:
         """Return the statistics since the last call, None if nothing happened."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, ConnectorStats()
         return taken
-
-    def _fail(self, load: Load) -> None:
-        block_ids = load.block_ids[load.start // self._block_size :]
-        self._failed_blocks.update(block_ids)
-        for _, cache in self._layers:
-            # vLLM may sample a token before it handles the failure: the token must not depend on a former user of the blocks.
-            cache[torch.tensor(block_ids, device=cache.device)] = 0
 
     def _save(self, save: Save) -> None:
         if not save.segments:
