@@ -166,6 +166,15 @@ def test_adapters_of_one_name_and_two_paths_share_nothing():
     assert side._refused == {"other", "none"}
 
 
+def test_reset_sets_the_gauges_to_zero():
+    side = scheduler(100)
+    side.add(new_request("a", plan_prompt([1, 2], [[3, 4, 5]], [9]).saves[0]))
+    run_step(side, a=5)
+    assert side.take_stats().data["stored_bytes"] == 5
+    side.reset()
+    assert side.take_stats().data == {"stored_segments": 0, "stored_bytes": 0}
+
+
 @pytest.mark.parametrize("refused", ["prompt_embeds", "mm_features", "resumable", "cache_salt", "prompt_token_ids"])
 def test_unsupported_requests_are_refused(refused):
     side = scheduler(100)

@@ -142,6 +142,8 @@ class SchedulerSide:
     def reset(self) -> None:
         """Drop all stored K/V."""
         self._dropped += self.index.clear()
+        self.stats.gauge("stored_segments", 0)
+        self.stats.gauge("stored_bytes", 0)
 
     def take_stats(self) -> ConnectorStats | None:
         """Return the statistics since the last call, None if nothing happened."""
