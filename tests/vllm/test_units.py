@@ -255,14 +255,17 @@ def test_rotation_undoes_the_rounding_of_the_table():
 
 
 class Writer:
-    """Attention backend that lays a head's elements out in a given order."""
+    """Attention backend that lays a head's elements out in a given order.
+
+    Like vLLM's Triton kernel, it reads its source by the stride of a token, and takes the heads to lie side by side.
+    """
 
     def __init__(self, order=None):
         self.order = order
 
     def do_kv_cache_update(self, layer, key, value, cache, slots):
         tokens = cache.shape[2]
-        both = torch.cat([key, value], -1)
+        both = torch.cat([x.as_strided(x.shape, (x.stride(0), x.shape[2], 1)) for x in (key, value)], -1)
         if self.order is None:
             cache[slots // tokens, :, slots % tokens] = both
             return
@@ -296,7 +299,7 @@ def test_block_layout_of_a_permuting_backend(dtype):
 def check_layout(writer, cache):
     layout, layer = BlockLayout(32), SimpleNamespace(impl=writer)
     x = torch.randn(75, cache.shape[1], 64).to(cache.dtype)
-    key, value = x.chunk(2, -1)
+    key, value = (part.contiguous() for part in x.chunk(2, -1))
     layout.write(layer, cache, key, value, layout.slots([5, 2, 9], 0, 75))
     assert torch.equal(layout.read(layer, cache, [5, 2, 9])[:75], x)
     assert not cache[[0, 1, 3]].any()

@@ -32,7 +32,7 @@ class BlockLayout:
         return torch.tensor(block_ids)[index // self._block_size] * self._block_size + index % self._block_size
 
     def write(self, layer: Any, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write keys and values `[T, H, D]` into slots `[T]` of a layer's cache `[B, H, N, 2D]`."""
+        """Write contiguous keys and values `[T, H, D]` into slots `[T]` of a layer's cache `[B, H, N, 2D]`."""
         layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
 
     def read(self, layer: Any, cache: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
@@ -43,27 +43,28 @@ class BlockLayout:
         return raw.transpose(1, 2).reshape(num_blocks * tokens, heads, width)
 
     def _learn(self, layer: Any, cache: torch.Tensor) -> torch.Tensor:
-        """Return the place of each of a head's `N * 2D` elements in its block: int64 `[N * 2D]`.
+        """Return the place of each of a head's `N * 2D` elements in its block, for all heads alike: int64 `[N * 2D]`.
 
         The writer is ready at the first use only, after vLLM has run the model once.
 
         Raises:
-            NotImplementedError: the writer does not store every element once, for example because it scales to FP8.
+            NotImplementedError: the writer does not store every element once, or not in one order for all heads.
         """
         if self._order is None:
             _, heads, tokens, width = cache.shape
             numbers = torch.arange(tokens * width).view(tokens, width)
-            seen = torch.zeros(tokens * width, dtype=torch.long)
+            seen = torch.zeros(heads, tokens * width, dtype=torch.long)
             slots = self.slots([0], 0, tokens).to(cache.device)
             for shift in range(0, _BITS * _PASSES, _BITS):
                 probe = torch.empty_like(cache[:1]).zero_()
                 digits = ((numbers >> shift) & ((1 << _BITS) - 1)).to(cache.dtype)
-                data = digits[:, None].expand(-1, heads, -1).contiguous().to(cache.device)
-                key, value = data.chunk(2, -1)
+                data = digits[:, None].expand(-1, heads, -1).to(cache.device)
+                # Some writers take the heads of a token to lie side by side, whatever the strides.
+                key, value = (part.contiguous() for part in data.chunk(2, -1))
                 self.write(layer, probe, key, value, slots)
-                seen += probe[0, 0].reshape(-1).long().cpu() << shift
-            order = seen.argsort()
-            if not torch.equal(seen[order], numbers.view(-1)):
-                raise NotImplementedError("the attention backend's KV cache is not a permutation of keys and values")
+                seen += probe[0].reshape(heads, -1).long().cpu() << shift
+            order = seen[0].argsort()
+            if not torch.equal(seen[:, order], numbers.view(1, -1).expand(heads, -1)):
+                raise NotImplementedError("the attention backend's KV cache is not one permutation of keys and values")
             self._order = order.to(cache.device)
         return self._order
