@@ -64,10 +64,15 @@ class WorkerSide:
             return
         first = save.segments[0].start // self._block_size
         offset = first * self._block_size
-        kv = torch.stack([self._layout.read(*layer, save.block_ids[first:]) for layer in self._layers])
-        for segment in save.segments:
-            part = kv[:, segment.start - offset : segment.end - offset]
-            self.store[segment.key] = part.to("cpu", copy=True).contiguous()
+        _, heads, _, width = self._layers[0][1].shape
+        dtype = self._layers[0][1].dtype
+        parts = [torch.empty(len(self._layers), s.end - s.start, heads, width, dtype=dtype) for s in save.segments]
+        # One layer at a time, so that the device holds one layer's copy of the tokens.
+        for number, layer in enumerate(self._layers):
+            kv = self._layout.read(*layer, save.block_ids[first:])
+            for segment, part in zip(save.segments, parts):
+                part[number] = kv[segment.start - offset : segment.end - offset]
+        self.store |= {segment.key: part for segment, part in zip(save.segments, parts)}
 
     def _load(self, load: Load) -> None:
         parts = [self.store[s.key][:, max(0, load.start - s.start) :] for s in load.segments]
