@@ -1,23 +1,31 @@
 """Parts of the connector without an engine."""
 
+import dataclasses
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.layers import rotary_embedding
 
 from chunkattn.integrations.vllm.block_layout import BlockLayout
-from chunkattn.integrations.vllm.jobs import Job, RequestRefused, parse_job
-from chunkattn.integrations.vllm.options import ConnectorOptions
-from chunkattn.integrations.vllm.requests import PARAMS_KEY, adapter_key, plan_prompt, segment_keys
+from chunkattn.integrations.vllm.chunk_options import ChunkOptions
+from chunkattn.integrations.vllm.jobs import Job, RequestRefused, Segment, parse_job
+from chunkattn.integrations.vllm.options import CLIENT_OPTIONS, ConnectorOptions
+from chunkattn.integrations.vllm.requests import PARAMS_KEY, EngineRequest, adapter_key, plan_prompt, segment_keys
 from chunkattn.integrations.vllm.rotation import KeyRotation
 from chunkattn.integrations.vllm.scheduler_side import SchedulerSide
+from chunkattn.integrations.vllm.step import Save, StepWork
 from chunkattn.integrations.vllm.store_index import StoreIndex
+from chunkattn.integrations.vllm.support import UnsupportedError, check_engine, check_layers, model_rotation
+from chunkattn.integrations.vllm.worker_side import WorkerSide
 
 
 def parse(request, gap=0, adapter=None) -> Job:
-    return parse_job(request.kv_transfer_params, request.token_ids, gap=gap, cache_salt=request.cache_salt, adapter=adapter)
+    fields = request.kv_transfer_params[PARAMS_KEY]
+    return parse_job(fields, request.token_ids, gap=gap, cache_salt=request.cache_salt, adapter=adapter)
 
 
 @pytest.mark.parametrize("positions", ["shared", "reordered"])
@@ -46,7 +54,7 @@ def test_positions_of_a_composed_prompt():
     assert [segment.origin + segment.shift for segment in parse(reordered.composed, 100).loads] == [0, 3, 5]
 
 
-def test_keys_separate_all_that_decides_the_values():
+def test_keys_depend_on_prefix_chunk_gap_salt_and_adapter():
     variants = [
         segment_keys(prefix, [chunk], gap=gap, cache_salt=salt, adapter=adapter)[1][0]
         for prefix, chunk in [([1], [2, 3]), ([1, 2], [3]), ([], [1, 2, 3]), ([3], [2, 1])]
@@ -60,8 +68,11 @@ def test_keys_separate_all_that_decides_the_values():
 def test_plain_prompts_need_no_job():
     assert plan_prompt([1, 2], [], [3], gap=4).composed.kv_transfer_params is None
     assert plan_prompt([1, 2], [[], []], [3]).composed.kv_transfer_params is None
+    side = scheduler(100)
     for params in (None, {}, {"other": 3}, [], "text", 7):
-        assert parse_job(params, [1, 2], gap=0, cache_salt=None, adapter=None) is None
+        request = new_request("a", EngineRequest([1, 2], None, params))
+        side.add(request)
+        assert side.match(request, 0) == (0, False)
 
 
 @pytest.mark.parametrize("wrong", [{"question": []}, {"positions": "offset"}, {"gap": -1}])
@@ -81,7 +92,7 @@ def test_parse_refuses_every_wrong_type(value, place):
         "whole": value,
     }[place]
     with pytest.raises(RequestRefused):
-        parse_job({PARAMS_KEY: fields}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
+        parse_job(fields, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
 
 
 def test_index_is_bounded_and_least_recently_used():
@@ -200,6 +211,7 @@ def test_refused_request_of_one_token_keeps_its_prompt():
 
 
 def test_options():
+    assert {field.name for field in dataclasses.fields(ChunkOptions)} == CLIENT_OPTIONS | {"chunk_position_gap"}
     assert ConnectorOptions.parse({"enable_chunk_aware": True}) == ConnectorOptions()
     assert ConnectorOptions.parse({"max_store_bytes": 3, "chunk_position_gap": 4}) == ConnectorOptions(3, 4)
     for wrong in ({"max_store_byte": 3}, {"max_store_bytes": True}, {"chunk_position_gap": -1}, {"chunk_position_gap": 1.5}):
@@ -311,6 +323,124 @@ def test_block_layout_refuses_a_backend_that_scales():
     )
     with pytest.raises(NotImplementedError, match="permutation"):
         BlockLayout(32).read(SimpleNamespace(impl=writer), torch.zeros(3, 2, 32, 64), [1])
+
+
+def test_save_holds_the_tokens_of_few_layers_at_a_time(monkeypatch):
+    torch.manual_seed(0)
+    layers = [(SimpleNamespace(impl=Writer()), torch.randn(5, 2, 32, 64)) for _ in range(6)]
+    side = WorkerSide(32)
+    side.register(layers, None)
+    alive, most, read = weakref.WeakSet(), [], BlockLayout.read
+
+    def watch(*args):
+        tokens = read(*args)
+        alive.add(tokens)
+        most.append(len(alive))
+        return tokens
+
+    monkeypatch.setattr(BlockLayout, "read", watch)
+    segments = (Segment("prefix", 0, 40, 0), Segment("chunk", 40, 70, 40))
+    side.run_evictions_and_saves(StepWork(saves=[Save([3, 1, 4], segments)]))
+    for segment in segments:
+        expected = [read(side._layout, *layer, [3, 1, 4])[segment.start : segment.end] for layer in layers]
+        assert torch.equal(side.store[segment.key], torch.stack(expected))
+        assert side.store[segment.key].is_contiguous()
+    assert max(most) <= 2
+
+
+def engine_config(**changes):
+    """vLLM's configuration of a supported engine, as far as `check_engine` reads it, with some fields changed."""
+    spec = type("FullAttentionSpec", (), {"sliding_window": None, "attention_chunk_size": None})()
+    fields = {
+        "kv_transfer_config": {"kv_load_failure_policy": "fail", "kv_role": "kv_both"},
+        "model_config": {
+            "architecture": "LlamaForCausalLM",
+            "is_multimodal_model": False,
+            "is_hybrid": False,
+            "use_mla": False,
+            "get_sliding_window": lambda: None,
+        },
+        "hf_text_config": {"rope_parameters": {"rope_type": "default"}},
+        "cache_config": {"cache_dtype": "auto"},
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        },
+        "kv_cache_config": {"kv_cache_groups": [SimpleNamespace(kv_cache_spec=spec)]},
+        "engine": {"speculative_config": None},
+    }
+    for name, value in changes.items():
+        place, field = name.split("__")
+        assert place in fields
+        fields[place][field] = value
+    parts = {name: SimpleNamespace(**values) for name, values in fields.items()}
+    parts["model_config"].hf_text_config = parts["hf_text_config"]
+    return SimpleNamespace(**parts, **fields["engine"]), parts["kv_cache_config"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_transfer_config__kv_load_failure_policy": "recompute"}, "kv_load_failure_policy"),
+        ({"kv_transfer_config__kv_role": "kv_consumer"}, "kv_role"),
+        ({"model_config__architecture": "Gemma3ForCausalLM"}, "architecture Gemma3ForCausalLM"),
+        ({"model_config__is_multimodal_model": True}, "multimodal models"),
+        ({"model_config__is_hybrid": True}, "hybrid models"),
+        ({"kv_cache_config__kv_cache_groups": [SimpleNamespace(kv_cache_spec=None)] * 2}, "hybrid models"),
+        ({"model_config__use_mla": True}, "MLA"),
+        ({"model_config__get_sliding_window": lambda: 64}, "sliding window"),
+        ({"hf_text_config__layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"kv_cache_config__kv_cache_groups": [SimpleNamespace(kv_cache_spec=None)]}, "sliding window"),
+        ({"hf_text_config__rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
+        ({"hf_text_config__rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "multimodal rotary"),
+        ({"hf_text_config__dual_chunk_attention_config": {}}, "dual chunk"),
+        ({"hf_text_config__llama_4_scaling": {}}, "scaled by position"),
+        ({"cache_config__cache_dtype": "fp8"}, "KV cache of type fp8"),
+        ({"engine__speculative_config": object()}, "speculative decoding"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
+    ],
+)
+def test_engines_that_are_refused(changes, message):
+    check_engine(*engine_config())
+    with pytest.raises(UnsupportedError, match=message):
+        check_engine(*engine_config(**changes))
+
+
+def test_layers_that_are_refused():
+    layer, window = SimpleNamespace(layer_name="first"), SimpleNamespace(layer_name="second", sliding_window=64)
+    cache = torch.zeros(3, 2, 32, 64)
+    check_layers([(layer, cache), (layer, cache)], 2, 32)
+    for layers, message in [
+        ([(layer, cache)], "2 layers have 1 KV caches"),
+        ([(layer, cache), (window, cache)], "second has a sliding window"),
+        ([(layer, cache), (layer, cache[0])], "first has a KV cache of shape"),
+        ([(layer, cache), (layer, cache[:, :, :16])], "first has a KV cache of shape"),
+        ([(layer, cache), (layer, cache[:, :1])], "several shapes"),
+    ]:
+        with pytest.raises(UnsupportedError, match=message):
+            check_layers(layers, 2, 32)
+
+
+def test_rotary_embeddings_that_are_refused(monkeypatch):
+    class Embedding(torch.nn.Module):
+        is_neox_style = True
+
+    one, other, bare = Embedding(), Embedding(), Embedding()
+    one.cos_sin_cache = other.cos_sin_cache = table(300, 16)
+    for embeddings, gap, message in [
+        ([], 0, "0 rotary embeddings"),
+        ([one, other], 0, "2 rotary embeddings"),
+        ([bare], 0, "no table"),
+        ([one], 300, "300 positions"),
+    ]:
+        monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", dict(enumerate(embeddings)))
+        with pytest.raises(UnsupportedError, match=message):
+            model_rotation(gap)
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {0: one, 1: one})
+    model_rotation(299)
 
 
 def test_the_connector_loads_neither_jax_nor_the_engine():

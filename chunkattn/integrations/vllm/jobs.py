@@ -75,11 +75,11 @@ class Job:
         return [segment for segment in self.loads if segment.end > start]
 
 
-def parse_job(params: object, token_ids: Sequence[int], *, gap: int, cache_salt: str | None, adapter: str | None) -> Job | None:
-    """Return the job of a request, or None for a request without one.
+def parse_job(fields: object, token_ids: Sequence[int], *, gap: int, cache_salt: str | None, adapter: str | None) -> Job:
+    """Return the job of a request.
 
     Args:
-        params: the request's `kv_transfer_params`, as the client sent it.
+        fields: `kv_transfer_params[PARAMS_KEY]` of the request, as the client sent it.
         token_ids: the request's prompt.
         gap: the engine's chunk gap.
         cache_salt: the tenant's salt.
@@ -88,9 +88,6 @@ def parse_job(params: object, token_ids: Sequence[int], *, gap: int, cache_salt:
     Raises:
         RequestRefused: the parameters are malformed.
     """
-    if not isinstance(params, dict) or PARAMS_KEY not in params:
-        return None
-    fields = params[PARAMS_KEY]
     if not isinstance(fields, dict):
         raise _malformed(f"must be an object, got {type(fields).__name__}")
     positions = fields.get("positions")

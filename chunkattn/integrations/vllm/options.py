@@ -39,7 +39,7 @@ class ConnectorOptions:
         """Return the options that a configuration holds.
 
         Raises:
-            ValueError: an option is unknown, no integer, or negative.
+            ValueError: an option is unknown, not an integer, or negative.
         """
         names = {field.name for field in fields(cls)}
         if unknown := sorted(config.keys() - names - CLIENT_OPTIONS):

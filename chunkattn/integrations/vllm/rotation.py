@@ -36,11 +36,6 @@ class KeyRotation:
         self._table = table
         self._is_neox = is_neox
 
-    @property
-    def num_positions(self) -> int:
-        """Return the number of positions in the table."""
-        return self._table.shape[0]
-
     def turn(self, source: torch.Tensor, target: torch.Tensor) -> Turn:
         """Return the factors `z[target] / z[source]`.
 

@@ -163,11 +163,12 @@ class SchedulerSide:
             raise RequestRefused("unsupported", "prompts of a chunked prompt must be token ids alone")
         if not isinstance(request.cache_salt, str | None):
             raise RequestRefused("malformed", "cache_salt must be a string")
-        if request.sampling_params is None or request.resumable:
+        sampling = request.sampling_params
+        if sampling is None or request.resumable:
             raise RequestRefused("unsupported", "pooling and resumable requests cannot be chunked prompts")
         adapter = adapter_key(request.lora_request)
-        job = parse_job(params, token_ids, gap=self._gap, cache_salt=request.cache_salt, adapter=adapter)
-        if job is not None and job.loads and _wants_prompt_logprobs(request.sampling_params):
+        job = parse_job(params[PARAMS_KEY], token_ids, gap=self._gap, cache_salt=request.cache_salt, adapter=adapter)
+        if job.loads and (sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None):
             raise RequestRefused("unsupported", "a loaded prompt has no prompt_logprobs")
         return job
 
@@ -215,7 +216,3 @@ class SchedulerSide:
         self._producers.subtract(segment.key for segment in job.saves)
         self._producers += Counter()  # drops zeros
         return job.saves
-
-
-def _wants_prompt_logprobs(params: Any) -> bool:
-    return params is not None and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)

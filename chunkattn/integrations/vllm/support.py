@@ -52,10 +52,7 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         f"KV cache of type {vllm_config.cache_config.cache_dtype}": vllm_config.cache_config.cache_dtype not in CACHE_DTYPES,
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": max(
-            getattr(parallel, "decode_context_parallel_size", 1), getattr(parallel, "prefill_context_parallel_size", 1)
-        )
-        > 1,
+        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
     }
     for refusal, applies in refusals.items():
         if applies:
