@@ -8,11 +8,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # unless a test sets it: many tests look at the connector
 
 import numpy as np
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.vllm.engines import engine
 from tests.vllm.models import CONFIGS
 from tests.vllm.witness import Witness
 
@@ -41,6 +43,27 @@ def witness(checkpoint):
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def shared_engine(request, checkpoint):
+    """Engine of one test file, with the arguments that the file names in `ENGINE`."""
+    with engine(checkpoint("llama"), **request.module.ENGINE) as made:
+        yield made
+
+
+@pytest.fixture
+def llama(shared_engine):
+    """Engine with empty caches. After the test, scheduler and worker agree and hold nothing of ended requests."""
+    shared_engine.reset()
+    yield shared_engine
+    shared_engine.check_idle()
+
+
+@pytest.fixture
+def model(witness):
+    """transformers on the checkpoint of `llama`."""
+    return witness("llama")
 
 
 @pytest.fixture

@@ -119,6 +119,9 @@ class Engine:
         self.plain([1, 2, 3])  # a step that carries evictions out
         side = self.scheduler
         assert not any(map(len, (side._jobs, side._refused, side._unsaved, side._loads, side._failed_loads, +side._producers)))
+        assert not self.core.scheduler.requests
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "a request that ended holds blocks"  # one is never used
         assert side.index.keys() == self.worker.store.keys()
         assert side.index.num_bytes == sum(kv.numel() * kv.element_size() for kv in self.worker.store.values())
         assert side.index.num_bytes <= side.index.max_bytes

@@ -1,34 +1,12 @@
 """One engine in this process: parity, and what must not go wrong around it."""
 
-import os
-
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the tests look at the connector
-
 import pytest
 from vllm import SamplingParams
 
 from chunkattn.integrations.vllm.requests import PARAMS_KEY, EngineRequest
-from tests.vllm.engines import COUNT, GREEDY, SAVE, check, differs, engine, finish, flat, ids
+from tests.vllm.engines import COUNT, GREEDY, SAVE, check, differs, finish, flat, ids
 
-
-@pytest.fixture(scope="module")
-def shared_engine(checkpoint):
-    with engine(checkpoint("llama")) as made:
-        yield made
-
-
-@pytest.fixture
-def llama(shared_engine):
-    """Engine with empty caches. After the test, scheduler and worker agree and hold nothing of ended requests."""
-    shared_engine.reset()
-    yield shared_engine
-    shared_engine.check_idle()
-
-
-@pytest.fixture
-def model(witness):
-    return witness("llama")
-
+ENGINE = {}
 
 LAYOUTS = {
     "one chunk": (13, [7]),
@@ -64,14 +42,17 @@ def test_orders_subsets_and_repeats_compute_the_question_alone(llama, model, rng
         picked = [chunks[number] for number in order]
         (output,) = llama.send(llama.plan(prefix, picked, question, positions).composed, params=GREEDY)
         check(output, model.answer(prefix, picked, question, COUNT, positions))
-        assert output.num_cached_tokens >= len(flat(prefix, *picked)) - 31
+        assert output.num_cached_tokens >= len(flat(prefix, *picked))
 
 
 def test_shared_answers_do_not_depend_on_the_order(llama, rng):
     prefix, chunks, question = ids(rng, 19), [ids(rng, n) for n in (33, 12, 70)], ids(rng, 5)
-    one, other = llama.plan(prefix, chunks, question), llama.plan(prefix, chunks[::-1], question)
-    assert one.composed == other.composed
-    assert [one.order[place] for place in range(3)] == [2 - other.order[place] for place in range(3)]
+    answers = []
+    for order in (chunks, chunks[::-1], [chunks[1], chunks[0], chunks[2]]):
+        llama.reset()
+        (completion,) = llama.answer(llama.plan(prefix, order, question)).outputs
+        answers.append((list(completion.token_ids), completion.logprobs))
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_chunks_are_reused_behind_their_own_prefix_only(llama, model, rng):
@@ -271,7 +252,7 @@ def test_forged_parameters_are_refused_one_by_one(llama, model, rng, length):
 
 
 def test_refused_requests_leave_no_blocks_behind(llama, model, rng):
-    """The blocks of a refused request hold nothing, and no later request finds them."""
+    """No later request finds blocks of a refused request."""
     prefix, chunks, question = ids(rng, 32), [ids(rng, 64), ids(rng, 32)], ids(rng, 9)
     plan = llama.plan(prefix, chunks, question)
     requests = [(plan.composed, GREEDY), *((save, SAVE) for save in plan.saves), (plan.composed, GREEDY)]
@@ -287,8 +268,8 @@ def test_prompt_logprobs_of_a_loaded_prompt_are_refused(llama, model, rng):
     plan = llama.plan(prefix, chunks, question)
     expected = model.answer(prefix, chunks, question, COUNT)
     check(llama.answer(plan), expected)
-    for params in (SamplingParams(max_tokens=2, prompt_logprobs=1, detokenize=False),):
-        assert finish(llama.send(plan.composed, params=params)[0]) == "error"
+    params = SamplingParams(max_tokens=2, prompt_logprobs=1, detokenize=False)
+    assert finish(llama.send(plan.composed, params=params)[0]) == "error"
     llama.llm.reset_prefix_cache()
     params = GREEDY.clone()
     params.skip_reading_prefix_cache = True  # vLLM would compute the prompt as a plain one
@@ -324,7 +305,8 @@ def test_metrics_count_bytes(llama, rng):
     grown = {name: llama.metric(name) - before[name] for name in names}
     num_bytes = sum(kv.numel() * kv.element_size() for kv in llama.worker.store.values())
     assert num_bytes == 101 * 2 * 2 * 64 * 2 * 4  # tokens, layers, heads, channels, keys and values, float32
-    assert grown == dict.fromkeys(names[::2][:2], num_bytes) | {"saved_segments": 3, "loaded_segments": 3, "loads": 1}
+    segments = {"saved_segments": 3, "loaded_segments": 3, "loads": 1}
+    assert grown == {"saved_bytes": num_bytes, "loaded_bytes": num_bytes, **segments}
     assert llama.metric("stored_bytes") == num_bytes
     assert llama.metric("stored_segments") == 3
     assert llama.metric("load_seconds") > 0

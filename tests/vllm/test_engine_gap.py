@@ -1,33 +1,13 @@
 """Chunk gap: a chunk's own request sees the prefix moved back."""
 
-import os
-
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
 import pytest
+import torch
 
-from chunkattn.integrations.vllm.requests import PARAMS_KEY, plan_prompt
-from tests.vllm.engines import COUNT, GREEDY, SAVE, check, differs, engine, finish, flat, ids
+from chunkattn.integrations.vllm.requests import PARAMS_KEY, EngineRequest, plan_prompt
+from tests.vllm.engines import COUNT, GREEDY, SAVE, check, differs, finish, flat, ids
 
 GAP = 100
-
-
-@pytest.fixture(scope="module")
-def shared_engine(checkpoint):
-    with engine(checkpoint("llama"), {"chunk_position_gap": GAP}) as made:
-        yield made
-
-
-@pytest.fixture
-def llama(shared_engine):
-    shared_engine.reset()
-    yield shared_engine
-    shared_engine.check_idle()
-
-
-@pytest.fixture
-def model(witness):
-    return witness("llama")
+ENGINE = {"connector": {"chunk_position_gap": GAP}, "enable_prompt_embeds": True}
 
 
 @pytest.mark.parametrize("prefix_len", [0, 1, 13, 32, 150])
@@ -99,14 +79,26 @@ def test_plain_blocks_serve_no_gapped_save(llama, model, rng):
     check(llama.answer(llama.plan(prefix, chunks, question)), model.answer(prefix, chunks, question, COUNT, gap=GAP))
 
 
-def test_forged_save_of_a_foreign_prefix_length(llama, rng):
-    prefix, chunk = ids(rng, 32), ids(rng, 64)
-    plan = llama.plan(prefix, [chunk], [1])
-    llama.save(plan)
-    (save,) = plan.saves
-    for prefix_len in (0, 1, 31, 33, 96):
-        save.kv_transfer_params[PARAMS_KEY]["save"] = prefix_len
-        llama.send(save)
-    held = llama.scheduler.index.keys()
-    assert set(plan.composed.keys) <= held
-    llama.check_idle()
+def test_forged_saves_of_the_same_tokens_poison_nothing(llama, model, rng):
+    """Saves of a client that splits the tokens elsewhere, or leaves the gap out, come before the real ones."""
+    prefix, chunk, question = ids(rng, 32), ids(rng, 64), ids(rng, 9)
+    plan = llama.plan(prefix, [chunk], question)
+    for positions in ("shared", "reordered"):
+        for prefix_len in (0, 1, 31, 32, 33, 96):
+            if (positions, prefix_len) == ("shared", 32):
+                continue  # the real requests
+            for token_ids in (flat(prefix, chunk)[:prefix_len], flat(prefix, chunk)):
+                fields = {"save": prefix_len, "positions": positions}
+                if token_ids:
+                    (output,) = llama.send(EngineRequest(token_ids, None, {PARAMS_KEY: fields}))
+                    assert finish(output) == "length"
+    check(llama.answer(plan), model.answer(prefix, [chunk], question, COUNT, gap=GAP))
+
+
+def test_refused_embeddings_of_one_token(llama):
+    """A prompt of embeddings has no token ids to name its K/V."""
+    params = SAVE.clone()
+    params.extra_args = {"kv_transfer_params": {PARAMS_KEY: {"save": 1, "positions": "shared"}}}
+    for count in (1, 40):
+        (output,) = llama.llm.generate([{"prompt_embeds": torch.zeros(count, 128)}], [params], use_tqdm=False)
+        assert finish(output) == "error"

@@ -1,9 +1,5 @@
 """Engines that must not start."""
 
-import os
-
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
 import pytest
 
 from tests.vllm.engines import engine
