@@ -17,6 +17,7 @@ def random_prompt(rng):
 
 def run(made, model, rng, count, gap):
     """Send random prompts of both strategies in random company, and return the largest error."""
+    assert finish(made.send(made.plan(*random_prompt(rng)).composed)[0]) == "error", "nothing is stored yet"
     worst = 0.0
     for _ in range(count):
         prompts = [(*random_prompt(rng), str(rng.choice(["shared", "reordered"]))) for _ in range(3)]
