@@ -17,37 +17,51 @@ from chunkattn.parsers import ChunkedPrompt
 class FakeClient:
     """Client whose requests take a moment. It records requests that start, end and are aborted.
 
+    As vLLM does, it sends every sample in outputs of its own, or all samples in one output under `FINAL_ONLY`.
+
     Args:
         refusals: number of composed requests to refuse.
         tokens_first: tokens that a refused request sends before it is refused.
+        wait: seconds before the first token.
     """
 
     model_config = SimpleNamespace(max_model_len=1000)
 
-    def __init__(self, refusals=0, tokens_first=0):
-        self.refusals, self.tokens_first = refusals, tokens_first
-        self.started, self.ended, self.aborted = [], [], []
+    def __init__(self, refusals=0, tokens_first=0, wait=0.02):
+        self.refusals, self.tokens_first, self.wait = refusals, tokens_first, wait
+        self.started, self.ended, self.aborted, self.priorities = [], [], [], []
 
     async def generate(self, prompt, params, request_id, **options):
-        kind = next(k for k in ("save", "bounds") if k in params.extra_args["kv_transfer_params"]["chunkattn"])
+        sent = (params.extra_args or {}).get("kv_transfer_params")
+        kind = next(k for k in ("save", "bounds") if k in sent["chunkattn"]) if sent else "plain"
         self.started.append(kind)
+        self.priorities.append(options.get("priority", 0))
         try:
-            await asyncio.sleep(0.02)
-            refused = kind == "bounds" and self.refusals > 0
+            await asyncio.sleep(self.wait)
+            refused = kind != "save" and self.refusals > 0
             self.refusals -= refused
-            for token in range(self.tokens_first if refused else 2):
-                yield output(None, prompt, token)
-            yield output("error" if refused else "length", prompt)
+            reason = "error" if refused else "length"
+            if params.output_kind == RequestOutputKind.FINAL_ONLY:
+                yield output(prompt, [completion(index, reason) for index in range(params.n)], finished=True)
+            else:
+                for token in range(self.tokens_first if refused else 2):
+                    for index in range(params.n):
+                        yield output(prompt, [completion(index, None, token)])
+                for index in range(params.n):
+                    yield output(prompt, [completion(index, reason)], finished=index == params.n - 1)
             self.ended.append(kind)
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted.append(kind)
             raise
 
 
-def output(reason, prompt, token=0):
-    completion = SimpleNamespace(finish_reason=reason, token_ids=[token])
+def completion(index, reason, token=0):
+    return SimpleNamespace(index=index, finish_reason=reason, token_ids=[token])
+
+
+def output(prompt, completions, finished=False):
     ids = prompt["prompt_token_ids"]
-    return SimpleNamespace(outputs=[completion], num_cached_tokens=0, prompt_token_ids=ids, finished=reason is not None)
+    return SimpleNamespace(outputs=completions, num_cached_tokens=0, prompt_token_ids=ids, finished=finished)
 
 
 OPTIONS = ChunkOptions()
@@ -92,6 +106,31 @@ def test_a_whole_answer_is_started_over_and_sent_once():
     assert inner.started.count("bounds") == 3
 
 
+@pytest.mark.parametrize("refusals", [0, 1])
+def test_a_whole_answer_has_every_sample(refusals):
+    inner = FakeClient(refusals)
+    params = SamplingParams(n=3, output_kind=RequestOutputKind.FINAL_ONLY)
+    (found,) = asyncio.run(collect(ChunkEngineClient(inner, OPTIONS).generate(PROMPT, params, "id")))
+    assert [(o.index, o.finish_reason) for o in found.outputs] == [(n, "length") for n in range(3)]
+
+
+def test_a_streamed_retry_has_every_sample():
+    inner = FakeClient(refusals=1)
+    found = asyncio.run(collect(chunked(ChunkEngineClient(inner, OPTIONS), n=2)))
+    ended = [o.outputs[0].index for o in found if o.outputs[0].finish_reason == "length"]
+    assert ended == [0, 1]
+
+
+def test_an_error_of_a_prompt_without_chunks_is_the_engines_own():
+    inner = FakeClient(refusals=1)
+    prompt = ChunkedInput(OPTIONS.parser(None).parse(ChunkedPrompt([1], [[]], [5])))
+    (found,) = asyncio.run(
+        collect(chunked(ChunkEngineClient(inner, OPTIONS), prompt, output_kind=RequestOutputKind.FINAL_ONLY))
+    )
+    assert found.outputs[0].finish_reason == "error"
+    assert inner.started == ["plain"]
+
+
 def test_prompts_at_once_share_their_saves():
     inner = FakeClient()
     client = ChunkEngineClient(inner, OPTIONS)
@@ -123,6 +162,23 @@ def test_a_save_ends_with_its_last_user(others):
     answers = asyncio.run(run())
     assert all(answer[-1].outputs[0].finish_reason == "length" for answer in answers)
     assert inner.ended.count("save") == 2
+    assert inner.aborted == ([] if others else ["save", "save"])
+    assert not client._saves
+
+
+def test_a_more_urgent_prompt_starts_a_save_of_its_own():
+    inner = FakeClient()
+    client = ChunkEngineClient(inner, OPTIONS)
+
+    async def run():
+        async with asyncio.TaskGroup() as group:
+            for priority in (3, 5, 1):
+                group.create_task(collect(client.generate(PROMPT, SamplingParams(), "id", priority=priority)))
+                await asyncio.sleep(0.002)
+
+    asyncio.run(run())
+    saves = [priority for kind, priority in zip(inner.started, inner.priorities) if kind == "save"]
+    assert saves == [3, 3, 1, 1], "a less urgent prompt joins"
     assert not client._saves
 
 
@@ -155,9 +211,15 @@ def test_a_closed_stream_aborts_its_request():
 
 def test_parameters_of_the_connector_are_the_servers_own():
     client = ChunkEngineClient(FakeClient(), OPTIONS)
-    written = SamplingParams(extra_args={"kv_transfer_params": {"chunkattn": {"save": 1}}})
+    refused = [
+        ({"chunkattn": {"save": 1}}, "is set by the server"),
+        ({"chunkattn": None}, "is set by the server"),
+        ("text", "must be an object, got str"),
+        (["chunkattn"], "must be an object, got list"),
+    ]
     for prompt in (PROMPT, {"type": "token", "prompt_token_ids": [1]}):
-        with pytest.raises(VLLMValidationError, match="is set by the server"):
-            client.generate(prompt, written, "id")
+        for written, message in refused:
+            with pytest.raises(VLLMValidationError, match=message):
+                client.generate(prompt, SamplingParams(extra_args={"kv_transfer_params": written}), "id")
     with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
         chunked(client, prompt_logprobs=1)

@@ -17,7 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from chunkattn.errors import CapacityError, ConfigError
 from chunkattn.integrations.vllm import serve, versions
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, refused_param, server_options, take_options
-from chunkattn.integrations.vllm.composer import RETRIES, Composer, Costs, HeldKeys, Task
+from chunkattn.integrations.vllm.composer import RETRIES, Composer, Costs, HeldKeys, PromptTask
 from chunkattn.integrations.vllm.llm import _NOT_OFFERED
 from chunkattn.integrations.vllm.options import ConnectorOptions
 from chunkattn.integrations.vllm.requests import plan_prompt
@@ -136,21 +136,26 @@ def test_the_server_command():
 
 
 class FakeEngine:
-    """Engine that keeps the keys of `capacity` documents, the latest first, and records what it runs."""
+    """Engine that keeps the keys of `capacity` documents, the latest last, and records what it runs.
 
-    def __init__(self, capacity):
-        self.capacity, self.held, self.sent = capacity, [], []
+    Args:
+        capacity: number of keys to keep.
+        broken: whether every request ends with an error.
+    """
 
-    def __call__(self, jobs):
+    def __init__(self, capacity, broken=False):
+        self.capacity, self.broken, self.held, self.sent = capacity, broken, [], []
+
+    def __call__(self, submissions):
         outputs = []
-        for job in jobs:
-            request = job.request
+        for submission in submissions:
+            request = submission.request
             self.sent.append(request)
             saves = "save" in (request.kv_transfer_params or {"chunkattn": {}})["chunkattn"]
             if saves:
                 self.held = [k for k in self.held if k not in request.keys] + list(request.keys)
                 self.held = self.held[-self.capacity :]
-            reason = "length" if saves or set(request.keys) <= set(self.held) else "error"
+            reason = "length" if not self.broken and (saves or set(request.keys) <= set(self.held)) else "error"
             completion = SimpleNamespace(finish_reason=reason)
             outputs.append(SimpleNamespace(outputs=[completion], num_cached_tokens=0, keys=request.keys))
         return outputs
@@ -165,29 +170,53 @@ def test_documents_are_sent_once():
     composer = Composer(engine)
     (plan,) = plans(1)
     for _ in range(3):
-        composer.run([Task(plan, None)])
+        composer.run([PromptTask(plan, None)])
     assert len(engine.sent) == 2 + 3
 
 
 def test_prompts_of_one_call_share_their_saves():
     engine = FakeEngine(100)
     (plan,) = plans(1)
-    Composer(engine).run([Task(plan, None), Task(plan, None)])
+    Composer(engine).run([PromptTask(plan, None), PromptTask(plan, None)])
     assert [bool(r.kv_transfer_params["chunkattn"].get("bounds")) for r in engine.sent] == [False, False, True, True]
 
 
 def test_a_prompt_whose_documents_were_evicted_is_answered():
     engine = FakeEngine(3)  # the prefix and two documents: one prompt's
     composer = Composer(engine)
-    answers = composer.run([Task(plan, None) for plan in plans(4)])
+    answers = composer.run([PromptTask(plan, None) for plan in plans(4)])
     assert all(a.output.outputs[0].finish_reason == "length" for a in answers)
 
 
 def test_documents_that_never_fit_are_an_error():
     engine = FakeEngine(2)
     with pytest.raises(CapacityError, match="2 documents, 4 tokens"):
-        Composer(engine).run([Task(plan, None) for plan in plans(1)])
+        Composer(engine).run([PromptTask(plan, None) for plan in plans(1)])
     assert sum("bounds" in r.kv_transfer_params["chunkattn"] for r in engine.sent) == RETRIES + 1
+
+
+def test_an_error_of_a_plain_prompt_is_the_engines_own():
+    engine = FakeEngine(10, broken=True)
+    (answer,) = Composer(engine).run([PromptTask(plan_prompt([1], [], [2]), None)])
+    assert answer.output.outputs[0].finish_reason == "error"
+    assert len(engine.sent) == 1
+
+
+def test_precomputed_documents_are_sent_although_they_were_sent_before():
+    engine = FakeEngine(100)
+    composer = Composer(engine)
+    for _ in range(2):
+        composer.save(plans(1))
+    assert len(engine.sent) == 2 * 2
+    composer.run([PromptTask(plan, None) for plan in plans(1)])
+    assert len(engine.sent) == 2 * 2 + 1
+
+
+def test_a_failed_save_is_an_error():
+    composer = Composer(FakeEngine(100, broken=True))
+    with pytest.raises(CapacityError, match="ended 2 of the 2 requests"):
+        composer.save(plans(1))
+    assert not len(composer.held)
 
 
 def test_the_memory_of_what_was_sent_is_bounded():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class HeldKeys:
 
 
 @dataclass(frozen=True)
-class Job:
+class Submission:
     """One request to send to the engine.
 
     Attributes:
@@ -69,7 +69,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Task:
+class PromptTask:
     """One prompt to answer.
 
     Attributes:
@@ -84,13 +84,13 @@ class Task:
     priority: int = 0
     lora_request: Any = None
 
-    def job(self, request: EngineRequest, *, saves: bool) -> Job:
-        """Return one of the plan's requests as a job."""
-        return Job(request, None if saves else self.params, self.priority, self.lora_request)
+    def submission(self, request: EngineRequest, *, saves: bool) -> Submission:
+        """Return the submission of one of the plan's requests."""
+        return Submission(request, None if saves else self.params, self.priority, self.lora_request)
 
 
 class Costs:
-    """Prompt tokens that requests computed on behalf of a composed request. Its own counter does not include them."""
+    """Prompt tokens that prefix and save requests computed for one prompt. vLLM counts them as cached in its answer."""
 
     def __init__(self) -> None:
         self.prefix = 0
@@ -135,14 +135,14 @@ class Answer:
     costs: Costs
 
 
-Send = Callable[[Sequence[Job]], "Sequence[RequestOutput]"]
+Send = Callable[[Sequence[Submission]], "Sequence[RequestOutput]"]
 
 
 class Composer:
     """Sender of chunked prompts to one engine that runs a list of requests at a time.
 
     Args:
-        send: function that runs jobs together and returns their outputs in order.
+        send: function that runs submissions together and returns their outputs in order.
         held: content keys that the engine is believed to hold.
     """
 
@@ -150,74 +150,105 @@ class Composer:
         self._send = send
         self.held = HeldKeys() if held is None else held
 
-    def run(self, tasks: Sequence[Task]) -> list[Answer]:
-        """Answer prompts together. A prompt that is refused is sent again alone, after its documents.
+    def run(self, tasks: Sequence[PromptTask]) -> list[Answer]:
+        """Answer prompts together. A prompt that lost a document is sent again alone, after its documents.
 
         Args:
             tasks: prompts to answer.
 
         Raises:
-            CapacityError: the store does not hold all documents of one prompt.
+            CapacityError: the engine ends one prompt with an error each time.
         """
         answers = self._round(tasks)
         for number, task in enumerate(tasks):
             for _ in range(RETRIES):
-                if not is_refused(answers[number].output):
+                if not may_have_lost(task.plan, answers[number].output):
                     break
                 self.held.discard(task.plan.composed.keys)
                 answers[number] = self._round([task])[0]
-            if is_refused(answers[number].output):
+            if may_have_lost(task.plan, answers[number].output):
                 raise CapacityError(refusal(task.plan), param="prompt")
         return answers
 
     def save(self, plans: Sequence[PromptPlan], lora_request: Any = None) -> None:
-        """Compute and save the missing documents of prompts.
+        """Compute and save the documents of prompts, also those that the engine is believed to hold.
 
         Args:
             plans: the prompts; their composed requests are not sent.
             lora_request: vLLM's LoRA request, or None.
+
+        Raises:
+            CapacityError: the engine ended a request with an error.
         """
-        self._run_saves([Task(plan, None, lora_request=lora_request) for plan in plans], [])
+        tasks = [PromptTask(plan, None, lora_request=lora_request) for plan in plans]
+        saves, outputs, _ = self._submit(tasks, [], held=())
+        if failed := sum(map(ended_with_error, outputs)):
+            text = (
+                f"the engine ended {failed} of the {len(saves)} requests that compute prefix and documents with an error; if "
+                "the prefix does not fit the chunk store, raise its bytes"
+            )
+            raise CapacityError(text, param="documents")
 
-    def _round(self, tasks: Sequence[Task]) -> list[Answer]:
-        outputs, costs = self._run_saves(tasks, [task.job(task.plan.composed, saves=False) for task in tasks])
-        for task, output in zip(tasks, outputs, strict=True):
-            if not is_refused(output):
+    def _round(self, tasks: Sequence[PromptTask]) -> list[Answer]:
+        composed = [task.submission(task.plan.composed, saves=False) for task in tasks]
+        saves, outputs, costs = self._submit(tasks, composed, self.held)
+        answers = outputs[len(saves) :]
+        for task, output in zip(tasks, answers, strict=True):
+            if not ended_with_error(output):
                 self.held.add(task.plan.composed.keys)
-        return [Answer(output, costs[number]) for number, output in enumerate(outputs)]
+        return [Answer(output, costs[number]) for number, output in enumerate(answers)]
 
-    def _run_saves(self, tasks: Sequence[Task], last: Sequence[Job]) -> tuple[list[RequestOutput], Mapping[int, Costs]]:
-        """Send what the tasks miss, each request once, and then the last jobs, all in one call."""
-        stages: tuple[dict[tuple[str, ...], Job], ...] = ({}, {})
+    def _submit(
+        self, tasks: Sequence[PromptTask], composed: Sequence[Submission], held: Container[str]
+    ) -> tuple[list[Submission], Sequence[RequestOutput], Mapping[int, Costs]]:
+        """Send the requests that the tasks miss, each once, and then the composed requests, all in one call.
+
+        Returns:
+            Submissions before the composed ones, the outputs of all submissions, and the costs of every task by its number.
+        """
+        stages: tuple[dict[tuple[str, ...], Submission], ...] = ({}, {})
         payers: dict[tuple[str, ...], int] = {}
         for number, task in enumerate(tasks):
-            for stage in task.plan.missing(self.held):
-                for request in stage:
-                    found = stages[request is not task.plan.prefix].setdefault(request.keys, task.job(request, saves=True))
-                    if task.priority < found.priority:
-                        stages[request is not task.plan.prefix][request.keys] = task.job(request, saves=True)
+            for requests in task.plan.missing(held):
+                for request in requests:
+                    stage, submission = stages[request is not task.plan.prefix], task.submission(request, saves=True)
+                    if task.priority < stage.setdefault(request.keys, submission).priority:
+                        stage[request.keys] = submission
                     payers.setdefault(request.keys, number)
-        first = [job for stage in stages for job in stage.values()]
+        saves = [submission for stage in stages for submission in stage.values()]
         costs = {number: Costs() for number in range(len(tasks))}
-        if not first and not last:
-            return [], costs
-        outputs = self._send([*first, *last])
-        for job, output in zip(first, outputs):
-            costs[payers[job.request.keys]].add(job.request, output)
-            if not is_refused(output):
-                self.held.add(job.request.keys)
-        return list(outputs[len(first) :]), costs
+        if not saves and not composed:
+            return [], [], costs
+        outputs = self._send([*saves, *composed])
+        for submission, output in zip(saves, outputs):
+            costs[payers[submission.request.keys]].add(submission.request, output)
+            if not ended_with_error(output):
+                self.held.add(submission.request.keys)
+        return saves, outputs, costs
 
 
-def is_refused(output: RequestOutput) -> bool:
-    """Return whether the engine ended a request with an error, as when the store has lost a document."""
+def ended_with_error(output: RequestOutput) -> bool:
+    """Return whether the engine ended a request with an error."""
     return any(completion.finish_reason == "error" for completion in output.outputs)
 
 
+def may_have_lost(plan: PromptPlan, output: RequestOutput) -> bool:
+    """Return whether the engine may have ended a composed request because the store had lost a document.
+
+    vLLM reports every failure of a request in this form, so another failure of a composed request looks the same.
+
+    Args:
+        plan: plan of the prompt. A prompt that loads nothing cannot have lost a document.
+        output: output of the composed request.
+    """
+    return plan.composed.kv_transfer_params is not None and ended_with_error(output)
+
+
 def refusal(plan: PromptPlan) -> str:
-    """Return the message for a prompt whose documents do not stay in the store until it is answered."""
+    """Return the message for a prompt that the engine ends with an error each time."""
     tokens = sum(len(save.token_ids) - (save.kv_transfer_params or {})[PARAMS_KEY]["save"] for save in plan.saves)
     return (
-        f"the engine lost documents of this prompt ({len(plan.saves)} documents, {tokens} tokens) before it was answered, "
-        f"{RETRIES + 1} times; raise the bytes of the chunk store, or send fewer documents at once"
+        f"the engine ended this prompt ({len(plan.saves)} documents, {tokens} tokens) with an error {RETRIES + 1} times, each "
+        "time after its documents; if the store does not hold them together, raise the bytes of the chunk store, or send fewer "
+        "documents at once; the engine's log tells other causes"
     )

@@ -15,14 +15,22 @@ from vllm.sampling_params import RequestOutputKind
 
 from chunkattn.errors import RequestError
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, parts_of, refused_param
-from chunkattn.integrations.vllm.composer import RETRIES, Costs, HeldKeys, Job, is_refused, refusal
-from chunkattn.integrations.vllm.llm import job_params
+from chunkattn.integrations.vllm.composer import (
+    RETRIES,
+    Costs,
+    HeldKeys,
+    Submission,
+    ended_with_error,
+    may_have_lost,
+    refusal,
+)
+from chunkattn.integrations.vllm.llm import submission_params
 from chunkattn.integrations.vllm.requests import PARAMS_KEY, EngineRequest, PromptPlan, adapter_key
 from chunkattn.parsers import ParsedPrompt
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -44,8 +52,8 @@ class ChunkedInput(dict):
 class _Save:
     """Save request in flight, with the number of prompts that need it. It is aborted with the last of them."""
 
-    def __init__(self, task: asyncio.Task[RequestOutput]) -> None:
-        self.task, self.users = task, 0
+    def __init__(self, task: asyncio.Task[RequestOutput], priority: int) -> None:
+        self.task, self.priority, self.users = task, priority, 0
 
     @property
     def running(self) -> bool:
@@ -85,10 +93,7 @@ class ChunkEngineClient:
         Raises:
             VLLMValidationError: the prompt cannot be served, or a client wrote the connector's parameters itself.
         """
-        written = ((sampling_params.extra_args or {}).get("kv_transfer_params") or {}).get(PARAMS_KEY)
-        if written is not None:
-            text = f"kv_transfer_params[{PARAMS_KEY!r}] is set by the server; send documents, chunks or separator text instead"
-            raise VLLMValidationError(text, parameter="kv_transfer_params")
+        _check_transfer_params((sampling_params.extra_args or {}).get("kv_transfer_params"))
         if not isinstance(prompt, ChunkedInput):
             return self._client.generate(prompt, sampling_params, request_id, **options)
         if name := refused_param(sampling_params):
@@ -110,10 +115,11 @@ class ChunkEngineClient:
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         ids, parts = prompt.layout.token_ids.tolist(), parts_of(prompt)
-        composed = job_params(Job(plan.composed, params))
+        composed = submission_params(Submission(plan.composed, params))
         whole = params.output_kind == RequestOutputKind.FINAL_ONLY
         for attempt in range(RETRIES + 1):
             started = False
+            completions: dict[int, CompletionOutput] = {}
             async with AsyncExitStack() as gate:
                 if attempt:  # alone with its documents until they are loaded, so that no other prompt evicts them meanwhile
                     await gate.enter_async_context(self._gate)
@@ -125,11 +131,14 @@ class ChunkEngineClient:
                 outputs = self._client.generate(_input(plan.composed, prompt.text), composed, request_id, **options)
                 async with aclosing(outputs):
                     async for output in outputs:
-                        if is_refused(output):
+                        if may_have_lost(plan, output):
                             break
                         await gate.aclose()
-                        if whole and not output.finished:
-                            continue
+                        if whole:  # an output of a retry holds the sample that has changed alone
+                            completions.update((completion.index, completion) for completion in output.outputs)
+                            if not output.finished:
+                                continue
+                            output.outputs = [completions[index] for index in sorted(completions)]
                         started = True
                         output.num_cached_tokens, _ = costs.cached(output, parts)
                         if output.prompt_token_ids is not None:
@@ -139,9 +148,12 @@ class ChunkEngineClient:
                         self._held.add(plan.composed.keys)
                         return
             self._held.discard(plan.composed.keys)
-            logger.info("request %s lost a document before its answer (attempt %d)", request_id, attempt + 1)
+            logger.info("request %s ended with an error, perhaps without a document (attempt %d)", request_id, attempt + 1)
             if started:  # the client has tokens already, and a second answer may begin with others
-                raise RetryableRequestError("a document of this prompt was lost while its answer was streamed; please retry")
+                text = (
+                    "the engine ended this prompt with an error while its answer was streamed, perhaps for want of a document"
+                )
+                raise RetryableRequestError(f"{text}; please retry")
         raise RetryableRequestError(refusal(plan))
 
     async def _save(self, plan: PromptPlan, options: dict[str, Any]) -> Costs:
@@ -158,12 +170,12 @@ class ChunkEngineClient:
         return costs
 
     def _join(self, request: EngineRequest, options: dict[str, Any], costs: Costs) -> _Save:
-        """Return the save request of a document, started now if none is in flight. The starter bears its costs."""
-        save = self._saves.get(request.keys)
-        if save is None or not save.running:
+        """Return the save request of a document, started now if none of this priority runs. The starter bears its costs."""
+        save, priority = self._saves.get(request.keys), options.get("priority", 0)
+        if save is None or not save.running or priority < save.priority:  # a lower value goes first
             self._counter += 1
             task = asyncio.create_task(self._run(request, f"chunkattn-save-{self._counter}", options, costs))
-            save = self._saves[request.keys] = _Save(task)
+            save = self._saves[request.keys] = _Save(task, priority)
             task.add_done_callback(partial(self._forget, request.keys, save))
         save.users += 1
         return save
@@ -174,16 +186,32 @@ class ChunkEngineClient:
 
     async def _run(self, request: EngineRequest, request_id: str, options: dict[str, Any], costs: Costs) -> RequestOutput:
         kept = {name: options[name] for name in ("lora_request", "priority", "data_parallel_rank") if name in options}
-        outputs = self._client.generate(_input(request), job_params(Job(request)), request_id, **kept)
+        outputs = self._client.generate(_input(request), submission_params(Submission(request)), request_id, **kept)
         last = None
         async with aclosing(outputs):
             async for output in outputs:
                 last = output
         assert last is not None
         costs.add(request, last)
-        if not is_refused(last):
+        if not ended_with_error(last):
             self._held.add(request.keys)
         return last
+
+
+def _check_transfer_params(given: Any) -> None:
+    """Check a client's `kv_transfer_params`.
+
+    Raises:
+        VLLMValidationError: the value is no object, or has the connector's key.
+    """
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        text = f"kv_transfer_params must be an object, got {type(given).__name__}"
+        raise VLLMValidationError(text, parameter="kv_transfer_params")
+    if PARAMS_KEY in given:
+        text = f"kv_transfer_params[{PARAMS_KEY!r}] is set by the server; send documents, chunks or separator text instead"
+        raise VLLMValidationError(text, parameter="kv_transfer_params")
 
 
 def _input(request: EngineRequest, text: str | None = None) -> Any:

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
-from chunkattn.integrations.vllm.composer import Answer, Composer, Job, Task
+from chunkattn.integrations.vllm.composer import Answer, Composer, PromptTask, Submission
 from chunkattn.integrations.vllm.requests import EngineRequest, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
@@ -183,18 +183,18 @@ class ChunkLLM:
             plan = self.options.plan(prompt, self._max_model_len, salt, adapter)
             if plan.composed.kv_transfer_params is not None and (name := refused_param(param)):
                 raise RequestError(f"{name} of a prompt with chunks is not offered in vLLM; use chunkattn.LLM", param=name)
-            tasks.append(Task(plan, param, rank, lora_request))
+            tasks.append(PromptTask(plan, param, rank, lora_request))
         answers = self._composer.run(tasks)
         return [_output(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
-    def _send(self, jobs: Sequence[Job]) -> list[EngineOutput]:
-        """Run jobs in vLLM, in order of submission."""
-        adapters = [job.lora_request for job in jobs]
+    def _send(self, submissions: Sequence[Submission]) -> list[EngineOutput]:
+        """Run requests in vLLM, in order of submission."""
+        adapters = [submission.lora_request for submission in submissions]
         return self.llm.generate(
-            [engine_prompt(job.request) for job in jobs],
-            [job_params(job) for job in jobs],
+            [engine_prompt(submission.request) for submission in submissions],
+            [submission_params(submission) for submission in submissions],
             use_tqdm=False,
-            priority=[job.priority for job in jobs],
+            priority=[submission.priority for submission in submissions],
             lora_request=adapters if any(adapters) else None,
         )
 
@@ -205,15 +205,15 @@ def engine_prompt(request: EngineRequest) -> Any:
     return {"prompt_token_ids": request.token_ids, **salt}
 
 
-def job_params(job: Job) -> vllm.SamplingParams:
-    """Return a job's sampling parameters, with the connector's parameters in them."""
-    if job.params is None:
+def submission_params(submission: Submission) -> vllm.SamplingParams:
+    """Return a submission's sampling parameters, with the connector's parameters in them."""
+    if submission.params is None:
         params = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         params.output_kind = RequestOutputKind.FINAL_ONLY
     else:
-        params = job.params.clone()
-    if job.request.kv_transfer_params is not None:
-        params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": job.request.kv_transfer_params}
+        params = submission.params.clone()
+    if (own := submission.request.kv_transfer_params) is not None:
+        params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": own}
     return params
 
 
