@@ -1,6 +1,7 @@
 """Tests that need no engine: versions, options, the composer's rounds, and light imports."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -11,11 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
+from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from chunkattn.errors import CapacityError, ConfigError
-from chunkattn.integrations.vllm import serve, versions
+from chunkattn.integrations.vllm import chunk_options, serve, versions
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, refused_param, server_options, take_options
 from chunkattn.integrations.vllm.composer import RETRIES, Composer, Costs, HeldKeys, PromptTask
 from chunkattn.integrations.vllm.llm import _NOT_OFFERED
@@ -120,16 +122,58 @@ def test_parameters_of_a_chunked_prompt():
 
 def test_the_server_command():
     line = serve.server_arguments(["MODEL", "--port", "1", "--enable-chunk-aware", "--chunk-position-gap", "3"])
-    assert line[:5] == ["--model", "MODEL", "--port", "1", "--kv-transfer-config"]
-    extra = json.loads(line[5])["kv_connector_extra_config"]
+    assert line[:4] == ["MODEL", "--port", "1", "--kv-transfer-config"]
+    extra = json.loads(line[4])["kv_connector_extra_config"]
     assert extra["enable_chunk_aware"]
     assert extra["chunk_position_gap"] == 3
     with pytest.raises(ConfigError, match="max-store-bytes"):
         serve.server_arguments(["MODEL", "--kv-transfer-config", "{}"])
+    with pytest.raises(ConfigError, match="no model is given"):
+        serve.server_arguments(["--port", "1"])
     with pytest.raises(ConfigError, match="chunk_temperature"):
         take_options("MODEL", {"chunk_temperature": 0.5})
+
+
+def test_the_server_takes_the_options_of_vllm_serve(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(seen.append))
+    words = ["MODEL", "--enable-chunk-aware", "--headless", "--api-server-count", "0", "--max-store-bytes", "9"]
+    monkeypatch.setattr(sys, "argv", ["serve", *words])
+    monkeypatch.setenv("VLLM_PLUGINS", "a")
+    serve.main()
+    (args,) = seen
+    assert (args.model_tag, args.headless, args.api_server_count) == ("MODEL", True, 0)
+    assert args.kv_transfer_config.kv_connector_extra_config == {"enable_chunk_aware": True, "max_store_bytes": 9}
+    assert os.environ["VLLM_PLUGINS"] == "a,chunkattn"
+
+
+def test_the_servers_plugins():
     assert serve.plugins("a,b").split(",") == ["a", "b", "chunkattn"]
-    assert "lora_filesystem_resolver" in serve.plugins(None), "plugins that vLLM loads by itself stay"
+    assert serve.plugins("lora_hf_hub_resolver").split(",") == ["lora_hf_hub_resolver", "chunkattn"]
+    loaded = serve.plugins(None).split(",")
+    assert "lora_filesystem_resolver" in loaded, "plugins that vLLM loads by itself stay"
+    assert "lora_hf_hub_resolver" not in loaded, "vLLM wants this one named by the user"
+
+
+def test_the_model_of_a_config_file_gives_its_gap(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text(f"model: {calibration(tmp_path, 8)}\nport: 1\n")
+    line = serve.server_arguments(["--config", str(file)])
+    assert json.loads(line[-1])["kv_connector_extra_config"]["chunk_position_gap"] == 8
+    file.write_text("kv-transfer-config: {}\n")
+    with pytest.raises(ConfigError, match="kv-transfer-config is set"):
+        serve.server_arguments(["MODEL", "--config", str(file)])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        serve.server_arguments(["MODEL", "--config", str(tmp_path / "missing.yaml")])
+
+
+def test_the_calibration_is_that_of_the_revision(monkeypatch):
+    asked = []
+    monkeypatch.setattr(chunk_options, "calibration_of", lambda *args: asked.append(args))
+    take_options("MODEL", {"revision": "v1"})
+    server_options("MODEL", {}, "v2")
+    serve.server_arguments(["MODEL", "--revision", "v3"])
+    assert asked == [("MODEL", None, name) for name in ("v1", "v2", "v3")]
 
 
 # The composer
@@ -263,9 +307,9 @@ def test_commands_of_the_guide_are_taken_by_the_server():
             line = serve.server_arguments(words[3:])
         else:
             assert words[:3] == ["VLLM_PLUGINS=chunkattn", "vllm", "serve"]
-            line = ["--model", *words[3:]]
+            line = words[3:]
         parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
-        assert parsed.model == "Qwen/Qwen3-0.6B"
+        assert parsed.model_tag == "Qwen/Qwen3-0.6B"
         configs.append(replace(parsed.kv_transfer_config, engine_id="any"))
     assert configs[0] == configs[1]
 

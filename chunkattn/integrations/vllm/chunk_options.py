@@ -151,7 +151,7 @@ def take_options(model: str | None, options: Mapping[str, Any]) -> tuple[ChunkOp
 
     Args:
         model: local folder or hub id; its calibration file gives the chunk gap.
-        options: options of chunks, of the connector and of vLLM, by name.
+        options: options of chunks, of the connector and of vLLM, by name. The model's `revision` is one of vLLM's.
 
     Raises:
         ConfigError: an option is invalid, or asks for a temperature or scale of chunks.
@@ -164,7 +164,8 @@ def take_options(model: str | None, options: Mapping[str, Any]) -> tuple[ChunkOp
             raise ConfigError(
                 f"{name} {value!r}: vLLM's kernels cannot weigh chunks; use chunkattn.LLM, or a chunk_position_gap alone"
             )
-    chosen = _calibrated(model, {name: value for name, value in options.items() if name in own})
+    given = {name: value for name, value in options.items() if name in own}
+    chosen = _calibrated(model, options.get("revision"), given)
     extra = {name: value for name, value in options.items() if name in connector and value is not None}
     try:
         ConnectorOptions.parse(extra)
@@ -173,10 +174,10 @@ def take_options(model: str | None, options: Mapping[str, Any]) -> tuple[ChunkOp
     return chosen, transfer_config({**chosen.extra_config(), **extra}), rest
 
 
-def _calibrated(model: str | None, given: Mapping[str, Any]) -> ChunkOptions:
+def _calibrated(model: str | None, revision: str | None, given: Mapping[str, Any]) -> ChunkOptions:
     """Return chunk options, with the gap of the model's calibration file if none is given."""
     chosen = ChunkOptions(**given)
-    if (found := calibration_of(model, chosen.chunk_calibration)) is None:
+    if (found := calibration_of(model, chosen.chunk_calibration, revision)) is None:
         return chosen
     if found.weighs:
         raise ConfigError(
@@ -189,12 +190,13 @@ def _calibrated(model: str | None, given: Mapping[str, Any]) -> ChunkOptions:
     return chosen
 
 
-def server_options(model: str, extra: Mapping[str, Any]) -> ChunkOptions:
+def server_options(model: str, extra: Mapping[str, Any], revision: str | None = None) -> ChunkOptions:
     """Return the chunk options of an engine that runs already.
 
     Args:
         model: local folder or hub id.
         extra: the engine's `kv_connector_extra_config`.
+        revision: revision of the model on the hub.
 
     Raises:
         ConfigError: as `take_options`.
@@ -202,7 +204,7 @@ def server_options(model: str, extra: Mapping[str, Any]) -> ChunkOptions:
     own = {f.name for f in fields(ChunkOptions)}
     given = {name: value for name, value in extra.items() if name in own}
     # The connector's gap, which a calibration file cannot change any more.
-    return _calibrated(model, {**given, "chunk_position_gap": extra.get("chunk_position_gap", 0)})
+    return _calibrated(model, revision, {**given, "chunk_position_gap": extra.get("chunk_position_gap", 0)})
 
 
 def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:

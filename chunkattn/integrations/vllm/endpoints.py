@@ -80,8 +80,9 @@ class ChunkEndpoints:
         if transfer is None or transfer.kv_connector != CONNECTOR:
             raise ConfigError(f"the plugin chunkattn needs the KV connector {CONNECTOR}; see chunkattn.integrations.vllm.serve")
         check_parallel(config.parallel_config.data_parallel_size)
-        options = server_options(config.model_config.model, transfer.kv_connector_extra_config)
-        tokenizer = None if config.model_config.skip_tokenizer_init else engine_client.renderer.get_tokenizer()
+        model = config.model_config
+        options = server_options(model.model, transfer.kv_connector_extra_config, model.revision)
+        tokenizer = None if model.skip_tokenizer_init else engine_client.renderer.get_tokenizer()
         client = ChunkEngineClient(engine_client, options)
         renderer = ChunkRenderer(state.online_renderer, options.parser(tokenizer))
         for handler in list(vars(state)["_state"].values()):

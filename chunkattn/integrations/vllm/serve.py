@@ -1,4 +1,4 @@
-"""`python -m chunkattn.integrations.vllm.serve MODEL`: vLLM's OpenAI-compatible server, with chunk-aware prompts.
+"""`python -m chunkattn.integrations.vllm.serve MODEL`: `vllm serve`, with chunk-aware prompts.
 
 Every option of `vllm serve` is taken. Fields of `ChunkOptions` and `ConnectorOptions` are options, too, such as
 `--chunk-position-gap 8` and `--max-store-bytes 8589934592`.
@@ -13,12 +13,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from chunkattn.errors import ConfigError
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, take_options
 from chunkattn.integrations.vllm.options import ConnectorOptions
 
 _GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
+_OPT_IN = ("lora_hf_hub_resolver",)
+"""Plugins that act only if `VLLM_PLUGINS` names them. This one downloads what a request names."""
+_OWN = "kv-transfer-config"
 
 
 def chunk_arguments() -> argparse.ArgumentParser:
@@ -35,7 +42,7 @@ def chunk_arguments() -> argparse.ArgumentParser:
 
 
 def server_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the command line of vLLM's server.
+    """Return the arguments of `vllm serve`.
 
     Args:
         arguments: command line after the program's name: the model first, then options of either kind.
@@ -44,16 +51,35 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
         ConfigError: an option is invalid, or is set by this program.
     """
     given, rest = chunk_arguments().parse_known_args(list(arguments))
-    if any(word.split("=")[0] in ("--kv-transfer-config", "--kv_transfer_config") for word in rest):
-        raise ConfigError(
-            "--kv-transfer-config is set by this program; give --max-store-bytes and --chunk-position-gap instead"
-        )
-    if rest and not rest[0].startswith("-"):
-        rest = ["--model", *rest]
-    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named.add_argument("--model")
-    _, config, _ = take_options(named.parse_known_args(rest)[0].model, vars(given))
-    return [*rest, "--kv-transfer-config", json.dumps(config)]
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--config", "--model", "--revision"):
+        names.add_argument(option)
+    found = names.parse_known_args(rest)[0]
+    config = _read_config(found.config)
+    if any(word.lstrip("-").split("=")[0].replace("_", "-") == _OWN for word in [*rest, *config]):
+        raise ConfigError(f"--{_OWN} is set by this program; give --max-store-bytes and --chunk-position-gap instead")
+    first = rest[0] if rest and not rest[0].startswith("-") else None
+    if (model := first or found.model or config.get("model")) is None:
+        raise ConfigError("no model is given: name it first, or in the file of --config")
+    _, transfer, _ = take_options(model, {**vars(given), "revision": found.revision or config.get("revision")})
+    return [*rest, f"--{_OWN}", json.dumps(transfer)]
+
+
+def _read_config(path: str | None) -> dict[str, Any]:
+    """Return the options in a file of `--config`.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path is None:
+        return {}
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--config {path} must hold options and their values")
+    return {str(name): value for name, value in found.items()}
 
 
 def plugins(current: str | None) -> str:
@@ -62,8 +88,31 @@ def plugins(current: str | None) -> str:
     Args:
         current: value of the variable, None if it is not set.
     """
-    loaded = [e.name for group in _GROUPS for e in entry_points(group=group)] if current is None else current.split(",")
+    if current is not None:
+        loaded = current.split(",")
+    else:
+        loaded = [e.name for group in _GROUPS for e in entry_points(group=group) if e.name not in _OPT_IN]
     return ",".join(dict.fromkeys([*filter(None, loaded), "chunkattn"]))
+
+
+def run_serve(arguments: Sequence[str]) -> None:
+    """Run `vllm serve`. The command `vllm` itself fails under the CPU build, whose distribution has another name.
+
+    Args:
+        arguments: arguments of `vllm serve`.
+    """
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser, command = FlexibleArgumentParser(), ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    parsed = parser.parse_args(["serve", *arguments])
+    configure_logging_from_args(parsed)
+    command.validate(parsed)
+    command.cmd(parsed)
 
 
 def main() -> None:
@@ -73,13 +122,11 @@ def main() -> None:
         chunk_arguments().print_help()
         return
     try:
-        sys.argv[1:] = server_arguments(sys.argv[1:])
+        arguments = server_arguments(sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"error: {error}")
     os.environ["VLLM_PLUGINS"] = plugins(os.environ.get("VLLM_PLUGINS"))
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
-
-    serve()
+    run_serve(arguments)
 
 
 if __name__ == "__main__":
