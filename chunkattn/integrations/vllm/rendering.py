@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from vllm.exceptions import VLLMValidationError
 
 from chunkattn.errors import RequestError
 from chunkattn.integrations.vllm.engine_client import ChunkedInput
-from chunkattn.parsers import DocumentPrompt, ParsedPrompt, PromptParser
+from chunkattn.parsers import DocumentPrompt, PromptParser
 from chunkattn.parsers.arguments import check_salt
-from chunkattn.parsers.prompt import Prompt
-from chunkattn.server.protocol.generation import Chunks, PromptDocuments, named_documents, with_stored
+from chunkattn.server.protocol.generation import Chunks, DocumentOrId, PromptDocuments, named_documents, prompts_of, with_stored
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.renderers.online_renderer import OnlineRenderer
+
+T = TypeVar("T")
+
+_NAMES = {*Chunks.model_fields, *DocumentOrId.model_fields}
+"""Names in the place of an error; the other words there are forms of a union."""
 
 _DOCUMENTS: TypeAdapter[list[Any]] = TypeAdapter(PromptDocuments)
 
@@ -34,6 +41,7 @@ class ChunkRenderer:
 
     def __init__(self, renderer: OnlineRenderer, parser: PromptParser) -> None:
         self._renderer, self._parser = renderer, parser
+        self._executor = ThreadPoolExecutor(1, "chunkattn-renderer")  # one: every further thread would copy the tokenizer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
@@ -46,31 +54,57 @@ class ChunkRenderer:
         """
         if request.documents is None:
             return await self._renderer.render_chat(request, **options)
+        _refuse(request, "truncate_prompt_tokens", "use_beam_search", "add_special_tokens")
         documents: Sequence[Any] = _texts(request.documents)
         request.documents = None  # chunks, and no variable of the chat template
+        variables = self._renderer.effective_chat_template_kwargs(request)
+        if variables.pop("documents", None) is not None:
+            text = "documents are chunks on this server; chat_template_kwargs cannot hold documents beside them"
+            raise VLLMValidationError(text, parameter="chat_template_kwargs")
         rendered = await self._renderer.render_chat(request, **options)  # also checks tools and adjusts the request
         if not isinstance(rendered, tuple):
             return rendered
-        _refuse(request, "truncate_prompt_tokens", "use_beam_search")
         conversation, (plain,) = rendered
-        variables = self._renderer.effective_chat_template_kwargs(request)
-        variables = {name: value for name, value in variables.items() if name != "documents"}
         if (template := request.chat_template or self._renderer.chat_template) is not None:
             variables["chat_template"] = template
         if request.tools and not (request.tool_choice == "none" and self._renderer.exclude_tools_when_tool_choice_none):
             variables["tools"] = [tool.model_dump() for tool in request.tools]
-        messages = [_plain(message) for message in request.messages]
-        try:
-            text = self._parser.parse_chat(messages, None, **variables).text
-            parsed = self._parser.parse_chat(messages, documents, **variables)
-        except RequestError as error:
-            raise _invalid(error) from None
-        if plain.get("prompt") != text:
-            text = (
-                "this server renders the conversation in a form that cannot be cut into chunks; send a completion with chunks"
-            )
-            raise VLLMValidationError(text, parameter="messages")
-        return conversation, [ChunkedInput(_salted(parsed, request.cache_salt))]
+        salt = _salt(request)
+        chunked = await self._run(self._parse_chat, conversation, documents, variables, plain.get("prompt"), salt)
+        return conversation, [chunked]
+
+    def _parse_chat(
+        self,
+        conversation: Sequence[Any],
+        documents: Sequence[Any],
+        variables: dict[str, Any],
+        rendered: str | None,
+        salt: str | None,
+    ) -> ChunkedInput:
+        """Return the prompt of a conversation in vLLM's form.
+
+        Args:
+            conversation: messages as vLLM hands them to the chat template.
+            documents: texts or token ids of the chunks.
+            variables: variables of the chat template.
+            rendered: vLLM's text of the conversation, which the parts must give again.
+            salt: salt of the cache.
+
+        Raises:
+            VLLMValidationError: the conversation cannot be cut into parts.
+        """
+        for messages in _flattened(conversation):
+            try:
+                if rendered is not None and self._parser.parse_chat(messages, None, **variables).text == rendered:
+                    parsed = self._parser.parse_chat(messages, documents, **variables)
+                    return ChunkedInput(replace(parsed, cache_salt=salt))
+            except RequestError as error:
+                raise _invalid(error) from None
+        text = (
+            "the rendered conversation cannot be cut into parts, because the chat template changes contents, reads lists "
+            "or gives token ids; send a completion with chunks instead"
+        )
+        raise VLLMValidationError(text, parameter="messages")
 
     async def render_completion(self, request: CompletionRequest, **options: Any) -> Any:
         """Render a completion. `chunks`, and prompts with separators, become prompts with chunks.
@@ -80,29 +114,38 @@ class ChunkRenderer:
         """
         chunk_aware, chunks = getattr(request, "chunk_aware", None), getattr(request, "chunks", None)
         split = self._parser.chunk_aware if chunk_aware is None else chunk_aware
-        if chunks is None and not split:
+        if chunks is None and not (split and request.prompt and self._may_split(request.prompt)):
             return await self._renderer.render_completion(request, **options)
         try:
-            prompts = _prompts(request.prompt) if chunks is None else [_chunks(chunks)]
-            parsed = [self._parser.parse(prompt, split) for prompt in prompts]
+            prompts = prompts_of(request.prompt) if chunks is None else [_chunks(chunks)]
+            parsed = [await self._run(self._parser.parse, prompt, split) for prompt in prompts]
         except RequestError as error:
             raise _invalid(error) from None
-        if all(prompt.layout.is_plain for prompt in parsed):
+        if chunks is None and all(prompt.layout.is_plain for prompt in parsed):
             return await self._renderer.render_completion(request, **options)
         _refuse(request, "suffix", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search")
         if not request.add_special_tokens:
             raise VLLMValidationError("add_special_tokens false is not offered with chunks", parameter="add_special_tokens")
-        inputs = []
+        inputs, salt = [], _salt(request)
         for prompt, given in zip(parsed, prompts, strict=True):
-            if prompt.layout.is_plain:
+            if chunks is None and prompt.layout.is_plain:
                 alone = given if isinstance(given, str) else given["prompt_token_ids"]  # type: ignore[index]
                 result = await self._renderer.render_completion(request.model_copy(update={"prompt": alone}), **options)
                 if not isinstance(result, list):
                     return result
                 inputs += result
             else:
-                inputs.append(ChunkedInput(_salted(prompt, request.cache_salt)))
+                inputs.append(ChunkedInput(replace(prompt, cache_salt=salt)))
         return inputs
+
+    def _may_split(self, prompt: Any) -> bool:
+        """Return whether a prompt is token ids, or has two separators. It is quick, so that plain texts are parsed once."""
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        return any(not isinstance(text, str) or text.count(self._parser.separator) >= 2 for text in texts)
+
+    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *arguments))
 
 
 def _texts(documents: Any) -> list[Any]:
@@ -110,7 +153,7 @@ def _texts(documents: Any) -> list[Any]:
     try:
         listed = _DOCUMENTS.validate_python(documents)
     except ValidationError as error:
-        raise VLLMValidationError(f"documents: {error.errors()[0]['msg']}", parameter="documents") from None
+        raise VLLMValidationError(_reason(error, "documents"), parameter="documents") from None
     if named_documents(listed):
         raise VLLMValidationError("documents: this server stores no documents by id; send their texts", parameter="documents")
     return with_stored(listed, {})
@@ -121,7 +164,7 @@ def _chunks(chunks: Any) -> DocumentPrompt:
     try:
         parts = Chunks.model_validate(chunks)
     except ValidationError as error:
-        raise RequestError(f"chunks: {error.errors()[0]['msg']}", param="chunks") from None
+        raise RequestError(_reason(error, "chunks"), param="chunks") from None
     except Exception as error:  # an unknown name inside
         raise RequestError(f"chunks: {error}", param="chunks") from None
     if named_documents(parts.documents):
@@ -129,27 +172,34 @@ def _chunks(chunks: Any) -> DocumentPrompt:
     return parts.prompt({})
 
 
-def _prompts(prompt: Any) -> list[Prompt]:
-    """Return the prompts of a completion, which is a text, token ids, or a list of either."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise RequestError("the prompt is empty", param="prompt")
-    if isinstance(prompt[0], int):
-        return [{"prompt_token_ids": prompt}]
-    return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompt]
+def _reason(error: ValidationError, name: str) -> str:
+    """Return the error of a field. A union reports an error for every form; the deepest are about the form that was sent."""
+    found = error.errors()
+    depth = max(len(one["loc"]) for one in found)
+    deepest = [one for one in found if len(one["loc"]) == depth]
+    place = [str(part) for part in deepest[0]["loc"] if isinstance(part, int) or part in _NAMES]
+    reasons = dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in deepest)
+    return f"{'.'.join([name, *place])}: {' or '.join(reasons)}"
 
 
-def _plain(message: Any) -> dict[str, Any]:
-    """Return a message with its text parts joined by line breaks, as vLLM joins them."""
-    found = dict(message)
-    content = found.get("content")
-    if content is not None and not isinstance(content, str):
-        parts = list(content)
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
-            raise VLLMValidationError("with documents, contents of messages must be texts", parameter="messages")
-        found["content"] = "\n".join(part["text"] for part in parts)
-    return found
+def _flattened(conversation: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the messages with every list of text parts as one text: joined by nothing, then by line breaks.
+
+    vLLM leaves such lists to chat templates that read them, and a template may join them either way.
+
+    Raises:
+        VLLMValidationError: a part is no text.
+    """
+    lists = [message["content"] for message in conversation if isinstance(message.get("content"), list)]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for parts in lists for part in parts):
+        raise VLLMValidationError("with documents, contents of messages must be texts", parameter="messages")
+    for glue in ("", "\n") if any(len(parts) > 1 for parts in lists) else ("",):
+        yield [
+            {**message, "content": glue.join(part["text"] for part in message["content"])}
+            if isinstance(message.get("content"), list)
+            else dict(message)
+            for message in conversation
+        ]
 
 
 def _refuse(request: Any, *names: str) -> None:
@@ -163,8 +213,16 @@ def _refuse(request: Any, *names: str) -> None:
             raise VLLMValidationError(f"{name} is not offered with chunks", parameter=name)
 
 
-def _salted(prompt: ParsedPrompt, salt: str | None) -> ParsedPrompt:
-    return replace(prompt, cache_salt=check_salt(salt))
+def _salt(request: Any) -> str | None:
+    """Return the salt of a request.
+
+    Raises:
+        VLLMValidationError: the salt is malformed.
+    """
+    try:
+        return check_salt(request.cache_salt)
+    except RequestError as error:
+        raise _invalid(error) from None
 
 
 def _invalid(error: RequestError) -> VLLMValidationError:

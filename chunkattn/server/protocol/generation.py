@@ -105,6 +105,19 @@ class Chunks(Strict):
         return DocumentPrompt(prefix, with_stored(self.documents, stored), self.question)
 
 
+def prompts_of(prompt: str | Sequence[Any]) -> list[Prompt]:
+    """Return the prompts of a completion.
+
+    Args:
+        prompt: text or token ids, or a list of either.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [{"prompt_token_ids": prompt}]
+    return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompt]
+
+
 class CompletionBody(Sampling):
     """Request body of `/v1/completions`."""
 
@@ -143,11 +156,7 @@ class CompletionBody(Sampling):
         """
         if self.chunks is not None:
             return [self.chunks.prompt(stored)]
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [{"prompt_token_ids": self.prompt}]
-        return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in self.prompt]
+        return prompts_of(self.prompt)
 
 
 MAX_MESSAGES = 4096
