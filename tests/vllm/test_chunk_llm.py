@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def own_process():
 def started(folder, **options):
     llm = ChunkLLM(str(folder), **{**OPTIONS, **options})
     yield llm
-    llm.llm.llm_engine.engine_core.shutdown()
+    llm.close()
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +152,48 @@ def test_precomputed_documents_are_cached(demo):
     assert output.num_cached_chunk_tokens == output.chunk_lens
 
 
+def test_evicted_documents_are_precomputed_again(demo):
+    documents = ["Kirora has a harbour.", "Pegelu has a school."]
+    rng = np.random.default_rng(6)
+    demo.precompute(PREFIX, documents)
+    demo.precompute([9], [rng.integers(10, 700, 150).tolist() for _ in range(6)])  # more than the store holds
+    demo.precompute(PREFIX, documents)
+    (output,) = demo.generate(DocumentPrompt(PREFIX, documents, QUESTION), GREEDY)
+    assert output.num_cached_chunk_tokens == output.chunk_lens
+
+
+def test_a_prefix_is_precomputed_alone(demo):
+    prefix = "Read the documents one by one and then answer."
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            demo, "_send", lambda requests, use_tqdm: sent.extend(requests) or ChunkLLM._send(demo, requests, use_tqdm)
+        )
+        demo.precompute(prefix, [])
+        demo.generate(DocumentPrompt(prefix, ["A document."], QUESTION), GREEDY)
+    alone, save, _ = (s.request for s in sent)
+    assert alone.token_ids == save.token_ids[: len(alone.token_ids)]
+    assert alone.kv_transfer_params["chunkattn"]["save"] == len(alone.token_ids)
+    assert alone.keys[0] == save.keys[0], "the prefix's key"
+
+
+def test_a_reset_forgets_the_store(demo):
+    prompt = DocumentPrompt(PREFIX, ["Tunise is far away."], QUESTION)
+    demo.generate(prompt, GREEDY)
+    assert demo.reset_prefix_cache()
+    (output,) = demo.generate(prompt, GREEDY)
+    assert output.num_cached_chunk_tokens == (0,)
+
+
+def test_threads_get_their_own_answers(demo):
+    questions = ["Where does Lezudo live? Answer:", "Who is a poet? Answer:", "Where does Nila live? Answer:"]
+    prompts = [DocumentPrompt(PREFIX, DOCUMENTS, question) for question in questions] * 4
+    expected = [output.outputs[0].token_ids for output in demo.generate(prompts, GREEDY)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: demo.generate(prompt, GREEDY)[0].outputs[0].token_ids, prompts))
+    assert answers == expected
+
+
 def test_salts_share_nothing(demo):
     prompt = DocumentPrompt(PREFIX, ["A secret of one tenant."], QUESTION)
     outputs = [demo.generate(prompt, GREEDY, cache_salt=salt)[0] for salt in ("a", "a", "b")]
@@ -177,12 +220,28 @@ def test_samples_stop_strings_and_vllms_own_parameters(demo):
         (lambda llm: llm.generate(ChunkedPrompt([1], [[2] * 600], [3])), CapacityError, "602 tokens, vLLM's max_model_len 512"),
         (lambda llm: llm.generate("x", [SamplingParams()] * 2), RequestError, "2 sampling_params for 1 prompts"),
         (lambda llm: llm.score("q", ["i"]), AttributeError, "ChunkLLM has no score"),
+        (lambda llm: llm.precompute("a", ["b"], pin=True), RequestError, "pin is not offered"),
+        (lambda llm: llm.precompute([], []), RequestError, "neither a prefix nor a document"),
+        (lambda llm: llm.precompute([1], [[2]] * 6 + [[3] * 600]), CapacityError, "a prompt with document 6 has 602 tokens"),
+        (lambda llm: llm.precompute([1] * 600, []), CapacityError, "the prefix has 600 tokens"),
+        (lambda llm: llm.generate("x", VllmParams(logprobs=50)), RequestError, "50"),
+        (lambda llm: llm.generate(DocumentPrompt("a", ["b"], "c"), SamplingParams(logprobs=50)), RequestError, "50"),
         (lambda llm: llm.chat([{"role": "system", "content": "x"}], documents=["y"]), RequestError, "no user message"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(demo, call, error, message):
     with pytest.raises(error, match=message):
         call(demo)
+
+
+def test_an_error_names_the_argument(demo):
+    for call, param in [
+        (lambda: demo.generate("x", VllmParams(logprobs=50)), "logprobs"),
+        (lambda: demo.precompute([1], [[3] * 600]), "documents"),
+    ]:
+        with pytest.raises(RequestError) as error:
+            call()
+        assert error.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -261,5 +320,5 @@ def test_the_code_of_the_guide_runs(own_process, capsys):
     for block in re.findall(r"```py\n(.*?)```", guide, flags=re.DOTALL):
         names = {}
         exec(compile(block.replace("Qwen/Qwen3-0.6B", str(DEMO)), "vllm.md", "exec"), names)
-        names["llm"].llm.llm_engine.engine_core.shutdown()
+        names["llm"].close()
     assert capsys.readouterr().out.split()[:2] == ["Pegelu", "Pegelu"]

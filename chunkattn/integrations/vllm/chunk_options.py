@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,7 +10,15 @@ from chunkattn.calibration import calibration_of
 from chunkattn.config import EngineConfig, split_document_template
 from chunkattn.errors import CapacityError, ConfigError
 from chunkattn.integrations.vllm.options import ConnectorOptions
-from chunkattn.integrations.vllm.requests import POSITIONS, Positions, PromptPlan, plan_prompt
+from chunkattn.integrations.vllm.requests import (
+    PARAMS_KEY,
+    POSITIONS,
+    EngineRequest,
+    Positions,
+    PromptPlan,
+    plan_prompt,
+    segment_keys,
+)
 from chunkattn.parsers import ParsedPrompt, PromptParser
 from chunkattn.parsers.document_encoder import pick_template
 
@@ -134,11 +142,37 @@ class ChunkOptions:
                 text = f" has {length} tokens, max_chunk_len is {self.max_chunk_len}"
                 raise CapacityError(text, param=prompt.chunk_param, part=f"{prompt.chunk_name} {number}")
         if len(layout) >= max_model_len:
-            text = f"the prompt has {len(layout)} tokens, vLLM's max_model_len {max_model_len} leaves none to generate"
-            raise CapacityError(text, param="prompt")
+            raise _too_long(len(layout), max_model_len, "the prompt", "prompt")
         first, *chunks, last = parts_of(prompt)
         salt = prompt.cache_salt or cache_salt
         return plan_prompt(first, chunks, last, positions=self.positions, gap=self.gap, cache_salt=salt, adapter=adapter)
+
+    def plan_prefix(
+        self, prefix: Sequence[int], max_model_len: int, cache_salt: str | None = None, adapter: str | None = None
+    ) -> PromptPlan:
+        """Return a plan whose one request saves a prefix without chunks.
+
+        Args:
+            prefix: token ids of the prefix, at least one.
+            max_model_len: see `plan`.
+            cache_salt: salt of the later prompts.
+            adapter: see `plan`.
+
+        Raises:
+            CapacityError: the prefix is too long.
+        """
+        if len(prefix) >= max_model_len:
+            raise _too_long(len(prefix), max_model_len, "the prefix", "prefix")
+        key, _ = segment_keys(prefix, [], cache_salt=cache_salt, adapter=adapter)
+        params = {PARAMS_KEY: {"save": len(prefix), "positions": self.positions}}
+        request = EngineRequest(list(prefix), cache_salt, params, (key,))
+        return PromptPlan(request, (), request, ())
+
+
+def _too_long(tokens: int, max_model_len: int, part: str, param: str) -> CapacityError:
+    return CapacityError(
+        f" has {tokens} tokens, vLLM's max_model_len {max_model_len} leaves none to generate", param=param, part=part
+    )
 
 
 def parts_of(prompt: ParsedPrompt) -> list[list[int]]:

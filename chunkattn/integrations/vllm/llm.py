@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from numbers import Integral
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import vllm
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput as EngineOutput
 from vllm.sampling_params import RequestOutputKind
 
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
-from chunkattn.integrations.vllm.composer import Answer, Composer, PromptTask, Submission
+from chunkattn.integrations.vllm.composer import Answer, Composer, HeldKeys, PromptTask, Submission
 from chunkattn.integrations.vllm.requests import EngineRequest, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
@@ -24,6 +28,10 @@ from chunkattn.parsers.prompt import Prompt
 Params: TypeAlias = "SamplingParams | vllm.SamplingParams"
 """Sampling parameters of either package."""
 
+T = TypeVar("T")
+
+_QUIET = 8
+"""Requests up to which no progress bar is shown."""
 _NOT_OFFERED = {
     "score": "scoring",
     "rerank": "reranking",
@@ -37,6 +45,8 @@ _NOT_OFFERED = {
 
 class ChunkLLM:
     """vLLM's engine for chunk-aware prompts, with the prompts, names and outputs of `chunkattn.LLM`.
+
+    Threads may share one instance; their calls run one at a time.
 
     Example:
         >>> llm = ChunkLLM("Qwen/Qwen3-0.6B", enable_chunk_aware=True)  # doctest: +SKIP
@@ -61,7 +71,8 @@ class ChunkLLM:
         self.llm = vllm.LLM(model, kv_transfer_config=config, **rest)
         self.tokenizer = None if rest.get("skip_tokenizer_init") else self.llm.get_tokenizer()
         self.parser = self.options.parser(self.tokenizer)
-        self._composer = Composer(self._send)
+        self._held = HeldKeys()
+        self._lock = threading.Lock()  # two threads in `vllm.LLM` take each other's outputs
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in _NOT_OFFERED:
@@ -76,6 +87,7 @@ class ChunkLLM:
         chunk_aware: bool | None = None,
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
+        use_tqdm: bool = True,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
         """Continue one prompt or many. Chunk-aware and plain prompts may be mixed.
@@ -86,6 +98,7 @@ class ChunkLLM:
             chunk_aware: split text and token ids at the separator; None takes the option `enable_chunk_aware`.
             cache_salt: salt of the cache; only requests of equal salt share K/V.
             priority: one priority for all prompts, or one each, under vLLM's priority scheduling; lower goes first.
+            use_tqdm: show vLLM's progress bar on calls of more than 8 prompts when stderr is a terminal.
             lora_request: vLLM's LoRA request for all prompts.
 
         Returns:
@@ -99,7 +112,7 @@ class ChunkLLM:
         if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
             prompts = [prompts]
         parsed = [self.parser.parse(prompt, chunk_aware) for prompt in as_list(prompts, "prompts")]
-        return self._answer(parsed, sampling_params, cache_salt, priority, lora_request)
+        return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -109,6 +122,7 @@ class ChunkLLM:
         documents: Sequence[str | Sequence[int]] | None = None,
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
+        use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
@@ -121,6 +135,7 @@ class ChunkLLM:
                 text before the content of the first user message is the prefix, and the rest is the question.
             cache_salt: see `generate`.
             priority: see `generate`.
+            use_tqdm: see `generate`.
             chat_template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`.
             lora_request: see `generate`.
 
@@ -131,35 +146,83 @@ class ChunkLLM:
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
         parsed = [self.parser.parse_chat(m, documents, **(chat_template_kwargs or {})) for m in conversations]
-        return self._answer(parsed, sampling_params, cache_salt, priority, lora_request)
+        return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def precompute(
         self,
         prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
         documents: Sequence[str] | Sequence[Sequence[int]],
         *,
+        pin: bool = False,
         cache_salt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
         lora_request: Any = None,
     ) -> None:
-        """Compute the K/V of a prefix and documents ahead of use. The store may evict them again.
+        """Compute the K/V of a prefix and documents ahead of use.
+
+        Documents that the store holds already count as used. The store keeps the latest documents that fit it, and may evict
+        them again. Nothing is returned, because vLLM does not tell which documents its store holds.
 
         Args:
             prefix: text or token ids exactly as in the later prompts; for `chat`, the messages before the first user message.
-            documents: texts or token ids, of the same kind as the prefix. Texts get the `document_template`.
+            documents: texts or token ids, of the same kind as the prefix. Texts get the `document_template`. An empty list
+                computes the prefix alone.
+            pin: not offered; an error if it is set.
             cache_salt: see `generate`.
             chat_template_kwargs: the same options as in the later calls of `chat`.
+            use_tqdm: see `generate`.
             lora_request: see `generate`.
 
         Raises:
-            RequestError: a part is malformed. The error comes before anything is computed.
-            CapacityError: a document is too long.
+            RequestError: a part is malformed, or there is neither a prefix nor a document. The error comes before anything is
+                computed.
+            CapacityError: a document or the prefix is too long, or the engine ends a request with an error.
         """
+        if pin:
+            raise RequestError("pin is not offered in vLLM; use chunkattn.LLM", param="pin")
         first, chunks = self.parser.parse_cache(prefix, documents, chat_template_kwargs)
+        if not first and not chunks:
+            raise RequestError("there is neither a prefix nor a document", param="documents")
         parsed = [self.parser.parse(ChunkedPrompt(first, [chunk], [0])) for chunk in chunks]  # the question is not sent
-        adapter = adapter_key(lora_request)
-        plans = [self.options.plan(prompt, self._max_model_len, check_salt(cache_salt), adapter) for prompt in parsed]
-        self._composer.save(plans, lora_request)
+        adapter = getattr(lora_request, "lora_name", None)
+        salt, limit = check_salt(cache_salt), self._max_model_len
+        plans = [self.options.plan_prefix(first, limit, salt, adapter)] if first and not any(chunks) else []
+        for number, prompt in enumerate(parsed):
+            try:
+                plans.append(self.options.plan(prompt, limit, salt, adapter))
+            except RequestError as error:
+                whole = error.part == "the prompt"
+                part = f"a prompt with document {number}" if whole else f"document {number}"
+                raise error.renamed(part, "documents") from None
+        self._run(lambda composer: composer.save(plans, lora_request), use_tqdm)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all K/V, in vLLM's prefix cache and in the store.
+
+        Returns:
+            Whether vLLM's prefix cache is empty.
+        """
+        with self._lock:
+            self._held = HeldKeys()
+            return self.llm.reset_prefix_cache(reset_connector=True)
+
+    def close(self) -> None:
+        """End the engine. No other call may follow."""
+        with self._lock:
+            self.llm.llm_engine.engine_core.shutdown()
+
+    def _run(self, call: Callable[[Composer], T], use_tqdm: bool) -> T:
+        """Run a call of the composer alone.
+
+        Raises:
+            RequestError: vLLM refuses a request.
+        """
+        with self._lock:
+            try:
+                return call(Composer(partial(self._send, use_tqdm=use_tqdm), self._held))
+            except VLLMValidationError as error:
+                raise _refused(error) from error
 
     @property
     def _max_model_len(self) -> int:
@@ -171,6 +234,7 @@ class ChunkLLM:
         params: Params | Sequence[Params] | None,
         cache_salt: str | None,
         priority: int | Sequence[int],
+        use_tqdm: bool,
         lora_request: Any,
     ) -> list[RequestOutput]:
         count, salt = len(prompts), check_salt(cache_salt)
@@ -184,16 +248,16 @@ class ChunkLLM:
             if plan.composed.kv_transfer_params is not None and (name := refused_param(param)):
                 raise RequestError(f"{name} of a prompt with chunks is not offered in vLLM; use chunkattn.LLM", param=name)
             tasks.append(PromptTask(plan, param, rank, lora_request))
-        answers = self._composer.run(tasks)
+        answers = self._run(lambda composer: composer.run(tasks), use_tqdm)
         return [_output(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
-    def _send(self, submissions: Sequence[Submission]) -> list[EngineOutput]:
+    def _send(self, submissions: Sequence[Submission], use_tqdm: bool) -> list[EngineOutput]:
         """Run requests in vLLM, in order of submission."""
         adapters = [submission.lora_request for submission in submissions]
         return self.llm.generate(
             [engine_prompt(submission.request) for submission in submissions],
             [submission_params(submission) for submission in submissions],
-            use_tqdm=False,
+            use_tqdm=use_tqdm and len(submissions) > _QUIET and sys.stderr.isatty(),
             priority=[submission.priority for submission in submissions],
             lora_request=adapters if any(adapters) else None,
         )
@@ -248,7 +312,15 @@ def _engine_params(params: Params) -> vllm.SamplingParams:
     given["logit_bias"] = dict(params.logit_bias) or None
     if not given["skip_reading_prefix_cache"]:
         del given["skip_reading_prefix_cache"]  # vLLM then chooses, by prompt_logprobs
-    return vllm.SamplingParams(**given)
+    try:
+        return vllm.SamplingParams(**given)
+    except VLLMValidationError as error:
+        raise _refused(error) from error
+
+
+def _refused(error: VLLMValidationError) -> RequestError:
+    """Return vLLM's refusal of a request as an error of this package."""
+    return RequestError(str(error.args[0]), param=error.parameter)
 
 
 def _output(prompt: ParsedPrompt, answer: Answer) -> RequestOutput:
