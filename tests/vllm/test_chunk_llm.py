@@ -180,7 +180,10 @@ def test_a_prefix_is_precomputed_alone(demo):
 def test_a_reset_forgets_the_store(demo):
     prompt = DocumentPrompt(PREFIX, ["Tunise is far away."], QUESTION)
     demo.generate(prompt, GREEDY)
+    held = demo._held
     assert demo.reset_prefix_cache()
+    assert not len(demo._held)
+    demo._held = held  # the composed request is sent alone, and finds nothing
     (output,) = demo.generate(prompt, GREEDY)
     assert output.num_cached_chunk_tokens == (0,)
 

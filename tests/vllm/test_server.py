@@ -16,6 +16,7 @@ import requests
 from transformers import AutoTokenizer
 
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions
+from chunkattn.parsers import ChunkedPrompt
 from tests.vllm.witness import Witness
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,8 @@ DOCUMENTS = [
 PREFIX, QUESTION = "Read the documents and answer the question.", "Where does Lezudo live?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 IDS = {"return_token_ids": True, "ignore_eos": True}
+# Samples that equal the greedy answer: vLLM refuses temperature 0 with several.
+SAMPLES = {"temperature": 1, "extra_body": {"top_k": 1}}
 
 
 class Server:
@@ -63,6 +66,14 @@ class Server:
     def metric(self, name):
         text = requests.get(f"{self.url}/metrics", timeout=10).text
         return sum(float(v) for v in re.findall(rf"^{re.escape(name)}(?:_total)?{{.*?}} (\S+)$", text, flags=re.MULTILINE))
+
+    def is_idle(self, seconds=20):
+        deadline = time.time() + seconds
+        while time.time() < deadline:
+            if self.metric("vllm:num_requests_running") == self.metric("vllm:num_requests_waiting") == 0:
+                return True
+            time.sleep(0.1)
+        return False
 
     def chat(self, documents=DOCUMENTS, messages=MESSAGES, **options):
         extra = {"documents": documents, **IDS, **options.pop("extra_body", {})}
@@ -165,6 +176,14 @@ def test_completions_with_separators_chunks_and_ids(server, parser, model):
     assert [c.token_ids for c in both.choices] == [tokens, server.complete("Nila lives in").choices[0].token_ids]
 
 
+def test_chunks_without_documents_are_a_prefix_and_a_question(server, parser, model):
+    for prefix in ("", PREFIX):
+        answer = server.complete(extra_body={"chunks": {"prefix": prefix, "documents": [], "question": QUESTION}})
+        tokens = parser.parse(ChunkedPrompt(prefix, [], QUESTION)).layout.token_ids.tolist()
+        assert answer.choices[0].token_ids == model.plain(tokens, 6)[0]
+        assert answer.usage.prompt_tokens == len(tokens)
+
+
 def test_chunk_aware_false_leaves_separators_alone(server, parser, model):
     text = " # # ".join([PREFIX, *DOCUMENTS, QUESTION])
     answer = server.complete(text, extra_body={"chunk_aware": False})
@@ -208,28 +227,60 @@ def test_a_closed_stream_ends_its_request(server):
     stream = server.chat(stream=True, max_tokens=400)
     next(iter(stream))
     stream.close()
-    deadline = time.time() + 20
-    while server.metric("vllm:num_requests_running") and time.time() < deadline:
-        time.sleep(0.1)
-    assert server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0
+    assert server.is_idle()
     assert server.chat().choices[0].finish_reason == "length"
 
 
 def test_a_client_that_leaves_while_documents_are_computed(server):
-    with pytest.raises(openai.APITimeoutError):
-        server.client.with_options(timeout=0.005).chat.completions.create(
-            model="demo", messages=MESSAGES, extra_body={"documents": ["Somebody lives somewhere. " * 8]}
-        )
+    def waits(count, seconds=10):
+        deadline = time.time() + seconds
+        while server.metric("vllm:num_requests_waiting") != count:
+            if time.time() > deadline:
+                return False
+        return True
+
+    def leave():
+        documents = [[20 + n] * 50 for n in range(3)]
+        with pytest.raises(openai.APITimeoutError):
+            server.client.with_options(timeout=1).chat.completions.create(
+                model="demo", messages=MESSAGES, extra_body={"documents": documents}
+            )
+
+    stream = server.complete("x", stream=True, max_tokens=500, n=16, **SAMPLES)  # as many as run at once
+    next(iter(stream))
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(leave)
+        assert waits(3), "one save for each document"
+        left.result()
+    assert waits(0)
+    assert server.metric("vllm:num_requests_running") == 16, "the saves ended before any could run"
+    stream.close()
+    assert server.is_idle()
     assert server.chat().choices[0].finish_reason == "length"
 
 
-def test_evicted_documents_are_computed_again(server, parser, model):
+@pytest.mark.parametrize("n", [1, 3])
+def test_evicted_documents_are_computed_again(server, parser, model, n):
     first = server.chat().choices[0].token_ids
     for number in range(6):
         server.chat([f"Somebody number {number} lives in a town of {n} houses, and likes honey. " * 2 for n in range(2)])
     misses = server.metric("vllm:chunkattn_refused_requests")
-    assert server.chat().choices[0].token_ids == first == expected(model, parser.parse_chat(MESSAGES, DOCUMENTS))[0]
+    again = server.chat(n=n, **SAMPLES).choices
+    assert [choice.index for choice in again] == list(range(n))
+    assert all(choice.token_ids == first for choice in again)
+    assert first == expected(model, parser.parse_chat(MESSAGES, DOCUMENTS))[0]
     assert server.metric("vllm:chunkattn_refused_requests") > misses
+
+
+def test_every_sample_of_a_prompt_is_answered(server):
+    first = server.chat().choices[0]
+    whole = server.chat(n=3, **SAMPLES).choices
+    assert [(choice.index, choice.token_ids) for choice in whole] == [(n, first.token_ids) for n in range(3)]
+    texts = {}
+    for delta in server.chat(n=3, stream=True, **SAMPLES):
+        for choice in delta.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+    assert texts == dict.fromkeys(range(3), first.message.content)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -288,6 +339,8 @@ def test_plain_requests_are_vllms(server, parser, model):
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
         ({"extra_body": {"truncate_prompt_tokens": 5}}, "truncate_prompt_tokens"),
         ({"extra_body": {"cache_salt": ""}}, "cache_salt"),
+        ({"extra_body": {"add_special_tokens": True}}, "add_special_tokens"),
+        ({"extra_body": {"chat_template_kwargs": {"documents": []}}}, "chat_template_kwargs"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
         ({"documents": None, "extra_body": {"kv_transfer_params": {"chunkattn": {"save": 1}}}}, "kv_transfer_params"),
         ({"extra_body": {"kv_transfer_params": {"chunkattn": {"bounds": [0, 9]}}}}, "kv_transfer_params"),
@@ -324,9 +377,16 @@ def test_completion_errors_name_the_field(server, options, param):
 
 
 @pytest.mark.parametrize("route", ["/v1/messages", "/v1/chat/completions", "/v1/completions"])
-def test_no_route_takes_the_connectors_parameters_from_a_client(server, route):
-    body = {"model": "demo", "max_tokens": 2, "kv_transfer_params": {"chunkattn": {"bounds": [0, 9]}}}
+@pytest.mark.parametrize("written", [{"bounds": [0, 9]}, None])
+def test_no_route_takes_the_connectors_parameters_from_a_client(server, route, written):
+    body = {"model": "demo", "max_tokens": 2, "kv_transfer_params": {"chunkattn": written}}
     body |= {"prompt": "x"} if route == "/v1/completions" else {"messages": MESSAGES}
     answer = requests.post(f"{server.url}{route}", json=body, timeout=30)
     assert answer.status_code == 400
     assert "is set by the server" in answer.text
+
+
+@pytest.mark.parametrize("written", ["text", ["chunkattn"], 3])
+def test_transfer_parameters_are_an_object(server, written):
+    with pytest.raises(openai.BadRequestError, match="kv_transfer_params must be an object"):
+        server.complete("x", extra_body={"vllm_xargs": {"kv_transfer_params": written}})
