@@ -131,7 +131,7 @@ class ChunkOptions:
             prompt: prompt of `parser`.
             max_model_len: vLLM's limit on the tokens of a sequence.
             cache_salt: salt of a prompt without one of its own.
-            adapter: name of the LoRA adapter.
+            adapter: `adapter_key` of the LoRA adapter.
 
         Raises:
             CapacityError: a chunk or the prompt is too long.

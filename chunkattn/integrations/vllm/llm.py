@@ -185,7 +185,7 @@ class ChunkLLM:
         if not first and not chunks:
             raise RequestError("there is neither a prefix nor a document", param="documents")
         parsed = [self.parser.parse(ChunkedPrompt(first, [chunk], [0])) for chunk in chunks]  # the question is not sent
-        adapter = getattr(lora_request, "lora_name", None)
+        adapter = adapter_key(lora_request)
         salt, limit = check_salt(cache_salt), self._max_model_len
         plans = [self.options.plan_prefix(first, limit, salt, adapter)] if first and not any(chunks) else []
         for number, prompt in enumerate(parsed):
