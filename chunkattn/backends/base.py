@@ -172,11 +172,13 @@ class AttentionBackend(ABC):
         max_pages: maximum number of pages of a pool.
         max_table_pages: maximum number of entries of a page table, the largest `W`.
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
+        any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
         max_rows: maximum number of rows of a step; the engine sets it for the backends of `ON_REQUEST`.
     """
 
     name: ClassVar[str]
     weighs: ClassVar[bool] = False
+    any_table_width: ClassVar[bool] = False
     max_pages: ClassVar[int] = 1 << 31
     max_table_pages: ClassVar[int] = 1 << 31
     max_rows: int = 1 << 31

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "chunkattn.backends"
 
 _BUILT_IN = {
+    "cpu": "chunkattn.backends.cpu.backend",
     "packed_dense": "chunkattn.backends.packed_dense",
     "pallas_tpu": "chunkattn.backends.pallas_tpu.backend",
     "reference": "chunkattn.backends.reference",
@@ -28,7 +29,7 @@ _REGISTERED: dict[str, type[AttentionBackend]] = {}
 ON_REQUEST = ("packed_dense",)
 """Backends that one request may name beside the engine's own. They neither read nor write the cache."""
 
-_AUTO_ORDER = {"tpu": ("pallas_tpu", "xla")}
+_AUTO_ORDER = {"tpu": ("pallas_tpu", "xla"), "cpu": ("cpu", "xla")}
 _AUTO_ELSEWHERE = ("xla",)
 """Backends that `auto` tries, in order, by platform. The first backend that supports the model serves it."""
 

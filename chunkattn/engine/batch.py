@@ -129,7 +129,8 @@ class BatchBuilder:
         self.block_size = block_size
         self.weighs = weighs
         self.token_buckets = token_buckets
-        self.width_buckets = buckets(32, max_table_pages, 8)
+        whole = backends[None].any_table_width
+        self.width_buckets = (max_table_pages,) if whole else buckets(32, max_table_pages, 8)
 
     @property
     def variants(self) -> list[tuple[int, int]]:

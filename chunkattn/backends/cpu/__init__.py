@@ -1,0 +1,1 @@
+"""Chunk-aware attention on CPUs as one native call a layer."""

@@ -1,0 +1,122 @@
+"""Compile the native attention operator into this package: `python -m chunkattn.backends.cpu.build`.
+
+Installing the package does the same where there is a C++ compiler (see `hatch_build.py`). This file imports only the standard
+library, so that it runs before the package's dependencies are installed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = HERE / "native"
+LIBRARY = HERE / "_native.so"
+
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+"""Warnings of our own files. The last two are false alarms within GCC's own headers of vector instructions."""
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")), "-mprefer-vector-width=512")
+KERNELS = {
+    "portable": (),
+    "avx2": _AVX2,
+    "avx512_bf16": _AVX512,
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+}
+"""Compiler flags of each kernel for x86-64; other processors get the portable kernel alone."""
+
+
+class BuildError(Exception):
+    """The operator cannot be compiled here; the message says why."""
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler: `$CXX`, or the first of the usual names that is installed, or None."""
+    named = os.environ.get("CXX")
+    return named or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+
+
+def kernels() -> dict[str, tuple[str, ...]]:
+    """Return the kernels for this machine's processor family, with their flags."""
+    return KERNELS if platform.machine().lower() in ("x86_64", "amd64") else {"portable": ()}
+
+
+def ffi_headers() -> Path:
+    """Return the folder of XLA's headers, which jaxlib brings.
+
+    Raises:
+        BuildError: jaxlib is not installed.
+    """
+    spec = find_spec("jaxlib")
+    if spec is None or spec.origin is None:
+        raise BuildError("jaxlib is not installed; its headers are needed")
+    return Path(spec.origin).parent / "include"
+
+
+def objects(cxx: str, folder: Path, names: tuple[str, ...], flags: tuple[str, ...] = FLAGS) -> list[Path]:
+    """Compile every kernel and the given sources, and return the object files.
+
+    Args:
+        cxx: compiler.
+        folder: folder for the object files.
+        names: sources beside the kernels, without `.cc`.
+        flags: flags of all files.
+
+    Raises:
+        BuildError: the compiler refuses a file; the message is its own.
+    """
+    jobs = [("kernel", name, extra) for name, extra in kernels().items()]
+    jobs += [(name, name, ("-isystem", str(ffi_headers())) if name == "ffi" else ()) for name in names]
+
+    def one(job: tuple[str, str, tuple[str, ...]]) -> Path:
+        source, name, extra = job
+        to = folder / f"{name}.o"
+        _run([cxx, *flags, *WARNINGS, *extra, "-c", str(SOURCES / f"{source}.cc"), "-o", str(to)])
+        return to
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(one, jobs))
+
+
+def build(to: Path = LIBRARY) -> Path:
+    """Compile the operator.
+
+    Args:
+        to: file of the library; it is replaced in one step, so that running processes keep the old one.
+
+    Raises:
+        BuildError: no compiler, no headers, or the compiler refuses a file.
+    """
+    cxx = compiler()
+    if cxx is None:
+        raise BuildError("there is no C++ compiler; install g++ or clang++, or name one in CXX")
+    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
+        made = Path(folder) / to.name
+        found = objects(cxx, Path(folder), ("attention", "dispatch", "ffi"))
+        runtime = () if sys.platform == "darwin" else ("-static-libstdc++", "-static-libgcc", "-Wl,--strip-all")
+        _run([cxx, "-shared", "-pthread", *runtime, *map(str, found), "-o", str(made)])
+        made.replace(to)
+    return to
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+    if done.stderr:
+        print(done.stderr, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except (BuildError, OSError) as error:
+        sys.exit(f"the native attention operator was not built: {error}")

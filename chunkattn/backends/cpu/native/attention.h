@@ -1,0 +1,24 @@
+// The attention operator over any pool of threads.
+#pragma once
+#include <functional>
+
+#include "step.h"
+
+namespace chunkattn {
+
+class Threads {
+ public:
+  virtual int count() const = 0;  // threads that run tasks beside the caller's, and the caller's
+  virtual void schedule(std::function<void()> task) = 0;
+  virtual ~Threads() = default;
+};
+
+// Writes the rows' K/V to the pools, then attends to the pools. Padding rows become zero.
+void attention(const Step &step, const Kernel &kernel, Threads &threads);
+
+// The best kernel that this processor and operating system run.
+const Kernel *best_kernel();
+// The kernel called `name`; null where it is unknown or cannot run here, and then `*why` says so.
+const Kernel *kernel_named(const char *name, const char **why);
+
+}  // namespace chunkattn

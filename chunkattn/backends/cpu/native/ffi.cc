@@ -1,0 +1,88 @@
+// The operator as a call of XLA's foreign function interface, and the functions that Python reads by ctypes.
+#include <atomic>
+
+#include "attention.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace chunkattn {
+namespace {
+
+std::atomic<const Kernel *> chosen{nullptr};
+
+class XlaThreads : public Threads {
+ public:
+  explicit XlaThreads(ffi::ThreadPool &pool) : pool_(pool) {}
+  int count() const override { return int(pool_.num_threads()); }
+  void schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
+
+ private:
+  ffi::ThreadPool &pool_;
+};
+
+using Buffer = ffi::AnyBuffer;
+using Numbers = ffi::Buffer<ffi::S32>;
+using Factors = ffi::Buffer<ffi::F32>;
+
+ffi::Error attend(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer keys, Buffer values, Numbers num_rows,
+                  Numbers row_seq, Numbers row_slot, Numbers row_start, Numbers prefix_end, Numbers tables, Numbers page_len,
+                  ffi::RemainingArgs weighing, ffi::Result<Buffer> out, ffi::Result<Buffer> new_keys,
+                  ffi::Result<Buffer> new_values, float scale, int32_t window) {
+  Step step{};
+  switch (q.element_type()) {
+    case ffi::F32: step.format = Format::f32; break;
+    case ffi::BF16: step.format = Format::bf16; break;
+    case ffi::F16: step.format = Format::f16; break;
+    default: return ffi::Error::InvalidArgument("queries must be float32, bfloat16 or float16");
+  }
+  step.cache_format = keys.element_type() == ffi::U8 ? Format::fp8 : step.format;
+  if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
+    return ffi::Error::Internal("XLA copied the pool, which must be written in place");
+  step.q = q.untyped_data(), step.k = k.untyped_data(), step.v = v.untyped_data();
+  step.keys = new_keys->untyped_data(), step.values = new_values->untyped_data(), step.out = out->untyped_data();
+  step.padded_rows = int(q.dimensions()[0]), step.heads = int(q.dimensions()[1]), step.head_dim = int(q.dimensions()[2]);
+  step.kv_heads = int(keys.dimensions()[1]), step.block_size = int(keys.dimensions()[2]);
+  step.width = int(tables.dimensions()[1]), step.num_rows = num_rows.typed_data()[0];
+  step.row_seq = row_seq.typed_data(), step.row_slot = row_slot.typed_data(), step.row_start = row_start.typed_data();
+  step.prefix_end = prefix_end.typed_data(), step.block_tables = tables.typed_data(), step.page_len = page_len.typed_data();
+  if (weighing.size() == 3) {
+    step.question_start = weighing.get<Numbers>(0)->typed_data();
+    step.temperature = weighing.get<Factors>(1)->typed_data(), step.chunk_scale = weighing.get<Factors>(2)->typed_data();
+  }
+  step.scale = scale, step.window = window;
+  XlaThreads threads(pool);
+  const Kernel *kernel = chosen.load(std::memory_order_relaxed);
+  attention(step, kernel ? *kernel : *best_kernel(), threads);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace chunkattn
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnAttention, chunkattn::attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
+                                  .Arg<chunkattn::Numbers>().Arg<chunkattn::Numbers>().Arg<chunkattn::Numbers>()
+                                  .Arg<chunkattn::Numbers>().Arg<chunkattn::Numbers>().Arg<chunkattn::Numbers>()
+                                  .Arg<chunkattn::Numbers>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale").Attr<int32_t>("window"));
+
+// Uses the kernel called `name`, or the best one if `name` is empty. Returns null, or why it cannot.
+extern "C" const char *chunkattn_use(const char *name) {
+  const char *why = nullptr;
+  const chunkattn::Kernel *kernel = *name ? chunkattn::kernel_named(name, &why) : chunkattn::best_kernel();
+  if (kernel) chunkattn::chosen.store(kernel);
+  return why;
+}
+
+extern "C" const char *chunkattn_kernel() {
+  const chunkattn::Kernel *kernel = chunkattn::chosen.load();
+  return (kernel ? kernel : chunkattn::best_kernel())->name;
+}
+#pragma GCC visibility pop

@@ -1,0 +1,61 @@
+// One call of the attention operator, and the interface between its scheduling and the kernels of an instruction set.
+//
+// Axes as in backends/base.py: T rows, H query heads, G KV heads, D head size, S sequences, W entries of a page table, P
+// pages. A row folded with a query head is called a line: the query heads of a KV head are lines of one matrix.
+#pragma once
+#include <cstdint>
+
+namespace chunkattn {
+
+enum class Format : int { f32, bf16, f16, fp8 };  // fp8: e4m3fn
+
+struct Step {
+  Format format, cache_format;  // of q, and of k, v and the pools
+  const void *q, *k, *v;        // [T, H, D], [T, G, D]
+  void *keys, *values;          // pools, [P, G, block_size, D]
+  void *out;                    // [T, H, D]: bf16 where q is, else float32
+  int padded_rows, num_rows, heads, kv_heads, head_dim, block_size, width;
+  const int32_t *row_seq, *row_slot, *row_start;         // [T]
+  const int32_t *prefix_end, *block_tables, *page_len;   // [S], [S, W], [S, W]
+  const int32_t *question_start;                         // [S]; null in engines without a weighing
+  const float *temperature, *chunk_scale;                // [S]
+  int window;                                            // 0: none
+  float scale;
+
+  int lines_per_row() const { return heads / kv_heads; }
+  // Lines are padded to whole pairs of 16 values.
+  int padded_dim() const { return (head_dim + 31) / 32 * 32; }
+};
+
+// Rows [row, row + rows) of one sequence, and one KV head. Rows of an item are all weighed or all left as they are.
+struct Item {
+  int row, rows, kv_head;
+  bool weighed;
+};
+
+// Softmax over some slots, before the division: scores are in units of log2, and a line that saw no slot has total 0.
+struct State {
+  float *maximum, *total, *values;  // [lines], [lines], [lines, padded_dim]
+};
+
+// Results depend on where these boundaries lie, so boundaries depend on slots alone: no neighbour and no number of threads
+// changes a bit.
+constexpr int kTileSlots = 256;
+constexpr int kSplitSlots = 2048;
+constexpr int kMaxHeadDim = 256;
+constexpr int kMaxLines = 256;    // of an item
+constexpr int kLineGranule = 16;  // lines of a state are padded to a multiple
+
+struct Kernel {
+  const char *name;
+  // Adds the slots [split * kSplitSlots, (split + 1) * kSplitSlots) to empty states: states[0] over all visible slots, or
+  // for a weighed item states[0] over the slots that are no chunk's and states[1] over the chunks'.
+  void (*attend)(const Step &, const Item &, int split, State *states);
+};
+
+extern const Kernel kPortable;
+#ifdef __x86_64__
+extern const Kernel kAvx2, kAvx512Bf16, kAmx;
+#endif
+
+}  // namespace chunkattn

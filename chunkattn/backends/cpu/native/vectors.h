@@ -1,0 +1,105 @@
+// Vectors of 16 floats, and loads that convert the formats of queries and caches. Compiled once per instruction set.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include "step.h"
+
+namespace chunkattn {
+namespace {
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+inline Floats splat(float x) { return x - Floats{}; }
+inline Ints splat(int32_t x) { return x - Ints{}; }
+
+template <class V> inline V read(const void *from) {
+  V x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+inline void write(void *to, Floats x) { memcpy(to, &x, sizeof x); }
+
+inline Floats larger(Floats a, Floats b) {
+#ifdef __AVX512F__
+  return _mm512_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline float sum_of(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps(x);
+#else
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) x[i] += x[i + half];
+  return x[0];
+#endif
+}
+
+inline float largest_of(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps(x);
+#else
+  for (int i = 1; i < 16; i++) x[0] = x[i] > x[0] ? x[i] : x[0];
+  return x[0];
+#endif
+}
+
+// 2^x with a relative error below 2e-7, for x below 127; 2^-126 for smaller x.
+inline Floats exp2_of(Floats x) {
+  x = larger(x, splat(-126.f));
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
+  const Floats shifted = x + kRound, f = x - (shifted - kRound);
+  Floats p = splat(1.32647285e-3f);
+  p = p * f + 9.67151299e-3f;
+  p = p * f + 5.55073358e-2f;
+  p = p * f + 2.40222424e-1f;
+  p = p * f + 6.93147004e-1f;
+  p = p * f + 1.f;
+  return (Floats)((Ints)p + ((Ints)shifted << 23));
+}
+
+template <Format F> struct Stored;
+template <> struct Stored<Format::f32> {
+  using Type = float;
+  static Floats load(const float *from) { return read<Floats>(from); }
+};
+template <> struct Stored<Format::bf16> {
+  using Type = uint16_t;
+  static Floats load(const uint16_t *from) { return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16); }
+};
+
+// Widens a float of MANTISSA and EXPONENT bits, exactly. XLA's threads take subnormal inputs for zero, so those of the narrow
+// format go through integers.
+template <int MANTISSA, int EXPONENT, uint32_t NAN_FROM> inline Floats widened(Words x) {
+  constexpr int bias = (1 << (EXPONENT - 1)) - 1;
+  const Words magnitude = x & ((1u << (MANTISSA + EXPONENT)) - 1), sign = (x >> (MANTISSA + EXPONENT)) << 31;
+  const Words normal = (magnitude << (23 - MANTISSA)) + (uint32_t(127 - bias) << 23);
+  const Floats small = __builtin_convertvector((Ints)magnitude, Floats) * splat(1.f / (1u << (bias + MANTISSA - 1)));
+  const Words finite = magnitude < (1u << MANTISSA) ? (Words)small : normal;
+  return (Floats)((magnitude >= NAN_FROM ? normal | 0x7f800000u : finite) | sign);
+}
+template <> struct Stored<Format::f16> {
+  using Type = uint16_t;
+  static Floats load(const uint16_t *from) {
+    return widened<10, 5, 0x7c00>(__builtin_convertvector(read<Halves>(from), Words));
+  }
+};
+template <> struct Stored<Format::fp8> {
+  using Type = uint8_t;
+  static Floats load(const uint8_t *from) {
+    return widened<3, 4, 0x7f>(__builtin_convertvector(read<Bytes>(from), Words));
+  }
+};
+
+}  // namespace
+}  // namespace chunkattn

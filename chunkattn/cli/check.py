@@ -1,0 +1,98 @@
+"""Command `chunkattn check`: whether the attention of this device is right."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from chunkattn.cli.common import app, command, console
+from chunkattn.cli.environment import environment
+from chunkattn.config import SamplingParams
+from chunkattn.errors import BackendError
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"weighs": True},
+    {"window": 7},
+    {"head_dim": 128, "num_heads": 8, "num_kv_heads": 4, "dtype": "bfloat16"},
+    {"head_dim": 64, "num_heads": 8, "num_kv_heads": 1, "dtype": "bfloat16", "weighs": True},
+    {"head_dim": 128, "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"},
+)
+"""Options of `check_backend` that are tried; a backend may refuse some."""
+PREFIX = "Answer from the documents."
+DOCUMENTS = ("Ada lives in Rome.", "Ben lives in Oslo.", "Cleo lives in Lima.")
+QUESTION = "Where does Ben live?"
+TOLERANCE = 1e-3
+"""Largest difference of the demo model's scores between two backends, in float32."""
+
+
+@command(app)
+def check(
+    backend: Annotated[str, typer.Option(help="auto, or the backend to check.")] = "auto",
+    cases: Annotated[int, typer.Option(help="Number of random cases per setting.")] = 3,
+) -> None:
+    """Compare the attention that this device would run with the reference, then answer and score with the demo model."""
+    began = time.perf_counter()
+    failures = [*_kernels(backend, cases), *_demo(backend)]
+    console.print(f"{time.perf_counter() - began:.0f} s")
+    if failures:
+        console.print("[red]The attention of this device is wrong.[/] Use attention_backend='xla' or 'reference' until it is")
+        console.print("mended, and report the lines above with these:")
+        for name, value in environment():
+            console.print(f"  {name}: {value}", markup=False, soft_wrap=True)
+        sys.exit(1)
+    console.print("[green]All is right.[/]")
+
+
+def _kernels(backend: str, cases: int) -> list[str]:
+    """Compare kernels with the reference, and return the failures."""
+    import jax
+    import jax.numpy as jnp
+
+    from chunkattn.backends import AttentionSpec, make_backend
+    from chunkattn.testing import TOLERANCE as TOLERANCES
+    from chunkattn.testing import check_backend
+
+    console.print(f"{jax.devices()[0].device_kind} ({jax.default_backend()})")
+    failures = []
+    for options in OPTIONS:
+        given = {"dtype": "float32", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, **options}
+        heads = (given["num_heads"], given["num_kv_heads"], given["head_dim"])
+        kept = jnp.dtype(given["kv_dtype"]) if "kv_dtype" in given else None
+        spec = AttentionSpec(*heads, jnp.dtype(given["dtype"]), 16, (given.get("window"),), kept)
+        told = ", ".join(f"{name} {value}" for name, value in given.items())
+        try:
+            name = make_backend(backend, spec, weighs=given.get("weighs", False)).name
+            found = check_backend(name, cases=cases, block_size=16, **given)
+            console.print(f"  [green]right[/] {name}: {told}: {found:.1e} of {TOLERANCES[given['dtype']]:.0e} allowed")
+        except BackendError as error:
+            console.print(f"  left out: {told}: {error}", markup=False)
+        except AssertionError as error:
+            failures.append(str(error))
+            console.print(f"  [red]wrong[/] {told}: {error}")
+    return failures
+
+
+def _demo(backend: str) -> list[str]:
+    """Answer and score with the demo model on this backend and on the reference, and return the failures."""
+    from chunkattn import LLM, ChunkedPrompt
+
+    prompt = ChunkedPrompt(prefix=PREFIX, chunks=list(DOCUMENTS), question=QUESTION)
+    answers, scores = [], []
+    for name in (backend, "reference"):
+        llm = LLM(enable_chunk_aware=True, attention_backend=name, dtype="float32")
+        answers.append(llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16))[0].outputs[0].text)
+        scores.append(np.asarray(llm.score(QUESTION, list(DOCUMENTS), labels=["yes", "no"]).scores))
+        llm.close()
+    difference = float(np.abs(scores[0] - scores[1]).max())
+    right = answers[0] == answers[1] and difference <= TOLERANCE
+    console.print(
+        f"  {'[green]right[/]' if right else '[red]wrong[/]'} demo model: {answers[0]!r}, scores within {difference:.1e}"
+    )
+    if right:
+        return []
+    return [f"demo model: {answers[0]!r} instead of {answers[1]!r}, scores differ by {difference:.1e}"]

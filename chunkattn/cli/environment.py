@@ -1,0 +1,72 @@
+"""Command `chunkattn env`: what is installed and in use, for bug reports."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import chunkattn
+from chunkattn.cli.common import app, command, console
+
+PACKAGES = ("jax", "jaxlib", "flax", "transformers", "numpy", "libtpu", "vllm")
+VARIABLES = ("CHUNKATTN_", "JAX_", "XLA_", "CUDA_VISIBLE_DEVICES", "TPU_", "LIBTPU_", "HF_HUB_OFFLINE", "LD_PRELOAD", "OMP_")
+"""Beginnings of the names of environment variables that change what runs."""
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+@command(app)
+def env() -> None:
+    """Print versions, devices, the attention backend of this machine and the settings that change what runs."""
+    for name, value in environment():
+        console.print(f"{name + ':':24} {value}", markup=False, soft_wrap=True)
+
+
+def environment() -> Iterator[tuple[str, str]]:
+    """Return names and values, in order."""
+    yield "chunkattn", f"{chunkattn.__version__}, {Path(chunkattn.__file__).parent}"
+    yield "Python", f"{platform.python_version()}, {sys.executable}"
+    for package in PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            yield package, "not installed"
+    yield "system", platform.platform()
+    yield "processor", f"{_processor()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    yield "memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+
+    import jax  # after the rest, because it looks for devices
+
+    from chunkattn.backends.cpu import library
+    from chunkattn.engine.compile_cache import enable_compile_cache
+
+    yield "JAX devices", ", ".join(f"{d.device_kind} ({d.platform})" for d in jax.devices())
+    yield "attention backend", f"auto is {_auto()}"
+    yield "native CPU kernel", library.kernel_name() or f"none: {library.refusal()}"
+    enable_compile_cache()
+    yield "compile cache", str(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
+    for name in sorted(os.environ):
+        if name.startswith(VARIABLES):
+            yield name, "(set)" if any(part in name for part in SECRET) else os.environ[name]
+
+
+def _processor() -> str:
+    """Return the processor's name, of Linux where it gives one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(named, platform.processor() or 'unknown')} ({platform.machine()})"
+
+
+def _auto() -> str:
+    """Return the backend that `auto` takes for a common model here: 16 query and 8 KV heads of 128, bfloat16."""
+    import jax.numpy as jnp
+
+    from chunkattn.backends import AttentionSpec, make_backend
+
+    return f"{make_backend('auto', AttentionSpec(16, 8, 128, jnp.dtype('bfloat16'), 16)).name} for heads of 128 in bfloat16"

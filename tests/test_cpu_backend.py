@@ -1,0 +1,175 @@
+"""The native attention of CPUs: every kernel that this machine runs against the reference and against double precision."""
+
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkattn.backends import AttentionSpec, get_backend, make_backend
+from chunkattn.backends.cpu import build, library
+from chunkattn.testing import check_backend, random_steps
+
+NAMES = list(build.kernels())
+
+
+@pytest.fixture(params=NAMES)
+def kernel(request):
+    """One kernel after the other, where this machine has its instructions."""
+    if reason := library.use(request.param):
+        assert "lacks its instructions" in reason
+        pytest.skip(f"{request.param}: {reason}")
+    yield request.param
+    library.use("")
+
+
+OPTIONS = [
+    {"cases": 20},
+    {"window": 7},
+    {"weighs": True},
+    {"dtype": "float16", "block_size": 4},
+    {"dtype": "bfloat16", "weighs": True},
+    {"kv_dtype": "float8_e4m3fn", "window": 7},
+    {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"},
+    {"num_heads": 6, "num_kv_heads": 2, "head_dim": 80, "dtype": "bfloat16"},
+    {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64, "block_size": 16, "scale": 4, "cases": 3, "weighs": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_kernels_equal_the_reference(kernel, options):
+    check_backend("cpu", **{"cases": 6, **options})
+
+
+def test_the_best_kernel_is_in_use():
+    running = [name for name in NAMES if not library.use(name)]
+    library.use("")
+    assert library.kernel_name() == running[-1]
+    assert "portable" in running
+
+
+def test_unknown_kernels_are_refused():
+    assert library.use("none") == "no kernel has that name"
+    code = "from chunkattn.backends.cpu import library; print(library.refusal())"
+    environment = {**os.environ, "CHUNKATTN_CPU_KERNEL": "none"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "CHUNKATTN_CPU_KERNEL=none: no kernel has that name"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_dim": 24}, "head_dim must be a multiple of 16 up to 256, got 24"),
+        ({"head_dim": 272}, "head_dim must be a multiple of 16 up to 256, got 272"),
+        ({"num_heads": 514, "num_kv_heads": 1}, "at most 256 query heads may share a KV head, got 514"),
+        ({"dtype": jnp.dtype("float64")}, "it computes float32, bfloat16 and float16, not float64"),
+    ],
+    ids=str,
+)
+def test_other_models_run_on_xla(changes, reason, caplog):
+    spec = replace(AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16), **changes)
+    assert get_backend("cpu").supports(spec) == reason
+    with caplog.at_level(logging.WARNING, logger="chunkattn"):
+        assert make_backend("auto", spec).name == "xla"
+    assert f"xla on cpu, because cpu cannot serve this model: {reason}" in caplog.text
+
+
+def test_without_the_library_xla_runs(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "absent.so")
+    library._load.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="chunkattn"):
+            assert make_backend("auto", AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)).name == "xla"
+        assert "chunkattn was installed without its native library; with a C++ compiler, `python -m" in caplog.text
+    finally:
+        library._load.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_neighbours_and_spans_change_no_bit(kernel, dtype):
+    """Every row gets the same bits, whatever else is in its step and wherever its span was cut."""
+    rng = np.random.default_rng(3)
+    spec = AttentionSpec(4, 2, 32, jnp.dtype(dtype), 8)
+    backend = get_backend("cpu")(spec)
+    forward = jax.jit(backend.forward, static_argnames="scale")
+    batch = max(random_steps(rng, scale=4), key=lambda b: b.num_rows)
+    pages = int(batch.block_tables.max()) + 1
+    rows = len(batch.row_seq)
+    q, k, v = (jnp.asarray(rng.standard_normal((rows, heads, 32)), dtype) for heads in (4, 2, 2))
+    filled = [jnp.asarray(rng.standard_normal(pool.shape), dtype) for pool in backend.allocate(pages)]
+    bits = [x if dtype == "float32" else jax.lax.bitcast_convert_type(x, jnp.uint16) for x in filled]
+
+    def run(picked):
+        columns = [np.append(x[picked], np.zeros(rows - len(picked), np.int32)) for x in (batch.row_seq, batch.row_slot)]
+        start = np.append(batch.row_start[picked], np.zeros(rows - len(picked), np.int32))
+        part = replace(batch, num_rows=len(picked), row_seq=columns[0], row_slot=columns[1], row_start=start)
+        given = (jnp.zeros_like(x).at[: len(picked)].set(x[picked]) for x in (q, k, v))
+        out, cache = forward(*given, [jnp.array(x) for x in bits], backend.build_metadata(part), scale=0.2)
+        return np.asarray(out, np.float32)[: len(picked)], cache
+
+    whole, bits = run(np.arange(batch.num_rows))  # later runs find every row's K/V in the pool
+    for seq in np.unique(batch.row_seq[: batch.num_rows]):
+        own = np.flatnonzero(batch.row_seq[: batch.num_rows] == seq)
+        for picked in (own, own[len(own) // 3 :], own[: len(own) // 2]):
+            if len(picked) > 1:  # a single row is computed in another order
+                np.testing.assert_array_equal(run(picked)[0], whole[picked])
+
+
+def _check_program(folder, *flags):
+    objects = build.objects(build.compiler(), folder, ("attention", "dispatch"), (*build.FLAGS, "-g", *flags))
+    program = folder / "check"
+    source = Path(__file__).with_name("cpu_check.cc")
+    command = [
+        build.compiler(),
+        "-std=c++17",
+        "-O2",
+        "-g",
+        *flags,
+        "-I",
+        build.SOURCES,
+        source,
+        *objects,
+        "-pthread",
+        "-o",
+        program,
+    ]
+    subprocess.run(command, check=True)
+    return program
+
+
+@pytest.mark.skipif(not build.compiler(), reason="no C++ compiler")
+def test_kernels_equal_double_precision_on_any_number_of_threads(tmp_path):
+    done = subprocess.run([_check_program(tmp_path), "6"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("portable     largest error ")
+    assert len(done.stdout.splitlines()) == 4 if platform.machine() == "x86_64" else 1
+
+
+@pytest.mark.telling
+@pytest.mark.skipif(not build.compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(tmp_path, sanitizers):
+    program = _check_program(tmp_path, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
+    command = [program, "4"]
+    if sanitizers == "thread":  # with random addresses, TSan finds no room for its own
+        command = ["setarch", "-R", *command]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "largest error" in done.stdout
+    assert not done.stderr
+
+
+def test_the_build_needs_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler; install g\+\+ or clang\+\+"):
+        build.build(tmp_path / "_native.so")
+    assert not list(tmp_path.iterdir())
