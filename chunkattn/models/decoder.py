@@ -20,18 +20,38 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """Callback from `(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d])` to `[T, heads, d]`."""
 
 
-def _linear(features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(
-        features_in,
-        features_out,
-        use_bias=bias,
-        dtype=dtype,
-        param_dtype=dtype,
-        precision=_precision(dtype),
-        # Accumulate and return float32: more exact, and XLA:CPU's only fast bfloat16 dot.
+class Linear(nnx.Module):
+    """Linear layer that holds its weight as checkpoints do, `[out, in]`.
+
+    XLA:CPU reads such a weight about twice as fast as `[in, out]` when the input has few rows.
+    """
+
+    def __init__(self, features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        initial = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
+        self.weight = nnx.Param(initial(rngs.params(), (features_out, features_in), dtype))
+        self.bias = nnx.Param(jnp.zeros(features_out, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return float32 `[N, out]` from `[N, in]`."""
+        y = multiply(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+
+def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return `x @ weight.T`, computed in the weight's dtype and accumulated in float32.
+
+    Float32 results are more exact than bfloat16, and come from XLA:CPU's only fast bfloat16 dot.
+
+    Args:
+        x: `[N, in]`.
+        weight: `[out, in]`.
+    """
+    return jax.lax.dot_general(
+        x.astype(weight.dtype),
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=_precision(weight.dtype),
         preferred_element_type=jnp.float32,
-        kernel_init=nnx.initializers.lecun_normal(),
-        rngs=rngs,
     )
 
 
@@ -45,10 +65,10 @@ class Attention(nnx.Module):
 
     def __init__(self, spec: DecoderSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = _linear(spec.hidden_size, q_size, spec.qkv_bias, dtype, rngs)
-        self.k_proj = _linear(spec.hidden_size, kv_size, spec.qkv_bias, dtype, rngs)
-        self.v_proj = _linear(spec.hidden_size, kv_size, spec.qkv_bias, dtype, rngs)
-        self.o_proj = _linear(q_size, spec.hidden_size, spec.o_bias, dtype, rngs)
+        self.q_proj = Linear(spec.hidden_size, q_size, spec.qkv_bias, dtype, rngs)
+        self.k_proj = Linear(spec.hidden_size, kv_size, spec.qkv_bias, dtype, rngs)
+        self.v_proj = Linear(spec.hidden_size, kv_size, spec.qkv_bias, dtype, rngs)
+        self.o_proj = Linear(q_size, spec.hidden_size, spec.o_bias, dtype, rngs)
         if spec.qk_norm:
             self.q_norm = _norm(spec, spec.head_dim, dtype, rngs)
             self.k_norm = _norm(spec, spec.head_dim, dtype, rngs)
@@ -77,9 +97,9 @@ class MLP(nnx.Module):
     """SwiGLU layer (arXiv:2002.05202)."""
 
     def __init__(self, spec: DecoderSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.gate_proj = _linear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, dtype, rngs)
-        self.up_proj = _linear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, dtype, rngs)
-        self.down_proj = _linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype, rngs)
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, dtype, rngs)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, dtype, rngs)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the layer's output, float32 `[T, hidden]`, from an input of the same shape and dtype."""
@@ -123,9 +143,9 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([DecoderLayer(spec, dtype, rngs) for _ in range(spec.num_layers)])
         self.norm = _norm(spec, spec.hidden_size, dtype, rngs)
         if spec.num_labels is not None:
-            self.score = _linear(spec.hidden_size, spec.num_labels, False, dtype, rngs)
+            self.score = Linear(spec.hidden_size, spec.num_labels, False, dtype, rngs)
         elif not spec.tie_embeddings:
-            self.lm_head = _linear(spec.hidden_size, spec.vocab_size, False, dtype, rngs)
+            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, False, dtype, rngs)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """Return the hidden states after the final norm, float32 `[T, hidden]`.
@@ -151,10 +171,4 @@ class Decoder(nnx.Module):
             return self.score(hidden)
         if not self.spec.tie_embeddings:
             return self.lm_head(hidden)
-        return jnp.einsum(
-            "nh,vh->nv",
-            hidden.astype(self.dtype),
-            self.embed_tokens.embedding[...],
-            precision=_precision(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return multiply(hidden, self.embed_tokens.embedding[...])

@@ -107,13 +107,12 @@ class GGUFFile:
         """
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
-    def read(self, name: str, dtype: np.dtype, transpose: bool = False, rows: np.ndarray | None = None) -> np.ndarray:
+    def read(self, name: str, dtype: np.dtype, rows: np.ndarray | None = None) -> np.ndarray:
         """Return a tensor, dequantised and cast piece by piece.
 
         Args:
             name: GGUF name of the tensor.
             dtype: dtype of the returned array.
-            transpose: whether to return `[in, out]` instead of the stored `[out, in]`.
             rows: int `[out]`, the stored row of each row; None keeps the order.
 
         Raises:
@@ -122,8 +121,7 @@ class GGUFFile:
         from gguf.quants import dequantize
 
         stored, shape = self.tensors[name], self.shape(name)
-        out = np.empty(shape[::-1] if transpose else shape, dtype)
-        target = out.T if transpose else out
+        out = np.empty(shape, dtype)
         step = max(1, _PIECE // int(np.prod(shape[1:], dtype=np.int64)))
         for start in range(0, len(stored.data), step):
             piece = slice(start, start + step)
@@ -140,7 +138,7 @@ class GGUFFile:
                 raise ModelError(
                     f"{self.path}: tensor {name!r} holds NaN or infinite values; the file is damaged, get it again"
                 )
-            target[piece] = values
+            out[piece] = values
         return out
 
 

@@ -231,15 +231,14 @@ class GGUFTensors:
         """
         return self._file.shape(self._names[name])
 
-    def read(self, name: str, dtype: np.dtype, transpose: bool) -> np.ndarray:
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Return a tensor, dequantised, with its rows in the checkpoint's order.
 
         Args:
             name: checkpoint name.
             dtype: dtype of the returned array.
-            transpose: whether to return `[in, out]`.
         """
-        return self._file.read(self._names[name], dtype, transpose, self._rows(name))
+        return self._file.read(self._names[name], dtype, self._rows(name))
 
     def _rows(self, name: str) -> np.ndarray | None:
         """Return the stored row of each row of a query or key projection of `llama`.

@@ -33,17 +33,12 @@ def checkpoint_name(path: Iterable[Any]) -> str:
     Args:
         path: keys of the parameter in the state, from the outermost in.
 
-    >>> checkpoint_name(("layers", 3, "self_attn", "q_proj", "kernel"))
+    >>> checkpoint_name(("layers", 3, "self_attn", "q_proj", "weight"))
     'model.layers.3.self_attn.q_proj.weight'
     """
     *parents, leaf = map(str, path)
     name = ".".join([*parents, "bias" if leaf == "bias" else "weight"])
     return name if parents[0] in ("lm_head", "score") else f"model.{name}"
-
-
-def _is_transposed(path: Iterable[Any]) -> bool:
-    """Return whether a parameter is transposed: checkpoints store linear weights as `[out, in]`, flax as `[in, out]`."""
-    return str(list(path)[-1]) == "kernel"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -81,13 +76,12 @@ class TensorSource(Protocol):
             name: name of the tensor.
         """
 
-    def read(self, name: str, dtype: jnp.dtype, transpose: bool) -> np.ndarray:
+    def read(self, name: str, dtype: jnp.dtype) -> np.ndarray:
         """Return a tensor, cast to `dtype` on the host.
 
         Args:
             name: name of the tensor.
             dtype: dtype of the returned array.
-            transpose: whether to return `[in, out]`.
         """
 
 
@@ -112,9 +106,8 @@ class _SafetensorsFolder:
             raise ModelError(f"{self.path}: tensor {name!r} is {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
         return tuple(stored.get_shape())
 
-    def read(self, name: str, dtype: jnp.dtype, transpose: bool) -> np.ndarray:
-        tensor = self._where[name].get_tensor(name)
-        return np.asarray(tensor.T if transpose else tensor, dtype=dtype, order="C")
+    def read(self, name: str, dtype: jnp.dtype) -> np.ndarray:
+        return np.asarray(self._where[name].get_tensor(name), dtype=dtype)
 
 
 def load_weights(spec: DecoderSpec, path: Path, dtype: jnp.dtype) -> Decoder:
@@ -153,12 +146,11 @@ def fill(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> Decoder:
     _check_names(source, spec, wanted.keys())
     loaded = []
     for name, (path, leaf) in wanted.items():
-        transposed = _is_transposed(path)
-        expected, found = leaf.shape[::-1] if transposed else leaf.shape, source.shape(name)
+        expected, found = leaf.shape, source.shape(name)
         if found != expected:
             raise ModelError(f"{source.path}: tensor {name!r} has shape {list(found)}, the configuration says {list(expected)}")
         # A copy on the device, independent of the file.
-        loaded.append((path, leaf.replace(jnp.array(source.read(name, dtype, transposed)))))
+        loaded.append((path, leaf.replace(jnp.array(source.read(name, dtype)))))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
@@ -179,8 +171,5 @@ def save_weights(model: Decoder, folder: Path) -> None:
         model: decoder to save.
         folder: existing folder to write to.
     """
-    tensors = {
-        checkpoint_name(path): jnp.asarray(leaf[...]).T if _is_transposed(path) else jnp.asarray(leaf[...])
-        for path, leaf in nnx.to_flat_state(nnx.state(model))
-    }
+    tensors = {checkpoint_name(path): jnp.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
