@@ -57,8 +57,9 @@ std::vector<Item> cut(const Step &step, int threads) {
   for (int row = 0; row < step.num_rows;) {
     int end = row + 1;
     while (end < step.num_rows && step.row_seq[end] == step.row_seq[row] && weighed(step, end) == weighed(step, row)) end++;
+    const bool alone = end == row + 1;
     for (; row < end; row += rows)
-      for (int g = 0; g < step.kv_heads; g++) items.push_back({row, std::min(rows, end - row), g, weighed(step, row)});
+      for (int g = 0; g < step.kv_heads; g++) items.push_back({row, std::min(rows, end - row), g, weighed(step, row), alone});
     row = end;
   }
   return items;
@@ -69,7 +70,7 @@ class States {
  public:
   States(const Step &step, const Item &item)
       : dim_(step.padded_dim()),
-        lines_(item.rows == 1 ? step.lines_per_row()
+        lines_(item.alone ? step.lines_per_row()
                               : (item.rows * step.lines_per_row() + kLineGranule - 1) / kLineGranule * kLineGranule),
         count_(item.weighed ? 2 : 1), memory_(new float[size_t(count_) * lines_ * (dim_ + 2)]) {
     for (int s = 0; s < count_; s++) {

@@ -1,6 +1,6 @@
 // The attention kernels of one instruction set, chosen by the compiler's flags. Only `NAME` leaves this file.
 //
-// Items of several rows multiply packed tiles of K and V; items of one row, mostly decodes, read the pool directly.
+// Most items multiply packed tiles of K and V; rows that are alone, mostly decodes, read the pool directly.
 // Source: FlashAttention, arXiv:2205.14135; the weighing: APE, arXiv:2502.05431.
 #include <algorithm>
 #include <climits>
@@ -202,7 +202,7 @@ template <bool FULL, class E> inline void weigh(const float *scores, E *weights,
   *total += sum_of(sum);
 }
 
-// Computes items of several rows by tiles of kTileSlots slots.
+// Computes items by tiles of kTileSlots slots.
 template <Format Q, Format C> struct Tiles {
 #if defined(__AVX512BF16__)
   using E = std::conditional_t<Q == Format::bf16, uint16_t, float>;
@@ -301,7 +301,7 @@ template <Format Q, Format C> struct Tiles {
   }
 };
 
-// Computes items of one row from the pool, without packing.
+// Computes rows that are alone from the pool, without packing.
 template <Format Q, Format C> struct Decode {
   static constexpr int kSlots = 64;
   using T = typename Stored<C>::Type;
@@ -407,7 +407,7 @@ template <class Computed> void both_parts(Computed &&of, const Item &item, int s
 }
 
 template <Format Q, Format C> void attend_as(const Step &step, const Item &item, int split, State *states) {
-  if (item.rows == 1) return both_parts(Decode<Q, C>(step, item), item, split, states);
+  if (item.alone) return both_parts(Decode<Q, C>(step, item), item, split, states);
   TileRegisters registers;
   both_parts(Tiles<Q, C>(step, item), item, split, states);
 }

@@ -27,10 +27,11 @@ struct Step {
   int padded_dim() const { return (head_dim + 31) / 32 * 32; }
 };
 
-// Rows [row, row + rows) of one sequence, and one KV head. Rows of an item are all weighed or all left as they are.
+// Rows [row, row + rows) of one sequence, and one KV head. Rows of an item are all weighed or all left as they are. `alone`: a
+// row without another of its sequence, such as a decode; it is computed in another order.
 struct Item {
   int row, rows, kv_head;
-  bool weighed;
+  bool weighed, alone;
 };
 
 // Softmax over some slots, before the division: scores are in units of log2, and a line that saw no slot has total 0.
