@@ -53,7 +53,7 @@ def spec_of(geometry: str) -> DecoderSpec:
     return spec_from_config(GEOMETRIES[geometry])
 
 
-def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend: str = "xla", **options: Any) -> EngineCore:
+def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend: str = "auto", **options: Any) -> EngineCore:
     """Return an engine over random weights.
 
     Args:
