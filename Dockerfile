@@ -4,7 +4,9 @@
 FROM python:3.12-slim AS build
 ARG EXTRAS=""
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE ./
+# The compiler is for the native attention of CPUs; it stays in this stage.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY chunkattn chunkattn
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 RUN python -m venv /opt/chunkattn \

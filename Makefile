@@ -75,7 +75,8 @@ clean:
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 	@$(BIN)/pip install --quiet --upgrade pip
 
-.venv/.installed: .venv/bin/python pyproject.toml
+NATIVE := hatch_build.py chunkattn/backends/cpu/build.py $(wildcard chunkattn/backends/cpu/native/*)
+.venv/.installed: .venv/bin/python pyproject.toml $(NATIVE)
 	@echo "Installing chunkattn into .venv (a minute or two, the first time only)"
 	@$(BIN)/pip install --quiet --editable .
 	@touch $@
