@@ -21,6 +21,7 @@ from benchmarks.attention_memory import temporary_bytes
 from chunkattn import AttentionBackend, chunk_attention, register_backend
 from chunkattn.backends import AttentionBatch, AttentionSpec, available_backends, get_backend, make_backend, softmax
 from chunkattn.backends.base import FP8, to_cache
+from chunkattn.backends.cpu import library
 from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.errors import BackendError
 from chunkattn.testing import check_backend, random_layout, random_steps
@@ -309,9 +310,14 @@ def test_spec_refuses_what_is_no_setting():
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_auto_by_platform(platform, monkeypatch, caplog):
-    """On TPUs the kernel, and `xla` with a warning where it cannot serve; `xla` elsewhere."""
-    spec, kernel = AttentionSpec(4, 2, 128, jnp.dtype("bfloat16"), 16), get_backend("pallas_tpu")
+    """On TPUs and CPUs the kernel, and `xla` with a warning where it cannot serve; `xla` elsewhere."""
+    preferred = {"tpu": "pallas_tpu", "cpu": "cpu"}.get(platform, "xla")
+    spec, kernel = (
+        AttentionSpec(4, 2, 128, jnp.dtype("bfloat16"), 16),
+        get_backend("cpu" if platform == "cpu" else "pallas_tpu"),
+    )
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(library, "refusal", lambda: None)
     with caplog.at_level(logging.INFO, "chunkattn.backends.registry"):
         first = make_backend("auto", spec).name
         monkeypatch.setattr(kernel, "supports", lambda spec: "head_dim must be 7")
@@ -321,12 +327,11 @@ def test_auto_by_platform(platform, monkeypatch, caplog):
             make_backend("auto", spec)
     records = [(r.levelname, r.getMessage()) for r in caplog.records]
     chosen = f"attention_backend auto: {first} on {platform}, the first choice there"
-    if platform == "tpu":
-        assert first == "pallas_tpu"
-        fallback = "attention_backend auto: xla on tpu, because pallas_tpu cannot serve this model: head_dim must be 7"
+    assert first == preferred
+    if preferred != "xla":
+        fallback = f"attention_backend auto: xla on {platform}, because {first} cannot serve this model: head_dim must be 7"
         assert records == [("INFO", chosen), ("WARNING", fallback)]
     else:
-        assert first == "xla"
         assert records == [("INFO", chosen)] * 2
 
 
@@ -338,8 +343,8 @@ def test_kernels_are_imported_when_asked_for():
 
 def test_registry():
     spec = AttentionSpec(4, 2, 16, jnp.dtype("float32"), 16)
-    assert {"pallas_tpu", "reference", "xla"} <= set(available_backends())
-    assert make_backend("auto", spec).name == "xla"
+    assert {"cpu", "pallas_tpu", "reference", "xla"} <= set(available_backends())
+    assert make_backend("auto", spec).name == ("xla" if library.refusal() else "cpu")
     with pytest.raises(BackendError, match=r"unknown attention_backend 'nope'.*reference"):
         make_backend("nope", spec)
     with pytest.raises(BackendError, match="already registered"):

@@ -32,7 +32,13 @@ def test_what_the_wheel_needs_is_copied():
     copied = {name for value in values("COPY") if "--from" not in value for name in value.split()[:-1]}
     assert all((ROOT / name).exists() for name in copied)
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert {"pyproject.toml", "hatch_build.py", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], *packages} == copied
+    assert {
+        "pyproject.toml",
+        "hatch_build.py",
+        PROJECT["project"]["readme"],
+        *PROJECT["project"]["license-files"],
+        *packages,
+    } == copied
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in ignored
     assert {line[1:] for line in ignored if line.startswith("!")} == copied

@@ -13,51 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from chunkattn.models.linear import Linear, multiply
 from chunkattn.models.spec import DecoderSpec
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """Callback from `(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d])` to `[T, heads, d]`."""
-
-
-class Linear(nnx.Module):
-    """Linear layer that holds its weight as checkpoints do, `[out, in]`.
-
-    XLA:CPU reads such a weight about twice as fast as `[in, out]` when the input has few rows.
-    """
-
-    def __init__(self, features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        initial = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
-        self.weight = nnx.Param(initial(rngs.params(), (features_out, features_in), dtype))
-        self.bias = nnx.Param(jnp.zeros(features_out, dtype)) if bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return float32 `[N, out]` from `[N, in]`."""
-        y = multiply(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
-
-
-def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return `x @ weight.T`, computed in the weight's dtype and accumulated in float32.
-
-    Float32 results are more exact than bfloat16, and come from XLA:CPU's only fast bfloat16 dot.
-
-    Args:
-        x: `[N, in]`.
-        weight: `[out, in]`.
-    """
-    return jax.lax.dot_general(
-        x.astype(weight.dtype),
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=_precision(weight.dtype),
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """Return the precision that keeps float32 products in float32; accelerators default to bf16 or tf32."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 class Attention(nnx.Module):

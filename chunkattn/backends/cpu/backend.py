@@ -102,12 +102,9 @@ class CpuBackend(AttentionBackend):
     ) -> tuple[Float[Array, "T H D"], KVCache]:
         """Write and attend in one native call; see `AttentionBackend.forward`."""
         k, v = (to_cache(x, self.spec.cache_dtype) for x in (k, v))
-        shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype if q.dtype == jnp.bfloat16 else jnp.float32), *_like(cache))
-        call = jax.ffi.ffi_call(library.TARGET, shapes, input_output_aliases={3: 1, 4: 2})
+        result = (q.shape, q.dtype if q.dtype == jnp.bfloat16 else jnp.float32)
+        shapes = [jax.ShapeDtypeStruct(*x) for x in (result, *((pool.shape, pool.dtype) for pool in cache))]  # type: ignore[no-untyped-call]
+        call = jax.ffi.ffi_call(library.ATTENTION, shapes, input_output_aliases={3: 1, 4: 2})
         given = (*metadata[:-1], *(metadata.weighing or ()))
         out, keys, values = call(q, k, v, *cache, *given, scale=np.float32(scale), window=np.int32(window or 0))
         return out.astype(q.dtype), (keys, values)
-
-
-def _like(cache: KVCache) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in cache]

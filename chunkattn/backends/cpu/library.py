@@ -1,4 +1,4 @@
-"""The compiled operator: found, loaded and registered with JAX once per process."""
+"""The compiled operators: found, loaded and registered with JAX once per process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import jax
 
 from chunkattn.backends.cpu.build import LIBRARY
 
-TARGET = "chunkattn_attention"
-"""Name of the operator in XLA programs."""
+ATTENTION = "chunkattn_attention"
+MULTIPLY = "chunkattn_multiply"
+"""Names of the operators in XLA programs."""
 KERNEL_VARIABLE = "CHUNKATTN_CPU_KERNEL"
 """Environment variable that picks a kernel by name, for tests; by default the best kernel of the machine runs."""
 BUILD_HINT = "with a C++ compiler, `python -m chunkattn.backends.cpu.build` makes it"
@@ -30,7 +31,9 @@ def _load() -> ctypes.CDLL | str:
     wanted = os.environ.get(KERNEL_VARIABLE, "")
     if why := library.chunkattn_use(wanted.encode()):
         return f"{KERNEL_VARIABLE}={wanted}: {why.decode()}"
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.ChunkattnAttention), platform="cpu")
+    for name, handler in ((ATTENTION, library.ChunkattnAttention), (MULTIPLY, library.ChunkattnMultiply)):
+        capsule = jax.ffi.pycapsule(handler)  # type: ignore[no-untyped-call]
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     return library
 
 

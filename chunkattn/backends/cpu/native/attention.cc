@@ -209,4 +209,11 @@ void attention(const Step &step, const Kernel &kernel, Threads &threads) {
   parallel(threads, int(tasks.size()), [&](int i) { divided[tasks[i].first]->attend(step, kernel, tasks[i].second); });
 }
 
+void multiply(const FewRows &given, const Kernel &kernel, Threads &threads) {
+  constexpr int kOutputsPerTask = 64;
+  parallel(threads, (given.outputs + kOutputsPerTask - 1) / kOutputsPerTask, [&](int task) {
+    kernel.multiply(given, task * kOutputsPerTask, std::min(given.outputs, (task + 1) * kOutputsPerTask));
+  });
+}
+
 }  // namespace chunkattn

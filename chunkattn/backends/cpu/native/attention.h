@@ -1,4 +1,4 @@
-// The attention operator over any pool of threads.
+// The operators over any pool of threads.
 #pragma once
 #include <functional>
 
@@ -15,6 +15,9 @@ class Threads {
 
 // Writes the rows' K/V to the pools, then attends to the pools. Padding rows become zero.
 void attention(const Step &step, const Kernel &kernel, Threads &threads);
+
+// Computes a product of a few rows.
+void multiply(const FewRows &given, const Kernel &kernel, Threads &threads);
 
 // The best kernel that this processor and operating system run.
 const Kernel *best_kernel();

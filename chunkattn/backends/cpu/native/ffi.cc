@@ -1,4 +1,4 @@
-// The operator as a call of XLA's foreign function interface, and the functions that Python reads by ctypes.
+// The operators as calls of XLA's foreign function interface, and the functions that Python reads by ctypes.
 #include <atomic>
 
 #include "attention.h"
@@ -10,6 +10,11 @@ namespace chunkattn {
 namespace {
 
 std::atomic<const Kernel *> chosen{nullptr};
+
+const Kernel &current() {
+  const Kernel *kernel = chosen.load(std::memory_order_relaxed);
+  return kernel ? *kernel : *best_kernel();
+}
 
 class XlaThreads : public Threads {
  public:
@@ -52,8 +57,16 @@ ffi::Error attend(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer key
   }
   step.scale = scale, step.window = window;
   XlaThreads threads(pool);
-  const Kernel *kernel = chosen.load(std::memory_order_relaxed);
-  attention(step, kernel ? *kernel : *best_kernel(), threads);
+  attention(step, current(), threads);
+  return ffi::Error::Success();
+}
+
+ffi::Error multiply_few_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::BF16> weight,
+                             ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  XlaThreads threads(pool);
+  const FewRows given{static_cast<const uint16_t *>(x.untyped_data()), static_cast<const uint16_t *>(weight.untyped_data()),
+                      out->typed_data(), int(x.dimensions()[0]), int(x.dimensions()[1]), int(weight.dimensions()[0])};
+  multiply(given, current(), threads);
   return ffi::Error::Success();
 }
 
@@ -73,6 +86,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnAttention, chunkattn::attend,
                                   .Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale").Attr<int32_t>("window"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnMultiply, chunkattn::multiply_few_rows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
 // Uses the kernel called `name`, or the best one if `name` is empty. Returns null, or why it cannot.
 extern "C" const char *chunkattn_use(const char *name) {
   const char *why = nullptr;
@@ -82,7 +102,6 @@ extern "C" const char *chunkattn_use(const char *name) {
 }
 
 extern "C" const char *chunkattn_kernel() {
-  const chunkattn::Kernel *kernel = chunkattn::chosen.load();
-  return (kernel ? kernel : chunkattn::best_kernel())->name;
+  return chunkattn::current().name;
 }
 #pragma GCC visibility pop

@@ -1,4 +1,4 @@
-// The attention kernels of one instruction set, chosen by the compiler's flags. Only `NAME` leaves this file.
+// The kernels of one instruction set, chosen by the compiler's flags. Only the `Kernel` at the end leaves this file.
 //
 // Most items multiply packed tiles of K and V; rows that are alone, mostly decodes, read the pool directly.
 // Source: FlashAttention, arXiv:2205.14135; the weighing: APE, arXiv:2502.05431.
@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "few_rows.h"
 #include "products.h"
 
 namespace chunkattn {
@@ -62,18 +63,16 @@ struct View {
   }
 };
 
-// The valid slots of `range`, at most `most`: their numbers, and their places in a pool in units of a head's values.
-inline int gather(const Step &step, const Item &item, const View &view, Range range, int32_t *slots, int64_t *places) {
+// Calls `found(slot, place)` for the valid slots of `range`, in order. A place in a pool counts a head's vectors.
+template <class Found> inline void each_valid(const Step &step, const Item &item, const View &view, Range range, Found found) {
   const int64_t row = int64_t(view.sequence) * step.width;
-  int count = 0;
   for (int slot = range.begin; slot < range.end;) {
     const int page = slot / step.block_size, base = page * step.block_size;
     const int end = std::min(base + std::min(step.page_len[row + page], step.block_size), range.end);
     const int64_t at = (int64_t(step.block_tables[row + page]) * step.kv_heads + item.kv_head) * step.block_size - base;
-    for (; slot < end; slot++, count++) slots[count] = slot, places[count] = at + slot;
+    for (; slot < end; slot++) found(slot, at + slot);
     slot = base + step.block_size;
   }
-  return count;
 }
 
 inline float log2_factor(const Step &step, const View &view, Part part) {
@@ -131,8 +130,7 @@ inline void transpose(__m512i r[16]) {  // a 16 x 16 matrix of pairs
   }
 }
 
-template <Format C> void pack(const Step &step, int count, int padded, const int64_t *places, uint16_t *keys,
-                              uint16_t *values) {
+template <Format C> void pack(const Step &step, int padded, const int64_t *places, uint16_t *keys, uint16_t *values) {
   using T = typename Stored<C>::Type;
   const T *k = static_cast<const T *>(step.keys), *v = static_cast<const T *>(step.values);
   const int dim = step.head_dim, padded_dim = step.padded_dim();
@@ -140,7 +138,7 @@ template <Format C> void pack(const Step &step, int count, int padded, const int
     for (int d = 0; d < padded_dim; d += 32) {
       __m512i lines[16];
       for (int i = 0; i < 16; i++)
-        lines[i] = first + i < count ? load_bf16<C>(k + places[first + i] * dim + d, dim - d) : _mm512_setzero_si512();
+        lines[i] = places[first + i] >= 0 ? load_bf16<C>(k + places[first + i] * dim + d, dim - d) : _mm512_setzero_si512();
       transpose(lines);
       uint16_t *to = keys + int64_t(first) * padded_dim + d * 16;
       for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * 32, lines[i]);
@@ -151,8 +149,8 @@ template <Format C> void pack(const Step &step, int count, int padded, const int
   const __m512i low = _mm512_load_si512(of_low), high = _mm512_load_si512(of_high), zero = _mm512_setzero_si512();
   for (int slot = 0; slot < padded; slot += 2)
     for (int d = 0; d < padded_dim; d += 32) {
-      const __m512i x = slot < count ? load_bf16<C>(v + places[slot] * dim + d, dim - d) : zero;
-      const __m512i y = slot + 1 < count ? load_bf16<C>(v + places[slot + 1] * dim + d, dim - d) : zero;
+      const __m512i x = places[slot] >= 0 ? load_bf16<C>(v + places[slot] * dim + d, dim - d) : zero;
+      const __m512i y = places[slot + 1] >= 0 ? load_bf16<C>(v + places[slot + 1] * dim + d, dim - d) : zero;
       uint16_t *to = values + int64_t(d) * padded + slot * 16;
       _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, low, y));
       _mm512_storeu_si512(to + int64_t(16) * padded, _mm512_permutex2var_epi16(x, high, y));
@@ -160,15 +158,15 @@ template <Format C> void pack(const Step &step, int count, int padded, const int
 }
 #endif
 
-// Packs K [depth: head][columns: slots] and V [depth: slots][columns: head] of a tile. Slots from `count` on become zero.
-template <Format C> void pack(const Step &step, int count, int padded, const int64_t *places, float *keys, float *values) {
+// Packs K [depth: head][columns: slots] and V [depth: slots][columns: head] of a tile. Slots without a place become zero.
+template <Format C> void pack(const Step &step, int padded, const int64_t *places, float *keys, float *values) {
   using T = typename Stored<C>::Type;
   const T *k = static_cast<const T *>(step.keys), *v = static_cast<const T *>(step.values);
   const int dim = step.head_dim, padded_dim = step.padded_dim();
   for (int slot = 0; slot < padded; slot++) {
     float *key = keys + int64_t(slot / 16 * 16) * padded_dim + slot % 16;
     for (int d = 0; d < padded_dim; d += 16) {
-      const bool inside = slot < count && d < dim;
+      const bool inside = places[slot] >= 0 && d < dim;
       const Floats x = inside ? Stored<C>::load(k + places[slot] * dim + d) : Floats{};
       for (int i = 0; i < 16; i++) key[(d + i) * 16] = x[i];
       write(values + int64_t(d) * padded + slot * 16, inside ? Stored<C>::load(v + places[slot] * dim + d) : Floats{});
@@ -215,19 +213,19 @@ template <Format Q, Format C> struct Tiles {
   const int per_row, lines, padded_lines, dim;
   E *queries, *keys, *values, *weights;
   float *scores;
-  int32_t *slots, *own, *start;
+  int32_t *own, *start;
   int64_t *places;
+  Ints valid[kTileSlots / 16];
 
   Tiles(const Step &step, const Item &item)
       : step(step), item(item), view(step, item), per_row(step.lines_per_row()), lines(item.rows * per_row),
         padded_lines((lines + kLineGranule - 1) / kLineGranule * kLineGranule), dim(step.padded_dim()) {
     constexpr size_t tile = kTileSlots, block = kBlockOfLines * tile;
     Arena arena(Arena::bytes<E>(padded_lines * dim) + 2 * Arena::bytes<E>(tile * dim) + Arena::bytes<E>(block) +
-                Arena::bytes<float>(block) + Arena::bytes<int32_t>(tile) + 2 * Arena::bytes<int32_t>(padded_lines) +
-                Arena::bytes<int64_t>(tile));
+                Arena::bytes<float>(block) + 2 * Arena::bytes<int32_t>(padded_lines) + Arena::bytes<int64_t>(tile));
     queries = arena.take<E>(padded_lines * dim);
     keys = arena.take<E>(tile * dim), values = arena.take<E>(tile * dim), weights = arena.take<E>(block);
-    scores = arena.take<float>(block), slots = arena.take<int32_t>(tile);
+    scores = arena.take<float>(block);
     own = arena.take<int32_t>(padded_lines), start = arena.take<int32_t>(padded_lines);
     places = arena.take<int64_t>(tile);
     for (int line = 0; line < padded_lines; line++) {
@@ -259,13 +257,17 @@ template <Format Q, Format C> struct Tiles {
     }
   }
 
+  // Slots keep their places in a tile, holes too: where a chunk begins on a page, its sums have the same order in any company.
   void one_tile(Range range, Part part, State &state) {
-    const int count = gather(step, item, view, range, slots, places), padded = (count + 31) / 32 * 32;
+    const int padded = (range.end - range.begin + 31) / 32 * 32;
+    std::fill_n(places, padded, int64_t(-1));
+    int count = 0;
+    each_valid(step, item, view, range, [&](int slot, int64_t place) { places[slot - range.begin] = place, count++; });
     if (!count) return;
-    pack<C>(step, count, padded, places, keys, values);
+    pack<C>(step, padded, places, keys, values);
     const float factor = log2_factor(step, view, part);
-    const bool full = count == padded && full_tile(slots[0], slots[count - 1], part);
-    for (int i = count; i < padded; i++) slots[i] = INT_MAX;
+    const bool all = seen_by_all(range, part), full = all && count == padded;
+    for (int j = 0; j < padded; j++) valid[j / 16][j % 16] = places[j] >= 0 ? -1 : 0;
     for (int first = 0; first < padded_lines; first += kBlockOfLines) {
       const int block = std::min(kBlockOfLines, padded_lines - first);
       product<false>(block, padded / 16, dim, queries + int64_t(first) * dim, dim, keys, scores, kTileSlots);
@@ -275,24 +277,28 @@ template <Format Q, Format C> struct Tiles {
         E *weight = weights + i * kTileSlots;
         if (full) {
           weigh<true>(row, weight, padded, nullptr, factor, state.maximum + line, state.total + line, to, dim);
-        } else {
-          Ints visible[kTileSlots / 16];
-          for (int j = 0; j < padded; j += 16) visible[j / 16] = seen(read<Ints>(slots + j), line, part);
-          weigh<false>(row, weight, padded, visible, factor, state.maximum + line, state.total + line, to, dim);
+          continue;
         }
+        Ints visible[kTileSlots / 16];
+        for (int j = 0; j < padded / 16 && !all; j++) visible[j] = valid[j] & seen(range.begin + 16 * j, line, part);
+        weigh<false>(row, weight, padded, all ? valid : visible, factor, state.maximum + line, state.total + line, to, dim);
       }
       product<true>(block, dim / 16, padded, weights, kTileSlots, values, state.values + int64_t(first) * dim, dim);
     }
   }
 
-  bool full_tile(int first, int last, Part part) const {
+  // Whether every line sees all slots of a range.
+  bool seen_by_all(Range range, Part part) const {
+    const int first = range.begin, last = range.end - 1;
     const bool by_chunks = part == Part::all || (part == Part::chunks ? first >= view.chunks.begin && last < view.chunks.end
                                                                       : last < view.chunks.begin || first >= view.chunks.end);
     return by_chunks && last <= view.first && first > view.last - view.window &&
            (last < view.prefix_end || first >= view.most_start || view.most_start <= view.prefix_end);
   }
 
-  Ints seen(Ints slot, int line, Part part) const {
+  // Which of 16 slots a line sees.
+  Ints seen(int first, int line, Part part) const {
+    const Ints slot = first + Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Ints found = (slot <= own[line]) & (slot > own[line] - view.window);
     found &= (slot < view.prefix_end) | (slot >= start[line]);
     if (part == Part::all) return found;
@@ -310,7 +316,6 @@ template <Format Q, Format C> struct Decode {
   const View view;
   const int per_row, head_dim, dim;
   const T *keys, *values;
-  int32_t slots[kSlots];
   int64_t places[kSlots];
   alignas(64) float queries[kMaxHeadDim];
   alignas(64) float scores[kSlots];
@@ -326,7 +331,8 @@ template <Format Q, Format C> struct Decode {
       const int end = std::min(ranges[r].end, (split + 1) * kSplitSlots);
       for (int slot = std::max(ranges[r].begin, split * kSplitSlots); slot < end;) {
         const int next = std::min((slot / kSlots + 1) * kSlots, end);
-        const int found = gather(step, item, view, {slot, next}, slots, places);
+        int found = 0;
+        each_valid(step, item, view, {slot, next}, [&](int, int64_t place) { places[found++] = place; });
         if (found) some_slots(found, log2_factor(step, view, part), state);
         slot = next;
       }
@@ -424,13 +430,13 @@ void attend(const Step &step, const Item &item, int split, State *states) {
 }  // namespace
 
 #if defined(__AMX_BF16__)
-const Kernel kAmx = {"amx", attend};
+const Kernel kAmx = {"amx", attend, multiply};
 #elif defined(__AVX512BF16__)
-const Kernel kAvx512Bf16 = {"avx512_bf16", attend};
+const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply};
 #elif defined(__AVX2__)
-const Kernel kAvx2 = {"avx2", attend};
+const Kernel kAvx2 = {"avx2", attend, multiply};
 #else
-const Kernel kPortable = {"portable", attend};
+const Kernel kPortable = {"portable", attend, multiply};
 #endif
 
 }  // namespace chunkattn

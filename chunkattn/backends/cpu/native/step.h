@@ -1,4 +1,4 @@
-// One call of the attention operator, and the interface between its scheduling and the kernels of an instruction set.
+// One call of an operator, and the interface between scheduling and the kernels of an instruction set.
 //
 // Axes as in backends/base.py: T rows, H query heads, G KV heads, D head size, S sequences, W entries of a page table, P
 // pages. A row folded with a query head is called a line: the query heads of a KV head are lines of one matrix.
@@ -47,11 +47,20 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kMaxLines = 256;    // of an item
 constexpr int kLineGranule = 16;  // lines of a state are padded to a multiple
 
+// out [rows, outputs] = x [rows, in] * weight [outputs, in], bfloat16 to float32; `in` is a multiple of 32.
+struct FewRows {
+  const uint16_t *x, *weight;
+  float *out;
+  int rows, in, outputs;
+};
+
 struct Kernel {
   const char *name;
   // Adds the slots [split * kSplitSlots, (split + 1) * kSplitSlots) to empty states: states[0] over all visible slots, or
   // for a weighed item states[0] over the slots that are no chunk's and states[1] over the chunks'.
   void (*attend)(const Step &, const Item &, int split, State *states);
+  // Computes the outputs [first, last) of all rows.
+  void (*multiply)(const FewRows &, int first, int last);
 };
 
 extern const Kernel kPortable;
