@@ -1,0 +1,53 @@
+"""`chunkattn env` and `chunkattn check`."""
+
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from chunkattn.backends import register_backend
+from chunkattn.backends.cpu import library
+from chunkattn.backends.xla import XlaBackend
+from chunkattn.cli import app, check
+
+
+@register_backend("half_as_large")
+class HalfAsLarge(XlaBackend):
+    """A backend whose results are wrong."""
+
+    def forward(self, *args, **kwargs):
+        out, cache = super().forward(*args, **kwargs)
+        return out / 2, cache
+
+
+def test_env_names_what_is_in_use(monkeypatch):
+    monkeypatch.setenv("CHUNKATTN_API_KEY", "very secret")
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    result = CliRunner().invoke(app, ["env"])
+    assert result.exit_code == 0, result.output
+    lines = dict(line.split(":", 1) for line in result.output.splitlines() if ":" in line)
+    assert {"chunkattn", "Python", "jax", "processor", "JAX devices", "attention backend", "compile cache"} <= lines.keys()
+    expected = library.kernel_name() or f"none: {library.refusal()}"
+    assert lines["native CPU kernel"].strip() == expected
+    assert lines["CHUNKATTN_API_KEY"].strip() == "(set)"
+    assert "very secret" not in result.output
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    monkeypatch.setattr(check, "OPTIONS", check.OPTIONS[:1])
+
+
+def test_check_of_this_device(brief):
+    result = CliRunner().invoke(app, ["check", "--cases", "1"])
+    assert result.exit_code == 0, result.output
+    assert "All is right." in result.output
+    assert "right demo model: " in result.output
+
+
+def test_check_of_a_wrong_backend(brief):
+    result = CliRunner().invoke(app, ["check", "--cases", "1", "--backend", "half_as_large"])
+    assert result.exit_code == 1, result.output
+    assert "wrong" in result.output
+    assert "report the lines above with these" in result.output
+    assert "native CPU kernel" in result.output
