@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE / "native"
 LIBRARY = HERE / "_native.so"
 
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 """Warnings of our own files. The last two are false alarms within GCC's own headers of vector instructions."""
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
