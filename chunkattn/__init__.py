@@ -4,6 +4,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from chunkattn import startup as startup  # starts its clock before the slow imports
+
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
     from chunkattn.backends import AttentionBackend, chunk_attention, register_backend

@@ -11,8 +11,6 @@ from secrets import token_hex
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
-from tqdm import tqdm
-
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, generate_job
 from chunkattn.calls.job import Job
@@ -37,8 +35,8 @@ T = TypeVar("T")
 class AsyncLLM:
     """Model with an engine in a separate process, which is restarted when it dies or hangs.
 
-    The instance belongs to the event loop it is started in. It compiles every step variant at the start unless
-    `warmup=False`. A restarted engine compiles them beside its first requests.
+    The instance belongs to the event loop it is started in. The engine is ready once the first programs are compiled. It
+    compiles the others beside requests, the likeliest first, unless `warmup=False`.
 
     The engine's process inherits the environment variables of this process, but not its Python objects. Register your own
     attention backend through the entry-point group `chunkattn.backends`, since the engine cannot see a backend registered
@@ -63,8 +61,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = make_config(model, options)
-        self.client = EngineClient(self.config, self._connect, self._warming)
-        self._bar: tqdm | None = None
+        self.client = EngineClient(self.config, self._connect)
         self._frontend: Frontend | None = None
         self._generations: dict[str, tuple[InflightRequests, GenerateJob | None]] = {}
 
@@ -93,20 +90,13 @@ class AsyncLLM:
             ChunkAttnError: as `start`; the engine is then closed.
         """
         try:
+            self.client.launch()
             files = await asyncio.to_thread(open_files, self.config)
             self._frontend = await asyncio.to_thread(Frontend, self.config, files)
             await self.client.start(Checkpoint.of(files))
         except BaseException:
             await self.close()
             raise
-
-    def _warming(self, done: int, total: int) -> None:
-        """Show the progress of the warm-up when stderr is a terminal."""
-        if self._bar is None:
-            self._bar = tqdm(total=total, unit="program", desc="warm-up", disable=None, dynamic_ncols=True)
-        self._bar.update(done - self._bar.n)
-        if done == total:
-            self._bar.close()
 
     async def __aenter__(self) -> AsyncLLM:
         await self.open()
@@ -148,6 +138,11 @@ class AsyncLLM:
     def is_ready(self) -> bool:
         """Return whether the engine accepts requests."""
         return self.client.is_ready
+
+    @property
+    def is_warm(self) -> bool:
+        """Return whether every program has been compiled ahead, so that no request waits for a compilation."""
+        return self.client.is_warm
 
     @property
     def limits(self) -> EngineLimits:

@@ -75,7 +75,8 @@ class EngineConfig:
             sequence in line, and half for the sequences with the fewest tokens left.
         kv_store: folder that keeps the K/V of prefixes and chunks beyond this process. By default K/V stays in memory.
         kv_store_max_bytes: size limit of the `kv_store` folder in bytes.
-        warmup: compile every step variant at start. By default a server does, and `LLM` does not.
+        warmup: compile every program ahead: a server and `AsyncLLM` beside the first requests, `LLM` at its start. By default a
+            server and `AsyncLLM` do, and `LLM` does not.
         score_algorithm: default algorithm of scoring requests; `"auto"` takes the algorithm predicted to be cheapest.
         max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.
         max_items_per_request: limit on the items of one scoring request, over all of its queries, and on the documents of

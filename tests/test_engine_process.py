@@ -91,7 +91,13 @@ def test_an_engine_that_cannot_start_again_is_tried_again(loop, doomed, fault):
     assert loop.run(fail()).outputs[0].finish_reason
 
 
+def children():
+    """The processes that this one has started."""
+    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
 def test_a_start_that_fails_says_why(loop, checkpoint, fault, tmp_path):
+    before = children()
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "config.json").write_text((checkpoint("qwen3") / "config.json").read_text())
@@ -106,6 +112,7 @@ def test_a_start_that_fails_says_why(loop, checkpoint, fault, tmp_path):
     for kind, options in starts:
         with pytest.raises(kind):
             loop.run(AsyncLLM.start(**options))
+    assert children() <= before
 
 
 @pytest.mark.slow

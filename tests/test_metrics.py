@@ -54,6 +54,7 @@ def test_warm_up_compiles_every_step(fresh, rng):
             llm.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[7] * labels, algorithm=algorithm)
     assert dict(compiles) == before
     llm.core.metrics_text()
+    assert llm.core.metrics.value("warm") == 1
     assert llm.core.metrics.value("compiles_after_warmup_total") == 0
     llm.score([1], [[2]], label_token_ids=[7], algorithm="packed_dense")
     llm.core.metrics_text()
@@ -88,11 +89,31 @@ def test_warm_up_beside_requests_changes_nothing(fresh, rng):
     assert not core.warm_beside()
 
 
+def test_the_likeliest_programs_are_compiled_first(fresh, rng, monkeypatch):
+    llm, steps = fresh(), []
+    core, forward = llm.core, llm.core.runner.forward
+    monkeypatch.setattr(core.runner, "forward", lambda batch: (steps.append(len(batch.token_ids)), forward(batch))[1])
+    for _ in range(core.warm_ups.FIRST):
+        core.warm_ups.advance()
+    first = dict(core.runner.compiles)
+    assert first == {"step": 1, "gather": 2, "sample": 1}
+    llm.generate({"prompt_token_ids": part(rng, 5)}, SamplingParams(temperature=0, max_tokens=3))
+    assert dict(core.runner.compiles) == first
+    steps.clear()
+    while core.warm_ups.advance():
+        assert not core.warm_ups.is_warm
+    assert list(dict.fromkeys(steps)) == [8, 64, 16, 32]
+    assert core.warm_ups.done == core.warm_ups.total
+    assert core.warm_ups.is_warm
+
+
 def test_a_program_that_cannot_be_compiled_ahead_stops_the_warm_up_alone(fresh, rng, monkeypatch):
     llm = fresh()
     monkeypatch.setattr(llm.core.runner, "warm_picks", lambda hidden: 1 / 0)
     assert not llm.core.warm_beside()
     assert not llm.core.warm_beside()
+    assert not llm.core.warm_ups.is_warm
+    assert llm.core.warm_ups.done == 0
     monkeypatch.undo()
     assert (
         len(
@@ -109,7 +130,7 @@ def test_warm_up_reports_progress_and_changes_nothing(fresh, rng):
     prompt = {"prompt_token_ids": part(rng, 40)}
     expected = llm.generate(prompt, SamplingParams(temperature=0))[0].outputs[0].token_ids
     seconds = llm.core.warm_ups.run(lambda done, total: seen.append((done, total)))
-    total = len(llm.core.batches.variants)
+    total = llm.core.warm_ups.total
     assert seen == [(done, total) for done in range(total + 1)]
     assert seconds > 0
     again = llm.generate(prompt, SamplingParams(temperature=0))[0]

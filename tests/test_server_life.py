@@ -131,6 +131,7 @@ def test_before_the_engine_is_ready():
     assert client.get("/livez").status_code == 200
     for path in ("/health", "/readyz"):
         assert (client.get(path).status_code, client.get(path).json()["status"]) == (503, "starting")
+        assert client.get(path).json()["warm"] is False
     answer = client.post("/v1/completions", json=ASKED)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_starting")
     assert answer.headers["retry-after"]
@@ -199,6 +200,29 @@ def test_a_server_outlives_its_engine(server, fault, number):
         fault.unlink()
         wait_until(lambda: http.get("/health").status_code == 200)
         assert http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"] == expected
+
+
+def test_answers_before_it_is_warm_and_a_restart_loads_what_was_compiled(tmp_path):
+    sizes = ("--max-num-seqs=8", "--max-num-batched-tokens=16", f"--kv-cache-memory-bytes={32 << 20}")
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    server = ServerProcess(*sizes, **cache)
+    with server.client() as http:
+        ready = http.get("/readyz")
+        assert (ready.status_code, ready.json()["status"], ready.json()["warm"]) == (200, "ready", False)
+        assert 0 < ready.json()["warmup"]["done"] < ready.json()["warmup"]["total"]
+        assert "chunkattn_warm 0.0" in http.get("/metrics").text
+        expected = http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"]
+        wait_until(lambda: http.get("/readyz").json()["warm"])
+        assert "chunkattn_warm 1.0" in http.get("/metrics").text
+        programs = {file.name for file in tmp_path.iterdir()}
+        assert programs
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_until(lambda: http.get("/readyz").json()["engine_restarts"] == 1 and http.get("/readyz").json()["warm"])
+        assert http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"] == expected
+        assert "chunkattn_compiles_after_warmup_total 0.0" in http.get("/metrics").text
+        assert {file.name for file in tmp_path.iterdir()} == programs  # every compiled program would be written
+    assert server.wait_for(r"ready after \d+\.\d s; the imports took \d+\.\d s", 1)
+    assert server.close() == 0
 
 
 def test_the_first_signal_drains(fault):

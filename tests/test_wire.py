@@ -88,7 +88,7 @@ def random_messages(rng):
         control_messages.Shutdown(),
         control_messages.Heartbeat(rng.random(), maybe("compiling")),
         control_messages.WarmupProgress(1, 2),
-        control_messages.Ready(limits),
+        control_messages.Ready(limits, 1.5),
         control_messages.Failed("ValueError", text()),
         control_messages.ResetReply(3, True),
         control_messages.MetricsReply(4, text() * 1000),

@@ -389,12 +389,11 @@ class EngineCore:
     # Warm-up and metrics
 
     def warm_beside(self) -> bool:
-        """Compile the next program of a warm-up that runs beside requests. Return whether programs are left."""
+        """Compile the next program beside requests. Return whether programs are left. An exception ends the warm-up alone."""
         try:
             return self.warm_ups.advance()
         except Exception:  # the donated pool may be lost
             logger.exception("a program cannot be compiled ahead; the other programs are compiled when requests need them")
-            self.warm_ups.stop()
             self._recover([])
             return False
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -99,21 +100,17 @@ class KVPool:
         blocks = [np.asarray(pages[first : first + READ_ROWS], np.int32) for first in range(0, len(pages), READ_ROWS)]
         return [np.pad(b, (0, bucket_for(len(b), self._sizes) - len(b)), constant_values=fill) for b in blocks]
 
-    def warm_up(self, *, with_store: bool) -> Iterator[None]:
-        """Compile the programs that move pages, one per iteration.
+    def copies(self) -> list[Callable[[], None]]:
+        """Return calls that compile the programs that copy pages."""
+        return [partial(self.copy_pages, [(0, self.num_pages)] * size) for size in ROW_BUCKETS]  # written nowhere
 
-        Args:
-            with_store: whether to compile the programs that copy pages to and from a KV store.
-        """
-        outside = self.num_pages  # nothing is written there
-        for size in ROW_BUCKETS:
-            self.copy_pages([(0, outside)] * size)
-            yield jax.block_until_ready(self.caches)  # type: ignore[no-untyped-call]
-        for size in self._sizes if with_store else ():
-            arrays = self.read_pages([0] * size)()
-            yield
-            self.write_pages([outside] * size, arrays)
-            yield jax.block_until_ready(self.caches)  # type: ignore[no-untyped-call]
+    def transfers(self) -> list[Callable[[], None]]:
+        """Return calls that compile the programs that copy pages to and from a KV store."""
+        return [partial(self._transfer, size) for size in self._sizes]
+
+    def _transfer(self, size: int) -> None:
+        """Read a page `size` times, and write the values nowhere."""
+        self.write_pages([self.num_pages] * size, self.read_pages([0] * size)())
 
     # Traced functions. They run only while JAX traces them, so the counter counts compilations.
 

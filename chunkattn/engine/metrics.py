@@ -40,6 +40,7 @@ class EngineMetrics:
         self.preemptions = self._counter("preemptions", "Preemptions of running requests for lack of pages")
         self.compiles = self._counter("compiles", "Programs compiled, by kind of program", "program")
         self.late_compiles = self._counter("compiles_after_warmup", "Programs compiled after the end of the warm-up")
+        self.warm = Gauge(_PREFIX + "warm", "1 once the warm-up has compiled every program", registry=self.registry)
         self.requests = self._counter("requests", "Requests ended, by outcome: finished, failed or aborted", "outcome")
         self.store = self._counter("kv_store_events", "Parts of prompts handled by the KV store, by event", "event")
         self.pages = Gauge(_PREFIX + "pages", "KV pages of the pool, by state", ["state"], registry=self.registry)
@@ -97,6 +98,7 @@ class EngineMetrics:
         trie, labelled = scheduler.trie, ((self.compiles, compiles), (self.store, store))
         totals = [(self.evictions, trie.evictions), (self.preemptions, scheduler.preemptions)]
         totals += [(self.late_compiles, warm_ups.late_compiles)]
+        self.warm.set(warm_ups.is_warm)
         totals += [(counter.labels(label), count) for counter, counts in labelled for label, count in counts.items()]
         for counter, total in totals:
             counter.inc(total - self._totals.get(counter, 0.0))

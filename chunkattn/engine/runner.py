@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -40,6 +40,8 @@ from chunkattn.engine.sampling_plan import SamplingPlan
 from chunkattn.models.decoder import Decoder
 
 T = TypeVar("T")
+Program = Callable[[], Any]
+"""Call that runs one compiled program, or a few small ones, on zeros, and returns its values."""
 Params = list[jax.Array]
 """Arrays of the model, in the order of its tree."""
 
@@ -166,33 +168,28 @@ class Runner:
         for size in ROW_BUCKETS:
             self._pick(hidden, [0] * size)
 
-    def warm_readouts(self) -> Iterator[None]:
-        """Compile the programs that read picked rows, one per iteration."""
-        for size in ROW_BUCKETS:
-            picked = jnp.zeros((size, self.spec.hidden_size), jnp.float32)
-            if self.spec.num_labels is not None:
-                yield self._wait(self._classify(self._params, picked))
-            else:
-                yield from self._warm_tokens(picked)
+    def readouts(self, size: int) -> list[Program]:
+        """Return calls that compile the programs that read `size` picked rows; the first one samples greedily.
 
-    def _warm_tokens(self, picked: jax.Array) -> Iterator[None]:
-        size, vocab = len(picked), self.spec.vocab_size
-        logits = self._logits(self._params, picked)
-        yield self._wait(logits)
-        for width in edit_widths(vocab):
-            yield self._wait(self._edit(logits, empty_edits(size, width, vocab)))
-        for given in (None, empty_input(size, vocab)):
-            for with_logprobs in (False, True):
-                yield self._wait(self._sample(self._params, picked, given, with_logprobs=with_logprobs))
-                yield self._wait(self._choose(logits, logits, given, with_logprobs=with_logprobs))
-        for labels in LABEL_WIDTHS:
-            yield self._wait(self._read_labels(self._params, picked, np.zeros((size, labels), np.int32)))
-        yield self._wait(self._read(self._params, picked, np.zeros(size, np.int32)))
-        yield self._wait(self._read_vocabulary(self._params, picked))
+        Args:
+            size: one of `ROW_BUCKETS`.
+        """
+        params, picked = self._params, np.zeros((size, self.spec.hidden_size), np.float32)
+        if self.spec.num_labels is not None:
+            return [partial(self._classify, params, picked)]
+        vocab = self.spec.vocab_size
+        logits = np.zeros((size, vocab), np.float32)
+        samples = [(given, logprobs) for logprobs in (False, True) for given in (None, empty_input(size, vocab))]
+        programs: list[Program] = [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
+        programs += [partial(self._read_labels, params, picked, np.zeros((size, n), np.int32)) for n in LABEL_WIDTHS]
+        programs += [partial(self._read, params, picked, np.zeros(size, np.int32)), partial(self._logits, params, picked)]
+        programs += [partial(self._choose, logits, logits, g, with_logprobs=w) for g, w in samples]
+        programs += [partial(self._edit_nothing, logits, width) for width in edit_widths(vocab)]
+        return [*programs, partial(self._read_vocabulary, params, picked)]
 
-    @staticmethod
-    def _wait(values: Any) -> None:
-        jax.block_until_ready(values)  # type: ignore[no-untyped-call]
+    def _edit_nothing(self, logits: np.ndarray, width: int) -> jax.Array:
+        """Compile the edits of `width`; the large arrays are made and dropped here."""
+        return self._edit(logits, empty_edits(len(logits), width, logits.shape[1]))
 
     def fingerprint(self) -> bytes:
         """Return 16 bytes that identify this model's K/V: its geometry, weights, attention and page format."""

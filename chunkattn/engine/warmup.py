@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import jax
 
 from chunkattn.engine.batch import BatchBuilder
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.runner import Runner
+from chunkattn.engine.runner import Program, Runner
+from chunkattn.engine.sampling import ROW_BUCKETS
 
 logger = logging.getLogger(__name__)
 
@@ -17,69 +21,105 @@ logger = logging.getLogger(__name__)
 class WarmUp:
     """Warm-up of the step variants, the readouts and the copying of pages; the backends that requests name are left out.
 
+    The programs run in the order of their likelihood: a small decode step with greedy sampling, the largest step, other
+    readouts of few rows, the other steps of short prompts, readouts of many rows, copies, and steps of longer prompts.
+
     Args:
         runner: runner whose programs are compiled.
         batches: builder of the step variants.
         meter: meter that is given one timed step of every token bucket.
         with_store: whether to compile the programs that copy pages to and from a KV store.
+
+    Attributes:
+        total: number of parts: programs to compile, and steps to time.
+        done: number of parts done so far.
     """
+
+    FIRST = 2
+    """Number of parts that a server does before it is ready: the programs of a greedy answer to a short prompt."""
 
     def __init__(self, runner: Runner, batches: BatchBuilder, meter: RateMeter, *, with_store: bool) -> None:
         self._runner, self._batches, self._meter, self._with_store = runner, batches, meter, with_store
-        self._running: Iterator[int] | None = None
-        self._compiled: int | None = None
+        self._parts = deque(self._plan())
+        self.total = len(self._parts)
+        self.done, self._seconds, self._compiled = 0, 0.0, -1
+
+    @property
+    def is_warm(self) -> bool:
+        """Return whether every program has been compiled."""
+        return self._compiled >= 0
 
     @property
     def late_compiles(self) -> int:
         """Return the number of programs compiled after the warm-up ended."""
-        return 0 if self._compiled is None else self._runner.compiles.total() - self._compiled
+        return self._runner.compiles.total() - self._compiled if self.is_warm else 0
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every program.
+        """Do every part that is left.
 
         Args:
-            progress: called with the number of step variants compiled and the total number.
+            progress: called with the number of parts done and the total number.
 
         Returns:
-            Duration of the warm-up in seconds.
+            Duration in seconds.
         """
-        began, total, reported = time.perf_counter(), len(self._batches.variants), -1
-        logger.info("warm-up: %d step variants, compiled at the first start and loaded later", total)
-        if progress:
-            progress(0, total)
-        for done in self._programs():
-            if progress and reported < done < total:
-                progress(reported := done, total)
-        if progress:
-            progress(total, total)
-        seconds = time.perf_counter() - began
-        logger.info("warm-up: %d step variants in %.1f s", total, seconds)
-        return seconds
+        began, progress = time.perf_counter(), progress or (lambda done, total: None)
+        progress(self.done, self.total)
+        while self._parts:
+            self.advance()
+            progress(self.done, self.total)
+        return time.perf_counter() - began
 
     def advance(self) -> bool:
-        """Compile one program, between two steps. Return whether programs are left."""
-        if self._running is None:
-            self._running = self._programs()
-        return next(self._running, None) is not None
+        """Compile one program or time one step, between two steps. Return whether parts are left.
 
-    def stop(self) -> None:
-        """Stop the warm-up."""
-        self._running = iter(())
+        An exception ends the warm-up. The programs that are left are compiled when requests need them.
+        """
+        if not self._parts:
+            return False
+        began = time.perf_counter()
+        try:
+            jax.block_until_ready((self._parts[0](), self._runner.pool.caches))  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._parts.clear()
+            raise
+        self._parts.popleft()
+        self.done += 1
+        self._seconds += time.perf_counter() - began
+        if not self._parts:
+            self._compiled = self._runner.compiles.total()
+            logger.info("warm-up: every program compiled or loaded, in %.1f s", self._seconds)
+        return bool(self._parts)
 
-    def _programs(self) -> Iterator[int]:
-        """Compile one program per iteration, and yield the number of step variants compiled."""
-        sizes = self._batches.variants
-        for done, (rows, width) in enumerate(sizes, 1):
-            self._meter.forget()
-            hidden = self._runner.forward(self._batches.empty(rows, width))
-            if width == sizes[0][1]:
-                self._runner.warm_picks(hidden)
-                hidden.block_until_ready()
-                self._meter.add(time.perf_counter(), rows, 0)
-                hidden = self._runner.forward(self._batches.empty(rows, width))
-            hidden.block_until_ready()
-            self._meter.finish()
-            yield done
-        for _ in chain(self._runner.warm_readouts(), self._runner.pool.warm_up(with_store=self._with_store)):
-            yield len(sizes)
-        self._compiled = self._runner.compiles.total()
+    def _plan(self) -> list[Program]:
+        """Return the parts, the likeliest first. Timing is a part of its own, so that a request waits less."""
+        width, *wider = self._batches.width_buckets
+        smallest, *others = self._batches.token_buckets
+        steps = {
+            rows: [partial(self._first_step, rows, width), partial(self._timed_step, rows, width)]
+            for rows in (smallest, *others)
+        }
+        greedy, *readouts = self._runner.readouts(ROW_BUCKETS[0])
+        parts: list[Program] = [steps[smallest][0], greedy, steps[smallest][1]]
+        parts += [part for rows in others[-1:] for part in steps[rows]]
+        parts += readouts
+        parts += [part for rows in others[:-1] for part in steps[rows]]
+        parts += [part for size in ROW_BUCKETS[1:] for part in self._runner.readouts(size)]
+        parts += self._runner.pool.copies()
+        parts += [partial(self._step, rows, width) for width in wider for rows in self._batches.token_buckets]
+        return parts + (self._runner.pool.transfers() if self._with_store else [])
+
+    def _step(self, rows: int, width: int) -> jax.Array:
+        """Run a step of padding rows, and return its hidden states."""
+        return self._runner.forward(self._batches.empty(rows, width))
+
+    def _first_step(self, rows: int, width: int) -> None:
+        """Compile a step and the programs that pick its rows, which do not depend on the width."""
+        self._runner.warm_picks(self._step(rows, width))
+
+    def _timed_step(self, rows: int, width: int) -> None:
+        """Time a compiled step for the rate meter."""
+        self._meter.forget()
+        self._meter.add(time.perf_counter(), rows, 0)
+        self._step(rows, width).block_until_ready()
+        self._meter.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -67,25 +67,26 @@ class EngineClient:
     Args:
         config: the engine's configuration.
         on_ready: called with the limits whenever an engine is ready.
-        on_warmup: called with the number of programs compiled and the total.
 
     Attributes:
         state: `"starting"`, `"ready"`, `"restarting"`, `"failed"` (three starts in a row have failed; further starts follow,
             at last every 30 s) or `"closed"`.
         reason: reason why the last engine ended.
         limits: the engine's limits; None until an engine has been ready once.
-        warmup: programs compiled and the total, for the engine that is starting.
+        warmup: parts of the engine's warm-up that are done and the total (see `WarmUp`); None before the first part.
+        import_s: seconds that the imports of the engine's process took.
         restarts: number of engines started after the first.
     """
 
-    def __init__(
-        self, config: EngineConfig, on_ready: Callable[[EngineLimits], None], on_warmup: Callable[[int, int], None]
-    ) -> None:
-        self.config, self._on_ready, self._on_warmup = config, on_ready, on_warmup
+    def __init__(self, config: EngineConfig, on_ready: Callable[[EngineLimits], None]) -> None:
+        self.config, self._on_ready = config, on_ready
         self.state, self.reason = "starting", "the engine is starting"
         self.limits: EngineLimits | None = None
         self.warmup: tuple[int, int] | None = None
+        self.import_s = 0.0
         self.restarts = 0
+        self._context = zmq.Context()
+        self._launched: WorkerProcess | None = None
         self._worker: WorkerProcess | None = None
         self._beat = Heartbeat(0.0, None)
         self._calls: set[InflightRequests] = set()
@@ -96,6 +97,15 @@ class EngineClient:
         self._failure: Failed | None = None
 
     # Life
+
+    def launch(self) -> None:
+        """Launch the engine's process, so that it imports its modules while the caller opens the checkpoint for `start`.
+
+        An error shows in `start`, which launches again.
+        """
+        if self._launched is None and self._supervisor is None and self.state != "closed":
+            with suppress(OSError):
+                self._launched = WorkerProcess(self._context)
 
     async def start(self, checkpoint: Checkpoint) -> None:
         """Start the engine and wait until it is ready. An error or a cancellation closes the client.
@@ -129,7 +139,13 @@ class EngineClient:
         """
         was_ready, self.state, self.reason = self.is_ready, "closed", "the engine is closed"
         self._fail_all()
-        if self._supervisor is not None:
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            launched.dispose()
+            await asyncio.wait({launched.exited}, timeout=_LAST_WAIT_S)
+        if self._supervisor is None:
+            self._context.destroy(linger=0)
+        else:
             if not self._closing.done():
                 self._closing.set_result(grace_s if was_ready else 0.0)
             await asyncio.wait({self._supervisor})
@@ -138,6 +154,11 @@ class EngineClient:
     def is_ready(self) -> bool:
         """Return whether the engine takes requests."""
         return self.state == "ready"
+
+    @property
+    def is_warm(self) -> bool:
+        """Return whether the engine has compiled every program ahead."""
+        return self.is_ready and self.warmup is not None and self.warmup[0] == self.warmup[1]
 
     @property
     def pid(self) -> int | None:
@@ -283,11 +304,10 @@ class EngineClient:
     # Supervision
 
     async def _supervise(self, checkpoint: Checkpoint) -> None:
-        context = zmq.Context()
         failed = 0
         try:
             while not self._closing.done():
-                failed = 0 if await self._run_worker(context, checkpoint) else failed + 1
+                failed = 0 if await self._run_worker(checkpoint) else failed + 1
                 if self._closing.done():
                     break
                 if not self._started.done() and self._failure is not None and (kind := _ours(self._failure)):
@@ -307,28 +327,26 @@ class EngineClient:
             self.state = "closed"
             self._fail_all()
             self._start_failed(EngineDeadError(self.reason))
-            context.destroy(linger=0)
+            self._context.destroy(linger=0)
 
     def _start_failed(self, error: ChunkAttnError) -> None:
         if not self._started.done():
             self._started.set_exception(error)
 
-    async def _run_worker(self, context: zmq.Context[zmq.Socket[bytes]], checkpoint: Checkpoint) -> bool:
+    async def _run_worker(self, checkpoint: Checkpoint) -> bool:
         """Run one process to its end and dispose of it. Return whether the process was ever ready."""
         self.warmup, self._beat, self._served = None, Heartbeat(0.0, None), False
         self._failure = None
         try:
-            self._worker = worker = WorkerProcess(context)
+            self._worker = worker = self._launched or WorkerProcess(self._context)
+            self._launched = None
         except OSError as error:
             self.reason = f"the engine's process cannot be started: {error}"
             return False
         try:
-            # After a restart callers wait and the compile cache is warm, so the engine warms up beside their requests.
-            warms, first = self.config.warmup is not False, self.limits is None
             level = logging.getLogger("chunkattn").getEffectiveLevel()
             heartbeat = min(0.5, self.config.engine_hang_timeout_s / 4)
-            config = replace(self.config, warmup=warms and first)
-            worker.send([Start(config, checkpoint, level, heartbeat, warm_beside=warms and not first)])
+            worker.send([Start(self.config, checkpoint, level, heartbeat)])
             reason = await self._watch(worker)
         except Exception as error:
             logger.exception("a message of the engine's process cannot be understood")
@@ -411,10 +429,9 @@ class EngineClient:
                 self._beat = message
             case WarmupProgress(done, total):
                 self.warmup = done, total
-                self._on_warmup(done, total)
-            case Ready(limits):
+            case Ready(limits, import_s):
                 self._served = True
-                self.limits = limits
+                self.limits, self.import_s = limits, import_s
                 self._on_ready(limits)
                 if not self._closing.done():
                     self.state, self.reason = "ready", ""

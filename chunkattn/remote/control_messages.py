@@ -42,14 +42,12 @@ class Start:
         checkpoint: the checkpoint to load.
         log_level: level of the `chunkattn` logger.
         heartbeat_s: seconds between heartbeats.
-        warm_beside: compile every program beside the requests instead of before `Ready`.
     """
 
     config: EngineConfig
     checkpoint: Checkpoint
     log_level: int
     heartbeat_s: float
-    warm_beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class WarmupProgress:
-    """Number of programs that the warm-up has compiled, and the total."""
+    """Number of parts of the warm-up that are done, and the total; see `WarmUp`."""
 
     done: int
     total: int
@@ -136,9 +134,15 @@ class WarmupProgress:
 
 @dataclass(frozen=True)
 class Ready:
-    """Notice that the engine takes requests."""
+    """Notice that the engine takes requests.
+
+    Attributes:
+        limits: the engine's limits.
+        import_s: seconds that the worker's imports took.
+    """
 
     limits: EngineLimits
+    import_s: float
 
 
 @dataclass(frozen=True)

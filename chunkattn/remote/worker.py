@@ -42,6 +42,7 @@ from chunkattn.remote.control_messages import (
 )
 from chunkattn.remote.watchdog import StepClock
 from chunkattn.remote.wire import WireMessage, decode, encode
+from chunkattn.startup import since_start
 
 if TYPE_CHECKING:
     from chunkattn.engine.core import EngineCore
@@ -67,25 +68,28 @@ class Worker:
 
     def start(self) -> float:
         """Wait for `Start` and build the engine. Return the requested seconds between heartbeats."""
+        self._clock.begin("loading")
+        from chunkattn.engine.build import build_core  # a slow import, so after the first heartbeat
+
+        import_s = since_start()
+        self._clock.idle()
         (start,) = decode(self._inbox.recv())
         if not isinstance(start, Start):
             raise TypeError(f"the first message must be Start, got {type(start).__name__}")
         logging.getLogger("chunkattn").setLevel(start.log_level)
         self._clock.begin("loading")
-        from chunkattn.engine.build import build_core  # a slow import, so after the first heartbeat
-
         self.core = build_core(start.config, start.checkpoint.files())
-        if start.config.warmup:
-            self.core.warm_ups.run(self._warmed)
-        self._warms = start.warm_beside
-        gc.collect()
-        gc.freeze()  # later collections skip the modules and the model
-        self._send([Ready(self.core.limits)])
+        self._warms = start.config.warmup is not False
+        for _ in range(self.core.warm_ups.FIRST if self._warms else 0):
+            self._clock.begin()  # each program counts as one step
+            self._warms = self.core.warm_ups.advance()
+        _freeze()
+        self._send([Ready(self.core.limits, import_s), *self._progress()])
         return start.heartbeat_s
 
-    def _warmed(self, done: int, total: int) -> None:
-        self._clock.begin()  # each program counts as one step
-        self._send([WarmupProgress(done, total)])
+    def _progress(self) -> list[WireMessage]:
+        warm_ups = self.core.warm_ups
+        return [WarmupProgress(warm_ups.done, warm_ups.total)] if warm_ups.done else []
 
     def serve(self) -> None:
         """Run until a `Shutdown` arrives."""
@@ -109,6 +113,9 @@ class Worker:
             self._clock.begin()
             self._warms = self.core.warm_beside()
             self._warmed_at = time.monotonic()
+            self._send(self._progress())
+            if not self._warms:
+                _freeze()
         return self._warms
 
     def _send(self, messages: Iterable[WireMessage]) -> None:
@@ -171,6 +178,12 @@ class Worker:
             for _ in range(_DISK_WAIT_S * 10):
                 if disk.catch_up(timeout=0.1) or self._inbox.poll(0):
                     return
+
+
+def _freeze() -> None:
+    """Make later garbage collections skip the modules, the model and the compiled programs."""
+    gc.collect()
+    gc.freeze()
 
 
 class _Heart:

@@ -28,8 +28,12 @@ from chunkattn.server.app import create_app
 from chunkattn.server.http import BoundedHttp, ConnectionLimits
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
+from chunkattn.startup import since_start
 
 logger = logging.getLogger(__name__)
+
+_IMPORT_S = since_start()
+"""Seconds that this process's imports took."""
 
 _KEEP_ALIVE_S = 75
 """Idle time in seconds before the server closes a connection, longer than clients keep a connection (httpx: 5 s).
@@ -116,6 +120,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
             gc.collect()
             gc.freeze()  # later collections skip the long-lived modules and model
             shown = f"[{address}]" if ":" in address else address
+            _log_start(llm)
             print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
             await serving
     finally:
@@ -127,6 +132,15 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         await llm.close()
     if isinstance(ended[0], Exception):
         raise ended[0]
+
+
+def _log_start(llm: AsyncLLM) -> None:
+    """Log how long the start took, and the part of the imports, which run in both processes one after the other."""
+    engine = llm.client.import_s
+    logger.info(
+        "ready after %.1f s; the imports took %.1f s of them, %.1f s in this process and then %.1f s in the engine's",
+        *(since_start(), _IMPORT_S + engine, _IMPORT_S, engine),
+    )
 
 
 def _raise_file_limit(connections: int) -> int:

@@ -56,10 +56,11 @@ async def livez() -> dict[str, str]:
 @router.get("/readyz", responses=_NOT_READY, openapi_extra=_OPEN)
 @router.get("/health", responses=_NOT_READY, openapi_extra=_OPEN)
 async def readyz(state: State) -> Response:
-    """Return 200 when requests are accepted, else 503 with the reason."""
+    """Return 200 when requests are accepted, else 503 with the reason; `warm` once every program has been compiled ahead."""
     status, client = state.readiness, state.llm.client
-    body: dict[str, Any] = {"status": status, "engine": client.state, "engine_restarts": client.restarts}
-    if status == "starting" and client.warmup is not None:
+    body: dict[str, Any] = {"status": status, "warm": client.is_warm}
+    body |= {"engine": client.state, "engine_restarts": client.restarts}
+    if client.warmup is not None:
         body["warmup"] = dict(zip(("done", "total"), client.warmup))
     return JSONResponse(body, 200 if status == "ready" else 503)
 

@@ -28,7 +28,7 @@ async function showHealth() {
   try {
     const health = await getJson("/health");
     state = text = health.status;
-    if (health.warmup) text += ` ${health.warmup.done}/${health.warmup.total}`;
+    if (health.warmup && !health.warm) text += `, warm-up ${health.warmup.done}/${health.warmup.total}`;
   } catch {
     // No answer in time: unreachable.
   }
