@@ -226,6 +226,8 @@ async def measure(model: str | None, args: argparse.Namespace) -> dict[str, Any]
     llm = await asyncio.to_thread(LLM, model, warmup=True, **options)
     check_room(llm.core.limits, args)
     async with AsyncLLM(model, **options) as engine:
+        while not engine.is_warm:
+            await asyncio.sleep(0.1)
         server = await asyncio.to_thread(Server, *([model] if model else []), *arguments)
         gc.collect()
         gc.freeze()  # the other two processes do the same

@@ -45,11 +45,14 @@ class Server:
         late.start()
         assert self.process.stdout is not None
         ready = re.search(r"is ready at (http://\S+)", self.process.stdout.readline())
-        late.cancel()
         if ready is None:
+            late.cancel()
             self.process.kill()
             raise RuntimeError("the server did not start:\n" + "".join(self.log()[-30:]))
         self.url = ready[1]
+        while "--no-warmup" not in arguments and not httpx.get(f"{self.url}/readyz").json()["warm"]:
+            time.sleep(0.1)
+        late.cancel()
 
     def log(self) -> list[str]:
         """Return the lines of the log so far."""
