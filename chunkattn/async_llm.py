@@ -17,9 +17,9 @@ from chunkattn.calls.job import Job
 from chunkattn.calls.precompute import precompute_job
 from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, rerank_job, score_job
 from chunkattn.config import SamplingParams, make_config
-from chunkattn.engine.build import open_files
 from chunkattn.engine.messages import EngineLimits, EngineOutput, Message
 from chunkattn.errors import EngineDeadError, RequestError
+from chunkattn.models.loader import open_files
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import as_list

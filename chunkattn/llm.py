@@ -15,9 +15,10 @@ from chunkattn.calls.job import Job
 from chunkattn.calls.precompute import precompute_job
 from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, rerank_job, score_job
 from chunkattn.config import SamplingParams, make_config
-from chunkattn.engine.build import build_core, open_files
+from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
 from chunkattn.errors import CapacityError, EngineError
+from chunkattn.models.loader import open_files
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.scoring.rerank import RerankTemplate

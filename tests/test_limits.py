@@ -16,11 +16,11 @@ from chunkattn.calls.generate import generate_job
 from chunkattn.calls.precompute import precompute_job
 from chunkattn.calls.score import score_job
 from chunkattn.config import EngineConfig
-from chunkattn.engine.build import open_files
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits, StepRates
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
+from chunkattn.models.loader import open_files
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.rope.positions import make_layout
 from chunkattn.scoring import algorithms

@@ -14,7 +14,7 @@ import zmq
 
 from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.engine import messages
-from chunkattn.engine.build import open_files
+from chunkattn.models.loader import open_files
 from chunkattn.remote import control_messages
 from chunkattn.remote.process import WorkerProcess
 from chunkattn.remote.watchdog import StepClock

@@ -18,7 +18,7 @@ from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
 from chunkattn.errors import ConfigError
-from chunkattn.models.loader import ModelFiles, open_model
+from chunkattn.models.loader import ModelFiles
 from chunkattn.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
@@ -26,24 +26,6 @@ logger = logging.getLogger(__name__)
 _DEFAULT_KV_BYTES = 1 << 30
 _DEFAULT_KV_TOKENS = 1 << 18
 _ACCELERATOR_SHARE = 0.85
-
-
-def open_files(config: EngineConfig) -> ModelFiles:
-    """Open the checkpoint of a configuration, without reading the weights.
-
-    Args:
-        config: options of the engine.
-
-    Raises:
-        ModelError: the checkpoint cannot be loaded.
-    """
-    return open_model(
-        config.model,
-        tokenizer=config.tokenizer,
-        revision=config.revision,
-        dtype=config.dtype,
-        skip_tokenizer_init=config.skip_tokenizer_init,
-    )
 
 
 def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:

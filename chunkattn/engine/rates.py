@@ -10,32 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import nnls
 
-from chunkattn.backends.base import AttentionBatch
-from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.engine.messages import StepRates
-
-TILE_ROWS, TILE_SLOTS = 256, 256
-"""Tile size used to estimate the cost of attention: the size that `xla` uses in large steps. Other sizes differ by a factor."""
 
 _KEPT = 128
 _LAST = 8
 _TINY = 1e-12
 _GUESS_WEIGHT = 0.5
 """Weight of the initial guess in the fit; an observation has weight 1."""
-
-
-def tile_area(batch: AttentionBatch) -> int:
-    """Return rows times slots of the tiles that a step visits. Decodes use no tiles and count 0.
-
-    Args:
-        batch: attention batch of the step.
-    """
-    runs = spans(batch)
-    several = runs.size > 1
-    if not several.any():
-        return 0
-    tiles = cut(Tiles(runs.row[several], runs.size[several]), TILE_ROWS)
-    return int(tile_ranges(batch, tiles, TILE_SLOTS).counts.sum()) * TILE_ROWS * TILE_SLOTS
 
 
 class RateMeter:

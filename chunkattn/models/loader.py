@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from chunkattn.errors import ModelError
-from chunkattn.models.decoder import Decoder
 from chunkattn.models.gguf_file import GGUF_SUFFIX, find_gguf, open_gguf
 from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
 from chunkattn.models.spec import DecoderSpec, spec_from_config
-from chunkattn.models.weights import load_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from chunkattn.config import EngineConfig
+    from chunkattn.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,27 @@ class ModelFiles:
         Raises:
             ModelError: a file or tensor is missing, unreadable or of the wrong shape.
         """
+        from chunkattn.models.weights import load_weights  # imports Flax, which a server's process does not need
+
         return load_weights(self.spec, self.path, self.dtype)
+
+
+def open_files(config: EngineConfig) -> ModelFiles:
+    """Open the checkpoint of a configuration, without reading the weights.
+
+    Args:
+        config: options of the engine.
+
+    Raises:
+        ModelError: the checkpoint cannot be loaded.
+    """
+    return open_model(
+        config.model,
+        tokenizer=config.tokenizer,
+        revision=config.revision,
+        dtype=config.dtype,
+        skip_tokenizer_init=config.skip_tokenizer_init,
+    )
 
 
 def open_model(

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 from chunkattn.cache.disk.store import MIN_BYTES, KVStore
 from chunkattn.calls.frontend import Frontend
 from chunkattn.config import make_config
-from chunkattn.engine.build import build_core, open_files
+from chunkattn.engine.build import build_core
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
+from chunkattn.models.loader import open_files
 from tests.checkpoints import _SHAPE, VOCAB, make_checkpoint
 
 POSITIONS = {"shared": ("shared", 0), "offset": ("offset", 0), "gap 5": ("shared", 5), "gap 23": ("shared", 23)}

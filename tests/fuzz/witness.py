@@ -12,8 +12,9 @@ import numpy as np
 
 from chunkattn import ChunkLayout, SamplingParams, make_layout
 from chunkattn.config import make_config
-from chunkattn.engine.build import build_core, open_files
+from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import ScoreRequest, ScoreResult
+from chunkattn.models.loader import open_files
 from tests.checkpoints import VOCAB, Oracle
 from tests.fuzz.calls import Ask, Call, Generate, Sample, Score, continued
 
