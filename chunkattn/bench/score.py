@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import numpy as np
 
 from chunkattn.bench.geometry import make_core
 from chunkattn.bench.memory import peak_bytes, reset_peak, resident_bytes
-from chunkattn.engine.messages import PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
+from chunkattn.engine.messages import GenerateRequest, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.engine.runner import Runner
 from chunkattn.errors import EngineError, RequestError
 from chunkattn.outputs import ScoreOutput
@@ -204,13 +204,13 @@ class ScoreBench:
         )
 
 
-def needed_flops(runner: Runner, requests: Sequence[PrecomputeRequest | ScoreRequest], cached: int) -> float:
+def needed_flops(runner: Runner, requests: Sequence[GenerateRequest | PrecomputeRequest | ScoreRequest], cached: int) -> float:
     """Return the floating-point operations that requests need, without padding or repeated work.
 
     Args:
         runner: runner of the model.
-        requests: requests of one scoring job.
-        cached: tokens of the query that were in the cache.
+        requests: requests of one scoring job, or one prompt, of which the first token is counted.
+        cached: tokens at the start of the prompt that were in the cache.
     """
     rows = pairs = read = 0
     for request in requests:
@@ -220,6 +220,7 @@ def needed_flops(runner: Runner, requests: Sequence[PrecomputeRequest | ScoreReq
             read += len(request.rows)
         else:
             first = cached
+            read += isinstance(request, GenerateRequest)
         index = np.arange(first, len(layout))
         rows += len(index)
         pairs += int((index + 1 - np.maximum(layout.row_start[first:] - layout.prefix_len, 0)).sum())
@@ -237,13 +238,32 @@ def matmul_rate(dtype: str, repeats: int = 5) -> float:
     rows, inner, columns = 2048, 1024, 3072
     a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
     multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
-    multiply(a, b).block_until_ready()
+    return 2 * rows * inner * columns / _best_seconds(lambda: multiply(a, b), repeats)
+
+
+def read_rate(mib: int = 256, repeats: int = 5) -> float:
+    """Return the rate in bytes per second at which a reduction reads a large array, the best of `repeats` runs.
+
+    The reduction is a bitwise or: it has no rounding order, so XLA vectorizes it and spreads rows over cores.
+
+    Args:
+        mib: size of the array in MiB.
+        repeats: number of timed runs.
+    """
+    array = jnp.ones((mib << 4, 1 << 14), jnp.int32)
+    reduce = jax.jit(lambda a: jax.lax.reduce(a, jnp.int32(0), jax.lax.bitwise_or, (1,)))
+    return array.nbytes / _best_seconds(lambda: reduce(array), repeats)
+
+
+def _best_seconds(call: Callable[[], jax.Array], repeats: int) -> float:
+    """Return the shortest time of a call, after one call that compiles."""
+    call().block_until_ready()
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
-        multiply(a, b).block_until_ready()
+        call().block_until_ready()
         seconds.append(time.perf_counter() - began)
-    return 2 * rows * inner * columns / min(seconds)
+    return min(seconds)
 
 
 def pool_tokens(query: int, budget: int = 2048) -> int:

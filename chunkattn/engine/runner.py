@@ -139,6 +139,11 @@ class Runner:
         return 4.0 * self.spec.num_layers * self.spec.num_heads * self.spec.head_dim
 
     @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the parameters. Tied embeddings count once."""
+        return sum(leaf.nbytes for leaf in self._params)
+
+    @property
     def _embedding_size(self) -> int:
         tables = 1 if self.spec.tie_embeddings or self.spec.num_labels is not None else 2
         return tables * self.spec.vocab_size * self.spec.hidden_size
