@@ -1,9 +1,15 @@
-"""Script that times another library's scoring. The library's own interpreter runs it, so it imports nothing of chunkattn.
+"""Script that times another library. The library's own interpreter runs it, so it imports nothing of chunkattn.
 
     python peer_script.py transformers|vllm RESULT < job.json
+    python peer_script.py serve < jobs.jsonl
 
-The job: `config` (a Hugging Face configuration), `query`, `items`, `item_len`, `measured_items`, `repeats`, `labels`. The
-result, `{"version": ..., "seconds": [...]}`, goes to a file, because the library may write to stdout.
+The first form times scoring. The job: `config` (a Hugging Face configuration), `query`, `items`, `item_len`, `measured_items`,
+`repeats`, `labels`. The result, `{"version": ..., "seconds": [...]}`, goes to a file, because the library may write to stdout.
+
+The second form loads vLLM once and runs one job per line until stdin ends. The first line has `config`, `dtype`,
+`max_model_len` and `max_num_batched_tokens`; its answer has `version`. Every other line has `batches` (lists of prompts, which
+are lists of token ids), `max_tokens` and `logprobs`; its answer has `seconds` and `decode_rate`. An answer is one line of JSON
+on stdout. What the library prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -17,6 +23,44 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+
+class DecodeClock:
+    """Clock of the tokens per second while all sequences decode.
+
+    The time runs from the end of the step in which the last sequence gets its first token to the end of the step in which the
+    first sequence ends. Prefill is not counted. chunkattn and its peers are measured with this class.
+
+    Args:
+        sequences: number of sequences that decode together.
+    """
+
+    def __init__(self, sequences: int) -> None:
+        self._sequences, self._ended = sequences, False
+        self._counts: dict[str, int] = {}
+        self._marks: list[tuple[float, int]] = []
+
+    def step(self, counts: dict[str, int], *, ended: bool) -> None:
+        """Read the clock at the end of a step.
+
+        Args:
+            counts: tokens that each sequence of the step has generated so far, by the sequence's name.
+            ended: whether a sequence has ended in the step.
+        """
+        if self._ended:
+            return
+        self._counts |= counts
+        if counts and len(self._counts) == self._sequences:
+            self._marks.append((time.perf_counter(), sum(self._counts.values())))
+        self._ended = ended
+
+    @property
+    def rate(self) -> float | None:
+        """Return the tokens per second of all sequences; None if fewer than two steps had all of them."""
+        if len(self._marks) < 2:
+            return None
+        (began, before), *_, (ended, after) = self._marks
+        return (after - before) / (ended - began)
 
 
 def ids(job: dict[str, Any], size: int) -> list[int]:
@@ -48,17 +92,7 @@ def time_transformers(job: dict[str, Any]) -> dict[str, Any]:
 def time_vllm(job: dict[str, Any]) -> dict[str, Any]:
     """Time the query with the first item, which fills the prefix cache, then all other items as one batch."""
     vllm: Any = importlib.import_module("vllm")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(job["config"]))
-        llm = vllm.LLM(
-            folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=job["query"] + job["item_len"] + 16,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-        )
+    llm = load_vllm(job["config"], dtype="bfloat16", max_model_len=job["query"] + job["item_len"] + 16)
     params = vllm.SamplingParams(max_tokens=1, temperature=0, logprobs=2, detokenize=False)
 
     def score(count: int) -> float:
@@ -74,6 +108,57 @@ def time_vllm(job: dict[str, Any]) -> dict[str, Any]:
     return {"version": vllm.__version__, "seconds": [score(job["measured_items"]) for _ in range(job["repeats"])]}
 
 
+def load_vllm(config: dict[str, Any], **options: Any) -> Any:
+    """Return a `vllm.LLM` with random weights."""
+    vllm: Any = importlib.import_module("vllm")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        return vllm.LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            **options,
+        )
+
+
+def serve_vllm() -> None:
+    """Load vLLM and answer the jobs of stdin on stdout."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        vllm: Any = importlib.import_module("vllm")
+        llm = load_vllm(**json.loads(sys.stdin.readline()))
+        print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)
+        for line in sys.stdin:
+            job = json.loads(line)
+            params = vllm.SamplingParams(
+                max_tokens=job["max_tokens"], temperature=0, ignore_eos=True, logprobs=job["logprobs"], detokenize=False
+            )
+            print(json.dumps(run_batches(llm.llm_engine, job["batches"], params)), file=answers, flush=True)
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        raise
+
+
+def run_batches(engine: Any, batches: list[list[list[int]]], params: Any) -> dict[str, Any]:
+    """Run batches of prompts one after the other, each as a whole, and return their time in seconds and the decode rate."""
+    clock = DecodeClock(len(batches[-1]))
+    began = time.perf_counter()
+    for number, batch in enumerate(batches):
+        for index, prompt in enumerate(batch):
+            engine.add_request(f"{number}-{index}", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            counts = {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
+            clock.step(counts, ended=any(output.finished for output in outputs))
+    return {"seconds": time.perf_counter() - began, "decode_rate": clock.rate}
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve_vllm()
+        sys.exit()
     result = {"transformers": time_transformers, "vllm": time_vllm}[sys.argv[1]](json.load(sys.stdin))
     Path(sys.argv[2]).write_text(json.dumps(result))

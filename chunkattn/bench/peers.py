@@ -1,22 +1,29 @@
-"""Timing of other libraries on the same scoring workload, each in a process of its own interpreter."""
+"""Timing of other libraries on the same workload, each in a process of its own interpreter."""
 
 from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.bench.score import LABELS, Workload
 
 PEERS = ("transformers", "vllm")
+NOT_FOUND = "not measured: none of the interpreters given has it"
 _SCRIPT = Path(__file__).with_name("peer_script.py")
 _TIMEOUT_S = 3600.0
+_CLOSE_S = 60.0
 _PRELOADED_LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 """Libraries with which vLLM's decode is 1.6 times faster on CPUs."""
 
@@ -66,9 +73,9 @@ def time_peer(
         measured_items: number of items to score.
         repeats: number of timed runs, after a shorter run that is not timed.
     """
-    python = next((p for p in pythons if _has(p, peer)), None)
+    python = find_python(pythons, peer)
     if python is None:
-        return PeerCase(**asdict(workload), peer=peer, note="not measured: none of the interpreters given has it")
+        return PeerCase(**asdict(workload), peer=peer, note=NOT_FOUND)
     config = GEOMETRIES[geometry]
     job = {
         **asdict(workload),
@@ -109,6 +116,112 @@ def time_peer(
     )
 
 
+class PeerError(Exception):
+    """A peer's process could not run a job."""
+
+
+class VllmProcess:
+    """vLLM in a process of its own interpreter. It keeps the model between jobs, so that rounds can take turns with it.
+
+    Args:
+        python: interpreter with vLLM.
+        geometry: name of the model's geometry; the weights are random.
+        **options: other options of `vllm.LLM`.
+
+    Attributes:
+        version: version of vLLM.
+        note: libraries that would make vLLM faster and are missing, or an empty text.
+
+    Raises:
+        PeerError: vLLM does not start.
+    """
+
+    def __init__(self, python: Path, geometry: str, **options: Any) -> None:
+        variables, self.note = _for_vllm(python)
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  `close` closes it
+        try:
+            self._process = subprocess.Popen(
+                [python, _SCRIPT, "serve"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"} | variables,
+                text=True,
+                start_new_session=True,  # so that `close` can end vLLM's own processes too
+            )
+        except OSError as error:
+            self._errors.close()
+            raise PeerError(str(error)) from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._jobs, self._answers = self._process.stdin, self._process.stdout
+        try:
+            self.version = self._ask({"config": GEOMETRIES[geometry].to_dict(), **options})["version"]
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, batches: list[list[list[int]]], max_tokens: int, logprobs: int | None = None) -> dict[str, Any]:
+        """Run batches of prompts one after the other, each as a whole.
+
+        Args:
+            batches: token ids of each prompt of each batch.
+            max_tokens: tokens to generate for each prompt.
+            logprobs: number of likeliest tokens whose log-probabilities are returned; None returns none.
+
+        Returns:
+            `seconds` of all batches, and `decode_rate`, the tokens per second of the last batch while all of its sequences
+            decode.
+
+        Raises:
+            PeerError: vLLM failed.
+        """
+        return self._ask({"batches": batches, "max_tokens": max_tokens, "logprobs": logprobs})
+
+    def close(self) -> None:
+        """End the process. A process that does not end in time is killed."""
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._jobs.close()
+            self._process.wait(_CLOSE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._answers.close()
+        self._errors.close()
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        limit = time.monotonic() + _TIMEOUT_S
+        with suppress(BrokenPipeError):
+            self._jobs.write(json.dumps(job) + "\n")
+            self._jobs.flush()
+        # A child of a dead process may hold the pipe open, so reading alone may never end.
+        while not select.select([self._answers], [], [], 1.0)[0]:
+            if self._process.poll() is not None:
+                break
+            if time.monotonic() > limit:
+                raise PeerError(f"no answer within {_TIMEOUT_S:.0f} seconds")
+        else:
+            if line := self._answers.readline():
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise PeerError(" ".join(answer["error"].split()))
+                return answer
+        self._process.wait()
+        self._errors.seek(0)
+        raise PeerError((self._errors.read().strip().splitlines() or [f"exit code {self._process.returncode}"])[-1])
+
+
+def find_python(pythons: Sequence[Path], peer: str) -> Path | None:
+    """Return the first interpreter that has a library, or None."""
+    return next((python for python in pythons if _has(python, peer)), None)
+
+
 def _has(python: Path, peer: str) -> bool:
     """Return whether an interpreter exists and has a library."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer!r}) is None)"
@@ -129,4 +242,4 @@ def _for_vllm(python: Path) -> tuple[dict[str, str], str]:
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_CPU_KVCACHE_SPACE": "4",
     }
-    return variables, f"without {' and '.join(missing)}, which make it faster" if missing else ""
+    return variables, f"without {' and '.join(missing)}, which would make it faster" if missing else ""
