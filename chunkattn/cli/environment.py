@@ -35,7 +35,7 @@ def environment() -> Iterator[tuple[str, str]]:
         except PackageNotFoundError:
             yield package, "not installed"
     yield "system", platform.platform()
-    yield "processor", f"{_processor()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    yield "processor", f"{processor()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     yield "memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
 
     import jax  # after the rest, because it looks for devices
@@ -53,7 +53,7 @@ def environment() -> Iterator[tuple[str, str]]:
             yield name, "(set)" if any(part in name for part in SECRET) else os.environ[name]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return the processor's name, of Linux where it gives one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
