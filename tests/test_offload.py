@@ -4,6 +4,7 @@ import logging
 import random
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -87,6 +88,35 @@ def test_a_forgotten_document_is_gone_from_disk(start):
     start().forget(PREFIX, documents[:2])
     warm = start().generate(ChunkedPrompt(PREFIX, documents, QUESTION), GREEDY)
     assert warm[0].num_cached_chunk_tokens == (0, 0, len(documents[2]))
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_document_forgotten_while_it_is_read_is_not_served(start, deleted):
+    """Whether the deletion on disk is done before the request is placed or not."""
+    start().precompute(PREFIX, [document(0)])
+    llm = start()
+    requests = []
+    arrived, submit = threading.Event(), llm.core.disk.reader.submit
+
+    def forget_then_go_on(request, wanted):
+        submit(request, wanted)
+        requests.append(request)
+
+    llm.core.disk.reader.submit = forget_then_go_on
+    take = llm.core.disk.take_read
+
+    def take_read(timeout=0.0):
+        if requests and not arrived.is_set():
+            time.sleep(0.2)  # the part is read, and not handed on yet
+            arrived.set()
+            llm.core.disk.forget(requests[0])
+            assert not deleted or llm.core.disk.writer.flush(30)
+        return take(timeout)
+
+    llm.core.disk.take_read = take_read
+    output = llm.generate(ChunkedPrompt(PREFIX, [document(0)], QUESTION), GREEDY)[0]
+    assert arrived.is_set()
+    assert output.num_cached_chunk_tokens == (0,)
 
 
 def test_what_memory_serves_is_kept_on_disk_too(start):

@@ -35,6 +35,7 @@ class DiskTier:
         self.reader = StoreReader(store, max_bytes=READ_BYTES)
         self.fingerprint = runner.fingerprint()
         self._found: dict[Request, Found] = {}  # parts read for requests that are not placed yet
+        self._forgotten: dict[Request, set[bytes]] = {}  # parts forgotten while a request that reads them is not placed yet
         self._counts = Counter({"hit": 0, "miss": 0})
         self._stored: OrderedDict[bytes, None] = OrderedDict()  # keys assumed to be on disk, the most recent last
 
@@ -64,11 +65,13 @@ class DiskTier:
         wanted = []
         for part, (kind, start, end) in zip(look_up(request), request.parts, strict=True):
             pages = -(-(end - start) // request.plan.block_size)
-            if self._keeps(request, kind) and not (len(part.blocks) == pages and part.complete):
-                key = self._key(request, kind, start, end)
+            key = self._key(request, kind, start, end) if self._keeps(request, kind) else None
+            # An entry whose deletion is pending may still be there.
+            if key is not None and not (len(part.blocks) == pages and part.complete) and not self.writer.deletes(key):
                 wanted.append(Wanted(key, self._like(pages), kind == PREFIX_ID))
         wanted = [*{w.key: w for w in wanted}.values()]
         if wanted:
+            self._forgotten[request] = set()
             self.reader.submit(request, wanted)
         return bool(wanted)
 
@@ -90,6 +93,7 @@ class DiskTier:
     def drop(self, request: Request) -> None:
         """Cancel reading for a request, and free the parts read for it."""
         self.reader.cancel(request)
+        self._forgotten.pop(request, None)
         if (found := self._found.pop(request, None)) is not None:
             self.reader.release(found)
 
@@ -99,7 +103,7 @@ class DiskTier:
         A part found in memory counts as used on disk as well, and is written if the disk lacks it: a plain prompt may have
         computed its blocks, or the writer may have been late.
         """
-        found = self._found.get(request, {})
+        found, forgotten = self._found.get(request, {}), self._forgotten.get(request, ())
         for part, kind, start, end in self._parts(request):
             if not all(p is None or p.page < 0 or p.complete for p in part.parents):
                 break
@@ -107,7 +111,7 @@ class DiskTier:
             if part.complete:
                 self._keep(key, part, kind, end - start)
             elif key in found and not any(b.filled for b in part.blocks[part.cursor :]):  # another request computes it
-                self._fill(key, part, found[key])
+                self._fill(key, part, None if key in forgotten else found[key])
         self.drop(request)
 
     def forget(self, request: Request) -> None:
@@ -117,16 +121,13 @@ class DiskTier:
                 key = self._key(request, kind, start, end)
                 self._stored.pop(key, None)
                 self.writer.delete(key)
-                for found in self._found.values():  # parts already read for requests that are not placed yet
-                    if (arrays := found.pop(key, None)) is not None:
-                        self.reader.release({key: arrays})
+                for keys in self._forgotten.values():
+                    keys.add(key)
 
     def _like(self, pages: int) -> list[tuple[tuple[int, ...], np.dtype]]:
         return [((pages, *shape), dtype) for shape, dtype in self.pool.page_shapes]
 
     def _fill(self, key: bytes, part: Part, arrays: list[np.ndarray] | None) -> None:
-        if self.writer.deletes(key):  # the part was forgotten after it was read
-            arrays = None
         self._counts["miss" if arrays is None else "hit"] += 1
         if arrays is None:
             self._stored.pop(key, None)
