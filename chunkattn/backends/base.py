@@ -173,12 +173,14 @@ class AttentionBackend(ABC):
         max_table_pages: maximum number of entries of a page table, the largest `W`.
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
+        smallest_step: rows to which smaller steps are padded.
         max_rows: maximum number of rows of a step; the engine sets it for the backends of `ON_REQUEST`.
     """
 
     name: ClassVar[str]
     weighs: ClassVar[bool] = False
     any_table_width: ClassVar[bool] = False
+    smallest_step: ClassVar[int] = 8
     max_pages: ClassVar[int] = 1 << 31
     max_table_pages: ClassVar[int] = 1 << 31
     max_rows: int = 1 << 31

@@ -95,6 +95,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            smallest_step=runner.backend.smallest_step,
         )
         self.isolation = Isolation(self.scheduler)
         self.batches = BatchBuilder(

@@ -14,8 +14,8 @@ from chunkattn.engine.buckets import buckets
 
 READ_ROWS = 64
 """Limit on the rows whose logits exist at once; bounds the float32 `[rows, vocab]` array."""
-ROW_BUCKETS = buckets(8, READ_ROWS, 8)
-"""Sizes to which a block of rows is padded."""
+ROW_BUCKETS = (1, 16, READ_ROWS)
+"""Sizes to which a block of rows is padded. On CPUs, the head of a large vocabulary takes long for every row."""
 _LEAST_EDITS = 64
 _ARGMAX_BLOCK = 128
 

@@ -22,6 +22,8 @@ from chunkattn.engine.request import Part, Request, Sequence
 
 _LEAST_ROWS = 128
 """Minimum rows of a step that computes prompts beside decodes: fewer save little time, as all weights are read anyway."""
+SMALLEST_STEP = 8
+"""Rows of the smallest step, unless the attention backend has a smaller one."""
 EXTRA_SPANS = 32
 """Spans that a step has room for beyond one per sequence, since cached parts split the tokens of a sequence."""
 
@@ -56,11 +58,13 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int | None = None,
+        smallest_step: int = SMALLEST_STEP,
     ) -> None:
         self.trie, self.block_size = trie, block_size
         self.placement = Placement(trie, block_size)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.token_buckets = buckets(8, max(max_num_batched_tokens, 8), 2)
+        sizes = buckets(SMALLEST_STEP, max(max_num_batched_tokens, SMALLEST_STEP), 2)
+        self.token_buckets = sizes if smallest_step >= SMALLEST_STEP else (smallest_step, *sizes)
         self.max_spans = max_num_seqs + EXTRA_SPANS
         self.threshold = long_prefill_token_threshold
         self.waiting: list[Request] = []

@@ -14,6 +14,7 @@ from chunkattn.engine.batch import BatchBuilder
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.runner import Program, Runner
 from chunkattn.engine.sampling import ROW_BUCKETS
+from chunkattn.engine.scheduler import SMALLEST_STEP
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +34,8 @@ class WarmUp:
     Attributes:
         total: number of parts: programs to compile, and steps to time.
         done: number of parts done so far.
+        first: number of parts that a server does before it is ready: the programs of a greedy answer to a short prompt.
     """
-
-    FIRST = 2
-    """Number of parts that a server does before it is ready: the programs of a greedy answer to a short prompt."""
 
     def __init__(self, runner: Runner, batches: BatchBuilder, meter: RateMeter, *, with_store: bool) -> None:
         self._runner, self._batches, self._meter, self._with_store = runner, batches, meter, with_store
@@ -94,14 +93,14 @@ class WarmUp:
     def _plan(self) -> list[Program]:
         """Return the parts, the likeliest first. Timing is a part of its own, so that a request waits less."""
         width, *wider = self._batches.width_buckets
-        smallest, *others = self._batches.token_buckets
-        steps = {
-            rows: [partial(self._first_step, rows, width), partial(self._timed_step, rows, width)]
-            for rows in (smallest, *others)
-        }
+        sizes = self._batches.token_buckets
+        short = next(size for size in sizes if size >= SMALLEST_STEP)
+        decodes, others = [size for size in sizes if size < short], [size for size in sizes if size > short]
+        steps = {rows: [partial(self._first_step, rows, width), partial(self._timed_step, rows, width)] for rows in sizes}
         greedy, *readouts = self._runner.readouts(ROW_BUCKETS[0])
-        parts: list[Program] = [steps[smallest][0], greedy, steps[smallest][1]]
-        parts += [part for rows in others[-1:] for part in steps[rows]]
+        parts: list[Program] = [*(steps[rows][0] for rows in (*decodes, short)), greedy]
+        self.first = len(parts)
+        parts += [steps[rows][1] for rows in (*decodes, short)] + [part for rows in others[-1:] for part in steps[rows]]
         parts += readouts
         parts += [part for rows in others[:-1] for part in steps[rows]]
         parts += [part for size in ROW_BUCKETS[1:] for part in self._runner.readouts(size)]

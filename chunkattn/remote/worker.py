@@ -80,7 +80,7 @@ class Worker:
         self._clock.begin("loading")
         self.core = build_core(start.config, start.checkpoint.files())
         self._warms = start.config.warmup is not False
-        for _ in range(self.core.warm_ups.FIRST if self._warms else 0):
+        for _ in range(self.core.warm_ups.first if self._warms else 0):
             self._clock.begin()  # each program counts as one step
             self._warms = self.core.warm_ups.advance()
         _freeze()

@@ -51,6 +51,7 @@ class CpuBackend(AttentionBackend):
 
     weighs = True
     any_table_width = True
+    smallest_step = 1
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
