@@ -23,6 +23,7 @@ from chunkattn.engine.fingerprint import fingerprint
 from chunkattn.engine.kv_pool import KVPool
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.sampling import (
+    READ_BUCKETS,
     READ_ROWS,
     ROW_BUCKETS,
     Edits,
@@ -171,7 +172,7 @@ class Runner:
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
         for size in ROW_BUCKETS:
-            self._pick(hidden, [0] * size)
+            self._pick(hidden, [0] * size, ROW_BUCKETS)
 
     def readouts(self, size: int) -> list[Program]:
         """Return calls that compile the programs that read `size` picked rows; the first one samples greedily.
@@ -179,6 +180,8 @@ class Runner:
         Args:
             size: one of `ROW_BUCKETS`.
         """
+        if self.spec.num_labels is not None:
+            size = max(size, READ_BUCKETS[0])
         params, picked = self._params, np.zeros((size, self.spec.hidden_size), np.float32)
         if self.spec.num_labels is not None:
             return [partial(self._classify, params, picked)]
@@ -186,11 +189,13 @@ class Runner:
         logits = np.zeros((size, vocab), np.float32)
         samples = [(given, logprobs) for logprobs in (False, True) for given in (None, empty_input(size, vocab))]
         programs: list[Program] = [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
-        programs += [partial(self._read_labels, params, picked, np.zeros((size, n), np.int32)) for n in LABEL_WIDTHS]
-        programs += [partial(self._read, params, picked, np.zeros(size, np.int32)), partial(self._logits, params, picked)]
+        if size in READ_BUCKETS:
+            programs += [partial(self._read_labels, params, picked, np.zeros((size, n), np.int32)) for n in LABEL_WIDTHS]
+            programs += [partial(self._read, params, picked, np.zeros(size, np.int32))]
+            programs += [partial(self._read_vocabulary, params, picked)]
+        programs += [partial(self._logits, params, picked)]
         programs += [partial(self._choose, logits, logits, g, with_logprobs=w) for g, w in samples]
-        programs += [partial(self._edit_nothing, logits, width) for width in edit_widths(vocab)]
-        return [*programs, partial(self._read_vocabulary, params, picked)]
+        return programs + [partial(self._edit_nothing, logits, width) for width in edit_widths(vocab)]
 
     def _edit_nothing(self, logits: np.ndarray, width: int) -> jax.Array:
         """Compile the edits of `width`; the large arrays are made and dropped here."""
@@ -214,7 +219,7 @@ class Runner:
         for plan in plans:
             given, wanted = plan.given, plan.num_logprobs
             with_logprobs = any(w is not None for w in wanted)
-            picked = self._pick(hidden, plan.rows)
+            picked = self._pick(hidden, plan.rows, ROW_BUCKETS)
             if plan.edits is None:
                 chosen, readout = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
             else:  # three programs, so that each width of edits compiles only a small program
@@ -288,9 +293,9 @@ class Runner:
             found.append(jax.tree.map(itemgetter(slice(len(block))), values))
         return found
 
-    def _pick(self, hidden: jax.Array, rows: Seq[int]) -> jax.Array:
+    def _pick(self, hidden: jax.Array, rows: Seq[int], sizes: Seq[int] = READ_BUCKETS) -> jax.Array:
         """Return the hidden states of up to `READ_ROWS` rows, padded to a bucket, so that readers compile once per bucket."""
-        padded = np.zeros(bucket_for(len(rows), ROW_BUCKETS), np.int32)
+        padded = np.zeros(bucket_for(len(rows), sizes), np.int32)
         padded[: len(rows)] = rows
         return self._gather(hidden, padded)
 

@@ -15,7 +15,9 @@ from chunkattn.engine.buckets import buckets
 READ_ROWS = 64
 """Limit on the rows whose logits exist at once; bounds the float32 `[rows, vocab]` array."""
 ROW_BUCKETS = (1, 16, READ_ROWS)
-"""Sizes to which a block of rows is padded. On CPUs, the head of a large vocabulary takes long for every row."""
+"""Sizes to which a block of sampled rows is padded. On CPUs, the head of a large vocabulary takes long for every row."""
+READ_BUCKETS = ROW_BUCKETS[1:]
+"""Sizes to which other blocks are padded. A product of one row may sum in another order, and scores must not depend on it."""
 _LEAST_EDITS = 64
 _ARGMAX_BLOCK = 128
 
