@@ -54,7 +54,7 @@ inline float largest_of(Floats x) {
 #endif
 }
 
-// 2^x with a relative error below 2e-7, for x below 127; 2^-126 for smaller x.
+// 2^x with a relative error below 2e-7, for x from -126 to 127; 2^-126 for smaller x, and anything for larger x.
 inline Floats exp2_of(Floats x) {
   x = larger(x, splat(-126.f));
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
@@ -65,7 +65,7 @@ inline Floats exp2_of(Floats x) {
   p = p * f + 2.40222424e-1f;
   p = p * f + 6.93147004e-1f;
   p = p * f + 1.f;
-  return (Floats)((Ints)p + ((Ints)shifted << 23));
+  return (Floats)((Words)p + ((Words)shifted << 23));
 }
 
 template <Format F> struct Stored;
