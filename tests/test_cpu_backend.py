@@ -159,10 +159,11 @@ def test_kernels_equal_double_precision_on_any_number_of_threads(tmp_path):
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(tmp_path, sanitizers):
     program = _check_program(tmp_path, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
-    command = [program, "4"]
-    if sanitizers == "thread":  # with random addresses, TSan finds no room for its own
-        command = ["setarch", "-R", *command]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([program, "4"], capture_output=True, text=True, check=False)
+    if "unexpected memory mapping" in done.stderr:  # TSan finds no room among random addresses
+        done = subprocess.run(["setarch", "-R", program, "4"], capture_output=True, text=True, check=False)
+        if "failed to set personality" in done.stderr:
+            pytest.skip("ThreadSanitizer needs fixed addresses, which this system forbids")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "largest error" in done.stdout
     assert not done.stderr
