@@ -4,7 +4,6 @@ import logging
 import random
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -92,30 +91,23 @@ def test_a_forgotten_document_is_gone_from_disk(start):
 
 @pytest.mark.parametrize("deleted", [False, True])
 def test_a_document_forgotten_while_it_is_read_is_not_served(start, deleted):
-    """Whether the deletion on disk is done before the request is placed or not."""
+    """A request whose document is forgotten between reading and placing computes it, `deleted` from disk by then or not yet."""
     start().precompute(PREFIX, [document(0)])
     llm = start()
-    requests = []
-    arrived, submit = threading.Event(), llm.core.disk.reader.submit
-
-    def forget_then_go_on(request, wanted):
-        submit(request, wanted)
-        requests.append(request)
-
-    llm.core.disk.reader.submit = forget_then_go_on
-    take = llm.core.disk.take_read
+    disk, forgotten = llm.core.disk, []
+    take = disk.take_read
 
     def take_read(timeout=0.0):
-        if requests and not arrived.is_set():
+        if disk.reading and not forgotten:
             time.sleep(0.2)  # the part is read, and not handed on yet
-            arrived.set()
-            llm.core.disk.forget(requests[0])
-            assert not deleted or llm.core.disk.writer.flush(30)
+            forgotten.extend(disk.reading)
+            disk.forget(forgotten[0])
+            assert not deleted or disk.writer.flush(30)
         return take(timeout)
 
-    llm.core.disk.take_read = take_read
+    disk.take_read = take_read
     output = llm.generate(ChunkedPrompt(PREFIX, [document(0)], QUESTION), GREEDY)[0]
-    assert arrived.is_set()
+    assert forgotten
     assert output.num_cached_chunk_tokens == (0,)
 
 

@@ -27,7 +27,10 @@ def run(made, model, rng, count, gap):
         outputs = made.run([*requests, *composed])
         assert all(finish(output) == "length" for output in outputs)
         for output, (prefix, chunks, question, positions) in zip(outputs[len(requests) :], prompts):
-            worst = max(worst, check(output, model.answer(prefix, chunks, question, COUNT, positions, gap)))
+            # With shared positions, vLLM's question lies at higher positions than the witness's, whose angles float32 rounds.
+            allowed = max(1e-4, len(output.prompt_token_ids) * 2**-22) if positions == "shared" else 1e-4
+            expected = model.answer(prefix, chunks, question, COUNT, positions, gap)
+            worst = max(worst, check(output, expected, allowed))
             assert output.num_cached_tokens >= len(flat(prefix, *chunks))
         prefix, chunks, question, _ = prompts[0]
         check(made.plain(flat(prefix, *chunks, question)), model.plain(flat(prefix, *chunks, question), COUNT))
