@@ -10,7 +10,8 @@ from transformers import Qwen3Config
 from typer.testing import CliRunner
 
 from chunkattn.bench import generate, geometry, peer_script
-from chunkattn.bench.generate import Case, GenerateBench, Sizes, run
+from chunkattn.bench.cases import GenerateBench, Sizes
+from chunkattn.bench.generate import Case, run
 from chunkattn.bench.peer_script import DecodeClock
 from chunkattn.bench.peers import PeerError, VllmProcess
 from chunkattn.bench.score import Workload, needed_flops

@@ -51,7 +51,8 @@ def gen(
     json_file: JsonFile = None,
 ) -> None:
     """Measure prefill, answers from documents, decode and scoring, and vLLM beside them."""
-    from chunkattn.bench.generate import CASES, Sizes, run
+    from chunkattn.bench.cases import CASES, Sizes
+    from chunkattn.bench.generate import run
     from chunkattn.bench.geometry import GEOMETRIES
     from chunkattn.bench.score import Workload
 
