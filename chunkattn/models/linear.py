@@ -38,11 +38,12 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
     """
     x = x.astype(weight.dtype)
     if few_rows.serves(x, weight):
-        return jax.lax.platform_dependent(x, weight, cpu=few_rows.multiply, default=_dot)
-    return _dot(x, weight)
+        return jax.lax.platform_dependent(x, weight, cpu=few_rows.multiply, default=dot)
+    return dot(x, weight)
 
 
-def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return XLA's own product of `multiply`, for operands of one dtype."""
     rows = len(x)
     if rows == 1 and weight.dtype.itemsize < 4:  # for one such row, XLA:CPU takes ten times as long as for two
         x = jnp.concatenate([x, x])
