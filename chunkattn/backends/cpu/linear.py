@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32
 
 from chunkattn.backends.cpu import library
 
-MAX_ROWS = 32
+MAX_ROWS = 16
 """Rows up to which the operator is faster than XLA's own product."""
 IN_STEP = 32
 

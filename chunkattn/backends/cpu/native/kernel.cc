@@ -316,7 +316,12 @@ template <Format Q, Format C> struct Decode {
   const View view;
   const int per_row, head_dim, dim;
   const T *keys, *values;
-  int64_t places[kSlots];
+  // Slots of one product. Those of the next one are known early, for their keys are called from memory while this one's
+  // values are added.
+  struct Slots {
+    int count = 0;
+    int64_t places[kSlots];
+  } slots[2];
   alignas(64) float queries[kMaxHeadDim];
   alignas(64) float scores[kSlots];
 
@@ -327,61 +332,67 @@ template <Format Q, Format C> struct Decode {
   void run(int split, Part part, State &state) {
     Range ranges[2];
     const int count = view.ranges(part, 1, ranges);
+    const float factor = log2_factor(step, view, part);
+    Slots *now = &slots[0], *next = &slots[1];
+    now->count = 0;
     for (int r = 0; r < count; r++) {
       const int end = std::min(ranges[r].end, (split + 1) * kSplitSlots);
       for (int slot = std::max(ranges[r].begin, split * kSplitSlots); slot < end;) {
-        const int next = std::min((slot / kSlots + 1) * kSlots, end);
-        int found = 0;
-        each_valid(step, item, view, {slot, next}, [&](int, int64_t place) { places[found++] = place; });
-        if (found) some_slots(found, log2_factor(step, view, part), state);
-        slot = next;
+        const int until = std::min((slot / kSlots + 1) * kSlots, end);
+        next->count = 0;
+        each_valid(step, item, view, {slot, until}, [&](int, int64_t place) { next->places[next->count++] = place; });
+        slot = until;
+        if (!next->count) continue;
+        if (now->count) some_slots(*now, next, factor, state);
+        std::swap(now, next);
       }
     }
+    if (now->count) some_slots(*now, nullptr, factor, state);
   }
 
-  void some_slots(int count, float factor, State &state) {
+  void some_slots(const Slots &now, const Slots *next, float factor, State &state) {
+    const int count = now.count, padded = (count + 15) / 16 * 16;
     for (int line = 0; line < per_row; line++) {
       const int64_t row = (int64_t(item.row) * step.heads + item.kv_head * per_row + line) * head_dim;
       const auto *query = static_cast<const typename Stored<Q>::Type *>(step.q) + row;
       for (int i = 0; i < kSlots; i += 16) write(scores + i, splat(kMasked));
-      if (line == 0) ahead(keys, count);
-      dots(query, count);
-      if (line == 0) ahead(values, count);
+      dots(query, now, line == 0);
       float *to = state.values + int64_t(line) * dim;
-      const int padded = (count + 15) / 16 * 16;
       Floats most = splat(kMasked);
       for (int j = 0; j < padded; j += 16) most = larger(most, read<Floats>(scores + j));
-      const float before = state.maximum[line], now = std::max(before, largest_of(most) * factor);
+      const float before = state.maximum[line], maximum = std::max(before, largest_of(most) * factor);
       Floats sum = {};
       for (int j = 0; j < padded; j += 16) {
-        const Floats s = read<Floats>(scores + j), e = exp2_of(s * factor - now);
+        const Floats s = read<Floats>(scores + j), e = exp2_of(s * factor - maximum);
         const Floats weight = s > kMasked ? e : Floats{};
         sum += weight;
         write(scores + j, weight);
       }
-      const float decay = now == before ? 1.f : std::exp2(std::max(before - now, -126.f));
-      state.maximum[line] = now;
+      const float decay = maximum == before ? 1.f : std::exp2(std::max(before - maximum, -126.f));
+      state.maximum[line] = maximum;
       state.total[line] = state.total[line] * decay + sum_of(sum);
       int d = 0;
-      for (; d + 128 <= head_dim; d += 128) add<8>(to + d, values + d, count, decay);
-      for (; d + 64 <= head_dim; d += 64) add<4>(to + d, values + d, count, decay);
-      for (; d < head_dim; d += 16) add<1>(to + d, values + d, count, decay);
+      for (; d + 128 <= head_dim; d += 128) add<8>(to + d, now, d, decay, line == 0 ? next : nullptr);
+      for (; d + 64 <= head_dim; d += 64) add<4>(to + d, now, d, decay, line == 0 ? next : nullptr);
+      for (; d < head_dim; d += 16) add<1>(to + d, now, d, decay, line == 0 ? next : nullptr);
     }
   }
 
-  void ahead(const T *pool, int count) const {
-    for (int j = 0; j < count; j++)
-      for (int d = 0; d < head_dim; d += 64 / int(sizeof(T))) __builtin_prefetch(pool + places[j] * head_dim + d);
+  // Calls `count` elements of a head's vector from memory.
+  static void ahead(const T *from, int count) {
+    for (int d = 0; d < count; d += 64 / int(sizeof(T))) __builtin_prefetch(from + d);
   }
 
-  void dots(const typename Stored<Q>::Type *query, int count) {
+  void dots(const typename Stored<Q>::Type *query, const Slots &now, bool first) {
+    const int count = now.count;
 #if defined(__AVX512BF16__)
     if constexpr (Q == Format::bf16) {
       for (int j = 0; j < count; j++) {
+        if (first) ahead(values + now.places[j] * head_dim, head_dim);
         __m512 sum = _mm512_setzero_ps();
         for (int d = 0; d < head_dim; d += 32)
           sum = _mm512_dpbf16_ps(sum, (__m512bh)load_bf16<Q>(query + d, head_dim - d),
-                                 (__m512bh)load_bf16<C>(keys + places[j] * head_dim + d, head_dim - d));
+                                 (__m512bh)load_bf16<C>(keys + now.places[j] * head_dim + d, head_dim - d));
         scores[j] = sum_of(sum);
       }
       return;
@@ -389,17 +400,21 @@ template <Format Q, Format C> struct Decode {
 #endif
     for (int d = 0; d < head_dim; d += 16) write(queries + d, Stored<Q>::load(query + d));
     for (int j = 0; j < count; j++) {
+      if (first) ahead(values + now.places[j] * head_dim, head_dim);
+      const T *key = keys + now.places[j] * head_dim;
       Floats sum = {};
-      for (int d = 0; d < head_dim; d += 16) sum += read<Floats>(queries + d) * Stored<C>::load(keys + places[j] * head_dim + d);
+      for (int d = 0; d < head_dim; d += 16) sum += read<Floats>(queries + d) * Stored<C>::load(key + d);
       scores[j] = sum_of(sum);
     }
   }
 
-  template <int N> void add(float *to, const T *from, int count, float decay) {
+  // Adds N * 16 elements of the weighted values, from element `at` on.
+  template <int N> void add(float *to, const Slots &now, int at, float decay, const Slots *next) {
     Floats sums[N];
     for (int i = 0; i < N; i++) sums[i] = read<Floats>(to + 16 * i) * decay;
-    for (int j = 0; j < count; j++) {
-      const T *value = from + places[j] * head_dim;
+    for (int j = 0; j < now.count; j++) {
+      if (next && j < next->count) ahead(keys + next->places[j] * head_dim + at, 16 * N);
+      const T *value = values + now.places[j] * head_dim + at;
 #pragma GCC unroll 8
       for (int i = 0; i < N; i++) sums[i] += scores[j] * Stored<C>::load(value + 16 * i);
     }
