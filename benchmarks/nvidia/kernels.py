@@ -1,0 +1,97 @@
+"""Readers of what the compilers say about a Mosaic kernel: registers, spills, shared memory and the costs of its loops."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.nvidia.sass import PRODUCT, SPILL, Loop, Sass
+
+_BARRIER_BYTES = 8
+
+
+class UnknownDump(ValueError):
+    """A compiler's text in a form that this module cannot read."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel.
+
+    Attributes:
+        name: name of the kernel's function.
+        registers: registers of a thread, before warpgroups trade them.
+        spill_bytes: bytes that a thread stores to and loads from memory because registers run out.
+        shared_bytes: bytes of shared memory of a block of threads.
+        products: tensor core products in the code.
+        loops: loops that multiply or copy.
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    products: int
+    loops: list[Loop]
+
+    @property
+    def multiplying(self) -> list[Loop]:
+        """Return the loops that multiply."""
+        return [loop for loop in self.loops if loop.longest.products]
+
+    @property
+    def copying(self) -> list[Loop]:
+        """Return the loops that copy and do not multiply: the producer's."""
+        return [loop for loop in self.loops if not loop.longest.products]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the kernel for JSON."""
+        return asdict(self) | {"loops": [asdict(loop) for loop in self.loops]}
+
+
+def read_kernels(folder: Path, *, keep: bool = False) -> list[Kernel]:
+    """Return the kernels compiled since the last call, in order. The files are then deleted unless `keep` is set.
+
+    Args:
+        folder: folder given to `hopper.prepare`.
+        keep: whether to leave the files in place.
+
+    Raises:
+        UnknownDump: a file is missing or has another form.
+        UnknownSass: the machine code cannot be read.
+    """
+    stems = [file.with_suffix("") for file in folder.glob("*.ptxas")]
+    try:
+        return [_read(stem) for stem in sorted(stems, key=lambda stem: int(stem.name.rsplit("_", 1)[-1]))]
+    finally:
+        if not keep:
+            for file in folder.iterdir():
+                file.unlink()
+
+
+def _read(stem: Path) -> Kernel:
+    def text(suffix: str) -> str:
+        file = stem.with_name(stem.name + suffix)
+        if not file.exists():
+            raise UnknownDump(f"{file.name} is missing")
+        return file.read_text()
+
+    sass = Sass(text(".sass_ctrl"))
+    said, resources = text(".ptxas"), text(".resources.txt")
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.findall(r"(\d+) bytes spill", said)
+    scratch = re.search(r"smem_scratch_bytes=(\d+)", resources)
+    if not registers or not spills or not scratch:
+        raise UnknownDump(f"{stem.name} names no registers, spills or shared memory: {said!r}, {resources!r}")
+    barriers = sum(int(n) * int(times) for n, times in re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", resources))
+    return Kernel(
+        stem.name.rsplit("_", 1)[0],
+        int(registers[1]),
+        # ptxas counts spills; local memory in the code without a counted spill is an array that registers cannot hold.
+        max(sum(map(int, spills)), 4 * sass.count(*SPILL)),
+        int(scratch[1]) + _BARRIER_BYTES * barriers,
+        sass.count(PRODUCT),
+        sass.loops,
+    )
