@@ -77,7 +77,9 @@ def test_a_kernel_is_read_once(tmp_path):
     (kernel,) = read_kernels(tmp_path)
     assert (kernel.name, kernel.registers, kernel.spill_bytes, kernel.products) == ("entry", 168, 0, 1)
     assert kernel.shared_bytes == 1024 + 7 * 8
-    assert (len(kernel.multiplying), len(kernel.copying)) == (1, 1)
+    facts = kernel.facts(64)
+    assert (facts["clear"], facts["masked"], facts["producer"]) == (12, 16, 4)
+    assert (facts["masked_stalls"], facts["products"]) == (62, [1])
     assert read_kernels(tmp_path) == []
 
 
