@@ -20,6 +20,11 @@ JAX_BYTES = MEMORY_BYTES * 3 // 4
 """Share of the memory that JAX takes unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise, in bytes."""
 SHARED_MEMORY_BYTES = 232_448
 """Shared memory that one block of threads may have, in bytes."""
+MULTIPROCESSORS = 132
+CLOCK = 1.98e9
+"""Highest clock in cycles per second."""
+BANDWIDTH = 3_352_320_000_000
+"""Bytes per second of the memory."""
 NAME = "NVIDIA H100 80GB HBM3"
 TARGET = f"""
 gpu_device_info {{
@@ -28,14 +33,14 @@ gpu_device_info {{
   shared_memory_per_block: 49152
   shared_memory_per_core: 233472
   threads_per_core_limit: 2048
-  core_count: 132
+  core_count: {MULTIPROCESSORS}
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
+  memory_bandwidth: {BANDWIDTH}
   l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
+  clock_rate_ghz: {CLOCK / 1e9}
   device_memory_size: {MEMORY_BYTES}
   shared_memory_per_block_optin: {SHARED_MEMORY_BYTES}
   cuda_compute_capability {{ major: 9 }}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.nvidia.sass import PRODUCT, SPILL, Loop, Sass
 
+SLOTS = 128
+"""Slots of the tile that instructions are counted per."""
 _BARRIER_BYTES = 8
 
 
@@ -36,19 +38,40 @@ class Kernel:
     products: int
     loops: list[Loop]
 
-    @property
-    def multiplying(self) -> list[Loop]:
-        """Return the loops that multiply."""
-        return [loop for loop in self.loops if loop.longest.products]
+    def facts(self, slots: int) -> dict[str, Any]:
+        """Return the kernel for JSON: instructions and stalls of a tile of 64 rows and `SLOTS` slots.
 
-    @property
-    def copying(self) -> list[Loop]:
-        """Return the loops that copy and do not multiply: the producer's."""
-        return [loop for loop in self.loops if not loop.longest.products]
+        `clear` and `masked` are turns of the loop that multiplies, `producer` of the one that copies. A producer that may also
+        clean a tile has `producer_cleaning`.
 
-    def facts(self) -> dict[str, Any]:
-        """Return the kernel for JSON."""
-        return asdict(self) | {"loops": [asdict(loop) for loop in self.loops]}
+        Args:
+            slots: slots of the KV tile of one turn.
+
+        Raises:
+            UnknownDump: the kernel has no loop that multiplies, or not one that copies.
+        """
+        multiplying, copying = ([loop for loop in self.loops if bool(loop.longest.products) == is_] for is_ in (True, False))
+        if not multiplying or len(copying) != 1:
+            found = len(multiplying), len(copying)
+            raise UnknownDump(f"{self.name} has {found[0]} loops that multiply and {found[1]} that copy")
+        turns = [turn for loop in multiplying for turn in (loop.shortest, loop.longest)]
+        ways = {
+            "clear": min(turns, key=lambda turn: turn.instructions),
+            "masked": max(turns, key=lambda turn: turn.instructions),
+            "producer": copying[0].shortest,
+            "producer_cleaning": copying[0].longest,
+        }
+        if ways["producer"] == ways["producer_cleaning"]:
+            del ways["producer_cleaning"]
+        return {
+            "registers": self.registers,
+            "spill_bytes": self.spill_bytes,
+            "shared_bytes": self.shared_bytes,
+            "slots": slots,
+            "products": sorted({turn.products for turn in turns}),
+            **{name: round(turn.instructions * SLOTS / slots) for name, turn in ways.items()},
+            **{f"{name}_stalls": round(turn.stalls * SLOTS / slots) for name, turn in ways.items()},
+        }
 
 
 def read_kernels(folder: Path, *, keep: bool = False) -> list[Kernel]:

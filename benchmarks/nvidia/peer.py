@@ -62,4 +62,4 @@ def compile_peer(peer: Peer, dumps: Path) -> dict[str, Any]:
 
     result = {"kind": "attention_mgpu", **asdict(peer), **compile_call(lower)}
     kernels = read_kernels(dumps)
-    return result | ({"kernels": [kernel.facts() for kernel in kernels]} if result["compiled"] else {})
+    return result | ({"kernels": {result["kind"]: kernels[0].facts(peer.slots)}} if result["compiled"] else {})
