@@ -35,14 +35,14 @@ def refusal(interpret: Any) -> str | None:
         device = jax.devices()[0]
         capability = getattr(device, "compute_capability", "unknown")
         if capability != CAPABILITY:
-            return f"{device.device_kind} has compute capability {capability}; the kernel needs {CAPABILITY} (Hopper)"
+            return f"a {device.device_kind} has compute capability {capability}; the kernel needs {CAPABILITY} (Hopper)"
         return None
     if jax.__version_info__ < INTERPRETER_SINCE:
         needed = ".".join(map(str, INTERPRETER_SINCE))
         return f"there is no GPU, and the GPU interpreter of JAX {jax.__version__} does not run the kernel; {needed} does"
     threads = int(os.environ.get("NPROC", 0)) or os.cpu_count() or 1
     if threads < INTERPRETER_THREADS:
-        return f"there is no GPU, and its interpreter hangs on {threads} cores; set the environment variable NPROC to 16"
+        return f"there is no GPU, and its interpreter hangs on {threads} threads; set the environment variable NPROC to 16"
     return None
 
 

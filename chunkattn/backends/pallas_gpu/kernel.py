@@ -33,9 +33,6 @@ LEAST = -1e30
 """Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
 _TINY = 1e-30
 
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
-"""Registers of a thread, where two consumers and the producer share 504."""
-
 _L, _ROW, _COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -125,13 +122,13 @@ def _run(gmem: Gmem, smem: Smem, shape: Shape, heads: int, log2_scale: float, tw
     @pl.when(warpgroup < shape.warpgroups)
     def consumer() -> None:
         if shape.warpgroups == 2:  # one consumer and the producer share 256 registers a thread as they are
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(shape.consumer_registers, action="increase")
         each_item(gmem, shape, heads, lambda *at: _consume(gmem, smem, shape, log2_scale, warpgroup, twin, *at))
 
     @pl.when(warpgroup == shape.warpgroups)
     def producer() -> None:
         if shape.warpgroups == 2:
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(shape.producer_registers, action="decrease")
         produce(gmem, smem, shape, heads)
 
 
