@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chunkattn.backends import AttentionBatch, AttentionSpec, make_backend
-from chunkattn.backends.pallas_gpu import cards, plan, walk
+from chunkattn.backends.pallas_gpu import plan, walk
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend, _within
 from chunkattn.backends.pallas_gpu.combine import CHUNK, REST
 from chunkattn.config import EngineConfig
@@ -185,5 +185,13 @@ def test_the_default_page_size_is_that_of_the_platform(monkeypatch):
         assert attention_spec(EngineConfig(block_size=32), model, jnp.dtype("bfloat16")).block_size == 32
 
 
-def test_cards_name_no_gpu_when_compiling_for_an_absent_one():
-    assert cards.refusal(False) is None
+@pytest.mark.parametrize(("head_dim", "block_size", "window"), [(64, 16, None), (128, 64, 100), (256, 128, None)])
+def test_steps_lower_for_cuda(head_dim, block_size, window):
+    """Mosaic GPU accepts every kernel of a step, in this JAX and without CUDA. `benchmarks.gpu_aot` goes on to machine code."""
+    backend = Compiled(replace(SPEC, head_dim=head_dim, block_size=block_size, windows=(window,)))
+    (batch, *_) = random_steps(np.random.default_rng(0), block_size=block_size, weighs=window is None)
+    arrays = [jnp.zeros((len(batch.row_seq), heads, head_dim), jnp.bfloat16) for heads in (4, 2, 2)]
+    step = jax.jit(backend.forward, static_argnames=("scale", "window"))
+    given = (*arrays, backend.allocate(8), backend.build_metadata(batch))
+    lowered = step.trace(*given, scale=0.1, window=window).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == (2 if batch.weighing is None else 3)
