@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret import JaxprInterpreter, resolve_ref
+from jax._src.state import types as state_types
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from chunkattn.backends.base import AttentionBatch, AttentionSpec
-from chunkattn.backends.pallas_gpu import plan, shape
+from chunkattn.backends.pallas_gpu import plan, products, shape
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.reference import ReferenceBackend
 from chunkattn.testing import random_steps
@@ -51,6 +54,49 @@ def use_small_tiles(monkeypatch):
     monkeypatch.setattr(shape, "_STATE_TILES", small)
     monkeypatch.setattr(plan, "SPLIT_SLOTS", 64)
     monkeypatch.setattr(plan, "MOST_SPLITS", 3)
+
+
+def use_tensor_cores(monkeypatch):
+    """Run `wgmma` itself in place of the twins of the products.
+
+    The interpreter gets operands in registers. It has no `run_state`, so sums start at zero and are added afterwards.
+    """
+    scores, interpret = products.scores, JaxprInterpreter._interpret_wgmma_ref_p
+
+    def add_values(accumulated, weights, values, then, *, twin):
+        def multiply(accumulator):
+            plgpu.wgmma(accumulator, weights, values)
+            then()
+            return accumulator[...]
+
+        return accumulated + pl.run_scoped(multiply, plgpu.ACC(accumulated.shape, jnp.float32))
+
+    def interpret_wgmma(self, eqn, token, get_invals):
+        accumulator, a, b, *leaves = get_invals()
+        if isinstance(eqn.invars[1].aval, state_types.AbstractRef):
+            return interpret(self, eqn, token, get_invals)
+        transforms = jax.tree.unflatten(eqn.params["b_transforms_tree"], leaves)
+        b, transforms = resolve_ref(eqn.invars[2].aval, b, transforms)
+        where = {"mesh_location": self.mesh_location, "thread": self.thread, "source_info": eqn.source_info}
+        shape = jax.ShapeDtypeStruct((a.shape[1], eqn.invars[0].aval.shape[1]), a.dtype)
+        token, b = gpu_callbacks.call_get(
+            token=token, result_shape_and_dtype=shape, allocation_key_as_array=b, transforms=transforms, **where
+        )
+        product = jnp.dot(a, b, preferred_element_type=jnp.float32)
+        token, _ = gpu_callbacks.call_swap(
+            token=token,
+            result_shape_and_dtype=product,
+            allocation_key_as_array=accumulator,
+            transforms=(),
+            val=product,
+            mask=None,
+            **where,
+        )
+        return token, []
+
+    monkeypatch.setattr(products, "scores", lambda *args, twin: scores(*args, twin=False))
+    monkeypatch.setattr(products, "add_values", add_values)
+    monkeypatch.setattr(JaxprInterpreter, "_interpret_wgmma_ref_p", interpret_wgmma)
 
 
 class Races(list):

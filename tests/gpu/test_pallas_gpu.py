@@ -8,10 +8,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from chunkattn.backends.pallas_gpu import kernel, plan, producer, walk
 from chunkattn.testing import check_backend
-from tests.gpu.interpreted import Interpreted, Setting, check_step, recorded_races, use_small_tiles
+from tests.gpu.interpreted import Interpreted, Setting, check_step, recorded_races, use_small_tiles, use_tensor_cores
 
 # A deadlock of the kernel hangs the interpreter.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 SETTINGS = [
     Setting(),
@@ -48,6 +48,14 @@ def test_equals_reference_without_races(number, seed, small_tiles):
     with recorded_races() as races:
         check_step(seed + 100 * number, SETTINGS[number])
     assert not races.found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 5])
+def test_wgmma_itself_equals_reference(number, small_tiles, monkeypatch):
+    """Races are not looked for: the interpreter does not track what `wgmma` reads."""
+    use_tensor_cores(monkeypatch)
+    check_step(FAULT_SEED, SETTINGS[number], fresh=True)
 
 
 # Planted faults: each replaces one small function of the kernel.
