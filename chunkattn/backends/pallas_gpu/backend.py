@@ -25,6 +25,7 @@ from chunkattn.backends.pallas_gpu.plan import Work, divide, pack_table, plan_de
 from chunkattn.backends.pallas_gpu.products import ROWS
 from chunkattn.backends.pallas_gpu.shape import Shape, shape_for
 from chunkattn.backends.registry import register_backend
+from chunkattn.errors import BackendError
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 _FLOATS = ("bfloat16", "float16")
@@ -92,6 +93,8 @@ class PallasGpuBackend(AttentionBackend):
 
     def allocate(self, num_pages: int) -> KVCache:
         """Allocate one layer's pools of K and of V, each `[pages, kv_heads, block_size, head_dim]` in `storage_dtype`."""
+        if num_pages > self.max_pages:
+            raise BackendError(f"pallas_gpu supports at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
         spec = self.spec
         shape = (num_pages, spec.num_kv_heads, spec.block_size, spec.head_dim)
         dtype = storage_dtype(spec.cache_dtype)
