@@ -176,43 +176,44 @@ def _forward(cls: type, spec: AttentionSpec):
     return backend, jax.jit(backend.forward, static_argnames=("scale", "window"))
 
 
-def run_step(rng: np.random.Generator, batch: AttentionBatch, setting: Setting, *, fresh: bool = False):
-    """Return the outputs of a step's rows and the written pools, `[2, pages, slots, heads, head_dim]`, of both backends.
+def draw_arrays(rng: np.random.Generator, batch: AttentionBatch, setting: Setting):
+    """Return q, k and v of a step, and pools `[2, pages, slots, heads, head_dim]` with NaN in all slots that no row sees."""
+    spec, rows = setting.spec, len(batch.row_seq)
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    arrays = [jnp.asarray(rng.standard_normal((rows, h, spec.head_dim)), spec.dtype) for h in heads]
+    seen = seen_slots(batch, setting.window)
+    pools = rng.standard_normal((2, *seen.shape, spec.num_kv_heads, spec.head_dim))
+    return arrays, jnp.asarray(np.where(seen[..., None, None], pools, np.nan), spec.dtype).view(jnp.uint16)
 
-    All slots that no row sees hold NaN before the step.
+
+def run_step(cls: type, arrays, pools, batch: AttentionBatch, setting: Setting, *, fresh: bool = False):
+    """Return the outputs of a step's rows and the written pools.
 
     Args:
-        rng: source of queries, keys and values.
+        cls: `Interpreted` or `ReferenceBackend`.
+        arrays: q, k and v.
+        pools: see `draw_arrays`.
         batch: the step.
         setting: sizes.
         fresh: compile anew, for a backend with a planted fault.
     """
-    spec, rows = setting.spec, len(batch.row_seq)
-    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    q, k, v = (jnp.asarray(rng.standard_normal((rows, h, spec.head_dim)), spec.dtype) for h in heads)
-    seen = seen_slots(batch, setting.window)
-    pools = rng.standard_normal((2, *seen.shape, spec.num_kv_heads, spec.head_dim))
-    pools = jnp.asarray(np.where(seen[..., None, None], pools, np.nan), spec.dtype).view(jnp.uint16)
-    scale = spec.head_dim**-0.5 if setting.scale is None else setting.scale
-    outs, kept = [], []
-    for cls in (Interpreted, ReferenceBackend):
-        backend, forward = _forward.__wrapped__(cls, spec) if fresh else _forward(cls, spec)
-        swap = (lambda x: x.swapaxes(1, 2)) if cls is Interpreted else (lambda x: x)
-        cache = tuple(swap(pool) for pool in pools)
-        metadata = jax.tree.map(jnp.asarray, backend.build_metadata(batch))
-        out, cache = forward(q, k, v, cache, metadata, scale=scale, window=setting.window)
-        out = np.asarray(out, np.float32)
-        assert np.isfinite(out).all(), "NaN or infinity came out"
-        outs.append(out[: batch.num_rows])
-        kept.append(np.stack([swap(np.asarray(pool)) for pool in cache]))
-    return outs, kept
+    backend, forward = _forward.__wrapped__(cls, setting.spec) if fresh else _forward(cls, setting.spec)
+    swap = (lambda x: x.swapaxes(1, 2)) if cls is Interpreted else (lambda x: x)
+    scale = setting.head_dim**-0.5 if setting.scale is None else setting.scale
+    metadata = jax.tree.map(jnp.asarray, backend.build_metadata(batch))
+    out, cache = forward(*arrays, tuple(swap(pool) for pool in pools), metadata, scale=scale, window=setting.window)
+    out = np.asarray(out, np.float32)
+    assert np.isfinite(out).all(), "NaN or infinity came out"
+    return out[: batch.num_rows], np.stack([swap(np.asarray(pool)) for pool in cache])
 
 
 def check_step(seed: int, setting: Setting, *, fresh: bool = False) -> None:
     """Assert that a random step equals the reference within the dtype's rounding. The pools are equal bit by bit."""
     rng = np.random.default_rng(seed)
     batch = draw_step(rng, setting)
-    (ours, theirs), (pool, expected) = run_step(rng, batch, setting, fresh=fresh)
+    given = (*draw_arrays(rng, batch, setting), batch, setting)
+    ours, pool = run_step(Interpreted, *given, fresh=fresh)
+    theirs, expected = run_step(ReferenceBackend, *given)
     tolerance = {"bfloat16": 2e-2, "float16": 2.5e-3}[setting.dtype]
     np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance)
     np.testing.assert_array_equal(pool, expected)

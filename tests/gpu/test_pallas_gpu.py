@@ -1,5 +1,7 @@
 """The GPU kernel in Pallas' GPU interpreter, against the reference."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from chunkattn.backends.pallas_gpu import kernel, plan, producer, walk
 from chunkattn.testing import check_backend
-from tests.gpu.interpreted import Interpreted, Setting, check_step, recorded_races, use_small_tiles, use_tensor_cores
+from tests.gpu.interpreted import (
+    Interpreted,
+    Setting,
+    check_step,
+    draw_arrays,
+    draw_step,
+    recorded_races,
+    run_step,
+    use_small_tiles,
+    use_tensor_cores,
+)
 
 # A deadlock of the kernel hangs the interpreter.
 pytestmark = pytest.mark.timeout(600)
@@ -48,6 +60,23 @@ def test_equals_reference_without_races(number, seed, small_tiles):
     with recorded_races() as races:
         check_step(seed + 100 * number, SETTINGS[number])
     assert not races.found
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_neighbours_change_no_bit_of_a_sequence(number, small_tiles):
+    setting, rng = SETTINGS[number], np.random.default_rng(FAULT_SEED)
+    batch = draw_step(rng, setting)
+    arrays, pools = draw_arrays(rng, batch, setting)
+    together, _ = run_step(Interpreted, arrays, pools, batch, setting)
+    sequences = np.unique(batch.row_seq[: batch.num_rows])
+    assert len(sequences) > 2
+    for sequence in sequences:
+        rows = np.flatnonzero(batch.row_seq[: batch.num_rows] == sequence)
+        order = np.concatenate([rows, np.setdiff1d(np.arange(len(batch.row_seq)), rows)])
+        columns = {name: getattr(batch, name)[order] for name in ("row_seq", "row_slot", "row_start")}
+        alone = replace(batch, num_rows=len(rows), **columns)
+        out, _ = run_step(Interpreted, [x[order] for x in arrays], pools, alone, setting)
+        np.testing.assert_array_equal(out, together[rows])
 
 
 @pytest.mark.slow
