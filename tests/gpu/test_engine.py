@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from chunkattn import LLM, ChunkedPrompt, SamplingParams
-
 pytest.importorskip("transformers")
 
 from transformers import Qwen3Config
 
+from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.bench import geometry
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
