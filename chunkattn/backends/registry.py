@@ -86,7 +86,8 @@ def _refusal(cls: type[AttentionBackend], spec: AttentionSpec, weighs: bool) -> 
     if weighs and spec.windows != (None,):
         return "chunk_temperature and chunk_scale have no meaning under a sliding window; leave both at 1"
     if weighs and not cls.weighs:
-        return f"{cls.name} computes no chunk_temperature or chunk_scale other than 1; pallas_gpu, pallas_tpu, reference and xla do"
+        others = "pallas_gpu, pallas_tpu, reference and xla do"
+        return f"{cls.name} computes no chunk_temperature or chunk_scale other than 1; {others}"
     return cls.supports(spec)
 
 

@@ -7,8 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from chunkattn.backends.base import (
@@ -27,6 +25,7 @@ from chunkattn.backends.pallas_gpu.plan import Work, divide, pack_table, plan_de
 from chunkattn.backends.pallas_gpu.products import ROWS
 from chunkattn.backends.pallas_gpu.shape import Shape, shape_for
 from chunkattn.backends.registry import register_backend
+from chunkattn.errors import BackendError
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 _FLOATS = ("bfloat16", "float16")
@@ -94,6 +93,8 @@ class PallasGpuBackend(AttentionBackend):
 
     def allocate(self, num_pages: int) -> KVCache:
         """Allocate one layer's pools of K and of V, each `[pages, kv_heads, block_size, head_dim]` in `storage_dtype`."""
+        if num_pages > self.max_pages:
+            raise BackendError(f"pallas_gpu supports at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
         spec = self.spec
         shape = (num_pages, spec.num_kv_heads, spec.block_size, spec.head_dim)
         dtype = storage_dtype(spec.cache_dtype)
@@ -156,31 +157,21 @@ class PallasGpuBackend(AttentionBackend):
         """Write, then attend; see `AttentionBackend.forward`."""
         interpret = self.interpret
         if interpret is None:
-            interpret = False if cards.has_gpu() else plgpu.InterpretGPUParams()
+            interpret = False if cards.has_gpu() else cards.interpreter()
         cache = tuple(_write(pool, rows, metadata.flat_slots) for pool, rows in zip(cache, (k, v)))
-        pools = [jax.lax.bitcast_convert_type(pool, q.dtype) for pool in cache]
+        keys, values = (jax.lax.bitcast_convert_type(pool, q.dtype) for pool in cache)
 
         def run(work: Work, holes: Int32[Array, "S tiles"], shape: Shape) -> Any:
             items, rows = work.items, work.rows
             if window is not None:
                 items, rows = _within(items, rows, window, shape)
             blocks = _fold(q, work.tokens, self.groups, shape.rows)
-            return attend(
-                items,
-                work.count,
-                work.factors,
-                rows,
-                metadata.table,
-                holes,
-                blocks,
-                *pools,
-                shape,
-                scale=scale,
-                interpret=interpret,
-            )
+            bounds = (items, work.num_items, work.factors, rows, metadata.table, holes)
+            return attend(*bounds, blocks, keys, values, shape, scale=scale, interpret=interpret)
 
         def run_states(work: Work, shape: Shape) -> Float[Array, "Hkv E rows D"]:
             states: States = run(work, metadata.state_holes, shape)
+            assert work.kinds is not None
             return combine(states, work.kinds, work.scale).astype(q.dtype)
 
         out = jnp.zeros_like(q)
@@ -204,9 +195,7 @@ def _write(pool: jax.Array, rows: Float[Array, "T Hkv D"], flat_slots: Int32[Arr
     return flat.at[index.ravel()].set(bits, mode="drop", unique_indices=True).reshape(pool.shape)
 
 
-def _fold(
-    q: Float[Array, "T H D"], tokens: Int32[Array, "E tokens"], groups: int, rows: int
-) -> Float[Array, "Hkv E rows D"]:
+def _fold(q: Float[Array, "T H D"], tokens: Int32[Array, "E tokens"], groups: int, rows: int) -> Float[Array, "Hkv E rows D"]:
     """Gather blocks of queries: the query heads of a KV head become rows, padded with zeros up to `rows`."""
     blocks, per_block = tokens.shape
     folded = q[tokens].reshape(blocks, per_block, -1, groups, q.shape[2]).transpose(2, 0, 1, 3, 4)

@@ -27,13 +27,11 @@ from chunkattn.backends.pallas_gpu.producer import produce
 from chunkattn.backends.pallas_gpu.products import ROWS
 from chunkattn.backends.pallas_gpu.shape import STATE_LANES, Shape
 from chunkattn.backends.pallas_gpu.walk import FAR, HIGH, LOW, OUT, PREFIX_END, QUERY, Gmem, Smem, Walk, each_item, present
+from chunkattn.backends.softmax import barrier
 
 LEAST = -1e30
 """Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
 _TINY = 1e-30
-
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
-"""Registers of a thread, where two consumers and the producer share 504."""
 
 _L, _ROW, _COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -48,7 +46,7 @@ class States(NamedTuple):
 
 def attend(
     items: Int32[Array, "I fields"],
-    count: Int32[Array, " 1"] | None,
+    num_items: Int32[Array, " 1"] | None,
     factors: Float32[Array, " I"] | None,
     rows: Int32[Array, "I 2 warpgroups 64"] | None,
     table: Int32[Array, "S W"],
@@ -65,7 +63,7 @@ def attend(
 
     Args:
         items: work items, see `walk`.
-        count: number of items in use, for `shape.states`; otherwise None.
+        num_items: number of items in use, for `shape.states`; otherwise None.
         factors: further factor of each item's scores; None is 1.
         rows: last slot and first slot beyond the prefix of each row of an item; None takes the item's `HIGH` and `LOW`.
         table: page-table entries, see `walk.LENGTH_SHIFT`.
@@ -78,26 +76,23 @@ def attend(
         interpret: argument of `plgpu.kernel`.
 
     Returns:
-        Outputs or states by item. Items without KV tiles, and those from `count` on, are undefined in the first form.
+        Outputs or states by item. Items without KV tiles, and those from `num_items` on, are undefined in the first form.
     """
-    given = {"count": count, "factors": factors, "rows": rows}
-    given = {name: x for name, x in given.items() if x is not None}
-    heads, (number, _) = keys.shape[1], items.shape
+    optional = {name: x for name, x in (("num_items", num_items), ("factors", factors), ("rows", rows)) if x is not None}
+    heads, number = keys.shape[1], len(items)
+    grid: dict[str, Any]
     if shape.states:
-        out_type = [
-            jax.ShapeDtypeStruct((heads, number, shape.rows, shape.head_dim), jnp.float32),
-            *2 * [jax.ShapeDtypeStruct((heads, number, shape.rows), jnp.float32)],
-        ]
+        states = (heads, number, shape.rows)
+        out_type = [_array((*states, shape.head_dim), jnp.float32), *2 * [_array(states, jnp.float32)]]
         grid = {"grid": (min(shape.blocks, heads * number),), "grid_names": ("block",)}
     else:
-        out_type = [jax.ShapeDtypeStruct(q.shape[:1] + (number,) + q.shape[2:], q.dtype)]
+        out_type = [_array((heads, number, *q.shape[2:]), q.dtype)]
         grid = {"grid": (heads, number), "grid_names": ("head", "item")}
     log2_scale = max(scale * math.log2(math.e), _TINY)  # a masked score times zero would be NaN
 
     def entry(*refs: Any) -> None:
-        inputs, out = refs[: len(refs) - len(out_type)], refs[len(refs) - len(out_type) :]
-        optional = dict(zip(given, inputs[6:]))
-        gmem = Gmem(*inputs[:6], *(optional.get(name) for name in ("count", "factors", "rows")), out)
+        named = dict(zip(("items", "table", "holes", "q", "keys", "values", *optional), refs))
+        gmem = Gmem(**named, out=refs[len(named) :])
         pl.run_scoped(
             lambda *scratch: _run(gmem, Smem(*scratch), shape, heads, log2_scale, interpret is not False),
             *shape.scratch(q.dtype),
@@ -112,8 +107,12 @@ def attend(
         thread_name="warpgroup",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(items, table, holes, q, keys, values, *given.values())
+    )(items, table, holes, q, keys, values, *optional.values())
     return States(*found) if shape.states else found[0]
+
+
+def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
 
 def _run(gmem: Gmem, smem: Smem, shape: Shape, heads: int, log2_scale: float, twin: bool) -> None:
@@ -123,13 +122,13 @@ def _run(gmem: Gmem, smem: Smem, shape: Shape, heads: int, log2_scale: float, tw
     @pl.when(warpgroup < shape.warpgroups)
     def consumer() -> None:
         if shape.warpgroups == 2:  # one consumer and the producer share 256 registers a thread as they are
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(shape.consumer_registers, action="increase")
         each_item(gmem, shape, heads, lambda *at: _consume(gmem, smem, shape, log2_scale, warpgroup, twin, *at))
 
     @pl.when(warpgroup == shape.warpgroups)
     def producer() -> None:
         if shape.warpgroups == 2:
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(shape.producer_registers, action="decrease")
         produce(gmem, smem, shape, heads)
 
 
@@ -179,7 +178,7 @@ def _consume(
         rounded = weights.astype(q.dtype)
         if shape.head_dim <= 128:
             total += weights.sum(axis=1)
-            accumulated, total, highest, rounded = lax.optimization_barrier((accumulated, total, highest, rounded))
+            accumulated, total, highest, rounded = barrier((accumulated, total, highest, rounded))
         if alternate:
             plgpu.barrier_arrive(smem.order)
         wait_for_values(smem.values_here.at[place])
@@ -233,9 +232,7 @@ def _store_states(
             plgpu.wait_smem_to_gmem(0)
 
 
-def multiply_keys(
-    q: Any, keys: Any, free: Any, then: Callable[[], None], *, twin: bool
-) -> Float32[Array, "64 slots"]:
+def multiply_keys(q: Any, keys: Any, free: Any, then: Callable[[], None], *, twin: bool) -> Float32[Array, "64 slots"]:
     """Return the scores of one KV tile, and free its keys."""
     scores = products.scores(q, keys, then, twin=twin)
     plgpu.barrier_arrive(free)
@@ -249,7 +246,7 @@ def wait_for_values(here: Any) -> None:
 
 def commit() -> None:
     """Make results in shared memory visible to the TMA unit."""
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # type: ignore[no-untyped-call]
 
 
 def visible(slot: Any, last: Any, start: Any, prefix_end: Any) -> Any:
@@ -268,9 +265,7 @@ def _masked(
         last, start = gmem.items[item, HIGH], gmem.items[item, LOW]
     else:  # the bounds are read again, so they hold no registers over the loop
         last, start = (
-            lax.broadcast_in_dim(
-                plgpu.load(gmem.rows, (item, field, warpgroup), layout=_ROW, optimized=False), scores.shape, [0]
-            )
+            lax.broadcast_in_dim(products.load(gmem.rows, (item, field, warpgroup), _ROW), scores.shape, [0])
             for field in range(2)
         )
     return jnp.where(visible(slot, last, start, gmem.items[item, PREFIX_END]), scores, -jnp.inf)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32, Shaped
+from jaxtyping import Float32, Int32
 
 from chunkattn.backends.base import AttentionBatch, RowWeighing, StepArray
 from chunkattn.backends.pallas_gpu import walk
@@ -34,7 +34,7 @@ class Work(NamedTuple):
         rows: bounds of each row of an item, see `kernel.attend`; None for decodes.
         tokens: row of the batch of each token of a block, clipped.
         place: place of each row of the batch among the tokens of all blocks, -1 for other rows.
-        count: items in use; None for tiles.
+        num_items: items in use; None for tiles.
         kinds: kind of the states of each block, see `combine.UNUSED`; None for tiles.
         factors: factor of each item's scores; None if no chunk is weighed anew.
         scale: chunk scale of each block; None if no chunk is weighed anew.
@@ -44,7 +44,7 @@ class Work(NamedTuple):
     rows: Int32[StepArray, "I 2 warpgroups 64"] | None
     tokens: Int32[StepArray, "E tokens"]
     place: Int32[StepArray, " T"]
-    count: Int32[StepArray, " 1"] | None = None
+    num_items: Int32[StepArray, " 1"] | None = None
     kinds: Int32[StepArray, "E K"] | None = None
     factors: Float32[StepArray, " I"] | None = None
     scale: Float32[StepArray, " E"] | None = None
@@ -67,7 +67,8 @@ def divide(batch: AttentionBatch, weighing: RowWeighing | None) -> Parts:
         return Parts(others, Tiles(others.row[:0], others.size[:0]), decodes)
     others = cut_at_questions(others, weighing)
     weighed = weighing.end[others.row] > weighing.begin[others.row]
-    return Parts(*(Tiles(others.row[x], others.size[x]) for x in (~weighed, weighed)), decodes)
+    plain, questions = (Tiles(others.row[x], others.size[x]) for x in (~weighed, weighed))
+    return Parts(plain, questions, decodes)
 
 
 def plan_tiles(batch: AttentionBatch, runs: Tiles, shape: Shape, groups: int) -> Work:
@@ -103,7 +104,7 @@ def plan_questions(batch: AttentionBatch, weighing: RowWeighing, runs: Tiles, sh
         _pad(items, 2 * bound),
         _pad(rows, 2 * bound),
         *_tokens(batch, tiles, per_block, bound),
-        count=np.array([len(items)], np.int32),
+        num_items=np.array([len(items)], np.int32),
         kinds=_pad(np.tile(np.array([REST, CHUNK], np.int32), (len(tiles.row), 1)), bound),
         factors=_pad(factors.astype(np.float32), 2 * bound),
         scale=_pad(weighing.scale[tiles.row], bound),
@@ -215,6 +216,6 @@ def _tokens(
     return _pad(tokens.astype(np.int32), bound), place
 
 
-def _pad(values: Shaped[np.ndarray, "n *axes"], size: int) -> Shaped[np.ndarray, "size *axes"]:
+def _pad(values: np.ndarray, size: int) -> np.ndarray:
     """Pad the first axis with zeros up to `size`."""
     return np.pad(values, [(0, size - len(values))] + [(0, 0)] * (values.ndim - 1))

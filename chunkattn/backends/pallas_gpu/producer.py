@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from chunkattn.backends.pallas_gpu.products import ROWS
+from chunkattn.backends.pallas_gpu.products import ROWS, load
 from chunkattn.backends.pallas_gpu.shape import Shape
 from chunkattn.backends.pallas_gpu.walk import (
     HIGH,
@@ -103,8 +103,8 @@ def _clean(gmem: Gmem, smem: Smem, shape: Shape, walk: Walk, item: Any, tile: An
         kept &= (slot < prefix_end) | (slot >= low)
         for lane in range(0, shape.head_dim, _LANES):
             at = (place, pl.ds(begin, ROWS), pl.ds(lane, _LANES))
-            old = plgpu.load(smem.values, at, layout=_L, optimized=False)
+            old = load(smem.values, at, _L)
             smem.values[at] = jnp.where(lax.broadcast_in_dim(kept, old.shape, [0]), old, jnp.zeros((), old.dtype))
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # type: ignore[no-untyped-call]
     for _ in range(shape.boxes):
         plgpu.barrier_arrive(smem.values_here.at[place])

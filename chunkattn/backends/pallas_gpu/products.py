@@ -7,6 +7,7 @@ else of the kernel is the same on a GPU and in the interpreter.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from jaxtyping import Array, Float, Float32
 
 ROWS = 64
 """Rows of one `wgmma`, and so of a warpgroup."""
+
+_INDEX_IS_ARGUMENT = signature(plgpu.load).parameters["idx"].default is Parameter.empty
 
 
 def scores(q: Any, keys: Any, then: Callable[[], None], *, twin: bool) -> Float32[Array, "64 slots"]:
@@ -31,12 +34,12 @@ def scores(q: Any, keys: Any, then: Callable[[], None], *, twin: bool) -> Float3
     """
     if twin:
         products = lax.dot_general(q[...], keys[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # type: ignore[no-untyped-call]
         then()
         return products
 
     def multiply(accumulator: Any) -> jax.Array:
-        plgpu.wgmma(accumulator, q, _transposed(keys))
+        plgpu.wgmma(accumulator, q, keys.transpose((1, 0)))
         then()
         return accumulator[...]
 
@@ -57,7 +60,7 @@ def add_values(
     """
     if twin:
         added = lax.dot(weights, values[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # type: ignore[no-untyped-call]
         then()
         return accumulated + added
 
@@ -65,9 +68,11 @@ def add_values(
         plgpu.wgmma(accumulator, weights, values)
         then()
 
-    return pl.run_state(multiply)(plgpu.ACC.init(accumulated))
+    return pl.run_state(multiply)(plgpu.ACC.init(accumulated))  # type: ignore[no-untyped-call]
 
 
-def _transposed(ref: Any) -> Any:
-    """Return a view of the ref with its two axes swapped. Newer JAX deprecates the function, older JAX lacks the method."""
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+def load(ref: Any, index: Any, layout: Any) -> jax.Array:
+    """Return `ref[index]` in a layout. Newer JAX deprecates the argument for the index, older JAX requires it."""
+    if _INDEX_IS_ARGUMENT:
+        return plgpu.load(ref, index, layout=layout, optimized=False)
+    return plgpu.load(ref.at[index], layout=layout, optimized=False)  # type: ignore[call-arg, unused-ignore]

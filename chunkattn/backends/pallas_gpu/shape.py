@@ -59,6 +59,16 @@ class Shape:
         return self.slots // self.box
 
     @property
+    def producer_registers(self) -> int:
+        """Return the registers of a thread of the producer beside two consumers. Many copies a tile need more."""
+        return 40 if self.boxes <= 4 else 56
+
+    @property
+    def consumer_registers(self) -> int:
+        """Return the registers of a thread of two consumers, which share 504 with the producer."""
+        return (504 - self.producer_registers) // 2
+
+    @property
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory for queries, K, V and sums, in a 16-bit dtype."""
         queries, pages = 2 * self.warpgroups * ROWS * self.head_dim, 4 * self.stages * self.slots * self.head_dim
@@ -69,7 +79,9 @@ class Shape:
         return lax.rem(turn, jnp.int32(self.stages))
 
     def after(self, place: Any) -> Any:
-        """Return the place in the ring after a place. Cheaper than the remainder of a division by 3 or 5."""
+        """Return the place in the ring after a place."""
+        if self.stages & (self.stages - 1) == 0:
+            return (place + 1) & (self.stages - 1)
         return jnp.where(place == self.stages - 1, 0, place + 1)
 
     def scratch(self, dtype: jnp.dtype) -> tuple[Any, ...]:

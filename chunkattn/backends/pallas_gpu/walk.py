@@ -37,10 +37,10 @@ class Gmem(NamedTuple):
     q: Any
     keys: Any
     values: Any
-    count: Any
-    factors: Any
-    rows: Any
     out: Any
+    num_items: Any = None
+    factors: Any = None
+    rows: Any = None
 
 
 class Smem(NamedTuple):
@@ -122,7 +122,7 @@ def each_item(gmem: Gmem, shape: Shape, heads: int, act: Callable[[Any, Any, Any
         act(lax.rem(number, jnp.int32(heads)), item, turn)
         return turn + count(item)
 
-    number = gmem.count[0] * heads
+    number = gmem.num_items[0] * heads
     return lax.fori_loop(0, lax.div(number - block + blocks - 1, jnp.int32(blocks)), one, jnp.int32(0))
 
 
@@ -138,9 +138,7 @@ def offset(tile: Any, shape: Shape) -> Any:
     return lax.rem(tile, jnp.int32(shape.block_size // shape.slots)) * shape.slots
 
 
-def present(
-    gmem: Gmem, seq: Any, tile: Any, column: Int32[Array, " n"], begin: int, shape: Shape
-) -> Int32[Array, " n"]:
+def present(gmem: Gmem, seq: Any, tile: Any, column: Int32[Array, " n"], begin: int, shape: Shape) -> Int32[Array, " n"]:
     """Return for columns of a KV tile the end of their page's valid columns.
 
     Args:
