@@ -75,7 +75,10 @@ def describe(result: dict[str, Any]) -> list[str]:
     line += f"{result['seconds']} s, memory {result['hbm_mib']:.0f} MiB, {result['temporary_mib']:g} of them temporary"
     if result["kind"] == "step":
         return [line + f", of {result['hbm_limit_mib']}: {'fits' if result['fits'] else 'DOES NOT FIT'}"]
-    return [line, *(_describe_kernel(name, kernel) for name, kernel in result["kernels"].items())]
+    lines = [line, *(_describe_kernel(name, kernel) for name, kernel in result["kernels"].items())]
+    if "decode_copy_cycles" in result:
+        lines[-1] += f"; {result['decode_copy_cycles']} cycles pass while these slots come from memory"
+    return lines
 
 
 def _describe_kernel(name: str, kernel: dict[str, Any]) -> str:
@@ -87,17 +90,19 @@ def _describe_kernel(name: str, kernel: dict[str, Any]) -> str:
 
 
 def compare(results: list[dict[str, Any]]) -> list[str]:
-    """Return lines with the most instructions per tile of our kernels over query tiles, beside the peer's."""
+    """Return lines with the most instructions per tile of our kernel over query tiles, beside the peer's."""
+    peers = {r["head_dim"]: r["kernels"]["attention_mgpu"] for r in results if r["kind"] == "attention_mgpu" and r["compiled"]}
+    ours: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for result in results:
+        if result["kind"] == "pallas_gpu" and result["compiled"] and result["head_dim"] in peers:
+            ours.setdefault((result["head_dim"], result["block_size"]), []).append(result["kernels"]["tiles"])
     lines = []
-    for head_dim in HEAD_DIMS:
-        of = [r["kernels"] for r in results if r.get("kernels") and r["head_dim"] == head_dim]
-        ours, theirs = ([kernels[name] for kernels in of if name in kernels] for name in ("tiles", "attention_mgpu"))
-        if ours and theirs:
-            parts = []
-            for way in ("clear", "masked"):
-                most, peer = max(kernel[way] for kernel in ours), theirs[0][way]
-                parts.append(f"{way} {most} of attention_mgpu's {peer} ({most / peer:.2f})")
-            lines.append(f"head_dim {head_dim}: {', '.join(parts)}")
+    for (head_dim, block_size), kernels in sorted(ours.items()):
+        parts = []
+        for way in ("clear", "masked"):
+            most, theirs = max(kernel[way] for kernel in kernels), peers[head_dim][way]
+            parts.append(f"{way} {most} of attention_mgpu's {theirs} ({most / theirs:.3f})")
+        lines.append(f"head_dim {head_dim}, pages of {block_size}: {', '.join(parts)}")
     return lines
 
 
