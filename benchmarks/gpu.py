@@ -1,6 +1,6 @@
 """Measure chunkattn on this machine's NVIDIA GPU, and write one JSON file with the card's name.
 
-    python -m benchmarks.gpu [--python PYTHON] [--only kernels] [--block-size 64] [--json FILE] [--small]
+    python -m benchmarks.gpu [--python PYTHON] [--only kernels] [--block-size N] [--json FILE] [--small]
 
 The command runs `chunkattn check` and stops if the attention of the card is wrong. It then measures:
 
@@ -67,12 +67,12 @@ class Options:
 
     Attributes:
         pythons: interpreters that may have PyTorch or vLLM.
-        block_size: slots per page of the engine.
+        block_size: slots per page of the engine; None for its default.
         small: whether to run on a few rows.
     """
 
     pythons: list[Path]
-    block_size: int
+    block_size: int | None
     small: bool
 
 
@@ -147,9 +147,9 @@ def score(options: Options) -> dict[str, Any]:
     return _bench("score", *(SMALL if options.small else ("--geometry", "qwen3-0.6b")), block_size=options.block_size)
 
 
-def _bench(name: str, *chosen: str, block_size: int) -> dict[str, Any]:
-    command = (sys.executable, "-m", "chunkattn", "bench", name, *chosen, "--block-size", str(block_size), "--json", "-")
-    return json.loads(run(*command))
+def _bench(name: str, *chosen: str, block_size: int | None) -> dict[str, Any]:
+    pages = ("--block-size", str(block_size)) if block_size else ()
+    return json.loads(run(sys.executable, "-m", "chunkattn", "bench", name, *chosen, *pages, "--json", "-"))
 
 
 RUN: dict[str, Callable[[Options], dict[str, Any]]] = {"kernels": kernels, "flex": flex, "gen": gen, "score": score}
@@ -203,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", type=Path, action="append", help="interpreter with PyTorch or vLLM; repeatable")
     parser.add_argument("--only", choices=PARTS, action="append", help="part; repeatable; default: all")
-    parser.add_argument("--block-size", type=int, default=64, help="tokens per KV page of gen and score")
+    parser.add_argument("--block-size", type=int, help="tokens per KV page of gen and score; default: the engine's")
     parser.add_argument("--json", metavar="FILE", help="file of the results; default: gpu-NAME.json, with the card's name")
     parser.add_argument("--small", action="store_true", help="run on a few rows and on any device")
     args = parser.parse_args()
