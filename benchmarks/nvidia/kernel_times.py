@@ -29,34 +29,42 @@ from chunkattn.bench.score import matmul_rate, read_rate
 from chunkattn.errors import BackendError
 
 PAGES = 16, 32, 64, 128
-TILES = ((128, 3), (128, 2), (64, 5), (64, 3))
-"""Slots and stages of the KV tile tried at head_dim 128, beside the backend's own."""
+TILES = {False: ((128, 2), (64, 6), (64, 3)), True: ((128, 2), (64, 4), (64, 3))}
+"""Slots and stages of the KV tile tried at head_dim 128, beside the backend's own, by whether a call decodes."""
 _CALLS = 20
 """Calls of one round. A round's time hides the time that the host takes to start a call."""
 
 
-def tiled(slots: int, stages: int) -> type[PallasGpuBackend]:
+def tiled(decodes: bool, slots: int, stages: int) -> type[PallasGpuBackend]:
     """Return the GPU backend with another KV tile.
 
     Args:
+        decodes: whether the tile is that of decodes, else that of query tiles.
         slots: slots of the tile.
         stages: tiles in flight.
     """
 
     def shape(self: PallasGpuBackend, rows: int, *, states: bool) -> Shape:
-        return replace(PallasGpuBackend.shape(self, rows, states=states), slots=slots, stages=stages)
+        own = PallasGpuBackend.shape(self, rows, states=states)
+        return replace(own, slots=slots, stages=stages) if states == decodes else own
 
     return type("PallasGpuBackend", (PallasGpuBackend,), {"shape": shape})
 
 
-def settings(*, small: bool) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield settings with a function that makes their backend from a spec."""
+def settings(decodes: bool, *, small: bool) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yield settings with a function that makes their backend from a spec.
+
+    Args:
+        decodes: whether the settings are for calls that decode.
+        small: whether to yield one setting of each backend.
+    """
     for name, pages in (("pallas_gpu", PAGES), ("xla", PAGES[:1])):
         for block_size in pages[: 1 if small else None]:
             yield {"backend": name, "block_size": block_size}, partial(make_backend, name)
     if not small:
-        for slots, stages in TILES:
-            yield {"backend": "pallas_gpu", "block_size": 64, "slots": slots, "stages": stages}, tiled(slots, stages)
+        for slots, stages in TILES[decodes]:
+            setting = {"backend": "pallas_gpu", "block_size": 64, "slots": slots, "stages": stages}
+            yield setting, tiled(decodes, slots, stages)
 
 
 def batch_of(call: Call, block_size: int) -> AttentionBatch:
@@ -107,8 +115,8 @@ def main() -> None:
     args = parser.parse_args()
     products, reads = matmul_rate("bfloat16"), read_rate(16 if args.small else None)
     found = []
-    for setting, make in settings(small=args.small):
-        for call in calls(small=args.small):
+    for call in calls(small=args.small):
+        for setting, make in settings(call.decodes, small=args.small):
             heads = (call.heads, call.kv_heads, call.head_dim)
             row: dict[str, Any] = {**setting, "call": call.name}
             try:
