@@ -12,8 +12,6 @@ CAPABILITY = "9.0"
 """Compute capability of Hopper: `wgmma`, which the kernel is made of, exists on no other generation."""
 INTERPRETER_SINCE = (0, 11)
 """First version of JAX whose GPU interpreter runs the kernel."""
-
-
 INTERPRETER_THREADS = 8
 """Threads of XLA's pool on a CPU that the interpreter needs: each warpgroup holds one while it waits for another."""
 

@@ -1,12 +1,14 @@
 """The attention kernel for Hopper: work items walk their KV tiles, with page copies ahead of the products.
 
-A work item is a block of queries of one sequence and KV head, and the KV tiles of two ranges that some row of it sees
-(`chunkattn.backends.tiles`). One producer warpgroup copies the pages of the KV tiles to a ring in shared memory by TMA, one box
-a page; one or two consumer warpgroups of 64 rows (tokens times query heads of the KV head) multiply. Tiles of which every
-row sees every slot need no mask; most tiles of a long prompt are of this kind.
+A work item is a block of queries of one sequence and KV head, and two ranges of KV tiles that some of its rows see
+(`chunkattn.backends.tiles`). One producer warpgroup copies the pages of the KV tiles to a ring in shared memory by TMA, one
+copy a page. One or two consumer warpgroups of 64 rows (tokens times query heads of the KV head) multiply. Tiles of which
+every row sees every slot need no mask; most tiles of a long prompt are of this kind.
 
 Items either end in attention outputs, one block of threads an item, or in softmax states (`Shape.states`), which `combine`
 merges. In the second form a fixed number of blocks takes all items in turn.
+
+Source: FlashAttention-3, arXiv:2407.08608, as in JAX's `attention_mgpu`.
 """
 
 from __future__ import annotations

@@ -94,9 +94,15 @@ class Walk:
 
 
 def each_item(gmem: Gmem, shape: Shape, heads: int, act: Callable[[Any, Any, Any], None]) -> Any:
-    """Run `act(head, item, turn)` for the items of this block of threads that have KV tiles.
+    """Run `act(head, item, turn)` for the items of this block of threads.
 
-    `turn` counts the KV tiles of earlier items.
+    An item that ends in outputs is skipped if it has no KV tile. One that ends in states must write them anyway.
+
+    Args:
+        gmem: the kernel's arguments.
+        shape: sizes.
+        heads: number of KV heads.
+        act: computes or copies one item; `turn` is the number of KV tiles of earlier items.
 
     Returns:
         The number of KV tiles of all items.
