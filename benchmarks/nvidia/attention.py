@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.aot import MIB, compile_call
 from benchmarks.nvidia.hopper import BANDWIDTH, CLOCK, MULTIPROCESSORS, sharding
-from benchmarks.nvidia.kernels import SLOTS, Kernel, UnknownDump, read_kernels
+from benchmarks.nvidia.kernels import SLOTS, Kernel, UnknownDump, forget_kernels, read_kernels
 from chunkattn.backends import AttentionBatch, AttentionSpec
 from chunkattn.backends.base import Weighing
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
@@ -124,9 +124,10 @@ def compile_case(case: Case, dumps: Path) -> dict[str, Any]:
     backend = CompiledBackend(case.spec)
     result = {"kind": "pallas_gpu", **asdict(case), "pool_mib": round(case.pool_bytes / MIB, 1)}
     result |= compile_call(lambda: lower(case, backend))
-    kernels = read_kernels(dumps)
     if not result["compiled"]:
+        forget_kernels(dumps)
         return result
+    kernels = read_kernels(dumps)
     shapes = {"tiles": backend.tile_shape, "questions": backend.question_shape, "decodes": backend.decode_shape}
     if not case.weighs:
         del shapes["questions"]

@@ -74,12 +74,11 @@ class Kernel:
         }
 
 
-def read_kernels(folder: Path, *, keep: bool = False) -> list[Kernel]:
-    """Return the kernels compiled since the last call, in order. The files are then deleted unless `keep` is set.
+def read_kernels(folder: Path) -> list[Kernel]:
+    """Return the kernels compiled since the last call, in order, and delete the files.
 
     Args:
         folder: folder given to `hopper.prepare`.
-        keep: whether to leave the files in place.
 
     Raises:
         UnknownDump: a file is missing or has another form.
@@ -89,9 +88,13 @@ def read_kernels(folder: Path, *, keep: bool = False) -> list[Kernel]:
     try:
         return [_read(stem) for stem in sorted(stems, key=lambda stem: int(stem.name.rsplit("_", 1)[-1]))]
     finally:
-        if not keep:
-            for file in folder.iterdir():
-                file.unlink()
+        forget_kernels(folder)
+
+
+def forget_kernels(folder: Path) -> None:
+    """Delete the files of kernels, of which a failed compilation may leave some."""
+    for file in folder.iterdir():
+        file.unlink()
 
 
 def _read(stem: Path) -> Kernel:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from benchmarks.aot import compile_call
 from benchmarks.nvidia.hopper import sharding
-from benchmarks.nvidia.kernels import read_kernels
+from benchmarks.nvidia.kernels import forget_kernels, read_kernels
 
 ROWS = 64
 """Rows of a warpgroup's tile, in the peer and in our kernel."""
@@ -61,5 +61,8 @@ def compile_peer(peer: Peer, dumps: Path) -> dict[str, Any]:
         return call.lower(array(16), array(8), array(8))
 
     result = {"kind": "attention_mgpu", **asdict(peer), **compile_call(lower)}
-    kernels = read_kernels(dumps)
-    return result | ({"kernels": {result["kind"]: kernels[0].facts(peer.slots)}} if result["compiled"] else {})
+    if not result["compiled"]:
+        forget_kernels(dumps)
+        return result
+    (kernel,) = read_kernels(dumps)
+    return result | {"kernels": {result["kind"]: kernel.facts(peer.slots)}}
