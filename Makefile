@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-browser test-vllm test-all lint docs eval clean
+.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-all lint docs eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -39,6 +39,16 @@ test-tpu: .venv/.installed-test .cache/libtpu/.installed  ## our TPU kernels, co
 test-tpu-all: .venv/.installed-test .cache/libtpu/.installed  ## every chip, whole models, and the peers' kernels
 	$(TPU) -m tpu tests/test_tpu_compile.py
 
+# The CUDA compilers lie apart, too; GPU_ENV names an environment that exists already. It needs Python 3.12 or 3.13.
+GPU_ENV ?= .cache/gpu-env
+GPU := PYTHONPATH=. $(GPU_ENV)/bin/python -m pytest --confcutdir=tests/gpu tests/gpu
+GPU_READY := $(filter .cache/gpu-env/%,$(GPU_ENV)/.installed)
+test-gpu: $(GPU_READY)  ## our GPU kernels, compiled for an H100 and interpreted; needs no GPU
+	$(GPU) -m "not slow and not exhaustive"
+
+test-gpu-all: $(GPU_READY)  ## every setting, whole models, and long runs of the interpreter
+	$(GPU)
+
 # vLLM pins versions of its own, so its tests run in an environment of its own; VLLM_ENV names one that exists already.
 # One process per file: an engine leaves settings in its process.
 VLLM_ENV ?= .cache/vllm-env
@@ -50,7 +60,7 @@ test-all: .venv/.installed-test  ## lint and every test there is
 	$(MAKE) lint
 	$(BIN)/python -m pytest $(QUICK) $(FIRST)
 	$(BIN)/python -m pytest $(QUICK) $(SECOND)
-	$(MAKE) test-slow test-tpu-all test-browser test-vllm
+	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-vllm
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
 	$(BIN)/python -m pytest -m browser tests/test_browser.py
@@ -89,6 +99,12 @@ NATIVE := hatch_build.py chunkattn/backends/cpu/build.py $(wildcard chunkattn/ba
 .venv/.installed-docs: .venv/.installed
 	@echo "Installing MkDocs into .venv"
 	@$(BIN)/pip install --quiet --editable '.[docs]'
+	@touch $@
+
+.cache/gpu-env/.installed: tests/gpu/install.py pyproject.toml
+	@echo "Installing JAX with the CUDA compilers into .cache/gpu-env (1.7 GB, the first time only)"
+	@rm -rf $(@D)
+	@$(PYTHON) tests/gpu/install.py $(@D)
 	@touch $@
 
 .cache/vllm-env/.installed: tests/vllm/install.py pyproject.toml

@@ -67,7 +67,7 @@ class EngineConfig:
         max_chunks_per_prompt: limit on the chunks of one prompt, including empty chunks.
         max_num_seqs: number of sequences that run at once. Each of a request's `n` samples counts.
         max_num_batched_tokens: token budget of one step.
-        block_size: tokens per KV page, a power of two.
+        block_size: tokens per KV page, a power of two; by default 64 on GPUs and 16 elsewhere.
         kv_cache_memory_bytes: size of the KV pool in bytes; by default chosen by platform.
         enable_prefix_caching: keep the K/V of prefixes, chunks and questions for later requests.
         long_prefill_token_threshold: prompt tokens that a step computes of one sequence before other sequences get
@@ -116,7 +116,7 @@ class EngineConfig:
     max_chunks_per_prompt: int = 4096
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    block_size: int = 16
+    block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int | None = None
@@ -160,7 +160,7 @@ class EngineConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: "
                 "a step could not advance every running sequence"
             )
-        if self.block_size & (self.block_size - 1):
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.document_template is not None:
             split_document_template(self.document_template)

@@ -18,7 +18,7 @@ from chunkattn import LLM
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
 from tests.costs import Costs
 
-collect_ignore = ["vllm"]  # needs an environment with vLLM
+collect_ignore = ["gpu", "vllm"]  # need environments with a newer JAX, and with vLLM
 
 
 def pytest_configure(config):

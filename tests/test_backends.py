@@ -22,6 +22,7 @@ from chunkattn import AttentionBackend, chunk_attention, register_backend
 from chunkattn.backends import AttentionBatch, AttentionSpec, available_backends, get_backend, make_backend, softmax
 from chunkattn.backends.base import FP8, to_cache
 from chunkattn.backends.cpu import library
+from chunkattn.backends.pallas_gpu import cards
 from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.errors import BackendError
 from chunkattn.testing import check_backend, random_layout, random_steps
@@ -310,14 +311,15 @@ def test_spec_refuses_what_is_no_setting():
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_auto_by_platform(platform, monkeypatch, caplog):
-    """On TPUs and CPUs the kernel, and `xla` with a warning where it cannot serve; `xla` elsewhere."""
-    preferred = {"tpu": "pallas_tpu", "cpu": "cpu"}.get(platform, "xla")
+    """The platform's kernel, and `xla` with a warning where it cannot serve."""
+    preferred = {"tpu": "pallas_tpu", "gpu": "pallas_gpu", "cpu": "cpu"}[platform]
     spec, kernel = (
         AttentionSpec(4, 2, 128, jnp.dtype("bfloat16"), 16),
-        get_backend("cpu" if platform == "cpu" else "pallas_tpu"),
+        get_backend(preferred),
     )
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(library, "refusal", lambda: None)
+    monkeypatch.setattr(cards, "refusal", lambda interpret: None)
     with caplog.at_level(logging.INFO, "chunkattn.backends.registry"):
         first = make_backend("auto", spec).name
         monkeypatch.setattr(kernel, "supports", lambda spec: "head_dim must be 7")
@@ -328,11 +330,8 @@ def test_auto_by_platform(platform, monkeypatch, caplog):
     records = [(r.levelname, r.getMessage()) for r in caplog.records]
     chosen = f"attention_backend auto: {first} on {platform}, the first choice there"
     assert first == preferred
-    if preferred != "xla":
-        fallback = f"attention_backend auto: xla on {platform}, because {first} cannot serve this model: head_dim must be 7"
-        assert records == [("INFO", chosen), ("WARNING", fallback)]
-    else:
-        assert records == [("INFO", chosen)] * 2
+    fallback = f"attention_backend auto: xla on {platform}, because {first} cannot serve this model: head_dim must be 7"
+    assert records == [("INFO", chosen), ("WARNING", fallback)]
 
 
 def test_kernels_are_imported_when_asked_for():

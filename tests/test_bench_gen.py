@@ -2,14 +2,14 @@
 
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
-from chunkattn.bench import generate, geometry, peer_script
+from chunkattn.bench import cases, generate, geometry, peer_script, peers
 from chunkattn.bench.cases import GenerateBench, Sizes
 from chunkattn.bench.generate import Case, run
 from chunkattn.bench.peer_script import DecodeClock
@@ -174,6 +174,24 @@ def test_vllm_that_fails_has_no_figures_and_says_why(tmp_path):
     assert [(len(case.values), case.peer_values, case.ratio) for case in report.cases] == [(2, (), None)] * 2
     report = run("tiny", SIZES, ["prefill"], dtype="float32", repeats=1, pythons=[Path("/nowhere/python")])
     assert report.peer_note == "not measured: none of the interpreters given has it"
+
+
+def test_vllm_shares_a_gpu_and_may_use_cuda_graphs(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers.jax, "default_backend", lambda: "gpu")
+    python, log = fake_vllm(tmp_path)
+    with VllmProcess(python, "tiny", max_model_len=20) as process:
+        process.run([[[1, 2]]], 2)
+    options = json.loads(log.read_text().splitlines()[0])["load"]
+    assert (options["enforce_eager"], options["max_model_len"]) == (False, 20)
+    assert options["gpu_memory_utilization"] < 0.5
+
+
+def test_the_pool_holds_the_pages_that_prompts_of_any_page_size_need():
+    sizes = replace(SIZES, block_size=64)
+    bench = GenerateBench("tiny", sizes, cases.CASES, dtype="float32")
+    assert bench.engine.core.config.block_size == 64
+    found = [job.measure() for make in bench.makers() for job in make()]
+    assert found[3].cached == 4 + 3 * 20  # the prefix and the documents of `rag warm`
 
 
 def test_a_process_that_dies_is_noticed(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.aot import MIB, compile_call
 from benchmarks.tpu.chips import CHIPS, Chip
 from benchmarks.tpu.schedule import Block, Schedule, UnknownSchedule, pick, read_schedules, unknown
 from chunkattn.backends import AttentionBatch, AttentionSpec
@@ -20,7 +20,6 @@ from chunkattn.backends.base import Weighing
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
 from chunkattn.backends.pallas_tpu.blocks import Shape
 
-MIB = 2**20
 TILE = 128 * 128
 """Rows times slots of the tile that bundles are counted per, for one query head."""
 
@@ -107,25 +106,9 @@ def grid(chip: str) -> Iterator[Case]:
     yield Case(chip, width=1 << 15, pages=1 << 15)
 
 
-def compile_call(lower: Callable[[], Any]) -> dict[str, Any]:
-    """Compile a call and return its success and its use of HBM and vector memory."""
-    began = time.perf_counter()
-    try:
-        compiled = lower().compile()
-    except Exception as error:  # any error of the compiler is a result
-        return {"compiled": False, "error": str(error).strip()}
-    memory = compiled.memory_analysis()
-    arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    aliased, temporary = memory.alias_size_in_bytes, memory.temp_size_in_bytes
-    return {
-        "compiled": True,
-        "seconds": round(time.perf_counter() - began, 1),
-        "vmem_mib": _vector_memory(compiled.as_text()),
-        "temporary_mib": round(temporary / MIB, 1),
-        "arguments_mib": round(arguments / MIB, 1),
-        "aliased_mib": round(aliased / MIB, 1),
-        "hbm_mib": round((arguments + results - aliased + temporary) / MIB, 1),
-    }
+def compile_kernels(lower: Callable[[], Any]) -> dict[str, Any]:
+    """Compile a call of kernels and return its success and its use of HBM and vector memory."""
+    return compile_call(lower, lambda compiled: {"vmem_mib": _vector_memory(compiled.as_text())})
 
 
 def _vector_memory(hlo: str) -> dict[str, float]:
@@ -161,7 +144,7 @@ def compile_case(case: Case, schedules: Path | None = None) -> dict[str, Any]:
     """
     backend = compiled_backend(case.chip)(case.spec)
     result = {"kind": "attention", **asdict(case), "pool_mib": round(case.pool_bytes / MIB, 1)}
-    result |= compile_call(lambda: lower(case, backend))
+    result |= compile_kernels(lambda: lower(case, backend))
     if schedules is not None:
         try:
             found = read_schedules(schedules)

@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import ragged
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from benchmarks.tpu.attention import TILE, compile_call, peak_share
+from benchmarks.tpu.attention import TILE, compile_kernels, peak_share
 from benchmarks.tpu.chips import CHIPS
 from benchmarks.tpu.schedule import UnknownSchedule, pick, read_schedules
 
@@ -117,7 +117,7 @@ def peers(chip: str, head_dim: int) -> Iterator[Splash | Ragged]:
 def compile_peer(peer: Splash | Ragged, schedules: Path) -> dict[str, Any]:
     """Compile a peer and return the result for JSON, like `attention.compile_case`."""
     result = {"kind": "splash" if isinstance(peer, Splash) else "ragged_paged", **asdict(peer)}
-    result |= compile_call(peer.lower)
+    result |= compile_kernels(peer.lower)
     names, tiles = ("ragged", "paged", "RPA"), 0.0
     if isinstance(peer, Splash):
         names, tiles = ("splash",), peer.rows * peer.slots / TILE

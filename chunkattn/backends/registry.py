@@ -19,6 +19,7 @@ ENTRY_POINT_GROUP = "chunkattn.backends"
 _BUILT_IN = {
     "cpu": "chunkattn.backends.cpu.backend",
     "packed_dense": "chunkattn.backends.packed_dense",
+    "pallas_gpu": "chunkattn.backends.pallas_gpu.backend",
     "pallas_tpu": "chunkattn.backends.pallas_tpu.backend",
     "reference": "chunkattn.backends.reference",
     "xla": "chunkattn.backends.xla",
@@ -29,7 +30,7 @@ _REGISTERED: dict[str, type[AttentionBackend]] = {}
 ON_REQUEST = ("packed_dense",)
 """Backends that one request may name beside the engine's own. They neither read nor write the cache."""
 
-_AUTO_ORDER = {"tpu": ("pallas_tpu", "xla"), "cpu": ("cpu", "xla")}
+_AUTO_ORDER = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("cpu", "xla")}
 _AUTO_ELSEWHERE = ("xla",)
 """Backends that `auto` tries, in order, by platform. The first backend that supports the model serves it."""
 
@@ -85,7 +86,8 @@ def _refusal(cls: type[AttentionBackend], spec: AttentionSpec, weighs: bool) -> 
     if weighs and spec.windows != (None,):
         return "chunk_temperature and chunk_scale have no meaning under a sliding window; leave both at 1"
     if weighs and not cls.weighs:
-        return f"{cls.name} computes no chunk_temperature or chunk_scale other than 1; pallas_tpu, reference and xla do"
+        others = "pallas_gpu, pallas_tpu, reference and xla do"
+        return f"{cls.name} computes no chunk_temperature or chunk_scale other than 1; {others}"
     return cls.supports(spec)
 
 

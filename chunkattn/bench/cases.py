@@ -37,6 +37,7 @@ class Sizes:
         prompt_tokens: tokens of the prompt of each sequence that decodes.
         decode_tokens: timed tokens of each sequence that decodes.
         score: query and items of the scoring request.
+        block_size: slots per page.
     """
 
     prefill: tuple[int, ...] = (2000, 6000)
@@ -48,6 +49,7 @@ class Sizes:
     prompt_tokens: int = 128
     decode_tokens: int = 32
     score: Workload = field(default_factory=lambda: Workload(items=100))
+    block_size: int = BLOCK
 
     @property
     def rag_tokens(self) -> int:
@@ -74,12 +76,13 @@ class Sizes:
         Args:
             cases: names in `CASES`.
         """
-        query, items, item_len = self.score.query, self.score.items, self.score.item_len + BLOCK
-        chunks = self.prefix_tokens + self.documents * (self.document_tokens + BLOCK)
-        sequence = self.prompt_tokens + self.decode_tokens + _SPARE + BLOCK
+        page = self.block_size
+        query, items, item_len = self.score.query, self.score.items, self.score.item_len + page
+        chunks = self.prefix_tokens + self.documents * (self.document_tokens + page)
+        sequence = self.prompt_tokens + self.decode_tokens + _SPARE + page
         tokens = {
-            "prefill": max(self.prefill) + 2 * BLOCK,
-            "rag": chunks + 2 * (self.question_tokens + 2 * BLOCK),  # the documents stay, and two questions follow
+            "prefill": max(self.prefill) + 2 * page,
+            "rag": chunks + 2 * (self.question_tokens + 2 * page),  # the documents stay, and two questions follow
             "decode": max(self.sequences) * sequence,
             "score": min(pool_tokens(query), 4 * (query + items * item_len)),  # a pack has a quarter of the pool
         }
@@ -147,7 +150,8 @@ class GenerateBench:
     def __init__(self, geometry: str, sizes: Sizes, cases: Sequence[str], *, dtype: str = "bfloat16") -> None:
         self.sizes, self.cases = sizes, cases
         running = max(64, *sizes.sequences)
-        self.engine = ScoreBench(geometry, sizes.kv_tokens(cases), dtype=dtype, max_num_seqs=running)
+        pool, block_size = sizes.kv_tokens(cases), sizes.block_size
+        self.engine = ScoreBench(geometry, pool, dtype=dtype, block_size=block_size, max_num_seqs=running)
         self._numbers = count()
 
     def makers(self) -> Iterator[Callable[[], list[Job]]]:

@@ -17,7 +17,7 @@ from chunkattn.bench.cases import CASES, GenerateBench, Job, Sample, Sizes
 from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.bench.memory import peak_bytes, reset_peak
 from chunkattn.bench.peers import NOT_FOUND, PeerError, VllmProcess, find_python
-from chunkattn.bench.score import BLOCK, matmul_rate, read_rate
+from chunkattn.bench.score import matmul_rate, read_rate
 from chunkattn.errors import EngineError
 
 _PAUSE_S = 0.3
@@ -215,7 +215,7 @@ class _Peer:
             self.note = NOT_FOUND
             return
         progress("starting vllm")
-        limit = min(sizes.longest(cases) + BLOCK, GEOMETRIES[geometry].max_position_embeddings)
+        limit = min(sizes.longest(cases) + sizes.block_size, GEOMETRIES[geometry].max_position_embeddings)
         options = {"dtype": dtype, "max_model_len": limit, "max_num_batched_tokens": max(8192, limit)}
         try:
             self._process = VllmProcess(python, geometry, **options)

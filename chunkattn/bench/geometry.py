@@ -53,6 +53,11 @@ def spec_of(geometry: str) -> DecoderSpec:
     return spec_from_config(GEOMETRIES[geometry])
 
 
+def default_block_size(geometry: str) -> int:
+    """Return the slots per page that the engine takes on this platform."""
+    return attention_spec(EngineConfig(), spec_of(geometry), jnp.dtype("bfloat16")).block_size
+
+
 def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend: str = "auto", **options: Any) -> EngineCore:
     """Return an engine over random weights.
 

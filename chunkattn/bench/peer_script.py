@@ -4,12 +4,13 @@
     python peer_script.py serve < jobs.jsonl
 
 The first form times scoring. The job: `config` (a Hugging Face configuration), `query`, `items`, `item_len`, `measured_items`,
-`repeats`, `labels`. The result, `{"version": ..., "seconds": [...]}`, goes to a file, because the library may write to stdout.
+`repeats`, `labels`, and `options` of `vllm.LLM`. The result, `{"version": ..., "seconds": [...]}`, goes to a file, because the
+library may write to stdout.
 
 The second form loads vLLM once and runs one job per line until stdin ends. The first line has `config`, `dtype`,
-`max_model_len` and `max_num_batched_tokens`; its answer has `version`. Every other line has `batches` (lists of prompts, which
-are lists of token ids), `max_tokens` and `logprobs`; its answer has `seconds` and `decode_rate`. An answer is one line of JSON
-on stdout. What the library prints goes to stderr.
+`max_model_len`, `max_num_batched_tokens` and any other options of `vllm.LLM`; its answer has `version`. Every other line has
+`batches` (lists of prompts, which are lists of token ids), `max_tokens` and `logprobs`; its answer has `seconds` and
+`decode_rate`. An answer is one line of JSON on stdout. What the library prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def time_transformers(job: dict[str, Any]) -> dict[str, Any]:
 def time_vllm(job: dict[str, Any]) -> dict[str, Any]:
     """Time the query with the first item, which fills the prefix cache, then all other items as one batch."""
     vllm: Any = importlib.import_module("vllm")
-    llm = load_vllm(job["config"], dtype="bfloat16", max_model_len=job["query"] + job["item_len"] + 16)
+    length = job["query"] + job["item_len"] + 16
+    llm = load_vllm(job["config"], dtype="bfloat16", max_model_len=length, **job["options"])
     params = vllm.SamplingParams(max_tokens=1, temperature=0, logprobs=2, detokenize=False)
 
     def score(count: int) -> float:
@@ -117,9 +119,8 @@ def load_vllm(config: dict[str, Any], **options: Any) -> Any:
             folder,
             load_format="dummy",
             skip_tokenizer_init=True,
-            enforce_eager=True,
             enable_prefix_caching=True,
-            **options,
+            **{"enforce_eager": True, **options},
         )
 
 

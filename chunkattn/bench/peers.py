@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import jax
+
 from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.bench.score import LABELS, Workload
 
@@ -24,6 +26,8 @@ NOT_FOUND = "not measured: none of the interpreters given has it"
 _SCRIPT = Path(__file__).with_name("peer_script.py")
 _TIMEOUT_S = 3600.0
 _CLOSE_S = 60.0
+_GPU_SHARE = 0.45
+"""Share of a GPU's memory for vLLM. JAX needs `XLA_PYTHON_CLIENT_MEM_FRACTION=0.45` to leave as much."""
 _PRELOADED_LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 """Libraries with which vLLM's decode is 1.6 times faster on CPUs."""
 
@@ -83,6 +87,7 @@ def time_peer(
         "measured_items": measured_items,
         "repeats": repeats,
         "labels": [label % config.vocab_size for label in LABELS],
+        "options": _gpu_options(),
     }
     # Spinning threads of torch lose much time on a machine with other load.
     added, note = _for_vllm(python) if peer == "vllm" else ({"OMP_WAIT_POLICY": "passive"}, "")
@@ -156,7 +161,7 @@ class VllmProcess:
         assert self._process.stdout is not None
         self._jobs, self._answers = self._process.stdin, self._process.stdout
         try:
-            self.version = self._ask({"config": GEOMETRIES[geometry].to_dict(), **options})["version"]
+            self.version = self._ask({"config": GEOMETRIES[geometry].to_dict(), **_gpu_options(), **options})["version"]
         except BaseException:
             self.close()
             raise
@@ -229,6 +234,12 @@ def _has(python: Path, peer: str) -> bool:
         return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
     except OSError:
         return False
+
+
+def _gpu_options() -> dict[str, Any]:
+    """Return the options of `vllm.LLM` on a GPU: a share of the memory beside chunkattn's, and CUDA graphs."""
+    on_gpu = jax.default_backend() == "gpu"
+    return {"gpu_memory_utilization": _GPU_SHARE, "enforce_eager": False} if on_gpu else {}
 
 
 def _for_vllm(python: Path) -> tuple[dict[str, str], str]:

@@ -31,6 +31,7 @@ EXTEND = "prefill_extend"
 IN_ORDER = ("serial", *(name for name in ALGORITHMS if name != "serial"))
 """All algorithms, the baseline `serial` first."""
 BLOCK = 16
+"""Slots per page unless a benchmark is given another number."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,14 @@ class ScoreBench:
         geometry: name of the model's geometry.
         kv_tokens: size of the KV pool in tokens.
         dtype: dtype of weights and K/V.
+        block_size: slots per page.
         **options: other options of the engine.
     """
 
-    def __init__(self, geometry: str, kv_tokens: int, *, dtype: str = "bfloat16", **options: Any) -> None:
-        self.core = make_core(geometry, -(-kv_tokens // BLOCK), dtype=dtype, block_size=BLOCK, **options)
+    def __init__(
+        self, geometry: str, kv_tokens: int, *, dtype: str = "bfloat16", block_size: int = BLOCK, **options: Any
+    ) -> None:
+        self.core = make_core(geometry, -(-kv_tokens // block_size), dtype=dtype, block_size=block_size, **options)
         self.planner = ScorePlanner(self.core.config)
         self.planner.connect(self.core.limits)
         self.vocab_size = self.core.limits.vocab_size
@@ -235,21 +239,23 @@ def matmul_rate(dtype: str, repeats: int = 5) -> float:
         dtype: dtype of both matrices; the product is float32.
         repeats: number of timed runs.
     """
-    rows, inner, columns = 2048, 1024, 3072
+    # A product as small as a CPU's would measure the start of an accelerator's program.
+    rows, inner, columns = (2048, 1024, 3072) if jax.default_backend() == "cpu" else (8192, 8192, 8192)
     a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
     multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
     return 2 * rows * inner * columns / _best_seconds(lambda: multiply(a, b), repeats)
 
 
-def read_rate(mib: int = 256, repeats: int = 5) -> float:
+def read_rate(mib: int | None = None, repeats: int = 5) -> float:
     """Return the rate in bytes per second at which a reduction reads a large array, the best of `repeats` runs.
 
     The reduction is a bitwise or: it has no rounding order, so XLA vectorizes it and spreads rows over cores.
 
     Args:
-        mib: size of the array in MiB.
+        mib: size of the array in MiB; None is 256 on CPUs and 4,096 on accelerators.
         repeats: number of timed runs.
     """
+    mib = mib or (256 if jax.default_backend() == "cpu" else 4096)
     array = jnp.ones((mib << 4, 1 << 14), jnp.int32)
     reduce = jax.jit(lambda a: jax.lax.reduce(a, jnp.int32(0), jax.lax.bitwise_or, (1,)))
     return array.nbytes / _best_seconds(lambda: reduce(array), repeats)
@@ -285,6 +291,7 @@ def run(
     repeats: int = 3,
     serial_items: int = 4,
     kv_tokens: int | None = None,
+    block_size: int = BLOCK,
 ) -> Iterator[list[Case]]:
     """Yield the cases of each workload, measured on random weights.
 
@@ -296,12 +303,14 @@ def run(
         repeats: number of timed rounds, after one round that compiles.
         serial_items: number of items that `serial` is timed on.
         kv_tokens: size of the KV pool in tokens; None for `pool_tokens` of the longest query.
+        block_size: slots per page.
 
     Raises:
         EngineError: a step failed.
         RequestError: no algorithm can serve a workload.
     """
-    bench = ScoreBench(geometry, kv_tokens or pool_tokens(max(w.query for w in workloads)), dtype=dtype)
+    tokens = kv_tokens or pool_tokens(max(w.query for w in workloads))
+    bench = ScoreBench(geometry, tokens, dtype=dtype, block_size=block_size)
     matmul = 0.0
     for workload in workloads:
         query, items = bench.ids(workload.query), bench.items(workload)

@@ -21,6 +21,7 @@ group = typer.Typer(no_args_is_help=True, help="Run benchmarks that compare meth
 app.add_typer(group, name="bench")
 
 Geometry = Annotated[str, typer.Option(help="Model shape, with random weights: qwen3-0.6b or small.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens per KV page, a power of two. Default: the engine's.")]
 JsonFile = Annotated[str | None, typer.Option("--json", help="File for the cases as JSON; '-' prints the JSON alone.")]
 Plot = Annotated[Path | None, typer.Option(help="File for a plot (.png, .svg, .pdf).")]
 

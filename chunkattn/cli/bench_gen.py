@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 import chunkattn
-from chunkattn.cli.bench import Geometry, JsonFile, check_options, group
+from chunkattn.cli.bench import BlockSize, Geometry, JsonFile, check_options, group
 from chunkattn.cli.common import command, console
 from chunkattn.cli.environment import processor
 from chunkattn.errors import ConfigError
@@ -45,6 +45,7 @@ def gen(
     item_len: Annotated[int, typer.Option(help="Tokens per item.")] = 20,
     geometry: Geometry = "small",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    block_size: BlockSize = None,
     repeats: Annotated[int, typer.Option(help="Number of timed rounds, after one round that compiles.")] = 3,
     peers: Annotated[bool, typer.Option("--peers", help="Run vLLM as well, in turns.")] = False,
     peer_python: Annotated[list[Path] | None, typer.Option(help="Python interpreter with vLLM installed; repeatable.")] = None,
@@ -53,7 +54,7 @@ def gen(
     """Measure prefill, answers from documents, decode and scoring, and vLLM beside them."""
     from chunkattn.bench.cases import CASES, Sizes
     from chunkattn.bench.generate import run
-    from chunkattn.bench.geometry import GEOMETRIES
+    from chunkattn.bench.geometry import GEOMETRIES, default_block_size
     from chunkattn.bench.score import Workload
 
     check_options(geometry, dtype, json_file, None)
@@ -70,6 +71,7 @@ def gen(
         prompt_tokens,
         decode_tokens,
         Workload(query, items, item_len),
+        block_size or default_block_size(geometry),
     )
     counts = (documents, document_tokens, prefix_tokens, question_tokens, prompt_tokens, query, items, item_len, repeats)
     if min(*counts, *sizes.prefill, *sizes.sequences) < 1:

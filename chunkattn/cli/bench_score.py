@@ -13,7 +13,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from chunkattn.cli.bench import Geometry, JsonFile, check_options, group, save_picture
+from chunkattn.cli.bench import BlockSize, Geometry, JsonFile, check_options, group, save_picture
 from chunkattn.cli.common import command, console
 from chunkattn.errors import ConfigError
 
@@ -47,6 +47,7 @@ def score(
     kv_tokens: Annotated[
         int | None, typer.Option(help="Tokens of the KV pool. Default: enough for packs of full length.")
     ] = None,
+    block_size: BlockSize = None,
     peers: Annotated[bool, typer.Option("--peers", help="Time transformers and vLLM as well.")] = False,
     peer_python: Annotated[
         list[Path] | None, typer.Option(help="Python interpreter with a peer installed; repeatable.")
@@ -55,7 +56,7 @@ def score(
     plot: Annotated[Path | None, typer.Option("--png", "--plot", help="File for a plot (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Measure scoring by every algorithm: one query and many items, with a cold and with a cached query."""
-    from chunkattn.bench.geometry import GEOMETRIES
+    from chunkattn.bench.geometry import GEOMETRIES, default_block_size
     from chunkattn.bench.peers import PEERS, time_peer
     from chunkattn.bench.score import IN_ORDER, Workload, run
 
@@ -72,7 +73,8 @@ def score(
     cases: list[Case] = []
     others: list[PeerCase] = []
     with console.status("measuring", spinner="dots") as status:
-        measure = partial(run, dtype=dtype, repeats=repeats, serial_items=serial_items, kv_tokens=kv_tokens)
+        pages = block_size or default_block_size(geometry)
+        measure = partial(run, dtype=dtype, repeats=repeats, serial_items=serial_items, kv_tokens=kv_tokens, block_size=pages)
         for found in measure(geometry, workloads, names):
             cases += found
             status.update(f"measured {len(cases)} cases")

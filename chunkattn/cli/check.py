@@ -19,6 +19,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"weighs": True},
     {"window": 7},
     {"head_dim": 128, "num_heads": 8, "num_kv_heads": 4, "dtype": "bfloat16"},
+    {"head_dim": 128, "num_heads": 8, "num_kv_heads": 4, "dtype": "bfloat16", "block_size": 64, "window": 20},
     {"head_dim": 64, "num_heads": 8, "num_kv_heads": 1, "dtype": "bfloat16", "weighs": True},
     {"head_dim": 128, "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"},
 )
@@ -60,14 +61,14 @@ def _kernels(backend: str, cases: int) -> list[str]:
     console.print(f"{jax.devices()[0].device_kind} ({jax.default_backend()})")
     failures = []
     for options in OPTIONS:
-        given = {"dtype": "float32", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, **options}
+        given = {"dtype": "float32", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 16, **options}
         heads = (given["num_heads"], given["num_kv_heads"], given["head_dim"])
         kept = jnp.dtype(given["kv_dtype"]) if "kv_dtype" in given else None
-        spec = AttentionSpec(*heads, jnp.dtype(given["dtype"]), 16, (given.get("window"),), kept)
+        spec = AttentionSpec(*heads, jnp.dtype(given["dtype"]), given["block_size"], (given.get("window"),), kept)
         told = ", ".join(f"{name} {value}" for name, value in given.items())
         try:
             name = make_backend(backend, spec, weighs=given.get("weighs", False)).name
-            found = check_backend(name, cases=cases, block_size=16, **given)
+            found = check_backend(name, cases=cases, **given)
             console.print(f"  [green]right[/] {name}: {told}: {found:.1e} of {TOLERANCES[given['dtype']]:.0e} allowed")
         except BackendError as error:
             console.print(f"  left out: {told}: {error}", markup=False)

@@ -50,7 +50,7 @@ PromptText = Annotated[str | None, typer.Argument(help="Text of the prompt; '-' 
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto (the model's dtype) or fp8.")]
 Backend = Annotated[
-    str, typer.Option("--attention-backend", help="auto, cpu, pallas_tpu, xla, reference or a registered backend.")
+    str, typer.Option("--attention-backend", help="auto, cpu, pallas_gpu, pallas_tpu, xla, reference or a registered backend.")
 ]
 KVStore = Annotated[Path | None, typer.Option("--kv-store", help="Folder that keeps the K/V of prefixes and documents.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")]

@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 _DEFAULT_KV_BYTES = 1 << 30
 _DEFAULT_KV_TOKENS = 1 << 18
 _ACCELERATOR_SHARE = 0.85
+_BLOCK_SIZES = {"gpu": 64}
+"""Default page size by platform: on a GPU, one copy brings a page, and small pages cost a copy instruction each."""
+_BLOCK_SIZE = 16
+"""Default page size elsewhere."""
 
 
 def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
@@ -49,7 +53,8 @@ def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
     store = _open_store(config)
     decoder = files.load()
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
-    num_pages = min(_num_pages(config, page_bytes(backend, files.spec.num_layers)), backend.max_pages)
+    per_page = page_bytes(backend, files.spec.num_layers)
+    num_pages = min(_num_pages(config, per_page, spec.block_size), backend.max_pages)
     runner = Runner(decoder, backend, num_pages, config.max_logprobs)
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None)
 
@@ -82,19 +87,19 @@ def attention_spec(config: EngineConfig, model: DecoderSpec, dtype: jnp.dtype) -
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,
-        block_size=config.block_size,
+        block_size=config.block_size or _BLOCK_SIZES.get(jax.default_backend(), _BLOCK_SIZE),
         windows=tuple(dict.fromkeys(model.windows)),
         kv_dtype=None if config.kv_cache_dtype == "auto" else FP8,
     )
 
 
-def _num_pages(config: EngineConfig, per_page: int) -> int:
+def _num_pages(config: EngineConfig, per_page: int, block_size: int) -> int:
     """Return the number of pages that fit the memory of the KV pool."""
-    memory = config.kv_cache_memory_bytes or _default_kv_bytes(per_page, config.block_size)
+    memory = config.kv_cache_memory_bytes or _default_kv_bytes(per_page, block_size)
     if memory < per_page:
         raise ConfigError(f"kv_cache_memory_bytes {memory} is less than one page of {per_page} bytes")
     num_pages = memory // per_page
-    logger.info("KV pool: %d pages of %d tokens, %.2f GiB", num_pages, config.block_size, num_pages * per_page / 2**30)
+    logger.info("KV pool: %d pages of %d tokens, %.2f GiB", num_pages, block_size, num_pages * per_page / 2**30)
     return num_pages
 
 

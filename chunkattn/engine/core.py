@@ -77,7 +77,7 @@ class EngineCore:
             backend.max_rows = config.max_multi_item_seq_len
         self.limits = EngineLimits(
             num_pages=runner.pool.num_pages,
-            block_size=config.block_size,
+            block_size=runner.backend.spec.block_size,
             page_bytes=runner.pool.page_bytes,
             max_model_len=max_model_len,
             max_logprobs=runner.max_logprobs,
@@ -91,7 +91,7 @@ class EngineCore:
         self.intake = Intake(config, self.limits)
         self.scheduler = Scheduler(
             BlockTrie(runner.pool.num_pages),
-            block_size=config.block_size,
+            block_size=runner.backend.spec.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
@@ -103,7 +103,7 @@ class EngineCore:
             token_buckets=self.scheduler.token_buckets,
             max_spans=self.scheduler.max_spans,
             max_table_pages=self.limits.max_table_pages,
-            block_size=config.block_size,
+            block_size=runner.backend.spec.block_size,
             weighs=config.calibration.weighs,
         )
         self.warm_ups = WarmUp(runner, self.batches, self.meter, with_store=disk is not None)

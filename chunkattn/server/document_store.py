@@ -328,7 +328,7 @@ class Documents:
     def _pages(self, contents: set[Content]) -> int:
         """Return the KV pages of documents and their prefixes; a shared prefix counts once."""
         prefixes = {content[:2] for content in contents}
-        size = self.llm.config.block_size * _ID_BYTES
+        size = self.llm.limits.block_size * _ID_BYTES
         return sum(-(-len(ids) // size) for _, ids in prefixes) + sum(-(-len(content[2]) // size) for content in contents)
 
     def is_pinned(self, document: StoredDocument) -> bool:

@@ -1,0 +1,138 @@
+"""Compilation ahead of time for a device that may be absent: what a program needs of its memory, and whole decoder steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from transformers import LlamaConfig
+
+from chunkattn.backends import AttentionBackend, AttentionSpec
+from chunkattn.bench.geometry import GEOMETRIES
+from chunkattn.config import EngineConfig
+from chunkattn.engine.batch import BatchBuilder
+from chunkattn.engine.build import attention_spec
+from chunkattn.engine.kv_pool import page_bytes
+from chunkattn.engine.runner import Runner
+from chunkattn.models.decoder import Decoder
+from chunkattn.models.spec import spec_from_config
+
+MIB = 2**20
+SHARE = 0.85
+"""Share of the memory for weights and pages together, as in the engine."""
+MODELS = {
+    "qwen3-0.6b": GEOMETRIES["qwen3-0.6b"],
+    "llama-3-8b": LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        rope_theta=5e5,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def compile_call(
+    lower: Callable[[], jax.stages.Lowered], read: Callable[[jax.stages.Compiled], dict[str, Any]] = lambda _: {}
+) -> dict[str, Any]:
+    """Compile a call and return its success and its use of the device's memory.
+
+    Args:
+        lower: lowers the call.
+        read: returns further results of the compiled program.
+    """
+    began = time.perf_counter()
+    try:
+        compiled = lower().compile()
+    except Exception as error:  # any error of the compiler is a result
+        return {"compiled": False, "error": str(error).strip()}
+    memory = compiled.memory_analysis()
+    arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    aliased, temporary = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    return {
+        "compiled": True,
+        "seconds": round(time.perf_counter() - began, 1),
+        **read(compiled),
+        "temporary_mib": round(temporary / MIB, 1),
+        "arguments_mib": round(arguments / MIB, 1),
+        "aliased_mib": round(aliased / MIB, 1),
+        "hbm_mib": round((arguments + results - aliased + temporary) / MIB, 1),
+    }
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decoder step: a model, the engine's settings, rows and the width of the page tables."""
+
+    chip: str
+    model: str
+    rows: int
+    width: int = 256
+    max_num_seqs: int = 64
+    block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    layers: int | None = None
+    """Number of layers to compile; all by default. The pool keeps the pages of the whole model."""
+
+
+def decoder(model: str, layers: int | None = None) -> Decoder:
+    """Return a model without its weights' values.
+
+    Args:
+        model: name in `MODELS`.
+        layers: number of layers; None for all.
+    """
+    config = deepcopy(MODELS[model])
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    return nnx.eval_shape(lambda: Decoder(spec_from_config(config), jnp.dtype("bfloat16"), rngs=nnx.Rngs(0)))
+
+
+def weight_bytes(model: str) -> int:
+    """Return the bytes of a model's weights."""
+    leaves = jax.tree.leaves(nnx.state(decoder(model)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def lower_step(
+    step: Step, backend: Callable[[AttentionSpec], AttentionBackend], memory_bytes: int, where: jax.sharding.Sharding
+) -> tuple[dict[str, Any], Callable[[], jax.stages.Lowered]]:
+    """Return the sizes of a step beside the pool that the engine would allocate, and a function that lowers the step.
+
+    Args:
+        step: step to lower.
+        backend: makes the attention backend.
+        memory_bytes: memory of the device in bytes.
+        where: sharding of all arrays on the device.
+    """
+    config = EngineConfig(
+        max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=max(step.rows, step.max_num_seqs),
+        block_size=step.block_size,
+        kv_cache_dtype=step.kv_cache_dtype,
+    )
+    model = decoder(step.model, step.layers)
+    attention = backend(attention_spec(config, model.spec, jnp.dtype("bfloat16")))
+    weights = weight_bytes(step.model)
+    pages = int(memory_bytes * SHARE - weights) // page_bytes(attention, MODELS[step.model].num_hidden_layers)
+    runner = Runner(model, attention, 1, config.max_logprobs)
+    builder = BatchBuilder(
+        runner.backends,
+        token_buckets=(step.rows,),
+        max_spans=config.max_num_seqs + 32,
+        max_table_pages=step.width,
+        block_size=step.block_size,
+    )
+    sizes = {"pages": pages, "weights_mib": round(weights / MIB)}
+    return sizes, lambda: runner.lower(builder.empty(step.rows, step.width), pages, where)

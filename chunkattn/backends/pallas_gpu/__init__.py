@@ -1,0 +1,1 @@
+"""Chunk attention for NVIDIA Hopper GPUs, in Pallas Mosaic GPU."""

@@ -1,0 +1,236 @@
+"""The GPU backend: metadata on the host, a scatter, and the kernel over query tiles, questions and decodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from chunkattn.backends.base import (
+    FP8,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVCache,
+    StepArray,
+    storage_dtype,
+)
+from chunkattn.backends.pallas_gpu import cards, walk
+from chunkattn.backends.pallas_gpu.combine import combine
+from chunkattn.backends.pallas_gpu.kernel import States, attend
+from chunkattn.backends.pallas_gpu.plan import Work, divide, pack_table, plan_decodes, plan_questions, plan_tiles
+from chunkattn.backends.pallas_gpu.products import ROWS
+from chunkattn.backends.pallas_gpu.shape import Shape, shape_for
+from chunkattn.backends.registry import register_backend
+from chunkattn.errors import BackendError
+
+_BLOCK_SIZES = (16, 32, 64, 128)
+_FLOATS = ("bfloat16", "float16")
+_HEAD_DIMS = (64, 128, 256)
+_MOST_GROUPS = 8
+
+
+class GpuMetadata(NamedTuple):
+    """A step as work items, see `plan`.
+
+    Attributes:
+        tiles: rows that are computed in one go.
+        questions: rows whose chunks are weighed anew; None in engines that weigh none.
+        decodes: single rows behind their whole sequence.
+        table: page and valid length in one integer, see `walk.LENGTH_SHIFT`.
+        tile_holes: whether a page of a KV tile of `tiles` is not full.
+        state_holes: the same for `questions` and `decodes`.
+        flat_slots: see `AttentionBatch.flat_slots`.
+    """
+
+    tiles: Work
+    questions: Work | None
+    decodes: Work
+    table: Int32[StepArray, "S W"]
+    tile_holes: Int32[StepArray, "S tiles"]
+    state_holes: Int32[StepArray, "S tiles"]
+    flat_slots: Int32[StepArray, " T"]
+
+
+@register_backend("pallas_gpu")
+class PallasGpuBackend(AttentionBackend):
+    """The Pallas backend for NVIDIA's Hopper GPUs.
+
+    K and V of a page are `[kv_heads, block_size, head_dim]` each, so the tokens of a head are one copy. Without a GPU the
+    kernel runs in Pallas' GPU interpreter, slowly and with the same results.
+
+    Attributes:
+        interpret: argument of `plgpu.kernel`; None interprets only without a GPU. False compiles for an absent GPU.
+        blocks: blocks of threads of the kernel over decodes: the multiprocessors of an H100.
+    """
+
+    weighs = True
+    max_pages = 1 << walk.LENGTH_SHIFT
+    interpret: ClassVar[Any] = None
+    blocks: ClassVar[int] = 132
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Return the reason why the backend cannot serve `spec`, or None if it can.
+
+        The backend supports heads of 64, 128 or 256, up to 8 query heads per KV head, pages of 16 to 128 slots, bfloat16 and
+        float16, a cache in that dtype, and Hopper.
+        """
+        if spec.head_dim not in _HEAD_DIMS:
+            return f"head_dim must be one of {', '.join(map(str, _HEAD_DIMS))}, got {spec.head_dim}"
+        if spec.num_heads > _MOST_GROUPS * spec.num_kv_heads:
+            return f"at most {_MOST_GROUPS} query heads may share a KV head, got {spec.num_heads // spec.num_kv_heads}"
+        if spec.block_size not in _BLOCK_SIZES:
+            return f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {spec.block_size}"
+        if spec.dtype.name not in _FLOATS:
+            return f"dtype must be {' or '.join(_FLOATS)}, got {spec.dtype.name}"
+        if spec.cache_dtype == FP8:
+            return f"K/V must be kept in {spec.dtype.name}: Hopper's tensor cores multiply no {FP8.name} with {spec.dtype.name}"
+        return cards.refusal(cls.interpret)
+
+    def allocate(self, num_pages: int) -> KVCache:
+        """Allocate one layer's pools of K and of V, each `[pages, kv_heads, block_size, head_dim]` in `storage_dtype`."""
+        if num_pages > self.max_pages:
+            raise BackendError(f"pallas_gpu supports at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
+        spec = self.spec
+        shape = (num_pages, spec.num_kv_heads, spec.block_size, spec.head_dim)
+        dtype = storage_dtype(spec.cache_dtype)
+        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+    @property
+    def groups(self) -> int:
+        """Return the query heads per KV head."""
+        return self.spec.num_heads // self.spec.num_kv_heads
+
+    def shape(self, rows: int, *, states: bool) -> Shape:
+        """Return the sizes of the kernel over blocks of `rows` folded rows."""
+        shape = shape_for(self.spec.head_dim, self.spec.block_size, rows=rows, states=states)
+        return replace(shape, blocks=self.blocks)
+
+    @property
+    def tile_shape(self) -> Shape:
+        """Return the sizes of the kernel over query tiles."""
+        return self.shape(2 * ROWS, states=False)
+
+    @property
+    def question_shape(self) -> Shape:
+        """Return the sizes of the kernel over questions whose chunks are weighed anew."""
+        return self.shape(ROWS, states=True)
+
+    @property
+    def decode_shape(self) -> Shape:
+        """Return the sizes of the kernel over decodes."""
+        return self.shape(_MOST_GROUPS, states=True)
+
+    def build_metadata(self, batch: AttentionBatch) -> GpuMetadata:
+        """Cut the batch into work items; see `AttentionBackend.build_metadata`."""
+        weighing = batch.row_weighing()
+        parts = divide(batch, weighing)
+        questions = None
+        if weighing is not None:
+            questions = plan_questions(batch, weighing, parts.questions, self.question_shape, self.groups)
+        table, tile_holes = pack_table(batch, self.tile_shape)
+        return GpuMetadata(
+            plan_tiles(batch, parts.tiles, self.tile_shape, self.groups),
+            questions,
+            plan_decodes(batch, weighing, parts.decodes, self.decode_shape),
+            table,
+            tile_holes,
+            pack_table(batch, self.decode_shape)[1],
+            batch.flat_slots(),
+        )
+
+    def forward(
+        self,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T Hkv D"],
+        v: Float[Array, "T Hkv D"],
+        cache: KVCache,
+        metadata: GpuMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[Float[Array, "T H D"], KVCache]:
+        """Write, then attend; see `AttentionBackend.forward`."""
+        interpret = self.interpret
+        if interpret is None:
+            interpret = False if cards.has_gpu() else cards.interpreter()
+        cache = tuple(_write(pool, rows, metadata.flat_slots) for pool, rows in zip(cache, (k, v)))
+        keys, values = (jax.lax.bitcast_convert_type(pool, q.dtype) for pool in cache)
+
+        def run(work: Work, holes: Int32[Array, "S tiles"], shape: Shape) -> Any:
+            items, rows = work.items, work.rows
+            if window is not None:
+                items, rows = _within(items, rows, window, shape)
+            blocks = _fold(q, work.tokens, self.groups, shape.rows)
+            bounds = (items, work.num_items, work.factors, rows, metadata.table, holes)
+            return attend(*bounds, blocks, keys, values, shape, scale=scale, interpret=interpret)
+
+        def run_states(work: Work, shape: Shape) -> Float[Array, "Hkv E rows D"]:
+            states: States = run(work, metadata.state_holes, shape)
+            assert work.kinds is not None
+            return combine(states, work.kinds, work.scale).astype(q.dtype)
+
+        out = jnp.zeros_like(q)
+        out = _unfold(run(metadata.tiles, metadata.tile_holes, self.tile_shape), metadata.tiles, out)
+        if metadata.questions is not None:
+            out = _unfold(run_states(metadata.questions, self.question_shape), metadata.questions, out)
+        return _unfold(run_states(metadata.decodes, self.decode_shape), metadata.decodes, out), cache
+
+
+def _write(pool: jax.Array, rows: Float[Array, "T Hkv D"], flat_slots: Int32[Array, " T"]) -> jax.Array:
+    """Scatter rows into a pool `[pages, kv_heads, block_size, head_dim]`; rows with slot -1 are dropped.
+
+    The pool is seen as rows of one head and slot. XLA would copy it for a scatter over two of its axes.
+    """
+    pages, heads, size, head_dim = pool.shape
+    head = jnp.arange(heads)
+    index = (flat_slots[:, None] // size * heads + head) * size + flat_slots[:, None] % size
+    index = jnp.where(flat_slots[:, None] < 0, pages * heads * size, index)
+    bits = jax.lax.bitcast_convert_type(rows, pool.dtype).reshape(-1, head_dim)
+    flat = pool.reshape(-1, head_dim)
+    return flat.at[index.ravel()].set(bits, mode="drop", unique_indices=True).reshape(pool.shape)
+
+
+def _fold(q: Float[Array, "T H D"], tokens: Int32[Array, "E tokens"], groups: int, rows: int) -> Float[Array, "Hkv E rows D"]:
+    """Gather blocks of queries: the query heads of a KV head become rows, padded with zeros up to `rows`."""
+    blocks, per_block = tokens.shape
+    folded = q[tokens].reshape(blocks, per_block, -1, groups, q.shape[2]).transpose(2, 0, 1, 3, 4)
+    folded = folded.reshape(folded.shape[0], blocks, per_block * groups, -1)
+    return jnp.pad(folded, ((0, 0), (0, 0), (0, rows - per_block * groups), (0, 0)))
+
+
+def _unfold(blocks: Float[Array, "Hkv E rows D"], work: Work, out: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
+    """Return `out` with the rows of the blocks in their places."""
+    heads, number, _, head_dim = blocks.shape
+    per_block, groups = work.tokens.shape[1], out.shape[1] // heads
+    by_token = blocks[:, :, : per_block * groups].reshape(heads, number, per_block, groups, head_dim)
+    by_token = by_token.transpose(1, 2, 0, 3, 4).reshape(number * per_block, *out.shape[1:])
+    return jnp.where((work.place >= 0)[:, None, None], by_token[jnp.maximum(work.place, 0)], out)
+
+
+def _within(
+    items: Int32[Array, "I fields"], rows: Int32[Array, "I 2 warpgroups 64"] | None, window: int, shape: Shape
+) -> tuple[Int32[Array, "I fields"], Int32[Array, "I 2 warpgroups 64"] | None]:
+    """Let rows start at their window. Windows apply to plain prompts, which have one range of KV tiles."""
+    last = items[:, walk.HIGH]
+    first = last if rows is None else rows[:, 0, 0, 0]
+    low = jnp.maximum(items[:, walk.LOW], first - window + 1)
+    begin = jnp.clip(low // shape.slots, items[:, walk.SECOND_START], items[:, walk.SECOND_END])
+    full = jnp.maximum(last - window, -1) // shape.slots + 1
+    stop = jnp.maximum(items[:, walk.FULL_END], items[:, walk.FULL_STOP])
+    for field, values in (
+        (walk.LOW, low),
+        (walk.SECOND_START, begin),
+        (walk.FULL_END, 0),
+        (walk.FULL_START, full),
+        (walk.FULL_STOP, stop),
+        (walk.PREFIX_END, 0),
+    ):
+        items = items.at[:, field].set(values)
+    if rows is not None:
+        rows = rows.at[:, 1].max(rows[:, 0] - window + 1)
+    return items, rows

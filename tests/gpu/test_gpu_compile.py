@@ -1,0 +1,104 @@
+"""The GPU kernels really compile, for an H100, by the CUDA compilers; `make test-gpu` installs them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.nvidia.hopper import SHARED_MEMORY_BYTES
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+def compiled(*options):
+    command = [sys.executable, "-m", "benchmarks.gpu_aot", *options, "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    assert not [case["error"] for case in found if not case["compiled"]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """The common settings, and steps of two layers."""
+    return compiled("--quick")
+
+
+def of_kind(cases, kind):
+    found = [case for case in cases if case["kind"] == kind]
+    assert found
+    return found
+
+
+def check_kernels(cases):
+    """No kernel spills, each fits shared memory and multiplies as often as it must, and the pool is written in place."""
+    for case in cases:
+        told = {name: case[name] for name in ("head_dim", "block_size", "dtype", "heads", "kv_heads", "window", "weighs")}
+        assert set(case["kernels"]) == {"tiles", "decodes", *(["questions"] if case["weighs"] else [])}
+        for name, kernel in case["kernels"].items():
+            assert kernel["spill_bytes"] == 0, (told, name, kernel)
+            assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES, (told, name, kernel)
+            assert kernel["products"] == [kernel["products_needed"]], (told, name, kernel)
+        assert case["aliased_mib"] == case["pool_mib"], told
+        # A copy of the pool would be as large as the pool. Small pools show nothing: a step needs some room of its own.
+        assert case["pool_mib"] < 256 or case["rows"] > 8192 or case["temporary_mib"] < case["pool_mib"] / 2, told
+
+
+def check_instructions(cases, peers):
+    """The loops over query tiles of heads of 128 issue few instructions more than JAX's own kernel."""
+    (peer,) = (case["kernels"]["attention_mgpu"] for case in peers if case["head_dim"] == 128)
+    ours = [(case["block_size"], case["kernels"]["tiles"]) for case in cases if case["head_dim"] == 128]
+    assert ours
+    for block_size, kernel in ours:
+        clear, masked = (1.05, 1.45) if block_size == 64 else (1.1, 1.5)  # pages of 64 are those to use
+        assert kernel["clear"] <= clear * peer["clear"], (block_size, kernel)
+        assert kernel["masked"] <= masked * peer["masked"], (block_size, kernel)
+
+
+def test_kernels_fit_the_card_without_spills_or_a_copy_of_the_pool(quick):
+    cases = of_kind(quick, "pallas_gpu")
+    assert {case["weighs"] for case in cases} == {False, True}
+    check_kernels(cases)
+
+
+def test_loops_are_nearly_as_short_as_those_of_jax(quick):
+    check_instructions(of_kind(quick, "pallas_gpu"), of_kind(quick, "attention_mgpu"))
+
+
+def test_the_peer_multiplies_with_a_mask_and_without(quick):
+    for case in of_kind(quick, "attention_mgpu"):
+        kernel = case["kernels"]["attention_mgpu"]
+        assert kernel["products"] == [case["head_dim"] // 16 + case["slots"] // 16]
+        assert kernel["clear"] < kernel["masked"]
+        assert kernel["spill_bytes"] == 0
+
+
+def test_steps_of_two_layers_fit_the_card(quick):
+    steps = of_kind(quick, "step")
+    assert {case["model"] for case in steps} == {"qwen3-0.6b", "llama-3-8b"}
+    assert {case["backend"] for case in steps} == {"pallas_gpu", "xla"}
+    assert all(case["layers"] == 2 and case["fits"] for case in steps)
+
+
+@pytest.mark.exhaustive
+def test_every_supported_setting_compiles():
+    check_kernels(compiled("--grid"))
+
+
+@pytest.mark.exhaustive
+def test_long_and_wide_steps_compile():
+    found = compiled("--only", "kernels", "--only", "peers")
+    cases = of_kind(found, "pallas_gpu")
+    check_kernels(cases)
+    check_instructions(cases, of_kind(found, "attention_mgpu"))
+
+
+@pytest.mark.exhaustive
+def test_whole_steps_fit_the_card():
+    steps = of_kind(compiled("--only", "steps"), "step")
+    assert {case["model"] for case in steps} == {"qwen3-0.6b", "llama-3-8b"}
+    assert all(case["fits"] for case in steps)
+    # The pool is written in place: a step holds less beside weights and pool than a twentieth of them.
+    assert all(case["temporary_mib"] < 0.05 * case["arguments_mib"] for case in steps)

@@ -1,0 +1,173 @@
+"""The GPU kernel in Pallas' GPU interpreter, against the reference."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from chunkattn.backends.pallas_gpu import kernel, plan, producer, walk
+from chunkattn.testing import check_backend
+from tests.gpu.interpreted import (
+    Interpreted,
+    Setting,
+    check_step,
+    draw_arrays,
+    draw_step,
+    recorded_races,
+    run_step,
+    use_small_tiles,
+    use_tensor_cores,
+)
+
+# A deadlock of the kernel hangs the interpreter.
+pytestmark = pytest.mark.timeout(600)
+
+SETTINGS = [
+    Setting(),
+    Setting(weighs=True, groups=4),
+    Setting(window=20, groups=3),
+    Setting(dtype="float16", groups=1, block_size=32),
+    Setting(kv_heads=2, groups=7),
+    Setting(head_dim=128, groups=8, block_size=64),
+    Setting(head_dim=256, block_size=128, groups=4),
+    Setting(head_dim=128, weighs=True, kv_heads=2, dtype="float16"),
+    Setting(window=40, block_size=32, groups=5, head_dim=128),
+    Setting(groups=6, scale=0.0),
+]
+SEEDS = 6
+QUICK = [(0, 1), (1, 3), (2, 2)]
+FAULT_SEED = 7
+"""A step with a prefix of several tiles, holes, and more tiles than the ring has places."""
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    use_small_tiles(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("number", "seed"),
+    [
+        pytest.param(number, seed, marks=[] if (number, seed) in QUICK else pytest.mark.slow)
+        for number in range(len(SETTINGS))
+        for seed in range(SEEDS)
+    ],
+)
+def test_equals_reference_without_races(number, seed, small_tiles):
+    with recorded_races() as races:
+        check_step(seed + 100 * number, SETTINGS[number])
+    assert not races.found
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_neighbours_change_no_bit_of_a_sequence(number, small_tiles):
+    setting, rng = SETTINGS[number], np.random.default_rng(FAULT_SEED)
+    batch = draw_step(rng, setting)
+    arrays, pools = draw_arrays(rng, batch, setting)
+    together, _ = run_step(Interpreted, arrays, pools, batch, setting)
+    sequences = np.unique(batch.row_seq[: batch.num_rows])
+    assert len(sequences) > 2
+    for sequence in sequences:
+        rows = np.flatnonzero(batch.row_seq[: batch.num_rows] == sequence)
+        order = np.concatenate([rows, np.setdiff1d(np.arange(len(batch.row_seq)), rows)])
+        columns = {name: getattr(batch, name)[order] for name in ("row_seq", "row_slot", "row_start")}
+        alone = replace(batch, num_rows=len(rows), **columns)
+        out, _ = run_step(Interpreted, [x[order] for x in arrays], pools, alone, setting)
+        np.testing.assert_array_equal(out, together[rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 5])
+def test_wgmma_itself_equals_reference(number, small_tiles, monkeypatch):
+    """Races are not looked for: the interpreter does not track what `wgmma` reads."""
+    use_tensor_cores(monkeypatch)
+    check_step(FAULT_SEED, SETTINGS[number], fresh=True)
+
+
+# Planted faults: each replaces one small function of the kernel.
+
+
+def without_waiting_for_values(monkeypatch):
+    monkeypatch.setattr(kernel, "wait_for_values", lambda here: None)
+
+
+def freeing_keys_before_they_are_read(monkeypatch):
+    def multiply(q, keys, free, then, *, twin):
+        plgpu.barrier_arrive(free)
+        return kernel.products.scores(q, keys, then, twin=twin)
+
+    monkeypatch.setattr(kernel, "multiply_keys", multiply)
+
+
+def overwriting_places_in_use(monkeypatch):
+    monkeypatch.setattr(producer, "wait_until_free", lambda free, turn, shape: None)
+
+
+def without_commit(monkeypatch):
+    monkeypatch.setattr(kernel, "commit", lambda: None)
+
+
+def seeing_one_slot_less(monkeypatch):
+    monkeypatch.setattr(kernel, "visible", lambda slot, last, start, end: (slot < last) & ((slot < end) | (slot >= start)))
+
+
+def ignoring_page_lengths(monkeypatch):
+    monkeypatch.setattr(walk, "page_len", lambda entry: jnp.int32(1 << 10) + (entry & 0))
+
+
+def cutting_the_prefix(monkeypatch):
+    ranges = plan.tile_ranges
+
+    def cut(batch, tiles, slots):
+        found = ranges(batch, tiles, slots)
+        return found._replace(first_end=np.maximum(found.first_end - 1, 0), second_start=found.second_start)
+
+    monkeypatch.setattr(plan, "tile_ranges", cut)
+
+
+def leaving_nan_in_values(monkeypatch):
+    def pass_on(gmem, smem, shape, walk, item, tile, place):
+        plgpu.barrier_wait(smem.values_raw.at[place])
+        for _ in range(shape.boxes):
+            plgpu.barrier_arrive(smem.values_here.at[place])
+
+    monkeypatch.setattr(producer, "_clean", pass_on)
+
+
+RACES = [without_waiting_for_values, freeing_keys_before_they_are_read, overwriting_places_in_use, without_commit]
+DIFFERENCES = [seeing_one_slot_less, ignoring_page_lengths, cutting_the_prefix, leaving_nan_in_values]
+
+
+@pytest.mark.parametrize("fault", [None, *RACES, *DIFFERENCES], ids=lambda fault: fault.__name__ if fault else "none")
+def test_planted_faults_are_noticed(fault, small_tiles, monkeypatch):
+    if fault is not None:
+        fault(monkeypatch)
+    difference = None
+    with recorded_races() as races:
+        try:
+            check_step(FAULT_SEED, Setting(), fresh=True)
+        except (AssertionError, jax.errors.JaxRuntimeError) as error:
+            difference = error
+    assert races.found == (fault in RACES)
+    assert isinstance(difference, AssertionError) if fault in DIFFERENCES else fault or not difference
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 1},
+        pytest.param({"weighs": True, "num_kv_heads": 2, "num_heads": 4, "seed": 2}, marks=pytest.mark.slow),
+        pytest.param({"window": 20, "dtype": "float16"}, marks=pytest.mark.slow),
+        pytest.param({"head_dim": 128, "block_size": 64, "num_heads": 8}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_check_backend_passes(options):
+    """Tiles and splits have their real sizes."""
+    given = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "dtype": "bfloat16", "block_size": 16, **options}
+    with recorded_races() as races:
+        check_backend(Interpreted, cases=1, **given)
+    assert not races.found

@@ -1,0 +1,197 @@
+"""The GPU backend on the host: its refusals, its cards and its work items. `tests/gpu` runs the kernel."""
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkattn.backends import AttentionBatch, AttentionSpec, make_backend
+from chunkattn.backends.pallas_gpu import plan, walk
+from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend, _within
+from chunkattn.backends.pallas_gpu.combine import CHUNK, REST
+from chunkattn.config import EngineConfig
+from chunkattn.engine.build import attention_spec
+from chunkattn.testing import random_steps
+
+SPEC = AttentionSpec(4, 2, 128, jnp.dtype("bfloat16"), 64)
+CARDS = {"NVIDIA A100-SXM4-80GB": "8.0", "NVIDIA H100 80GB HBM3": "9.0", "NVIDIA B200": "10.0"}
+
+
+class Compiled(PallasGpuBackend):
+    """The backend as it is on a GPU."""
+
+    name = "pallas_gpu"
+    interpret = False
+
+
+def stub_platform(monkeypatch, card):
+    """Let JAX see one card, or none."""
+    devices = [SimpleNamespace(device_kind=card, compute_capability=CARDS[card])] if card else jax.devices("cpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if card else "cpu")
+    monkeypatch.setattr(jax, "devices", lambda *platform: devices)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_auto_takes_the_kernel_on_hopper_alone(card, monkeypatch, caplog):
+    stub_platform(monkeypatch, card)
+    with caplog.at_level(logging.INFO, "chunkattn.backends.registry"):
+        chosen = make_backend("auto", SPEC).name
+    (record,) = caplog.records
+    if CARDS[card] == "9.0":
+        assert chosen == "pallas_gpu"
+        assert record.getMessage() == "attention_backend auto: pallas_gpu on gpu, the first choice there"
+    else:
+        assert chosen == "xla"
+        reason = f"a {card} has compute capability {CARDS[card]}; the kernel needs 9.0 (Hopper)"
+        assert record.getMessage().endswith(f"xla on gpu, because pallas_gpu cannot serve this model: {reason}")
+
+
+def test_without_a_gpu_the_interpreter_must_be_good_enough(monkeypatch):
+    stub_platform(monkeypatch, None)
+    monkeypatch.setenv("NPROC", "16")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert "the GPU interpreter of JAX" in PallasGpuBackend.supports(SPEC)
+    assert make_backend("auto", SPEC).name != "pallas_gpu"
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    assert PallasGpuBackend.supports(SPEC) is None
+    monkeypatch.setenv("NPROC", "2")
+    assert "hangs on 2 threads" in PallasGpuBackend.supports(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 96}, "head_dim must be one of 64, 128, 256, got 96"),
+        ({"num_heads": 18}, "at most 8 query heads may share a KV head, got 9"),
+        ({"block_size": 8}, "block_size must be one of 16, 32, 64, 128, got 8"),
+        ({"dtype": jnp.dtype("float32")}, "dtype must be bfloat16 or float16, got float32"),
+        ({"kv_dtype": jnp.dtype("float8_e4m3fn")}, "tensor cores multiply no float8_e4m3fn with bfloat16"),
+        ({"head_dim": 256, "block_size": 16, "dtype": jnp.dtype("float16"), "windows": (None, 512)}, None),
+    ],
+)
+def test_refuses_with_a_reason(change, reason):
+    found = Compiled.supports(replace(SPEC, **change))
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+def test_metadata_sizes_follow_from_the_batch_alone(weighs):
+    backend, rng = Compiled(replace(SPEC, block_size=16)), np.random.default_rng(0)
+    steps = [step for _ in range(8) for step in random_steps(rng, block_size=16, weighs=weighs)]
+    sizes = [jax.tree.map(np.shape, backend.build_metadata(step)) for step in steps]
+    assert all(size == sizes[0] for size in sizes)
+
+
+def seen_by(items, rows, shape):
+    """Return the slots that each item's rows see by the kernel's rule, with the page lengths left out."""
+    slots = np.arange(items[:, walk.SECOND_END].max(initial=0) * shape.slots)
+    tile = slots // shape.slots
+    for item, bounds in zip(items, rows):
+        visited = (tile < item[walk.FIRST_END]) | ((tile >= item[walk.SECOND_START]) & (tile < item[walk.SECOND_END]))
+        last, start = bounds.reshape(2, -1, 1)
+        mask = (slots <= last) & ((slots < item[walk.PREFIX_END]) | (slots >= start))
+        whole = (tile < item[walk.FULL_END]) | ((tile >= item[walk.FULL_START]) & (tile < item[walk.FULL_STOP]))
+        yield item, slots, visited, mask, whole
+
+
+def expected(batch, row, window):
+    """Return the slots that a row sees, with the page lengths left out."""
+    slots = np.arange(batch.block_tables.shape[1] * batch.block_size)
+    slot, end = batch.row_slot[row], batch.prefix_end[batch.row_seq[row]]
+    seen = (slots <= slot) & ((slots < end) | (slots >= batch.row_start[row]))
+    return set(slots[seen & (slots > slot - (window or 1 << 30))].tolist())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("window", "weighs"), [(None, False), (50, False), (None, True)])
+def test_items_hold_every_visible_slot_of_every_row_once(head_dim, window, weighs, monkeypatch):
+    monkeypatch.setattr(plan, "SPLIT_SLOTS", 128)
+    monkeypatch.setattr(plan, "MOST_SPLITS", 3)
+    backend, rng = Compiled(replace(SPEC, head_dim=head_dim, block_size=16)), np.random.default_rng(1)
+    shapes = {"tiles": backend.tile_shape, "questions": backend.question_shape, "decodes": backend.decode_shape}
+    for _ in range(12):
+        for batch in random_steps(rng, block_size=16, scale=4, plain=window is not None, weighs=weighs):
+            metadata, found = backend.build_metadata(batch), [set() for _ in range(batch.num_rows)]
+            kinds = [{} for _ in range(batch.num_rows)]
+            for name, shape in shapes.items():
+                work = getattr(metadata, name)
+                if work is None:
+                    continue
+                number = len(work.items) if work.num_items is None else work.num_items[0]
+                items, rows = work.items[:number], None if work.rows is None else work.rows[:number]
+                if window is not None:
+                    moved = _within(jnp.asarray(items), None if rows is None else jnp.asarray(rows), window, shape)
+                    items, rows = jax.tree.map(np.asarray, moved)
+                if rows is None:
+                    bounds = items[:, [walk.HIGH, walk.LOW]]
+                    rows = np.repeat(bounds[:, :, None], backend.groups, axis=2)
+                place = {int(p): row for row, p in enumerate(work.place[: batch.num_rows]) if p >= 0}
+                for item, slots, visited, mask, whole in seen_by(items, rows, shape):
+                    block, per_block = item[walk.QUERY], work.tokens.shape[1]
+                    tokens = [place.get(int(block * per_block + token)) for token in range(per_block)]
+                    for token, row in enumerate(tokens):
+                        if row is None:
+                            continue
+                        seen = mask[token * backend.groups]
+                        assert not (whole & visited & ~seen).any()
+                        own = set(slots[visited & seen].tolist())
+                        assert not own & found[row]
+                        found[row] |= own
+                        kind = REST if work.kinds is None else int(work.kinds.ravel()[item[walk.OUT]])
+                        kinds[row].update(dict.fromkeys(own, kind))
+            weighing = batch.row_weighing()
+            for row in range(batch.num_rows):
+                assert found[row] == expected(batch, row, window)
+                if weighing is not None:
+                    begin, end = weighing.begin[row], weighing.end[row]
+                    assert all((kind == CHUNK) == (begin <= slot < end) for slot, kind in kinds[row].items())
+
+
+def test_the_splits_of_a_decode_depend_on_its_slot_alone():
+    """A row's items are the same, whatever the other rows of the step and the width of the page table."""
+    backend = Compiled(SPEC)
+
+    def items_of(slots, width):
+        rows = len(slots)
+        batch = AttentionBatch(
+            rows,
+            np.arange(rows, dtype=np.int32),
+            np.asarray(slots, np.int32),
+            *np.zeros((2, rows), np.int32),
+            np.zeros((rows, width), np.int32),
+            np.full((rows, width), 64, np.int32),
+            64,
+        )
+        work = backend.build_metadata(batch).decodes
+        items = work.items[: work.num_items[0]]
+        ranges = items[:, [walk.SECOND_START, walk.SECOND_END, walk.LOW, walk.HIGH]]
+        return [ranges[items[:, walk.QUERY] == row].tolist() for row in range(rows)]
+
+    slots = [0, 511, 512, 5000, 8191, 8192, 20000, 31999]
+    together = items_of(slots, 512)
+    assert together == [items_of([slot], slot // 64 + 1)[0] for slot in slots]
+    assert [len(items) for items in together] == [1, 1, 2, 10, 16, 9, 14, 16]
+
+
+def test_the_default_page_size_is_that_of_the_platform(monkeypatch):
+    model = SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=64, windows=(None,))
+    for platform, size in (("gpu", 64), ("cpu", 16), ("tpu", 16)):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        assert attention_spec(EngineConfig(), model, jnp.dtype("bfloat16")).block_size == size
+        assert attention_spec(EngineConfig(block_size=32), model, jnp.dtype("bfloat16")).block_size == 32
+
+
+@pytest.mark.parametrize(("head_dim", "block_size", "window"), [(64, 16, None), (128, 64, 100), (256, 128, None)])
+def test_steps_lower_for_cuda(head_dim, block_size, window):
+    """Mosaic GPU accepts every kernel of a step, in this JAX and without CUDA. `benchmarks.gpu_aot` goes on to machine code."""
+    backend = Compiled(replace(SPEC, head_dim=head_dim, block_size=block_size, windows=(window,)))
+    (batch, *_) = random_steps(np.random.default_rng(0), block_size=block_size, weighs=window is None)
+    arrays = [jnp.zeros((len(batch.row_seq), heads, head_dim), jnp.bfloat16) for heads in (4, 2, 2)]
+    step = jax.jit(backend.forward, static_argnames=("scale", "window"))
+    given = (*arrays, backend.allocate(8), backend.build_metadata(batch))
+    lowered = step.trace(*given, scale=0.1, window=window).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == (2 if batch.weighing is None else 3)
