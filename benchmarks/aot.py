@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from transformers import LlamaConfig
 
-from chunkattn.backends import AttentionBackend, AttentionSpec
+from chunkattn.backends import AttentionBackend, AttentionBatch, AttentionSpec
+from chunkattn.backends.base import Weighing
 from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.config import EngineConfig
 from chunkattn.engine.batch import BatchBuilder
@@ -42,6 +44,42 @@ MODELS = {
         tie_word_embeddings=False,
     ),
 }
+
+
+class LayerCase:
+    """Sizes of one layer's call, whose dataclasses name the fields; `weighs` is true if the step weighs chunks anew."""
+
+    head_dim: int
+    block_size: int
+    dtype: str
+    heads: int
+    kv_heads: int
+    rows: int
+    sequences: int
+    width: int
+    pages: int
+    window: int | None
+    weighs: bool
+    kv_dtype: str | None = None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Return the spec that the backend gets."""
+        kept = None if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
+        dtype = jnp.dtype(self.dtype)
+        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, dtype, self.block_size, (self.window,), kept)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Return the bytes of one layer's K and V."""
+        return 2 * self.pages * self.kv_heads * self.block_size * self.head_dim * self.spec.cache_dtype.itemsize
+
+    def batch(self) -> AttentionBatch:
+        """Return an empty step of these sizes; compilation depends on the sizes alone."""
+        row, seq = np.zeros(self.rows, np.int32), np.zeros(self.sequences, np.int32)
+        table = np.zeros((self.sequences, self.width), np.int32)
+        weighing = Weighing(seq, *np.ones((2, self.sequences), np.float32)) if self.weighs else None
+        return AttentionBatch(0, row, row, row, seq, table, table, self.block_size, weighing)
 
 
 def compile_call(

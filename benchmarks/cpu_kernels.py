@@ -29,8 +29,15 @@ from chunkattn.models import linear
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 16
 LAYERS = 4
 PREFIX, DOCUMENTS, DOCUMENT, QUESTION = 32, 12, 500, 50
-MATRICES = {"attention and MLP": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)), "vocabulary": ((151936, 1024),)}
-"""Shapes of weights, `(out, in)`; the first group once for each of 28 layers."""
+MATRICES = {
+    "attention and MLP": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
+    "vocabulary": ((151936, 1024),),
+    "apart": ((2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)),
+}
+"""Shapes of weights, `(out, in)`, once for each of 28 layers, but one vocabulary.
+
+The first group joins Q, K and V, and gate and up. `apart` has the same weights one by one.
+"""
 
 
 def batch(rows: list[tuple[int, int, int]], lengths: list[list[int]], prefix: int, weighed: bool = False) -> AttentionBatch:
@@ -132,11 +139,11 @@ def compare(name: str, calls: Mapping[str, Callable[[], None]], rounds: int, per
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["attention", "ratios", "products"], nargs="+")
+    parser.add_argument("--only", choices=["attention", "ratios", "products", "joined"], nargs="+")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    wanted, dtype = args.only or ["attention", "ratios", "products"], jnp.dtype(args.dtype)
+    wanted, dtype = args.only or ["attention", "ratios", "products", "joined"], jnp.dtype(args.dtype)
     if reason := library.refusal():
         parser.error(f"the native kernels are missing: {reason}")
     if "attention" in wanted:
@@ -169,9 +176,14 @@ def main() -> None:
     if "products" in wanted:
         print("products with the weights of Qwen3-0.6B; ratio: xla over native")
         for rows in (1, 2, 4, 8, 16, 32):
-            for name in MATRICES:
+            for name in ("attention and MLP", "vocabulary"):
                 calls = {"native": product(rows, name, few_rows.multiply), "xla": product(rows, name, linear.dot)}
                 compare(f"{rows} rows, {name}", calls, args.rounds)
+    if "joined" in wanted:
+        print("native products of joined and of separate projections; ratio: apart over joined")
+        for rows in (1, 8, 16):
+            names = {"joined": "attention and MLP", "apart": "apart"}
+            compare(f"{rows} rows", {kind: product(rows, name, few_rows.multiply) for kind, name in names.items()}, args.rounds)
 
 
 if __name__ == "__main__":

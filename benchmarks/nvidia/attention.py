@@ -9,13 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.aot import MIB, compile_call
+from benchmarks.aot import MIB, LayerCase, compile_call
 from benchmarks.nvidia.hopper import BANDWIDTH, CLOCK, MULTIPROCESSORS, sharding
 from benchmarks.nvidia.kernels import SLOTS, Kernel, UnknownDump, forget_kernels, read_kernels
-from chunkattn.backends import AttentionBatch, AttentionSpec
-from chunkattn.backends.base import Weighing
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.pallas_gpu.shape import Shape
 
@@ -30,7 +27,7 @@ class CompiledBackend(PallasGpuBackend):
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(LayerCase):
     """One compilation: a model's heads, the engine's settings, and the sizes of a step."""
 
     head_dim: int = 128
@@ -45,23 +42,6 @@ class Case:
     window: int | None = None
     weighs: bool = False
     """True if the step weighs chunks anew."""
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """Return the spec that the backend gets."""
-        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype), self.block_size, (self.window,))
-
-    @property
-    def pool_bytes(self) -> int:
-        """Return the bytes of one layer's K and V."""
-        return 2 * self.pages * self.kv_heads * self.block_size * self.head_dim * self.spec.cache_dtype.itemsize
-
-    def batch(self) -> AttentionBatch:
-        """Return an empty step of these sizes; compilation depends on the sizes alone."""
-        row, seq = np.zeros(self.rows, np.int32), np.zeros(self.sequences, np.int32)
-        table = np.zeros((self.sequences, self.width), np.int32)
-        weighing = Weighing(seq, *np.ones((2, self.sequences), np.float32)) if self.weighs else None
-        return AttentionBatch(0, row, row, row, seq, table, table, self.block_size, weighing)
 
 
 def cases() -> Iterator[Case]:

@@ -10,13 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.aot import MIB, compile_call
+from benchmarks.aot import MIB, LayerCase, compile_call
 from benchmarks.tpu.chips import CHIPS, Chip
 from benchmarks.tpu.schedule import Block, Schedule, UnknownSchedule, pick, read_schedules, unknown
-from chunkattn.backends import AttentionBatch, AttentionSpec
-from chunkattn.backends.base import Weighing
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
 from chunkattn.backends.pallas_tpu.blocks import Shape
 
@@ -25,7 +22,7 @@ TILE = 128 * 128
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(LayerCase):
     """One compilation: a chip, a model's heads, and the sizes of a step."""
 
     chip: str
@@ -42,25 +39,6 @@ class Case:
     kv_dtype: str | None = None
     weighs: bool = False
     """True if the step weighs chunks anew."""
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """Return the spec that the backend gets."""
-        kept = None if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
-        dtype = jnp.dtype(self.dtype)
-        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, dtype, self.block_size, (self.window,), kept)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Return the bytes of one layer's K and V."""
-        return 2 * self.pages * self.kv_heads * self.block_size * self.head_dim * self.spec.cache_dtype.itemsize
-
-    def batch(self) -> AttentionBatch:
-        """Return an empty step of these sizes; compilation depends on the sizes alone."""
-        row, seq = np.zeros(self.rows, np.int32), np.zeros(self.sequences, np.int32)
-        table = np.zeros((self.sequences, self.width), np.int32)
-        weighing = Weighing(seq, *np.ones((2, self.sequences), np.float32)) if self.weighs else None
-        return AttentionBatch(0, row, row, row, seq, table, table, self.block_size, weighing)
 
 
 def compiled_backend(chip: str) -> type[PallasTpuBackend]:

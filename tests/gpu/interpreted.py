@@ -22,7 +22,7 @@ from chunkattn.testing import random_steps
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step is drawn from and computed for."""
+    """Settings of a random step: heads, cache, window and weighing."""
 
     head_dim: int = 64
     groups: int = 2
