@@ -13,12 +13,18 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from chunkattn import LLM
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
 from tests.costs import Costs
 
 collect_ignore = ["gpu", "vllm"]  # need environments with a newer JAX, and with vLLM
+
+
+# Fixed seeds, and no time limit for an example.
+settings.register_profile("chunkattn", derandomize=True, deadline=None)
+settings.load_profile("chunkattn")
 
 
 def pytest_configure(config):

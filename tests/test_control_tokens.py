@@ -108,7 +108,7 @@ def parts(layout):
 TEXTS = st.lists(st.sampled_from([*SPECIAL, *KEPT, "<|", "|>", "end", " ", "a b", "\n", "東", "é", "<", "x"]), max_size=12)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(TEXTS.map("".join))
 def test_documents_are_as_without_the_special_tokens(pair, text):
     tokenizer, without = pair
@@ -120,7 +120,7 @@ def test_documents_are_as_without_the_special_tokens(pair, text):
         assert ids == bare(tokenizer, text)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(TEXTS.map("".join))
 def test_a_document_template_writes_special_tokens_and_its_document_none(pair, text):
     tokenizer, _ = pair
@@ -339,7 +339,6 @@ def test_rerank_templates_behind_metaspace():
 
 
 @given(st.lists(st.text("ab<|", min_size=1, max_size=4), min_size=1, max_size=6), st.text("ab<|", max_size=20))
-@settings(derandomize=True, deadline=None)
 def test_find_is_leftmost_and_longest(names, text):
     found, place = [], 0
     while place < len(text):

@@ -30,7 +30,7 @@ TINY = (
 # All but what the description leaves out: older names of described routes (/score, /rerank, /v2/rerank), and /static.
 DESCRIBED = schemathesis.openapi.from_dict(create_app(AsyncLLM()).openapi())
 OPERATIONS = [found.ok() for found in DESCRIBED.get_all_operations()]
-EXAMPLES = settings(max_examples=50, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck])
+EXAMPLES = settings(max_examples=50, database=None, suppress_health_check=[*HealthCheck])
 """Health checks are about time, and about how seldom a body is valid."""
 
 

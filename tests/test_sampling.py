@@ -58,7 +58,7 @@ def rows_for(params, prompt, output):
     return [SampleRow(0, Sequence(request, 0, output_ids=output), 0)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(0, V - 1), min_size=1, max_size=20),
     st.lists(st.integers(0, V - 1), max_size=20),
@@ -155,7 +155,7 @@ def head(tokenizer, ids):
         return raw[: error.start].decode()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_however_often_text_is_asked_for_it_is_the_same(tokenizer, data):
     """And characters before bytes that are none are there, whether cut off or astray."""

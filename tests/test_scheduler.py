@@ -159,7 +159,7 @@ chunks = st.lists(st.sampled_from([[1] * 5, [2] * 16, [3] * 20, [4] * 33, [1] * 
 prompts = st.tuples(st.sampled_from([[], [8] * 7, [8] * 16, [8] * 20]), chunks, st.sampled_from([[9], [9] * 16, [6] * 40]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(prompts, st.integers(1, 40), st.integers(1, 3), st.integers(-1, 1)), min_size=1, max_size=10),
     st.sampled_from([17, 20, 40]),
