@@ -94,8 +94,9 @@ def compare(results: list[dict[str, Any]]) -> list[str]:
     peers = {r["head_dim"]: r["kernels"]["attention_mgpu"] for r in results if r["kind"] == "attention_mgpu" and r["compiled"]}
     ours: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for result in results:
-        if result["kind"] == "pallas_gpu" and result["compiled"] and result["head_dim"] in peers:
-            ours.setdefault((result["head_dim"], result["block_size"]), []).append(result["kernels"]["tiles"])
+        kernels = result.get("kernels", {})
+        if result["kind"] == "pallas_gpu" and "tiles" in kernels and result["head_dim"] in peers:
+            ours.setdefault((result["head_dim"], result["block_size"]), []).append(kernels["tiles"])
     lines = []
     for (head_dim, block_size), kernels in sorted(ours.items()):
         parts = []
@@ -121,7 +122,7 @@ def main() -> None:
     from benchmarks.nvidia import attention, peer, step
 
     parts: dict[str, Iterable[Any]] = {
-        "kernels": islice(attention.cases(), 2) if args.quick else attention.cases(),
+        "kernels": islice(attention.cases(), 3) if args.quick else attention.cases(),
         "peers": (case for head_dim in ((128,) if args.quick else HEAD_DIMS) for case in peer.peers(head_dim)),
         "steps": step.steps(args.layers or (2 if args.quick else None)),
     }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chunkattn.backends import AttentionBatch, AttentionSpec, make_backend
-from chunkattn.backends.pallas_gpu import plan, walk
+from chunkattn.backends.pallas_gpu import plan, splits, walk
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend, _within
 from chunkattn.backends.pallas_gpu.combine import CHUNK, REST
 from chunkattn.config import EngineConfig
@@ -78,21 +78,31 @@ def test_refuses_with_a_reason(change, reason):
     assert found is None if reason is None else reason in found
 
 
+@pytest.mark.parametrize("multiprocessors", [132, 1])
 @pytest.mark.parametrize("weighs", [False, True])
-def test_metadata_sizes_follow_from_the_batch_alone(weighs):
+def test_metadata_sizes_follow_from_the_batch_alone(weighs, multiprocessors, monkeypatch):
+    monkeypatch.setattr(Compiled, "multiprocessors", multiprocessors)
     backend, rng = Compiled(replace(SPEC, block_size=16)), np.random.default_rng(0)
     steps = [step for _ in range(8) for step in random_steps(rng, block_size=16, weighs=weighs)]
     sizes = [jax.tree.map(np.shape, backend.build_metadata(step)) for step in steps]
     assert all(size == sizes[0] for size in sizes)
 
 
-def seen_by(items, rows, shape):
+def seen_by(work, window, shape):
     """Return the slots that each item's rows see by the kernel's rule, with the page lengths left out."""
+    number = len(work.items) if work.splits is None else work.splits.num_items[0]
+    items, rows = work.items[:number], work.rows
+    if window is not None:
+        moved = _within(jnp.asarray(items), None if rows is None else jnp.asarray(rows), window, shape)
+        items, rows = jax.tree.map(np.asarray, moved)
     slots = np.arange(items[:, walk.SECOND_END].max(initial=0) * shape.slots)
     tile = slots // shape.slots
-    for item, bounds in zip(items, rows):
+    for item in items:
         visited = (tile < item[walk.FIRST_END]) | ((tile >= item[walk.SECOND_START]) & (tile < item[walk.SECOND_END]))
-        last, start = bounds.reshape(2, -1, 1)
+        high, low = np.repeat(item[[walk.HIGH, walk.LOW], None, None], shape.rows, axis=1)
+        last, start = (high, low) if rows is None else rows[item[walk.QUERY]].reshape(2, -1, 1)
+        if shape.states:
+            last, start = np.minimum(last, high), np.maximum(start, low)
         mask = (slots <= last) & ((slots < item[walk.PREFIX_END]) | (slots >= start))
         whole = (tile < item[walk.FULL_END]) | ((tile >= item[walk.FULL_START]) & (tile < item[walk.FULL_STOP]))
         yield item, slots, visited, mask, whole
@@ -108,11 +118,14 @@ def expected(batch, row, window):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("window", "weighs"), [(None, False), (50, False), (None, True)])
-def test_items_hold_every_visible_slot_of_every_row_once(head_dim, window, weighs, monkeypatch):
-    monkeypatch.setattr(plan, "SPLIT_SLOTS", 128)
+@pytest.mark.parametrize("multiprocessors", [132, 1], ids=["split", "whole"])
+def test_items_hold_every_visible_slot_of_every_row_once(head_dim, window, weighs, multiprocessors, monkeypatch):
+    monkeypatch.setattr(splits, "SPLIT_SLOTS", 128)
     monkeypatch.setattr(plan, "MOST_SPLITS", 3)
+    monkeypatch.setattr(Compiled, "multiprocessors", multiprocessors)
     backend, rng = Compiled(replace(SPEC, head_dim=head_dim, block_size=16)), np.random.default_rng(1)
-    shapes = {"tiles": backend.tile_shape, "questions": backend.question_shape, "decodes": backend.decode_shape}
+    shapes = {"tiles": backend.tile_shape, "blocks": backend.block_shape, "decodes": backend.decode_shape}
+    most = 0
     for _ in range(12):
         for batch in random_steps(rng, block_size=16, scale=4, plain=window is not None, weighs=weighs):
             metadata, found = backend.build_metadata(batch), [set() for _ in range(batch.num_rows)]
@@ -121,17 +134,10 @@ def test_items_hold_every_visible_slot_of_every_row_once(head_dim, window, weigh
                 work = getattr(metadata, name)
                 if work is None:
                     continue
-                number = len(work.items) if work.num_items is None else work.num_items[0]
-                items, rows = work.items[:number], None if work.rows is None else work.rows[:number]
-                if window is not None:
-                    moved = _within(jnp.asarray(items), None if rows is None else jnp.asarray(rows), window, shape)
-                    items, rows = jax.tree.map(np.asarray, moved)
-                if rows is None:
-                    bounds = items[:, [walk.HIGH, walk.LOW]]
-                    rows = np.repeat(bounds[:, :, None], backend.groups, axis=2)
                 place = {int(p): row for row, p in enumerate(work.place[: batch.num_rows]) if p >= 0}
-                for item, slots, visited, mask, whole in seen_by(items, rows, shape):
+                for item, slots, visited, mask, whole in seen_by(work, window, shape):
                     block, per_block = item[walk.QUERY], work.tokens.shape[1]
+                    most = max(most, item[walk.OUT] % work.splits.kinds.shape[1] if name == "blocks" else 0)
                     tokens = [place.get(int(block * per_block + token)) for token in range(per_block)]
                     for token, row in enumerate(tokens):
                         if row is None:
@@ -141,7 +147,7 @@ def test_items_hold_every_visible_slot_of_every_row_once(head_dim, window, weigh
                         own = set(slots[visited & seen].tolist())
                         assert not own & found[row]
                         found[row] |= own
-                        kind = REST if work.kinds is None else int(work.kinds.ravel()[item[walk.OUT]])
+                        kind = REST if work.splits is None else int(work.splits.kinds.ravel()[item[walk.OUT]])
                         kinds[row].update(dict.fromkeys(own, kind))
             weighing = batch.row_weighing()
             for row in range(batch.num_rows):
@@ -149,6 +155,7 @@ def test_items_hold_every_visible_slot_of_every_row_once(head_dim, window, weigh
                 if weighing is not None:
                     begin, end = weighing.begin[row], weighing.end[row]
                     assert all((kind == CHUNK) == (begin <= slot < end) for slot, kind in kinds[row].items())
+    assert (most > 1) == (multiprocessors > 1 or weighs)
 
 
 def test_the_splits_of_a_decode_depend_on_its_slot_alone():
@@ -167,7 +174,7 @@ def test_the_splits_of_a_decode_depend_on_its_slot_alone():
             64,
         )
         work = backend.build_metadata(batch).decodes
-        items = work.items[: work.num_items[0]]
+        items = work.items[: work.splits.num_items[0]]
         ranges = items[:, [walk.SECOND_START, walk.SECOND_END, walk.LOW, walk.HIGH]]
         return [ranges[items[:, walk.QUERY] == row].tolist() for row in range(rows)]
 
@@ -175,6 +182,40 @@ def test_the_splits_of_a_decode_depend_on_its_slot_alone():
     together = items_of(slots, 512)
     assert together == [items_of([slot], slot // 64 + 1)[0] for slot in slots]
     assert [len(items) for items in together] == [1, 1, 2, 10, 16, 9, 14, 16]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sequences", "spec", "splits"),
+    [
+        (64, 8, AttentionSpec(16, 8, 128, jnp.dtype("bfloat16"), 64), 16),
+        (64, 64, AttentionSpec(16, 8, 128, jnp.dtype("bfloat16"), 64), 7),
+        (256, 64, AttentionSpec(32, 8, 128, jnp.dtype("bfloat16"), 64), 6),
+        (256, 300, AttentionSpec(32, 8, 128, jnp.dtype("bfloat16"), 64), 1),
+        (512, 64, AttentionSpec(32, 8, 128, jnp.dtype("bfloat16"), 64), 1),
+        (64, 8, AttentionSpec(32, 32, 128, jnp.dtype("bfloat16"), 64), 5),
+    ],
+)
+def test_blocks_are_split_in_steps_that_leave_multiprocessors_idle(rows, sequences, spec, splits):
+    table = np.zeros((sequences, 1), np.int32)
+    batch = AttentionBatch(0, *np.zeros((3, rows), np.int32), np.zeros(sequences, np.int32), table, table, 64)
+    assert Compiled(spec).block_splits(batch) == splits
+    metadata = Compiled(spec).build_metadata(batch)
+    assert (metadata.tiles is None, metadata.blocks is None) == (splits > 1, splits == 1)
+
+
+def test_a_question_alone_occupies_most_of_the_card():
+    """50 tokens behind 12 documents of 500: 192 items for 132 multiprocessors, where whole tiles would be 8."""
+    backend = Compiled(AttentionSpec(16, 8, 128, jnp.dtype("bfloat16"), 64))
+    slots, rows, width = np.arange(6000, 6050, dtype=np.int32), 64, 96
+    columns = np.zeros((3, rows), np.int32)
+    columns[1, : len(slots)] = slots
+    length = np.full((8, width), 64, np.int32)
+    batch = AttentionBatch(len(slots), *columns, np.zeros(8, np.int32), np.zeros((8, width), np.int32), length, 64)
+    work = backend.build_metadata(batch).blocks
+    items = work.items[: work.splits.num_items[0]]
+    assert len(items) * backend.spec.num_kv_heads == 2 * 12 * 8
+    longest = (items[:, walk.SECOND_END] - items[:, walk.SECOND_START]).max() * backend.block_shape.slots
+    assert longest == splits.SPLIT_SLOTS
 
 
 def test_the_default_page_size_is_that_of_the_platform(monkeypatch):
@@ -185,13 +226,17 @@ def test_the_default_page_size_is_that_of_the_platform(monkeypatch):
         assert attention_spec(EngineConfig(block_size=32), model, jnp.dtype("bfloat16")).block_size == 32
 
 
-@pytest.mark.parametrize(("head_dim", "block_size", "window"), [(64, 16, None), (128, 64, 100), (256, 128, None)])
-def test_steps_lower_for_cuda(head_dim, block_size, window):
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "window", "multiprocessors", "kernels"),
+    [(64, 16, None, 132, 2), (128, 64, 100, 1, 2), (256, 128, None, 1, 3)],
+)
+def test_steps_lower_for_cuda(head_dim, block_size, window, multiprocessors, kernels, monkeypatch):
     """Mosaic GPU accepts every kernel of a step, in this JAX and without CUDA. `benchmarks.gpu_aot` goes on to machine code."""
+    monkeypatch.setattr(Compiled, "multiprocessors", multiprocessors)
     backend = Compiled(replace(SPEC, head_dim=head_dim, block_size=block_size, windows=(window,)))
     (batch, *_) = random_steps(np.random.default_rng(0), block_size=block_size, weighs=window is None)
     arrays = [jnp.zeros((len(batch.row_seq), heads, head_dim), jnp.bfloat16) for heads in (4, 2, 2)]
     step = jax.jit(backend.forward, static_argnames=("scale", "window"))
     given = (*arrays, backend.allocate(8), backend.build_metadata(batch))
     lowered = step.trace(*given, scale=0.1, window=window).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == (2 if batch.weighing is None else 3)
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == kernels

@@ -49,6 +49,7 @@ def cases() -> Iterator[Case]:
     common = Case()
     yield common
     yield replace(common, weighs=True)
+    yield replace(common, rows=64)
     yield replace(common, head_dim=64, heads=14, kv_heads=2)
     yield replace(common, head_dim=256, heads=8, kv_heads=1)
     yield replace(common, block_size=16, pages=16384, width=256)
@@ -59,6 +60,7 @@ def cases() -> Iterator[Case]:
     yield replace(common, heads=32, rows=8192, sequences=256, width=2048)
     yield replace(common, rows=131072, sequences=1, width=2048)
     yield replace(common, rows=8, sequences=1, width=1)
+    yield replace(common, rows=256, heads=32, weighs=True)
 
 
 def grid() -> Iterator[Case]:
@@ -69,7 +71,7 @@ def grid() -> Iterator[Case]:
             for dtype in ("bfloat16", "float16"):
                 for options in ({"weighs": True}, {"window": 4096}):
                     heads, kv_heads = next(ratios)
-                    yield Case(head_dim, block_size, dtype, heads, kv_heads, 512, 16, 64, 512, **options)
+                    yield Case(head_dim, block_size, dtype, heads, kv_heads, 4096, 16, 64, 512, **options)
 
 
 def lower(case: Case, backend: PallasGpuBackend) -> jax.stages.Lowered:
@@ -108,9 +110,9 @@ def compile_case(case: Case, dumps: Path) -> dict[str, Any]:
         forget_kernels(dumps)
         return result
     kernels = read_kernels(dumps)
-    shapes = {"tiles": backend.tile_shape, "questions": backend.question_shape, "decodes": backend.decode_shape}
-    if not case.weighs:
-        del shapes["questions"]
+    metadata = backend.build_metadata(case.batch())
+    shapes = {"tiles": backend.tile_shape, "blocks": backend.block_shape, "decodes": backend.decode_shape}
+    shapes = {name: shape for name, shape in shapes.items() if getattr(metadata, name) is not None}
     if len(kernels) != len(shapes):
         raise UnknownDump(f"{len(kernels)} kernels were compiled, not {len(shapes)}")
     return result | {

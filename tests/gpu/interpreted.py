@@ -14,15 +14,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from chunkattn.backends.base import AttentionBatch, AttentionSpec
-from chunkattn.backends.pallas_gpu import plan, products, shape
+from chunkattn.backends.pallas_gpu import plan, products, shape, splits
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.reference import ReferenceBackend
 from chunkattn.testing import random_steps
 
 
+class Interpreted(PallasGpuBackend):
+    """The backend with race detection. Few blocks of threads share the decodes, so each takes several."""
+
+    name = "pallas_gpu"
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    multiprocessors = 3
+
+
+class Whole(Interpreted):
+    """The backend as in steps of many rows: it splits no blocks."""
+
+    def block_splits(self, batch: AttentionBatch) -> int:
+        return 1
+
+
+class Splitting(Interpreted):
+    """The backend as in steps of few rows: it splits all blocks."""
+
+    def block_splits(self, batch: AttentionBatch) -> int:
+        return plan.MOST_SPLITS
+
+
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a random step: heads, cache, window and weighing."""
+    """Settings of a random step: heads, cache, window, weighing, and whether blocks of rows are split."""
 
     head_dim: int = 64
     groups: int = 2
@@ -31,6 +53,7 @@ class Setting:
     block_size: int = 16
     window: int | None = None
     weighs: bool = False
+    splits: bool = False
     scale: float | None = None
 
     @property
@@ -38,13 +61,9 @@ class Setting:
         heads = self.groups * self.kv_heads
         return AttentionSpec(heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype), self.block_size, (self.window,))
 
-
-class Interpreted(PallasGpuBackend):
-    """The backend with race detection. Few blocks of threads share the decodes, so each takes several."""
-
-    name = "pallas_gpu"
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    blocks = 2
+    @property
+    def backend(self) -> type[Interpreted]:
+        return Splitting if self.splits else Whole
 
 
 def use_small_tiles(monkeypatch):
@@ -52,7 +71,7 @@ def use_small_tiles(monkeypatch):
     small = {64: (64, 2), 128: (64, 2), 256: (64, 2)}
     monkeypatch.setattr(shape, "_TILES", small)
     monkeypatch.setattr(shape, "_STATE_TILES", small)
-    monkeypatch.setattr(plan, "SPLIT_SLOTS", 64)
+    monkeypatch.setattr(splits, "SPLIT_SLOTS", 64)
     monkeypatch.setattr(plan, "MOST_SPLITS", 3)
 
 
@@ -190,7 +209,7 @@ def run_step(cls: type, arrays, pools, batch: AttentionBatch, setting: Setting, 
     """Return the outputs of a step's rows and the written pools.
 
     Args:
-        cls: `Interpreted` or `ReferenceBackend`.
+        cls: `Setting.backend` or `ReferenceBackend`.
         arrays: q, k and v.
         pools: see `draw_arrays`.
         batch: the step.
@@ -198,7 +217,7 @@ def run_step(cls: type, arrays, pools, batch: AttentionBatch, setting: Setting, 
         fresh: compile anew, for a backend with a planted fault.
     """
     backend, forward = _forward.__wrapped__(cls, setting.spec) if fresh else _forward(cls, setting.spec)
-    swap = (lambda x: x.swapaxes(1, 2)) if cls is Interpreted else (lambda x: x)
+    swap = (lambda x: x.swapaxes(1, 2)) if issubclass(cls, PallasGpuBackend) else (lambda x: x)
     scale = setting.head_dim**-0.5 if setting.scale is None else setting.scale
     metadata = jax.tree.map(jnp.asarray, backend.build_metadata(batch))
     out, cache = forward(*arrays, tuple(swap(pool) for pool in pools), metadata, scale=scale, window=setting.window)
@@ -212,7 +231,7 @@ def check_step(seed: int, setting: Setting, *, fresh: bool = False) -> None:
     rng = np.random.default_rng(seed)
     batch = draw_step(rng, setting)
     given = (*draw_arrays(rng, batch, setting), batch, setting)
-    ours, pool = run_step(Interpreted, *given, fresh=fresh)
+    ours, pool = run_step(setting.backend, *given, fresh=fresh)
     theirs, expected = run_step(ReferenceBackend, *given)
     tolerance = {"bfloat16": 2e-2, "float16": 2.5e-3}[setting.dtype]
     np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance)

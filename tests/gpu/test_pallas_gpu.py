@@ -36,9 +36,14 @@ SETTINGS = [
     Setting(head_dim=128, weighs=True, kv_heads=2, dtype="float16"),
     Setting(window=40, block_size=32, groups=5, head_dim=128),
     Setting(groups=6, scale=0.0),
+    Setting(splits=True),
+    Setting(splits=True, weighs=True, groups=3, kv_heads=2, dtype="float16"),
+    Setting(splits=True, window=30, groups=5, block_size=32),
+    Setting(splits=True, head_dim=128, groups=8, block_size=64),
+    Setting(splits=True, head_dim=256, weighs=True, block_size=128),
 ]
-SEEDS = 6
-QUICK = [(0, 1), (1, 3), (2, 2)]
+SEEDS = 5
+QUICK = [(0, 1), (1, 3), (2, 2), (11, 0)]
 FAULT_SEED = 7
 """A step with a prefix of several tiles, holes, and more tiles than the ring has places."""
 
@@ -62,12 +67,12 @@ def test_equals_reference_without_races(number, seed, small_tiles):
     assert not races.found
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(11, marks=pytest.mark.slow)])
 def test_neighbours_change_no_bit_of_a_sequence(number, small_tiles):
     setting, rng = SETTINGS[number], np.random.default_rng(FAULT_SEED)
     batch = draw_step(rng, setting)
     arrays, pools = draw_arrays(rng, batch, setting)
-    together, _ = run_step(Interpreted, arrays, pools, batch, setting)
+    together, _ = run_step(setting.backend, arrays, pools, batch, setting)
     sequences = np.unique(batch.row_seq[: batch.num_rows])
     assert len(sequences) > 2
     for sequence in sequences:
@@ -75,7 +80,7 @@ def test_neighbours_change_no_bit_of_a_sequence(number, small_tiles):
         order = np.concatenate([rows, np.setdiff1d(np.arange(len(batch.row_seq)), rows)])
         columns = {name: getattr(batch, name)[order] for name in ("row_seq", "row_slot", "row_start")}
         alone = replace(batch, num_rows=len(rows), **columns)
-        out, _ = run_step(Interpreted, [x[order] for x in arrays], pools, alone, setting)
+        out, _ = run_step(setting.backend, [x[order] for x in arrays], pools, alone, setting)
         np.testing.assert_array_equal(out, together[rows])
 
 

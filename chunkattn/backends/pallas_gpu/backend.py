@@ -1,4 +1,4 @@
-"""The GPU backend: metadata on the host, a scatter, and the kernel over query tiles, questions and decodes."""
+"""The GPU backend: metadata on the host, a scatter, and the kernel over query tiles, split blocks and decodes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from chunkattn.backends.base import (
     storage_dtype,
 )
 from chunkattn.backends.pallas_gpu import cards, walk
-from chunkattn.backends.pallas_gpu.combine import combine
-from chunkattn.backends.pallas_gpu.kernel import States, attend
-from chunkattn.backends.pallas_gpu.plan import Work, divide, pack_table, plan_decodes, plan_questions, plan_tiles
+from chunkattn.backends.pallas_gpu.combine import Rows, combine
+from chunkattn.backends.pallas_gpu.kernel import attend
+from chunkattn.backends.pallas_gpu.plan import Work, block_splits, divide, pack_table, plan_blocks, plan_decodes, plan_tiles
 from chunkattn.backends.pallas_gpu.products import ROWS
 from chunkattn.backends.pallas_gpu.shape import Shape, shape_for
 from chunkattn.backends.registry import register_backend
@@ -37,17 +37,17 @@ class GpuMetadata(NamedTuple):
     """A step as work items, see `plan`.
 
     Attributes:
-        tiles: rows that are computed in one go.
-        questions: rows whose chunks are weighed anew; None in engines that weigh none.
+        tiles: rows that are computed in one go; None in steps whose blocks are all split.
+        blocks: rows that end in states; None in steps whose blocks are not split and weigh no chunk anew.
         decodes: single rows behind their whole sequence.
         table: page and valid length in one integer, see `walk.LENGTH_SHIFT`.
         tile_holes: whether a page of a KV tile of `tiles` is not full.
-        state_holes: the same for `questions` and `decodes`.
+        state_holes: the same for `blocks` and `decodes`.
         flat_slots: see `AttentionBatch.flat_slots`.
     """
 
-    tiles: Work
-    questions: Work | None
+    tiles: Work | None
+    blocks: Work | None
     decodes: Work
     table: Int32[StepArray, "S W"]
     tile_holes: Int32[StepArray, "S tiles"]
@@ -64,13 +64,13 @@ class PallasGpuBackend(AttentionBackend):
 
     Attributes:
         interpret: argument of `plgpu.kernel`; None interprets only without a GPU. False compiles for an absent GPU.
-        blocks: blocks of threads of the kernel over decodes: the multiprocessors of an H100.
+        multiprocessors: blocks of threads of the kernels that end in states: one for each multiprocessor of an H100.
     """
 
     weighs = True
     max_pages = 1 << walk.LENGTH_SHIFT
     interpret: ClassVar[Any] = None
-    blocks: ClassVar[int] = 132
+    multiprocessors: ClassVar[int] = 132
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -108,7 +108,7 @@ class PallasGpuBackend(AttentionBackend):
     def shape(self, rows: int, *, states: bool) -> Shape:
         """Return the sizes of the kernel over blocks of `rows` folded rows."""
         shape = shape_for(self.spec.head_dim, self.spec.block_size, rows=rows, states=states)
-        return replace(shape, blocks=self.blocks)
+        return replace(shape, blocks=self.multiprocessors)
 
     @property
     def tile_shape(self) -> Shape:
@@ -116,8 +116,8 @@ class PallasGpuBackend(AttentionBackend):
         return self.shape(2 * ROWS, states=False)
 
     @property
-    def question_shape(self) -> Shape:
-        """Return the sizes of the kernel over questions whose chunks are weighed anew."""
+    def block_shape(self) -> Shape:
+        """Return the sizes of the kernel over blocks of rows that end in states."""
         return self.shape(ROWS, states=True)
 
     @property
@@ -125,17 +125,23 @@ class PallasGpuBackend(AttentionBackend):
         """Return the sizes of the kernel over decodes."""
         return self.shape(_MOST_GROUPS, states=True)
 
+    def block_splits(self, batch: AttentionBatch) -> int:
+        """Return the splits of blocks of rows in a step, see `plan.block_splits`."""
+        return block_splits(batch, self.block_shape, self.groups, self.spec.num_kv_heads)
+
     def build_metadata(self, batch: AttentionBatch) -> GpuMetadata:
         """Cut the batch into work items; see `AttentionBackend.build_metadata`."""
-        weighing = batch.row_weighing()
-        parts = divide(batch, weighing)
-        questions = None
-        if weighing is not None:
-            questions = plan_questions(batch, weighing, parts.questions, self.question_shape, self.groups)
+        weighing, splits = batch.row_weighing(), self.block_splits(batch)
+        parts = divide(batch, weighing, split=splits > 1)
+        tiles = blocks = None
+        if splits == 1:
+            tiles = plan_tiles(batch, parts.tiles, self.tile_shape, self.groups)
+        if splits > 1 or weighing is not None:
+            blocks = plan_blocks(batch, weighing, parts.blocks, self.block_shape, self.groups, splits)
         table, tile_holes = pack_table(batch, self.tile_shape)
         return GpuMetadata(
-            plan_tiles(batch, parts.tiles, self.tile_shape, self.groups),
-            questions,
+            tiles,
+            blocks,
             plan_decodes(batch, weighing, parts.decodes, self.decode_shape),
             table,
             tile_holes,
@@ -166,19 +172,29 @@ class PallasGpuBackend(AttentionBackend):
             if window is not None:
                 items, rows = _within(items, rows, window, shape)
             blocks = _fold(q, work.tokens, self.groups, shape.rows)
-            bounds = (items, work.num_items, work.factors, rows, metadata.table, holes)
+            num_items, factors = (work.splits.num_items, work.splits.factors) if work.splits else (None, None)
+            bounds = (items, num_items, factors, rows, metadata.table, holes)
             return attend(*bounds, blocks, keys, values, shape, scale=scale, interpret=interpret)
 
-        def run_states(work: Work, shape: Shape) -> Float[Array, "Hkv E rows D"]:
-            states: States = run(work, metadata.state_holes, shape)
-            assert work.kinds is not None
-            return combine(states, work.kinds, work.scale).astype(q.dtype)
+        def run_states(work: Work, shape: Shape, rows: Rows) -> Float[Array, "n H D"]:
+            states, splits = run(work, metadata.state_holes, shape), work.splits
+            assert splits is not None
+            return _by_token(combine(states, splits.kinds, splits.scale, rows).astype(q.dtype))
 
-        out = jnp.zeros_like(q)
-        out = _unfold(run(metadata.tiles, metadata.tile_holes, self.tile_shape), metadata.tiles, out)
-        if metadata.questions is not None:
-            out = _unfold(run_states(metadata.questions, self.question_shape), metadata.questions, out)
-        return _unfold(run_states(metadata.decodes, self.decode_shape), metadata.decodes, out), cache
+        out, head = jnp.zeros_like(q), jnp.arange(self.groups)
+        if (tiles := metadata.tiles) is not None:
+            found = run(tiles, metadata.tile_holes, self.tile_shape)[:, :, : tiles.tokens.shape[1] * self.groups]
+            by_token = _by_token(found.reshape(len(found), -1, self.groups, found.shape[3]))
+            out = _put(out, tiles.place, by_token[jnp.maximum(tiles.place, 0)])
+        if (blocks := metadata.blocks) is not None:
+            block, token = jnp.divmod(jnp.maximum(blocks.place, 0), blocks.tokens.shape[1])
+            of_token = Rows(block, token[:, None] * self.groups + head)
+            out = _put(out, blocks.place, run_states(blocks, self.block_shape, of_token))
+        decodes = metadata.decodes
+        decode = jnp.arange(len(decodes.tokens))
+        of_decode = Rows(decode, jnp.broadcast_to(head, (len(decode), self.groups)))
+        by_decode = run_states(decodes, self.decode_shape, of_decode)
+        return _put(out, decodes.place, by_decode[jnp.maximum(decodes.place, 0)]), cache
 
 
 def _write(pool: jax.Array, rows: Float[Array, "T Hkv D"], flat_slots: Int32[Array, " T"]) -> jax.Array:
@@ -203,21 +219,23 @@ def _fold(q: Float[Array, "T H D"], tokens: Int32[Array, "E tokens"], groups: in
     return jnp.pad(folded, ((0, 0), (0, 0), (0, rows - per_block * groups), (0, 0)))
 
 
-def _unfold(blocks: Float[Array, "Hkv E rows D"], work: Work, out: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
-    """Return `out` with the rows of the blocks in their places."""
-    heads, number, _, head_dim = blocks.shape
-    per_block, groups = work.tokens.shape[1], out.shape[1] // heads
-    by_token = blocks[:, :, : per_block * groups].reshape(heads, number, per_block, groups, head_dim)
-    by_token = by_token.transpose(1, 2, 0, 3, 4).reshape(number * per_block, *out.shape[1:])
-    return jnp.where((work.place >= 0)[:, None, None], by_token[jnp.maximum(work.place, 0)], out)
+def _by_token(rows: Float[Array, "Hkv n groups D"]) -> Float[Array, "n H D"]:
+    """Return rows by token, with the query heads in order."""
+    heads, number, groups, head_dim = rows.shape
+    return rows.transpose(1, 0, 2, 3).reshape(number, heads * groups, head_dim)
+
+
+def _put(out: Float[Array, "T H D"], place: Int32[Array, " T"], found: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
+    """Return `out` with the rows that have a place replaced."""
+    return jnp.where((place >= 0)[:, None, None], found, out)
 
 
 def _within(
-    items: Int32[Array, "I fields"], rows: Int32[Array, "I 2 warpgroups 64"] | None, window: int, shape: Shape
-) -> tuple[Int32[Array, "I fields"], Int32[Array, "I 2 warpgroups 64"] | None]:
+    items: Int32[Array, "I fields"], rows: Int32[Array, "E 2 warpgroups 64"] | None, window: int, shape: Shape
+) -> tuple[Int32[Array, "I fields"], Int32[Array, "E 2 warpgroups 64"] | None]:
     """Let rows start at their window. Windows apply to plain prompts, which have one range of KV tiles."""
     last = items[:, walk.HIGH]
-    first = last if rows is None else rows[:, 0, 0, 0]
+    first = last if rows is None else rows[items[:, walk.QUERY], 0, 0, 0]
     low = jnp.maximum(items[:, walk.LOW], first - window + 1)
     begin = jnp.clip(low // shape.slots, items[:, walk.SECOND_START], items[:, walk.SECOND_END])
     full = jnp.maximum(last - window, -1) // shape.slots + 1

@@ -50,7 +50,7 @@ def attend(
     items: Int32[Array, "I fields"],
     num_items: Int32[Array, " 1"] | None,
     factors: Float32[Array, " I"] | None,
-    rows: Int32[Array, "I 2 warpgroups 64"] | None,
+    rows: Int32[Array, "E 2 warpgroups 64"] | None,
     table: Int32[Array, "S W"],
     holes: Int32[Array, "S tiles"],
     q: Float[Array, "Hkv Q rows D"],
@@ -67,7 +67,8 @@ def attend(
         items: work items, see `walk`.
         num_items: number of items in use, for `shape.states`; otherwise None.
         factors: further factor of each item's scores; None is 1.
-        rows: last slot and first slot beyond the prefix of each row of an item; None takes the item's `HIGH` and `LOW`.
+        rows: last slot and first slot beyond the prefix of each row of a block of queries; None takes the item's `HIGH` and
+            `LOW`. Items that end in states see no more than their own `HIGH` and `LOW` let them.
         table: page-table entries, see `walk.LENGTH_SHIFT`.
         holes: whether a page of a KV tile is not full.
         q: blocks of queries.
@@ -263,11 +264,11 @@ def _masked(
     column = plgpu.layout_cast(lax.iota(jnp.int32, shape.slots), _COLUMN)
     slot = jnp.where(column < present(gmem, walk.seq, tile, column, 0, shape), column + tile * shape.slots, FAR)
     slot = lax.broadcast_in_dim(slot, scores.shape, [1])
-    if gmem.rows is None:
-        last, start = gmem.items[item, HIGH], gmem.items[item, LOW]
-    else:  # the bounds are read again, so they hold no registers over the loop
-        last, start = (
-            lax.broadcast_in_dim(products.load(gmem.rows, (item, field, warpgroup), _ROW), scores.shape, [0])
-            for field in range(2)
-        )
+    last, start = gmem.items[item, HIGH], gmem.items[item, LOW]
+    if gmem.rows is not None:  # the bounds are read again, so they hold no registers over the loop
+        block = gmem.items[item, QUERY] if shape.states else item
+        by_row = [products.load(gmem.rows, (block, field, warpgroup), _ROW) for field in range(2)]
+        if shape.states:
+            by_row = [jnp.minimum(by_row[0], last), jnp.maximum(by_row[1], start)]
+        last, start = (lax.broadcast_in_dim(x, scores.shape, [0]) for x in by_row)
     return jnp.where(visible(slot, last, start, gmem.items[item, PREFIX_END]), scores, -jnp.inf)
