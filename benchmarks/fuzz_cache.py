@@ -5,7 +5,7 @@
 The command runs episodes of `tests.fuzz`, one per seed from `--seed` on. It prints the first difference from an independent
 answer with its seed and its operation, and exits with 1. If one or two prompts reproduce the difference on a new engine, it
 prints these prompts. The same seed reproduces the difference. `--plant` puts a known defect into the engine, to check that
-the fuzzer finds it.
+the fuzzer finds it. `--backend` fuzzes another attention backend, of which an engine that shares nothing is the only witness.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tests.fuzz.fuzzer import EPISODE, Fuzzer
 from tests.fuzz.plants import PLANTS, planted
-from tests.fuzz.rig import Rig, make_model
-from tests.fuzz.witness import ColdEngine, Difference, Transformers
+from tests.fuzz.rig import SUBJECTS, Rig, make_model
+from tests.fuzz.witness import ColdEngine, Difference
 
 
 def main() -> int:
@@ -30,12 +30,18 @@ def main() -> int:
     parser.add_argument("--ops", type=int, default=None, help=f"total operations; an episode has {EPISODE}")
     parser.add_argument("--seconds", type=float, default=None, help="time limit in seconds; default 120 without --ops")
     parser.add_argument("--plant", choices=PLANTS, default=None, help="defect to find")
+    parser.add_argument("--backend", choices=SUBJECTS, default="auto", help="attention backend of the engine")
     args = parser.parse_args()
+    subject = SUBJECTS[args.backend]
     seconds = 120.0 if args.seconds is None and args.ops is None else args.seconds
     logging.disable(logging.ERROR)  # hide the injected failures
     with tempfile.TemporaryDirectory() as folder, planted(args.plant):
-        model = make_model(Path(folder))
-        rig, cold, oracle = Rig(model), ColdEngine(model), Transformers(model)
+        model, oracle = make_model(Path(folder), subject), None
+        if args.backend == "auto":
+            from tests.fuzz.oracle import Transformers
+
+            oracle = Transformers(model, subject)
+        rig, cold = Rig(model, subject), ColdEngine(model, subject)
         began, done, seed = time.monotonic(), 0, args.seed
 
         def expired() -> bool:

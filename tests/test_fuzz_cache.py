@@ -6,29 +6,32 @@ import time
 import pytest
 
 from tests.fuzz.fuzzer import EPISODE, Fuzzer
+from tests.fuzz.oracle import Transformers
 from tests.fuzz.plants import PLANTS, planted
-from tests.fuzz.rig import Rig, make_model
-from tests.fuzz.witness import ColdEngine, Difference, Transformers
+from tests.fuzz.rig import SUBJECTS, Rig, make_model
+from tests.fuzz.witness import ColdEngine, Difference
+
+SUBJECT = SUBJECTS["auto"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("fuzz"))
+    return make_model(tmp_path_factory.mktemp("fuzz"), SUBJECT)
 
 
 @pytest.fixture(scope="module")
 def rig(model):
-    return Rig(model)
+    return Rig(model, SUBJECT)
 
 
 @pytest.fixture(scope="module")
 def cold(model):
-    return ColdEngine(model)
+    return ColdEngine(model, SUBJECT)
 
 
 @pytest.fixture(scope="module")
 def oracle(model):
-    return Transformers(model)
+    return Transformers(model, SUBJECT)
 
 
 @pytest.fixture(autouse=True)

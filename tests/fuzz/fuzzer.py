@@ -49,7 +49,7 @@ class Fuzzer:
     def __init__(self, rig: Rig, cold: Witness, oracle: Witness | None, seed: int) -> None:
         self._rig, self._cold, self._oracle = rig, cold, oracle
         self.rng = np.random.default_rng(seed)
-        self.alphabet, self._ledger = Alphabet(self.rng), Ledger()
+        self.alphabet, self._ledger = Alphabet(self.rng, rig.block), Ledger()
         self.counts: Counter[str] = Counter()
         self._asked: list[tuple[str, Ask]] = []
         self._store = Path(tempfile.mkdtemp(prefix="fuzz-cache-"))

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.fuzz.rig import BLOCK, SEPARATOR_ID, WORDS
+from tests.fuzz.rig import SEPARATOR_ID, WORDS
 
 Ids = tuple[int, ...]
-MOST_TOKENS = 36
-"""Longest prompt, and query with all its items: about a third of the pool."""
+MOST_PAGES = 9
+"""Longest prompt, and query with all its items, in pages: a fifth of the pool."""
 
 
 class Prompt(NamedTuple):
@@ -55,13 +55,14 @@ class Alphabet:
 
     Args:
         rng: decides everything.
+        block: tokens of a page.
     """
 
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.rng = rng
-        blocks = [tuple(rng.integers(0, WORDS, BLOCK).tolist()) for _ in range(4)]
+    def __init__(self, rng: np.random.Generator, block: int) -> None:
+        self.rng, self._block, self._most = rng, block, MOST_PAGES * block
+        blocks = [tuple(rng.integers(0, WORDS, block).tolist()) for _ in range(4)]
         first, second = blocks[:2]
-        shorter = [first[:1], first[: BLOCK // 2], first[BLOCK // 2 :], first[: BLOCK - 1], second[:1], second[:-1]]
+        shorter = [first[:1], first[: block // 2], first[block // 2 :], first[: block - 1], second[:1], second[:-1]]
         self.letters: list[Ids] = [*blocks, *shorter, first + second[:1], first + second]
         weights = np.array([3.0] * len(blocks) + [1.0] * (len(self.letters) - len(blocks)))
         self._weights = weights / weights.sum()
@@ -104,9 +105,9 @@ class Alphabet:
     def _cut(self, pieces: int) -> list[Ids]:
         """A sequence cut into that many parts, some of them perhaps empty; the last is not."""
         rng, parts = self.rng, self._sequence()
-        flat = sum(parts, ())[:MOST_TOKENS]
+        flat = sum(parts, ())[: self._most]
         ends = np.cumsum([len(part) for part in parts])
-        near = [*ends, *ends, *range(0, len(flat), BLOCK), *rng.integers(0, len(flat), 2)]
+        near = [*ends, *ends, *range(0, len(flat), self._block), *rng.integers(0, len(flat), 2)]
         near = [int(cut) for cut in near if cut < len(flat)]
         cuts = sorted(int(cut) for cut in rng.choice(near, pieces - 1)) if near else [0] * (pieces - 1)
         return [flat[start:end] for start, end in zip([0, *cuts], [*cuts, len(flat)], strict=True)]
@@ -132,8 +133,8 @@ class Alphabet:
         """An earlier sequence to its end, plain, or all behind its first part as one chunk."""
         first, rest, more = parts[0], sum(parts[1:], ()), self._letter()
         if not rest or self.rng.random() < 0.5:
-            return Prompt((), (), ((*first, *rest)[: MOST_TOKENS - len(more)]) + more)
-        return Prompt(first, (rest[: MOST_TOKENS - len(first)],), more)
+            return Prompt((), (), ((*first, *rest)[: self._most - len(more)]) + more)
+        return Prompt(first, (rest[: self._most - len(first)],), more)
 
     def _changed(self, prompt: Prompt) -> Prompt:
         """The same prefix with other chunks of the same contents, or another question."""
@@ -146,8 +147,8 @@ class Alphabet:
         elif change < 0.8:
             del chunks[int(rng.integers(len(chunks)))]
         question = prompt.question if rng.random() < 0.5 else sum(self._letters(1, 2), ())
-        question = question[: max(MOST_TOKENS - len(prompt.prefix), 1)]
-        while len(prompt.prefix) + sum(map(len, chunks)) + len(question) > MOST_TOKENS and chunks:
+        question = question[: max(self._most - len(prompt.prefix), 1)]
+        while len(prompt.prefix) + sum(map(len, chunks)) + len(question) > self._most and chunks:
             chunks.pop()
         return Prompt(prompt.prefix, tuple(chunks), question)
 

@@ -5,8 +5,14 @@ A new `EngineCore` on the same `Runner` has an empty pool, trie and scheduler, l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -18,37 +24,93 @@ from chunkattn.config import make_config
 from chunkattn.engine.build import build_core
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
+from chunkattn.models.decoder import Decoder
 from chunkattn.models.loader import open_files
-from tests.checkpoints import _SHAPE, VOCAB, make_checkpoint
+from chunkattn.models.spec import spec_from_config
+from chunkattn.models.weights import save_weights
 
 POSITIONS = {"shared": ("shared", 0), "offset": ("offset", 0), "gap 5": ("shared", 5), "gap 23": ("shared", 23)}
 """Position strategy and chunk gap of an engine, by the name that a report gives."""
-BLOCK = 4
-"""Tokens of a page: small, so that short prompts have many page boundaries."""
 PAGES = 48
 """Pages of the pool: a few prompts fill it, so pages are evicted and requests preempted."""
+VOCAB = 128
 WORDS = 120
 """Token ids below this are words, `w0` and so on; the ids above are `unk`, the rerank labels and the separator."""
 SEPARATOR_ID = VOCAB - 1
 
+_LAYERS, _KV_HEADS = 2, 2
 _OPTIONS = {
-    "block_size": BLOCK,
-    "max_num_batched_tokens": 32,
     "max_num_seqs": 6,
-    "max_multi_item_seq_len": 48,
     "max_logprobs": 4,
     "enable_chunk_aware": True,
     "document_template": "{document}",
 }
 
 
-def make_model(folder: Path) -> Path:
+@dataclass(frozen=True)
+class Subject:
+    """An attention backend to fuzz, with sizes that it serves. All lengths follow from the page.
+
+    Attributes:
+        backend: name of the backend.
+        block: tokens of a page: few, so that short prompts have many page boundaries.
+        head_dim: size of a head.
+        dtype: dtype of weights, activations and K/V.
+        tolerance: tolerance of log-probabilities.
+    """
+
+    backend: str = "auto"
+    block: int = 4
+    head_dim: int = 32
+    dtype: str = "float32"
+    tolerance: float = 1e-4
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options of an engine under test."""
+        page = 2 * _LAYERS * _KV_HEADS * self.head_dim * jnp.dtype(self.dtype).itemsize * self.block
+        return {
+            **_OPTIONS,
+            "attention_backend": self.backend,
+            "dtype": self.dtype,
+            "block_size": self.block,
+            "max_num_batched_tokens": 8 * self.block,
+            "max_multi_item_seq_len": 12 * self.block,
+            "kv_cache_memory_bytes": PAGES * page,
+        }
+
+
+SUBJECTS = {"auto": Subject(), "pallas_gpu": Subject("pallas_gpu", 16, 64, "float16", 0.02)}
+"""By the name of the backend."""
+
+
+def make_model(folder: Path, subject: Subject) -> Path:
     """Save a random checkpoint of two layers with a tokenizer of one word a token.
 
-    Two layers are the fewest whose K/V depends on the tokens before; with one, a wrong neighbour would go unseen.
+    Two layers are the fewest whose K/V depends on the tokens before; with one, a wrong neighbour would go unseen. No
+    parameter has a trivial value.
     """
-    config = Qwen3Config(**{**_SHAPE, "num_hidden_layers": 2}, head_dim=32, tie_word_embeddings=True)
-    make_checkpoint(config, folder)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=_KV_HEADS,
+        head_dim=subject.head_dim,
+        max_position_embeddings=64 * subject.block,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    model, rng = Decoder(spec_from_config(config), jnp.float32, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    weights = nnx.state(model, nnx.Param)
+    drawn = [
+        0.15 * rng.standard_normal(x.shape) if x.ndim > 1 else 1 + 0.1 * rng.standard_normal(x.shape)
+        for x in jax.tree.leaves(weights)
+    ]
+    nnx.update(model, jax.tree.unflatten(jax.tree.structure(weights), [jnp.asarray(x, jnp.float32) for x in drawn]))
+    save_weights(model, folder)
+    config.save_pretrained(folder)
     words = [f"w{i}" for i in range(VOCAB - 4)] + ["unk", "yes", "no", "#"]
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="unk"))
     backend.pre_tokenizer = WhitespaceSplit()
@@ -67,16 +129,17 @@ class Rig:
 
     Args:
         model: folder of `make_model`.
+        subject: backend and sizes.
 
     Attributes:
+        block: tokens of a page.
         frontends: by name in `POSITIONS`.
     """
 
-    def __init__(self, model: Path) -> None:
-        page = 2 * 2 * 2 * 32 * 4 * BLOCK  # K and V, layers, heads, head_dim, float32
-        options = _OPTIONS | {"kv_cache_memory_bytes": PAGES * page}
+    def __init__(self, model: Path, subject: Subject) -> None:
+        self.block = subject.block
         self._configs = {
-            name: make_config(str(model), {**options, "position_strategy": strategy, "chunk_position_gap": gap})
+            name: make_config(str(model), {**subject.options, "position_strategy": strategy, "chunk_position_gap": gap})
             for name, (strategy, gap) in POSITIONS.items()
         }
         files = open_files(self._configs["shared"])

@@ -1,4 +1,4 @@
-"""Independent answers: one sequence at a time, on an engine that shares nothing, or in Hugging Face transformers."""
+"""Independent answers: one sequence at a time, on an engine that shares nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from chunkattn.config import make_config
 from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import ScoreRequest, ScoreResult
 from chunkattn.models.loader import open_files
-from tests.checkpoints import VOCAB, Oracle
 from tests.fuzz.calls import Ask, Call, Generate, Sample, Score, continued
+from tests.fuzz.rig import VOCAB, Subject
 
-TOLERANCE = 1e-4
-"""Tolerance of log-probabilities in float32."""
 _MOST_SAMPLED = 16
 _REMEMBERED = 4000
 
@@ -37,9 +35,10 @@ class Difference(Exception):
 
 
 class Witness(Protocol):
-    """Knows the right log-probabilities."""
+    """Knows the right log-probabilities, within a tolerance."""
 
     name: str
+    tolerance: float
 
     def logprobs(self, layout: ChunkLayout) -> np.ndarray:
         """float32 `[T, vocab]`: the next token's log-probabilities at every token of a layout that ends in a question."""
@@ -55,8 +54,10 @@ class ColdEngine:
 
     name = "an engine that shares nothing"
 
-    def __init__(self, model: Path) -> None:
-        options = {"enable_prefix_caching": False, "max_multi_item_seq_len": 64, "kv_cache_memory_bytes": 1 << 19}
+    def __init__(self, model: Path, subject: Subject) -> None:
+        self.tolerance = subject.tolerance
+        options = {"enable_prefix_caching": False, "max_multi_item_seq_len": 16 * subject.block, "dtype": subject.dtype}
+        options |= {"kv_cache_memory_bytes": 1 << 19}
         config = make_config(str(model), options | {"skip_tokenizer_init": True})
         self._core = build_core(config, open_files(config))
         self._known: OrderedDict[tuple, np.ndarray] = OrderedDict()
@@ -77,25 +78,11 @@ class ColdEngine:
         return self._known[key]
 
 
-class Transformers:
-    """Hugging Face transformers under a 4D mask."""
-
-    name = "transformers"
-
-    def __init__(self, model: Path) -> None:
-        self._oracle = Oracle(model)
-
-    def logprobs(self, layout: ChunkLayout) -> np.ndarray:
-        """See `Witness`."""
-        logits = self._oracle.chunked(layout)
-        return np.asarray(jax.nn.log_softmax(logits))
-
-
 def check(call: Call, witness: Witness) -> None:
     """Compare a finished call with a witness.
 
     Raises:
-        Difference: by more than `TOLERANCE`, or a token the witness would not have chosen.
+        Difference: by more than its tolerance, or a token the witness would not have chosen.
     """
     try:
         _check(call, witness)
@@ -117,21 +104,21 @@ def _check(call: Call, witness: Witness) -> None:
 
 
 def _check_sample(sample: Sample, number: int, params: SamplingParams, rows: np.ndarray, witness: Witness) -> None:
-    where = f"sample {number}, against {witness.name}"
+    where = f"sample {number}"
     if len(sample.tokens) != params.max_tokens:
         raise Difference(f"{where}: {len(sample.tokens)} tokens, not {params.max_tokens}")
     chosen = rows[np.arange(len(rows)), sample.tokens]
     if params.logprobs is not None:
-        _compare(np.array(sample.logprobs), chosen, f"{where}: log-probabilities")
+        _compare(np.array(sample.logprobs), chosen, f"{where}: log-probabilities", witness)
         likeliest = -np.sort(-rows, axis=1)[:, : params.logprobs]
-        _compare(np.array(sample.top).reshape(likeliest.shape), likeliest, f"{where}: likeliest log-probabilities")
+        _compare(np.array(sample.top).reshape(likeliest.shape), likeliest, f"{where}: likeliest log-probabilities", witness)
     values = rows
     if params.temperature:
         values = rows / params.temperature + _noise(params.seed or 0, number)[: len(rows)]
     # The likeliest token, or one that ties with it.
     short = values.max(axis=1) - values[np.arange(len(rows)), sample.tokens]
-    if (short > 2 * TOLERANCE / (params.temperature or 1)).any():
-        place = int(np.argmax(short > 2 * TOLERANCE))
+    if (short > 2 * witness.tolerance / (params.temperature or 1)).any():
+        place = int(np.argmax(short > 2 * witness.tolerance))
         raise Difference(f"{where}: token {place} is {sample.tokens[place]}, not {values[place].argmax()}")
 
 
@@ -154,27 +141,26 @@ def _check_prompt(call: Call, layout: ChunkLayout, rows: np.ndarray, witness: Wi
     if found is None or np.flatnonzero(found.known).tolist() != (places + 1).tolist():
         raise Difference("prompt log-probabilities are missing, or of other tokens")
     expected = rows[places, layout.token_ids[places + 1]]
-    _compare(found.logprobs.target[places + 1], expected, f"prompt log-probabilities, against {witness.name}")
+    _compare(found.logprobs.target[places + 1], expected, "prompt log-probabilities", witness)
 
 
 def _check_scores(call: Call, ask: Score, witness: Witness) -> None:
     rows = [witness.logprobs(make_layout([], [], ids))[-1] for ids in ask.sequences()]
     expected = np.stack(rows)[:, list(ask.labels)].astype(np.float64)
     output = call.job.result()
-    where = f"against {witness.name}"
     if ask.rerank:
         relevance = np.zeros(len(rows))
         for result in output.results:
             relevance[result.index] = result.relevance_score
         yes, no = expected.T
-        _compare(relevance, 1 / (1 + np.exp(no - yes)), f"relevance, {where}")
+        _compare(relevance, 1 / (1 + np.exp(no - yes)), "relevance", witness)
     else:
-        _compare(np.array(output.logprobs), expected, f"label log-probabilities, {where}")
+        _compare(np.array(output.logprobs), expected, "label log-probabilities", witness)
 
 
-def _compare(found: np.ndarray, expected: np.ndarray, what: str) -> None:
+def _compare(found: np.ndarray, expected: np.ndarray, what: str, witness: Witness) -> None:
     if found.shape != expected.shape:
         raise Difference(f"{what}: shape {found.shape}, not {expected.shape}")
     error = np.abs(found - expected).max(initial=0.0)
-    if not error <= TOLERANCE:  # NaN compares false
-        raise Difference(f"{what} differ by {error:.3g}")
+    if not error <= witness.tolerance:  # NaN compares false
+        raise Difference(f"{what} differ by {error:.3g}, against {witness.name}")
