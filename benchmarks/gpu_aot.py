@@ -67,6 +67,7 @@ def describe(result: dict[str, Any]) -> list[str]:
         name += f"{result['dtype']}, {result['rows']} rows, {result['width']} pages a sequence"
         name += f", window {result['window']}" if result["window"] else ""
         name += ", chunks weighed" if result["weighs"] else ""
+        name += ", K/V in FP8" if result["kv_dtype"] else ""
     else:
         name = f"head_dim {result['head_dim']}, {result['stages']} stages"
     line = f"{result['kind']:15} {name}: "
@@ -86,7 +87,7 @@ def _describe_kernel(name: str, kernel: dict[str, Any]) -> str:
     line += f"{kernel['shared_bytes']:,} bytes of shared memory, {kernel['products'][0]} HGMMA per {kernel['slots']} slots; "
     counts = (f"{way} {kernel[way]} ({kernel[way + '_stalls']} cycles)" for way in ("clear", "masked", "producer"))
     line += f"per tile of 64 x 128: {', '.join(counts)}"
-    return line + (f" or {kernel['producer_cleaning']} where it cleans" if "producer_cleaning" in kernel else "")
+    return line + (f" or {kernel['producer_cleaning']} where it cleans or converts" if "producer_cleaning" in kernel else "")
 
 
 def compare(results: list[dict[str, Any]]) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from chunkattn.backends import AttentionBatch, AttentionSpec, make_backend
+from chunkattn.backends.base import FP8
 from chunkattn.backends.pallas_gpu import plan, splits, walk
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend, _within
 from chunkattn.backends.pallas_gpu.combine import CHUNK, REST
@@ -69,8 +70,8 @@ def test_without_a_gpu_the_interpreter_must_be_good_enough(monkeypatch):
         ({"num_heads": 18}, "at most 8 query heads may share a KV head, got 9"),
         ({"block_size": 8}, "block_size must be one of 16, 32, 64, 128, got 8"),
         ({"dtype": jnp.dtype("float32")}, "dtype must be bfloat16 or float16, got float32"),
-        ({"kv_dtype": jnp.dtype("float8_e4m3fn")}, "tensor cores multiply no float8_e4m3fn with bfloat16"),
         ({"head_dim": 256, "block_size": 16, "dtype": jnp.dtype("float16"), "windows": (None, 512)}, None),
+        ({"kv_dtype": FP8}, None),
     ],
 )
 def test_refuses_with_a_reason(change, reason):
@@ -227,13 +228,13 @@ def test_the_default_page_size_is_that_of_the_platform(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block_size", "window", "multiprocessors", "kernels"),
-    [(64, 16, None, 132, 2), (128, 64, 100, 1, 2), (256, 128, None, 1, 3)],
+    ("head_dim", "block_size", "window", "multiprocessors", "kv_dtype", "kernels"),
+    [(64, 16, None, 132, None, 2), (128, 64, 100, 1, None, 2), (256, 128, None, 1, None, 3), (128, 32, None, 1, FP8, 3)],
 )
-def test_steps_lower_for_cuda(head_dim, block_size, window, multiprocessors, kernels, monkeypatch):
+def test_steps_lower_for_cuda(head_dim, block_size, window, multiprocessors, kv_dtype, kernels, monkeypatch):
     """Mosaic GPU accepts every kernel of a step, in this JAX and without CUDA. `benchmarks.gpu_aot` goes on to machine code."""
     monkeypatch.setattr(Compiled, "multiprocessors", multiprocessors)
-    backend = Compiled(replace(SPEC, head_dim=head_dim, block_size=block_size, windows=(window,)))
+    backend = Compiled(replace(SPEC, head_dim=head_dim, block_size=block_size, windows=(window,), kv_dtype=kv_dtype))
     (batch, *_) = random_steps(np.random.default_rng(0), block_size=block_size, weighs=window is None)
     arrays = [jnp.zeros((len(batch.row_seq), heads, head_dim), jnp.bfloat16) for heads in (4, 2, 2)]
     step = jax.jit(backend.forward, static_argnames=("scale", "window"))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from benchmarks.aot import MIB, LayerCase, compile_call
 from benchmarks.nvidia.hopper import BANDWIDTH, CLOCK, MULTIPROCESSORS, sharding
 from benchmarks.nvidia.kernels import SLOTS, Kernel, UnknownDump, forget_kernels, read_kernels
+from chunkattn.backends.base import FP8
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.pallas_gpu.shape import Shape
 
@@ -42,6 +43,7 @@ class Case(LayerCase):
     window: int | None = None
     weighs: bool = False
     """True if the step weighs chunks anew."""
+    kv_dtype: str | None = None
 
 
 def cases() -> Iterator[Case]:
@@ -56,6 +58,7 @@ def cases() -> Iterator[Case]:
     yield replace(common, block_size=128, heads=32, pages=2048, width=32)
     yield replace(common, block_size=32, heads=28, kv_heads=4, window=4096)
     yield replace(common, dtype="float16")
+    yield replace(common, kv_dtype=FP8.name)
     # 131,072 cached tokens below a step of 8,192 rows, and 131,072 plain causal rows at once.
     yield replace(common, heads=32, rows=8192, sequences=256, width=2048)
     yield replace(common, rows=131072, sequences=1, width=2048)
@@ -64,12 +67,12 @@ def cases() -> Iterator[Case]:
 
 
 def grid() -> Iterator[Case]:
-    """Yield every supported head_dim, page size and dtype, weighed and with a window, and every GQA ratio."""
+    """Yield every supported head_dim, page size and dtype, weighed, with a window and with FP8, and every GQA ratio."""
     ratios = iter([(16, 8), (8, 8), (16, 2), (14, 2), (12, 4), (7, 1), (20, 4), (12, 2)] * 100)
     for head_dim in (64, 128, 256):
         for block_size in (16, 32, 64, 128):
             for dtype in ("bfloat16", "float16"):
-                for options in ({"weighs": True}, {"window": 4096}):
+                for options in ({"weighs": True}, {"window": 4096}, {"weighs": True, "kv_dtype": FP8.name}):
                     heads, kv_heads = next(ratios)
                     yield Case(head_dim, block_size, dtype, heads, kv_heads, 4096, 16, 64, 512, **options)
 
@@ -115,9 +118,10 @@ def compile_case(case: Case, dumps: Path) -> dict[str, Any]:
     shapes = {name: shape for name, shape in shapes.items() if getattr(metadata, name) is not None}
     if len(kernels) != len(shapes):
         raise UnknownDump(f"{len(kernels)} kernels were compiled, not {len(shapes)}")
+    itemsize = case.spec.cache_dtype.itemsize
     return result | {
         "kernels": {name: facts(kernel, shape) for (name, shape), kernel in zip(shapes.items(), kernels, strict=True)},
-        "decode_copy_cycles": round(4 * SLOTS * case.head_dim * MULTIPROCESSORS / BANDWIDTH * CLOCK),
+        "decode_copy_cycles": round(2 * itemsize * SLOTS * case.head_dim * MULTIPROCESSORS / BANDWIDTH * CLOCK),
     }
 
 

@@ -13,7 +13,7 @@ from jax._src.state import types as state_types
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from chunkattn.backends.base import AttentionBatch, AttentionSpec
+from chunkattn.backends.base import AttentionBatch, AttentionSpec, storage_dtype
 from chunkattn.backends.pallas_gpu import plan, products, shape, splits
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.reference import ReferenceBackend
@@ -54,12 +54,14 @@ class Setting:
     window: int | None = None
     weighs: bool = False
     splits: bool = False
+    kv_dtype: str | None = None
     scale: float | None = None
 
     @property
     def spec(self) -> AttentionSpec:
-        heads = self.groups * self.kv_heads
-        return AttentionSpec(heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype), self.block_size, (self.window,))
+        heads, kept = self.groups * self.kv_heads, None if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
+        sizes = heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype), self.block_size
+        return AttentionSpec(*sizes, (self.window,), kept)
 
     @property
     def backend(self) -> type[Interpreted]:
@@ -71,6 +73,9 @@ def use_small_tiles(monkeypatch):
     small = {64: (64, 2), 128: (64, 2), 256: (64, 2)}
     monkeypatch.setattr(shape, "_TILES", small)
     monkeypatch.setattr(shape, "_STATE_TILES", small)
+    fp8 = {64: (64, 2, 3), 128: (64, 2, 2), 256: (64, 2, 1)}
+    monkeypatch.setattr(shape, "_FP8_TILES", fp8)
+    monkeypatch.setattr(shape, "_FP8_STATE_TILES", fp8)
     monkeypatch.setattr(splits, "SPLIT_SLOTS", 64)
     monkeypatch.setattr(plan, "MOST_SPLITS", 3)
 
@@ -202,7 +207,8 @@ def draw_arrays(rng: np.random.Generator, batch: AttentionBatch, setting: Settin
     arrays = [jnp.asarray(rng.standard_normal((rows, h, spec.head_dim)), spec.dtype) for h in heads]
     seen = seen_slots(batch, setting.window)
     pools = rng.standard_normal((2, *seen.shape, spec.num_kv_heads, spec.head_dim))
-    return arrays, jnp.asarray(np.where(seen[..., None, None], pools, np.nan), spec.dtype).view(jnp.uint16)
+    kept = jnp.asarray(np.where(seen[..., None, None], pools, np.nan), spec.cache_dtype)
+    return arrays, kept.view(storage_dtype(spec.cache_dtype))
 
 
 def run_step(cls: type, arrays, pools, batch: AttentionBatch, setting: Setting, *, fresh: bool = False):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from chunkattn.backends.base import FP8
 from chunkattn.backends.pallas_gpu import kernel, plan, producer, walk
 from chunkattn.testing import check_backend
 from tests.gpu.interpreted import (
@@ -41,9 +42,13 @@ SETTINGS = [
     Setting(splits=True, window=30, groups=5, block_size=32),
     Setting(splits=True, head_dim=128, groups=8, block_size=64),
     Setting(splits=True, head_dim=256, weighs=True, block_size=128),
+    Setting(kv_dtype=FP8.name),
+    Setting(kv_dtype=FP8.name, weighs=True, head_dim=128, block_size=64, dtype="float16"),
+    Setting(kv_dtype=FP8.name, splits=True, head_dim=256, block_size=32, groups=4),
+    Setting(kv_dtype=FP8.name, splits=True, window=30, kv_heads=2, groups=7),
 ]
-SEEDS = 5
-QUICK = [(0, 1), (1, 3), (2, 2), (11, 0)]
+SEEDS = 4
+QUICK = [(0, 1), (1, 3), (2, 2), (11, 0), (15, 1)]
 FAULT_SEED = 7
 """A step with a prefix of several tiles, holes, and more tiles than the ring has places."""
 
@@ -85,7 +90,7 @@ def test_neighbours_change_no_bit_of_a_sequence(number, small_tiles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 5])
+@pytest.mark.parametrize("number", [0, 5, 15])
 def test_wgmma_itself_equals_reference(number, small_tiles, monkeypatch):
     """Races are not looked for: the interpreter does not track what `wgmma` reads."""
     use_tensor_cores(monkeypatch)
@@ -115,6 +120,10 @@ def without_commit(monkeypatch):
     monkeypatch.setattr(kernel, "commit", lambda: None)
 
 
+def without_commit_of_converted_tiles(monkeypatch):
+    monkeypatch.setattr(producer, "commit", lambda: None)
+
+
 def seeing_one_slot_less(monkeypatch):
     monkeypatch.setattr(kernel, "visible", lambda slot, last, start, end: (slot < last) & ((slot < end) | (slot >= start)))
 
@@ -133,6 +142,10 @@ def cutting_the_prefix(monkeypatch):
     monkeypatch.setattr(plan, "tile_ranges", cut)
 
 
+def converting_without_clearing(monkeypatch):
+    monkeypatch.setattr(producer, "_zero_unless", lambda seen, values: values)
+
+
 def leaving_nan_in_values(monkeypatch):
     def pass_on(gmem, smem, shape, walk, item, tile, place):
         plgpu.barrier_wait(smem.values_raw.at[place])
@@ -144,20 +157,26 @@ def leaving_nan_in_values(monkeypatch):
 
 RACES = [without_waiting_for_values, freeing_keys_before_they_are_read, overwriting_places_in_use, without_commit]
 DIFFERENCES = [seeing_one_slot_less, ignoring_page_lengths, cutting_the_prefix, leaving_nan_in_values]
+FP8_RACES = [overwriting_places_in_use, without_commit_of_converted_tiles]
+FP8_DIFFERENCES = [converting_without_clearing, ignoring_page_lengths]
 
 
-@pytest.mark.parametrize("fault", [None, *RACES, *DIFFERENCES], ids=lambda fault: fault.__name__ if fault else "none")
-def test_planted_faults_are_noticed(fault, small_tiles, monkeypatch):
+@pytest.mark.parametrize(
+    ("kv_dtype", "fault"),
+    [(None, fault) for fault in [None, *RACES, *DIFFERENCES]] + [(FP8.name, fault) for fault in FP8_RACES + FP8_DIFFERENCES],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_planted_faults_are_noticed(kv_dtype, fault, small_tiles, monkeypatch):
     if fault is not None:
         fault(monkeypatch)
     difference = None
     with recorded_races() as races:
         try:
-            check_step(FAULT_SEED, Setting(), fresh=True)
+            check_step(FAULT_SEED, Setting(kv_dtype=kv_dtype), fresh=True)
         except (AssertionError, jax.errors.JaxRuntimeError) as error:
             difference = error
-    assert races.found == (fault in RACES)
-    assert isinstance(difference, AssertionError) if fault in DIFFERENCES else fault or not difference
+    assert races.found == (fault in RACES + FP8_RACES)
+    assert isinstance(difference, AssertionError) if fault in DIFFERENCES + FP8_DIFFERENCES else fault or not difference
 
 
 @pytest.mark.parametrize(
@@ -167,6 +186,8 @@ def test_planted_faults_are_noticed(fault, small_tiles, monkeypatch):
         pytest.param({"weighs": True, "num_kv_heads": 2, "num_heads": 4, "seed": 2}, marks=pytest.mark.slow),
         pytest.param({"window": 20, "dtype": "float16"}, marks=pytest.mark.slow),
         pytest.param({"head_dim": 128, "block_size": 64, "num_heads": 8}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": FP8.name, "seed": 3}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": FP8.name, "head_dim": 256, "weighs": True, "block_size": 32}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from chunkattn.backends.base import (
     KVCache,
     StepArray,
     storage_dtype,
+    to_cache,
 )
 from chunkattn.backends.pallas_gpu import cards, walk
 from chunkattn.backends.pallas_gpu.combine import Rows, combine
@@ -77,7 +78,7 @@ class PallasGpuBackend(AttentionBackend):
         """Return the reason why the backend cannot serve `spec`, or None if it can.
 
         The backend supports heads of 64, 128 or 256, up to 8 query heads per KV head, pages of 16 to 128 slots, bfloat16 and
-        float16, a cache in that dtype, and Hopper.
+        float16, a cache in that dtype or FP8, and Hopper.
         """
         if spec.head_dim not in _HEAD_DIMS:
             return f"head_dim must be one of {', '.join(map(str, _HEAD_DIMS))}, got {spec.head_dim}"
@@ -87,8 +88,6 @@ class PallasGpuBackend(AttentionBackend):
             return f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {spec.block_size}"
         if spec.dtype.name not in _FLOATS:
             return f"dtype must be {' or '.join(_FLOATS)}, got {spec.dtype.name}"
-        if spec.cache_dtype == FP8:
-            return f"K/V must be kept in {spec.dtype.name}: Hopper's tensor cores multiply no {FP8.name} with {spec.dtype.name}"
         return cards.refusal(cls.interpret)
 
     def allocate(self, num_pages: int) -> KVCache:
@@ -107,7 +106,8 @@ class PallasGpuBackend(AttentionBackend):
 
     def shape(self, rows: int, *, states: bool) -> Shape:
         """Return the sizes of the kernel over blocks of `rows` folded rows."""
-        shape = shape_for(self.spec.head_dim, self.spec.block_size, rows=rows, states=states)
+        fp8 = self.spec.cache_dtype == FP8
+        shape = shape_for(self.spec.head_dim, self.spec.block_size, rows=rows, states=states, fp8=fp8)
         return replace(shape, blocks=self.multiprocessors)
 
     @property
@@ -164,8 +164,9 @@ class PallasGpuBackend(AttentionBackend):
         interpret = self.interpret
         if interpret is None:
             interpret = False if cards.has_gpu() else cards.interpreter()
-        cache = tuple(_write(pool, rows, metadata.flat_slots) for pool, rows in zip(cache, (k, v)))
-        keys, values = (jax.lax.bitcast_convert_type(pool, q.dtype) for pool in cache)
+        kept = self.spec.cache_dtype
+        cache = tuple(_write(pool, to_cache(rows, kept), metadata.flat_slots) for pool, rows in zip(cache, (k, v)))
+        keys, values = (jax.lax.bitcast_convert_type(pool, kept) for pool in cache)
 
         def run(work: Work, holes: Int32[Array, "S tiles"], shape: Shape) -> Any:
             items, rows = work.items, work.rows

@@ -26,8 +26,8 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from chunkattn.backends.pallas_gpu import products
 from chunkattn.backends.pallas_gpu.producer import produce
-from chunkattn.backends.pallas_gpu.products import ROWS
-from chunkattn.backends.pallas_gpu.shape import STATE_LANES, Shape
+from chunkattn.backends.pallas_gpu.products import ROWS, commit
+from chunkattn.backends.pallas_gpu.shape import Shape
 from chunkattn.backends.pallas_gpu.walk import FAR, HIGH, LOW, OUT, PREFIX_END, QUERY, Gmem, Smem, Walk, each_item, present
 from chunkattn.backends.softmax import barrier
 
@@ -217,11 +217,11 @@ def _consume(
 def _store_states(
     gmem: Gmem, smem: Smem, shape: Shape, head: Any, item: Any, accumulated: Any, maximum: Any, total: Any
 ) -> None:
-    """Copy the states of an item's rows to GMEM, `STATE_LANES` lanes of the values at a time."""
+    """Copy the states of an item's rows to GMEM, `Shape.state_lanes` lanes of the values at a time."""
     rows, place = pl.ds(0, shape.rows), gmem.items[item, OUT]
     values, *sums = smem.sums
-    for lane in range(0, shape.head_dim, STATE_LANES):
-        lanes = min(STATE_LANES, shape.head_dim)
+    lanes = shape.state_lanes
+    for lane in range(0, shape.head_dim, lanes):
         values[...] = accumulated[:, lane : lane + lanes]
         if lane == 0:
             for ref, result in zip(sums, (maximum, total)):
@@ -245,11 +245,6 @@ def multiply_keys(q: Any, keys: Any, free: Any, then: Callable[[], None], *, twi
 def wait_for_values(here: Any) -> None:
     """Wait until the values of a KV tile have arrived, free of NaN in slots that no row sees."""
     plgpu.barrier_wait(here)
-
-
-def commit() -> None:
-    """Make results in shared memory visible to the TMA unit."""
-    plgpu.commit_smem()  # type: ignore[no-untyped-call]
 
 
 def visible(slot: Any, last: Any, start: Any, prefix_end: Any) -> Any:

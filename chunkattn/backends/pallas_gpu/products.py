@@ -71,6 +71,11 @@ def add_values(
     return pl.run_state(multiply)(plgpu.ACC.init(accumulated))  # type: ignore[no-untyped-call]
 
 
+def commit() -> None:
+    """Make what a warpgroup has stored in shared memory visible to the TMA unit and the tensor cores."""
+    plgpu.commit_smem()  # type: ignore[no-untyped-call]
+
+
 def load(ref: Any, index: Any, layout: Any) -> jax.Array:
     """Return `ref[index]` in a layout. Newer JAX deprecates the argument for the index, older JAX requires it."""
     if _INDEX_IS_ARGUMENT:

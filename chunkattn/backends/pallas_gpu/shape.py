@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from chunkattn.backends.base import FP8
 from chunkattn.backends.pallas_gpu.products import ROWS
 
 MOST_SHARED_BYTES = 232_448
@@ -18,10 +19,10 @@ _TILES = {64: (128, 4), 128: (128, 3), 256: (64, 2)}
 """Slots of a KV tile and stages of the ring by head size, for outputs."""
 _STATE_TILES = {64: (128, 4), 128: (64, 5), 256: (64, 2)}
 """The same for states, whose float32 values take shared memory, too."""
-
-
-STATE_LANES = 128
-"""Lanes of values that are copied to GMEM at once: the float32 values of 256 lanes leave too little room for the ring."""
+_FP8_TILES = {64: (128, 3, 4), 128: (128, 2, 2), 256: (64, 2, 1)}
+"""Slots, stages, and stages of the ring of FP8 tiles, for outputs."""
+_FP8_STATE_TILES = {64: (128, 2, 6), 128: (64, 2, 6), 256: (64, 2, 1)}
+"""The same for states."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Shape:
         warpgroups: consumer warpgroups, 1 or 2.
         rows: folded rows of a block of queries: 64 a warpgroup, or 8 to 64 of one warpgroup.
         states: whether items end in softmax states; else in outputs.
+        fp8_stages: KV tiles of the ring that FP8 pages are copied to before they are converted; 0 for 16-bit pages.
         blocks: blocks of threads that share the items, for states.
     """
 
@@ -46,6 +48,7 @@ class Shape:
     warpgroups: int
     rows: int
     states: bool
+    fp8_stages: int = 0
     blocks: int = 132
 
     @property
@@ -60,8 +63,8 @@ class Shape:
 
     @property
     def producer_registers(self) -> int:
-        """Return the registers of a thread of the producer beside two consumers. Many copies a tile need more."""
-        return 40 if self.boxes <= 4 else 56
+        """Return the registers of a thread of the producer beside two consumers. Many copies and conversions need more."""
+        return 40 + 16 * (self.boxes > 4) + 16 * (self.fp8_stages > 0 and self.head_dim <= 128)
 
     @property
     def consumer_registers(self) -> int:
@@ -69,10 +72,16 @@ class Shape:
         return (504 - self.producer_registers) // 2
 
     @property
+    def state_lanes(self) -> int:
+        """Return the lanes of values that are copied to GMEM at once. 256 lanes of float32 would leave too little for rings."""
+        return 64 if self.head_dim > 128 and self.fp8_stages else min(self.head_dim, 128)
+
+    @property
     def shared_bytes(self) -> int:
-        """Return the bytes of shared memory for queries, K, V and sums, in a 16-bit dtype."""
-        queries, pages = 2 * self.warpgroups * ROWS * self.head_dim, 4 * self.stages * self.slots * self.head_dim
-        return queries + pages + (4 * ROWS * (min(self.head_dim, STATE_LANES) + 2) if self.states else 0)
+        """Return the bytes of shared memory for queries, K, V and sums, in a 16-bit dtype, and for FP8 tiles."""
+        queries = 2 * self.warpgroups * ROWS * self.head_dim
+        pages = (4 * self.stages + 2 * self.fp8_stages) * self.slots * self.head_dim
+        return queries + pages + (4 * ROWS * (self.state_lanes + 2) if self.states else 0)
 
     def place(self, turn: Any) -> Any:
         """Return the place in the ring of the `turn`-th KV tile of a block of threads."""
@@ -89,12 +98,17 @@ class Shape:
         tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
         float_tiles = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
         ring = plgpu.SMEM((self.stages, self.slots, self.head_dim), dtype, transforms=tiles)
+        fp8_ring = None
+        if self.fp8_stages:
+            fp8_tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
+            fp8_ring = plgpu.SMEM((self.fp8_stages, self.slots, self.head_dim), FP8, transforms=fp8_tiles)
         sums = (
-            plgpu.SMEM((ROWS, min(self.head_dim, STATE_LANES)), jnp.float32, transforms=float_tiles),
+            plgpu.SMEM((ROWS, self.state_lanes), jnp.float32, transforms=float_tiles),
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.SMEM((ROWS,), jnp.float32),
         )
-        arrived = plgpu.Barrier(num_arrivals=self.boxes, num_barriers=self.stages)
+        copied = plgpu.Barrier(num_arrivals=self.boxes, num_barriers=self.fp8_stages or self.stages)
+        arrived = plgpu.Barrier(num_barriers=self.stages) if self.fp8_stages else copied
         free = plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages)
         return (
             plgpu.SMEM((self.warpgroups, ROWS, self.head_dim), dtype, transforms=tiles),
@@ -104,14 +118,20 @@ class Shape:
             plgpu.Barrier(num_barriers=self.warpgroups),
             arrived,
             arrived,
-            arrived,
+            copied,
             free,
             free,
             plgpu.Barrier(num_arrivals=2) if self.warpgroups == 2 else None,
+            fp8_ring,
+            fp8_ring,
+            copied if self.fp8_stages else None,
         )
 
 
-def shape_for(head_dim: int, block_size: int, *, rows: int, states: bool) -> Shape:
+def shape_for(head_dim: int, block_size: int, *, rows: int, states: bool, fp8: bool) -> Shape:
     """Return the sizes for outputs of two warpgroups, or for states of one."""
-    slots, stages = (_STATE_TILES if states else _TILES)[head_dim]
-    return Shape(head_dim, block_size, slots, stages, 1 if states else 2, rows, states)
+    if fp8:
+        slots, stages, fp8_stages = (_FP8_STATE_TILES if states else _FP8_TILES)[head_dim]
+    else:
+        (slots, stages), fp8_stages = (_STATE_TILES if states else _TILES)[head_dim], 0
+    return Shape(head_dim, block_size, slots, stages, 1 if states else 2, rows, states, fp8_stages)

@@ -54,10 +54,13 @@ class Smem(NamedTuple):
         q_here: a warpgroup's queries have arrived.
         keys_here: K of a place in the ring has arrived.
         values_here: V of a place has arrived and is free of NaN.
-        values_raw: V of a place has arrived and the producer must clean it.
+        values_raw: V of a place has arrived and the producer must clean or convert it.
         keys_free: all consumers have read K of a place.
         values_free: all consumers have read V of a place.
         order: turns of two consumers, or None.
+        fp8_keys: ring of FP8 tiles, K, or None.
+        fp8_values: ring of FP8 tiles, V, or None.
+        keys_raw: K of a place in the ring of FP8 tiles has arrived, or None.
     """
 
     q: Any
@@ -71,6 +74,9 @@ class Smem(NamedTuple):
     keys_free: Any
     values_free: Any
     order: Any
+    fp8_keys: Any
+    fp8_values: Any
+    keys_raw: Any
 
 
 class Walk:
