@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import jax
 
@@ -33,6 +35,8 @@ ON_REQUEST = ("packed_dense",)
 _AUTO_ORDER = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("cpu", "xla")}
 _AUTO_ELSEWHERE = ("xla",)
 """Backends that `auto` tries, in order, by platform. The first backend that supports the model serves it."""
+_NVIDIA = Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version")
+"""Files that the NVIDIA driver makes."""
 
 
 def register_backend(name: str) -> Callable[[type[AttentionBackend]], type[AttentionBackend]]:
@@ -68,7 +72,10 @@ def get_backend(name: str) -> type[AttentionBackend]:
         BackendError: the name is unknown, or its entry point cannot be loaded.
     """
     if name not in _REGISTERED and name in _BUILT_IN:
-        import_module(_BUILT_IN[name])
+        try:
+            import_module(_BUILT_IN[name])
+        except Exception as error:  # another JAX may lack what a kernel needs
+            raise BackendError(f"backend {name!r} cannot be loaded: {error!r}") from error
     if name not in _REGISTERED:
         for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
             try:
@@ -91,6 +98,13 @@ def _refusal(cls: type[AttentionBackend], spec: AttentionSpec, weighs: bool) -> 
     return cls.supports(spec)
 
 
+def _unused_gpu(platform: str) -> list[str]:
+    """Return the reason why an NVIDIA GPU of this machine is not used, if there is one."""
+    if platform != "cpu" or os.environ.get("JAX_PLATFORMS") or not any(path.exists() for path in _NVIDIA):
+        return []
+    return ["JAX sees no GPU: there is an NVIDIA driver, but JAX's CUDA plugin is missing or fails (docs/guides/gpu.md)"]
+
+
 def make_backend(name: str, spec: AttentionSpec, *, weighs: bool = False) -> AttentionBackend:
     """Make a backend for `spec`: the named backend, or for `"auto"` the platform's first backend that supports `spec`.
 
@@ -108,9 +122,13 @@ def make_backend(name: str, spec: AttentionSpec, *, weighs: bool = False) -> Att
             raise BackendError(f"attention_backend {name!r} cannot serve this model: {reason}")
         return cls(spec)
     platform = jax.default_backend()
-    refused: list[str] = []
+    refused = _unused_gpu(platform)
     for candidate in _AUTO_ORDER.get(platform, _AUTO_ELSEWHERE):
-        cls = get_backend(candidate)
+        try:
+            cls = get_backend(candidate)
+        except BackendError as error:
+            refused.append(str(error))
+            continue
         reason = _refusal(cls, spec, weighs)
         if reason is None:
             if refused:

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from transformers import Qwen3Config
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
+from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.bench import geometry
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -46,8 +47,15 @@ def answers(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_temperature": 0.7, "chunk_scale": 0.8}], ids=["plain", "weighed"])
-def test_the_engine_answers_as_over_xla(answers, options):
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [({}, False), ({}, True), ({"chunk_temperature": 0.7, "chunk_scale": 0.8}, False)],
+    ids=["split", "whole", "weighed"],
+)
+def test_the_engine_answers_as_over_xla(answers, options, whole, monkeypatch):
+    """Steps are too small for whole tiles, unless they are told otherwise."""
+    if whole:
+        monkeypatch.setattr(PallasGpuBackend, "block_splits", lambda self, batch: 1)
     ours, theirs = answers("pallas_gpu", **options), answers("xla", **options)
     assert ours.cached == theirs.cached > 100
     assert ours.tokens == theirs.tokens

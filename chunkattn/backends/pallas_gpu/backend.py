@@ -69,6 +69,7 @@ class PallasGpuBackend(AttentionBackend):
     """
 
     weighs = True
+    any_table_width = True
     max_pages = 1 << walk.LENGTH_SHIFT
     interpret: ClassVar[Any] = None
     multiprocessors: ClassVar[int] = 132

@@ -211,7 +211,7 @@ def _consume(
         q[...] = accumulated.astype(q.dtype)
         commit()
         plgpu.copy_smem_to_gmem(q, gmem.out[0].at[head, gmem.items[item, OUT], pl.ds(warpgroup * ROWS, ROWS)])
-    plgpu.wait_smem_to_gmem(0)
+    wait_for_copies()
 
 
 def _store_states(
@@ -232,7 +232,12 @@ def _store_states(
             for ref, out in zip(sums, gmem.out[1:]):
                 plgpu.copy_smem_to_gmem(ref.at[rows], out.at[head, place])
         if lane + lanes < shape.head_dim:
-            plgpu.wait_smem_to_gmem(0)
+            wait_for_copies()
+
+
+def wait_for_copies() -> None:
+    """Wait until results have left shared memory, which the next ones overwrite."""
+    plgpu.wait_smem_to_gmem(0)
 
 
 def multiply_keys(q: Any, keys: Any, free: Any, then: Callable[[], None], *, twin: bool) -> Float32[Array, "64 slots"]:

@@ -21,8 +21,8 @@ from chunkattn.backends.tiles import Tiles, cut, cut_at_questions, full_tiles, s
 
 MOST_SPLITS = 16
 """Splits of a row's slots, if they are one range."""
-_MOST_STATES = 4096
-"""States of 64 rows, of all KV heads, that splits of blocks may take: 128 MiB at heads of 128."""
+_MOST_STATE_BYTES = 128 << 20
+"""Bytes of states that splits of blocks may take in a step."""
 
 
 class Work(NamedTuple):
@@ -77,8 +77,9 @@ def block_splits(batch: AttentionBatch, shape: Shape, groups: int, kv_heads: int
     """
     if len(batch.row_seq) * groups * kv_heads > ROWS * shape.blocks:
         return 1
-    states = _MOST_STATES // (kv_heads * _most_blocks(batch, shape.rows // groups))
-    return max(1, min(MOST_SPLITS, -(-shape.blocks // kv_heads), states))
+    one_each = 4 * shape.rows * shape.head_dim * kv_heads * _most_blocks(batch, shape.rows // groups)
+    splits = min(MOST_SPLITS, -(-shape.blocks // kv_heads), _MOST_STATE_BYTES // one_each - _more_states(batch))
+    return max(splits, 1)
 
 
 def plan_tiles(batch: AttentionBatch, runs: Tiles, shape: Shape, groups: int) -> Work:
@@ -104,7 +105,7 @@ def plan_blocks(
     """
     per_block = shape.rows // groups
     tiles, bound = cut(runs, per_block), _most_blocks(batch, per_block)
-    most = most_splits + (1 if weighing is None else 2)  # a tile sees at most two ranges of slots, or three
+    most = most_splits + _more_states(batch)
     items, splits = split_items(_items(batch, tiles, shape), batch, weighing, tiles, shape, most_splits, most, bound)
     rows = pad(_bounds(batch, tiles, shape, groups), bound)
     return Work(items, rows, *_tokens(batch, tiles, per_block, bound), splits)
@@ -134,6 +135,11 @@ def _most_blocks(batch: AttentionBatch, per_block: int) -> int:
     """Return the largest number of blocks of queries of a step. A run may be cut in two where its question begins."""
     rows, runs = len(batch.row_seq), len(batch.prefix_end) * (1 if batch.weighing is None else 2)
     return rows // per_block + min(rows, runs)
+
+
+def _more_states(batch: AttentionBatch) -> int:
+    """Return the states of a block beyond its splits. It sees up to two ranges of slots, or three if it weighs chunks anew."""
+    return 1 if batch.weighing is None else 2
 
 
 def _items(batch: AttentionBatch, tiles: Tiles, shape: Shape) -> Int32[np.ndarray, "I fields"]:

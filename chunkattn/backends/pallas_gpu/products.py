@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Float32
 ROWS = 64
 """Rows of one `wgmma`, and so of a warpgroup."""
 
-_INDEX_IS_ARGUMENT = signature(plgpu.load).parameters["idx"].default is Parameter.empty
+_INDEX = signature(plgpu.load).parameters.get("idx")
+_INDEX_IS_ARGUMENT = _INDEX is not None and _INDEX.default is Parameter.empty
 
 
 def scores(q: Any, keys: Any, then: Callable[[], None], *, twin: bool) -> Float32[Array, "64 slots"]:
@@ -77,7 +78,7 @@ def commit() -> None:
 
 
 def load(ref: Any, index: Any, layout: Any) -> jax.Array:
-    """Return `ref[index]` in a layout. Newer JAX deprecates the argument for the index, older JAX requires it."""
+    """Return `ref[index]` in a layout. JAX 0.10 requires the argument for the index, JAX 0.12 has none."""
     if _INDEX_IS_ARGUMENT:
         return plgpu.load(ref, index, layout=layout, optimized=False)
     return plgpu.load(ref.at[index], layout=layout, optimized=False)  # type: ignore[call-arg, unused-ignore]

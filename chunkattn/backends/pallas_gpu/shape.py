@@ -12,9 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from chunkattn.backends.base import FP8
 from chunkattn.backends.pallas_gpu.products import ROWS
 
-MOST_SHARED_BYTES = 232_448
-"""Bytes of shared memory that a block of threads may use on Hopper."""
-
 _TILES = {64: (128, 4), 128: (128, 3), 256: (64, 2)}
 """Slots of a KV tile and stages of the ring by head size, for outputs."""
 _STATE_TILES = {64: (128, 4), 128: (64, 5), 256: (64, 2)}
