@@ -252,12 +252,19 @@ def test_the_default_page_size_is_that_of_the_platform(monkeypatch):
     [(64, 16, None, 132, None, 2), (128, 64, 100, 1, None, 2), (256, 128, None, 1, None, 3), (128, 32, None, 1, FP8, 3)],
 )
 def test_steps_lower_for_cuda(head_dim, block_size, window, multiprocessors, kv_dtype, kernels, monkeypatch):
-    """Mosaic GPU accepts every kernel of a step, in this JAX and without CUDA. `benchmarks.gpu_aot` goes on to machine code."""
+    """Mosaic GPU accepts every kernel of a step, in this JAX and without CUDA, and layers share the kernels.
+
+    `benchmarks.gpu_aot` goes on to machine code.
+    """
     monkeypatch.setattr(Compiled, "multiprocessors", multiprocessors)
     backend = Compiled(replace(SPEC, head_dim=head_dim, block_size=block_size, windows=(window,), kv_dtype=kv_dtype))
     (batch, *_) = random_steps(np.random.default_rng(0), block_size=block_size, weighs=window is None)
     arrays = [jnp.zeros((len(batch.row_seq), heads, head_dim), jnp.bfloat16) for heads in (4, 2, 2)]
-    step = jax.jit(backend.forward, static_argnames=("scale", "window"))
-    given = (*arrays, backend.allocate(8), backend.build_metadata(batch))
-    lowered = step.trace(*given, scale=0.1, window=window).lower(lowering_platforms=("cuda",))
+
+    def two_layers(q, k, v, cache, metadata):
+        q, cache = backend.forward(q, k, v, cache, metadata, scale=0.1, window=window)
+        return backend.forward(q, k, v, cache, metadata, scale=0.1, window=window)
+
+    step = jax.jit(two_layers).trace(*arrays, backend.allocate(8), backend.build_metadata(batch))
+    lowered = step.lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == kernels

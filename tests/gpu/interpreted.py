@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from chunkattn.backends.base import AttentionBatch, AttentionSpec, storage_dtype
-from chunkattn.backends.pallas_gpu import plan, products, shape, splits
+from chunkattn.backends.pallas_gpu import kernel, plan, products, shape, splits
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.reference import ReferenceBackend
 from chunkattn.testing import random_steps
@@ -237,7 +237,13 @@ def check_step(seed: int, setting: Setting, *, fresh: bool = False) -> None:
     rng = np.random.default_rng(seed)
     batch = draw_step(rng, setting)
     given = (*draw_arrays(rng, batch, setting), batch, setting)
-    ours, pool = run_step(setting.backend, *given, fresh=fresh)
+    if fresh:
+        kernel.attend.clear_cache()
+    try:
+        ours, pool = run_step(setting.backend, *given, fresh=fresh)
+    finally:
+        if fresh:
+            kernel.attend.clear_cache()
     theirs, expected = run_step(ReferenceBackend, *given)
     tolerance = {"bfloat16": 2e-2, "float16": 2.5e-3}[setting.dtype]
     np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ class States(NamedTuple):
     total: Float32[Array, "Hkv I rows"]
 
 
+@partial(jax.jit, static_argnames=("shape", "scale", "interpret"))  # layers share one kernel, compiled once
 def attend(
     items: Int32[Array, "I fields"],
     num_items: Int32[Array, " 1"] | None,
