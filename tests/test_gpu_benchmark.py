@@ -244,5 +244,6 @@ def test_every_part_runs_small(on, tmp_path, capsys):
     assert {row["backend"] for row in report["kernels"]["calls"] if "median_s" in row} >= {"xla"}
     assert all("error" in row or "peak_share" in row for row in report["kernels"]["calls"])
     assert all("peak_share" in row for row in report["flex"]["calls"])
+    assert "writing the new rows" in report["flex"]["note"]
     assert {case["unit"] for case in report["gen"]["cases"]} == {"s", "tok/s", "items/s"}
     assert {"serial", "prefill_extend"} <= {case["algorithm"] for case in report["score"]["cases"]}
