@@ -2,12 +2,15 @@
 
     python -m benchmarks.gpu [--python PYTHON] [--only kernels] [--block-size N] [--json FILE] [--small]
 
-The command runs `chunkattn check` and stops if the attention of the card is wrong. It then measures:
+The command runs `chunkattn check` and stops if the attention of the card is wrong or hangs. It then measures:
 
 - kernels: one layer's attention by backend, page size and tile, against the card's measured rates of products and reads
-- flex: the same calls by PyTorch's FlexAttention
+- flex: the same calls by PyTorch's FlexAttention, which writes no K and V
 - gen: answers from documents, cold and warm, decode at 1, 16 and 64 sequences, and scoring, in turns with vLLM
 - score: a query of 2,000 tokens and 500 items of 20 by every scoring algorithm
+
+Every part runs in processes of its own, which end at a time limit. The file is written after each part, so a part that fails
+loses no other. It keeps the last lines of standard error for a bug report.
 
 `--python` names an interpreter with PyTorch or vLLM; it may be given again. A library that no interpreter has is left out.
 `--small` runs everything on a few rows and on any device, to see that the command works; its figures mean nothing.
@@ -19,18 +22,23 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
-from benchmarks.nvidia.workloads import calls
+from benchmarks.nvidia.workloads import calls, settings
 from chunkattn.bench.peers import NOT_FOUND, find_python
 
 PARTS = "kernels", "flex", "gen", "score"
+TIMEOUT_S = {"check": 1800, "kernels": 600, "flex": 1800, "gen": 7200, "score": 3600}
+"""Time limit in seconds of a part's process, or of each setting's of `kernels`. `gen` outlasts the limit of vLLM's jobs."""
 SEQUENCES = 1, 16, 64
 SMALL = (
     *("--geometry", "small", "--dtype", "float32", "--repeats", "1"),
@@ -55,10 +63,22 @@ print(json.dumps({
 """Script that names the device. It runs in a process of its own, because JAX keeps most of a GPU's memory until it ends."""
 _MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.45"}
 """Share of the memory for a process of ours, which vLLM may run beside."""
+_CARD_TIMEOUT_S = 300
+_KILL_S = 10
+_STDERR_LINES = 40
 
 
 class PartError(Exception):
-    """A part of the benchmark failed; the message is the last line that it printed."""
+    """A process failed or reached its time limit. The message is the last line that it printed, or names the limit.
+
+    Attributes:
+        output: standard output until then.
+        stderr: standard error.
+    """
+
+    def __init__(self, message: str, output: str, stderr: str) -> None:
+        super().__init__(message)
+        self.output, self.stderr = output, stderr
 
 
 @dataclass(frozen=True)
@@ -76,45 +96,100 @@ class Options:
     small: bool
 
 
-def run(*command: str | Path, given: str = "") -> str:
-    """Run a Python command and return its standard output.
+def run(*command: str | Path, timeout_s: float, given: str = "") -> str:
+    """Run a command and return its standard output. The process and the children in its session end with this call.
+
+    Args:
+        *command: program and arguments.
+        timeout_s: time limit in seconds.
+        given: standard input.
 
     Raises:
-        PartError: the command failed.
+        PartError: the command failed or reached the time limit.
     """
-    environment = {**_MEMORY, **os.environ}
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        said = [line.strip("│ ") for line in (done.stderr or done.stdout).splitlines() if re.search(r"\w", line)]
-        raise PartError(said[-1] if said else f"exit code {done.returncode}")
-    return done.stdout
+    # A child of a dead process may hold a pipe open, so that reading it never ends. Files can be read at any time.
+    with TemporaryFile("w+", errors="replace") as out, TemporaryFile("w+", errors="replace") as err:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=err,
+            env={**_MEMORY, **os.environ},
+            text=True,
+            start_new_session=True,  # so that its children can be ended too
+        )
+        late = False
+        try:
+            process.communicate(given, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # a process in a hung driver may outlive SIGKILL
+                process.wait(_KILL_S)
+        out.seek(0)
+        err.seek(0)
+        output, errors = out.read(), err.read()
+    if late:
+        raise PartError(f"did not end within {timeout_s:,g} seconds; a kernel may hang", output, errors)
+    if process.returncode:
+        said = [line.strip("│ ") for line in (errors or output).splitlines() if re.search(r"\w", line)]
+        raise PartError(said[-1] if said else f"exit code {process.returncode}", output, errors)
+    return output
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """Return an error for JSON, with the last lines of standard error."""
+    if isinstance(error, PartError):
+        return {"error": str(error), "stderr": error.stderr.splitlines()[-_STDERR_LINES:]}
+    return {"error": f"{type(error).__name__}: {error}"}
 
 
 def card() -> dict[str, Any]:
     """Return the device's name and JAX's version; where there is a driver of NVIDIA, also what the driver says."""
-    found = json.loads(run(sys.executable, "-c", _CARD))
+    found = json.loads(run(sys.executable, "-c", _CARD, timeout_s=_CARD_TIMEOUT_S))
     asked = "memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.mem"
     try:
-        said = run("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader")
+        said = run("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader", timeout_s=_CARD_TIMEOUT_S)
     except (OSError, PartError):
         return found
     return found | dict(zip(asked.split(","), (value.strip() for value in said.splitlines()[0].split(",")), strict=True))
 
 
-def check(*, small: bool) -> list[str]:
-    """Print what `chunkattn check` says, and return its lines. If the attention is wrong, the process ends."""
+def check(*, small: bool) -> dict[str, Any]:
+    """Return the lines of `chunkattn check`, with an error if the attention is wrong or hangs."""
     command = (sys.executable, "-m", "chunkattn", "check", *(("--cases", "1") if small else ()))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(done.stdout + done.stderr, flush=True)
-    if done.returncode:
-        sys.exit("chunkattn check failed, so nothing is measured")
-    return done.stdout.splitlines()
+    try:
+        return {"lines": run(*command, timeout_s=TIMEOUT_S["check"]).splitlines()}
+    except PartError as error:
+        return {"lines": error.output.splitlines(), **failure(error)}
 
 
 def kernels(options: Options) -> dict[str, Any]:
-    """Return the times of one layer's attention."""
+    """Return the rates of the device, and the times of one layer's attention by setting.
+
+    A setting that breaks the device or reaches the time limit keeps the calls before, and gets a row with the error.
+    """
     small = ("--small", "--repeats", "1") if options.small else ()
-    return json.loads(run(sys.executable, "-m", "benchmarks.nvidia.kernel_times", *small))
+    command = (sys.executable, "-m", "benchmarks.nvidia.kernel_times", *small)
+    rates = json.loads(run(*command, "--rates", timeout_s=TIMEOUT_S["kernels"]))
+    rows: list[dict[str, Any]] = []
+    for number, setting in enumerate(settings(small=options.small)):
+        broken = []
+        try:
+            said = run(*command, "--setting", str(number), timeout_s=TIMEOUT_S["kernels"])
+        except PartError as error:
+            said, name = error.output, _unfinished(error.stderr)
+            broken = [setting.facts() | {"call": name} | failure(error)]
+        rows += [*(json.loads(line) for line in said.splitlines() if line.startswith("{")), *broken]
+    return rates | {"calls": with_shares(rows, rates, small=options.small)}
+
+
+def _unfinished(stderr: str) -> str:
+    """Return the name of the last call that `kernel_times` began."""
+    begun = [line.removeprefix("timing ") for line in stderr.splitlines() if line.startswith("timing ")]
+    return begun[-1] if begun else "the start"
 
 
 def flex(options: Options) -> dict[str, Any]:
@@ -127,7 +202,11 @@ def flex(options: Options) -> dict[str, Any]:
         "repeats": 1 if options.small else 5,
         "device": "cpu" if options.small else "cuda",
     }
-    return json.loads(run(python, _FLEX, given=json.dumps(job)))
+    found = json.loads(run(python, _FLEX, given=json.dumps(job), timeout_s=TIMEOUT_S["flex"]))
+    for row in found.get("calls", []):
+        if "seconds" in row:
+            row["median_s"] = statistics.median(row["seconds"])
+    return found
 
 
 def gen(options: Options) -> dict[str, Any]:
@@ -149,23 +228,31 @@ def score(options: Options) -> dict[str, Any]:
 
 def _bench(name: str, *chosen: str, block_size: int | None) -> dict[str, Any]:
     pages = ("--block-size", str(block_size)) if block_size else ()
-    return json.loads(run(sys.executable, "-m", "chunkattn", "bench", name, *chosen, *pages, "--json", "-"))
+    command = (sys.executable, "-m", "chunkattn", "bench", name, *chosen, *pages, "--json", "-")
+    return json.loads(run(*command, timeout_s=TIMEOUT_S[name]))
 
 
 RUN: dict[str, Callable[[Options], dict[str, Any]]] = {"kernels": kernels, "flex": flex, "gen": gen, "score": score}
 
 
-def with_shares(found: dict[str, Any], rates: dict[str, Any], *, small: bool) -> dict[str, Any]:
-    """Return FlexAttention's times with medians and shares of the rates that `kernels` measured."""
+def with_shares(rows: list[dict[str, Any]], rates: dict[str, Any], *, small: bool) -> list[dict[str, Any]]:
+    """Return the rows of calls, with shares of the rate that bounds a call where the call has a time.
+
+    Args:
+        rows: rows of `kernels` or `flex`.
+        rates: the rates that `kernels` measured.
+        small: whether the calls are the small ones.
+    """
     known = {call.name: call for call in calls(small=small)}
-    rows = []
-    for row in found.get("calls", []):
-        if "seconds" in row:
-            call, median = known[row["call"]], statistics.median(row["seconds"])
-            needed = call.bytes / rates["read_bytes_per_s"] if call.decodes else call.flops / rates["matmul_flops"]
-            row = row | {"median_s": median, "peak_share": needed / median}
-        rows.append(row)
-    return found | {"calls": rows}
+
+    def share(row: dict[str, Any]) -> dict[str, Any]:
+        if "median_s" not in row:
+            return row
+        call = known[row["call"]]
+        needed = call.bytes / rates["read_bytes_per_s"] if call.decodes else call.flops / rates["matmul_flops"]
+        return row | {"peak_share": needed / row["median_s"]}
+
+    return [share(row) for row in rows]
 
 
 def lines(part: str, found: dict[str, Any]) -> list[str]:
@@ -173,9 +260,10 @@ def lines(part: str, found: dict[str, Any]) -> list[str]:
     if "error" in found:
         return [f"{part}: {found['error']}"]
     if part in ("kernels", "flex"):
-        return [f"{part}: {_call_line(row)}" for row in found["calls"]]
+        return [f"{part}: {text}" for text in (*map(_call_line, found["calls"]), found.get("note")) if text]
     if part == "gen":
-        return [
+        note = [f"gen: {found['peer']}: {found['peer_note']}"] if found.get("peer_note") else []
+        return note + [
             f"gen: {case['name']}: {case['median']:.4g} {case['unit']}, {case['peak_share']:.0%} of the peak"
             + (f", {case['ratio']:.2f} times vLLM's speed" if case["ratio"] else "")
             for case in found["cases"]
@@ -207,24 +295,41 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="file of the results; default: gpu-NAME.json, with the card's name")
     parser.add_argument("--small", action="store_true", help="run on a few rows and on any device")
     args = parser.parse_args()
-    device = card()
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        parser.error(f"the folder of --json {args.json} does not exist")
+    try:
+        device = card()
+    except PartError as error:
+        sys.exit(f"JAX does not start: {error}\n{error.stderr}")
     print(", ".join(f"{name} {value}" for name, value in device.items()), flush=True)
     if device["platform"] != "gpu" and not args.small:
         sys.exit(f"benchmarks.gpu needs a GPU that JAX sees (pip install -e '.[cuda]'); JAX runs on {device['platform']}")
-    checked = check(small=args.small)
-    options = Options(args.python or [Path(sys.executable)], args.block_size, args.small)
-    report: dict[str, Any] = {"card": device, "small": args.small, "check": checked}
-    for part in [part for part in PARTS if part in (args.only or PARTS)]:
-        try:
-            report[part] = RUN[part](options)
-        except PartError as error:
-            report[part] = {"error": str(error)}
-        if part == "flex" and "calls" in report.get("kernels", {}):
-            report[part] = with_shares(report[part], report["kernels"], small=args.small)
-        print("\n".join(lines(part, report[part])), flush=True)
     name = re.sub(r"[^a-z0-9]+", "-", device["name"].lower()).strip("-")
     file = Path(args.json or f"gpu-{name}.json")
-    file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report: dict[str, Any] = {"card": device, "small": args.small}
+
+    def write() -> None:
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+    write()  # a file that cannot be written shows before hours of work
+    report["check"] = check(small=args.small)
+    write()
+    print("\n".join(report["check"]["lines"]), flush=True)
+    if "error" in report["check"]:
+        print("\n".join(report["check"]["stderr"]), flush=True)
+        sys.exit(f"chunkattn check failed, so nothing is measured: {report['check']['error']}\nwritten to {file}")
+    options = Options(args.python or [Path(sys.executable)], args.block_size, args.small)
+    for part in [part for part in PARTS if part in (args.only or PARTS)]:
+        print(f"{part}: running", flush=True)
+        try:
+            report[part] = RUN[part](options)
+            if part == "flex" and "calls" in report[part] and "matmul_flops" in report.get("kernels", {}):
+                report[part]["calls"] = with_shares(report[part]["calls"], report["kernels"], small=args.small)
+            print("\n".join(lines(part, report[part])), flush=True)
+        except Exception as error:  # the other parts still run
+            report[part] = report.get(part, {}) | failure(error)
+            print(f"{part}: {report[part]['error']}", flush=True)
+        write()
     print(f"written to {file}")
     failed = [part for part in PARTS if "error" in report.get(part, {}) and part != "flex"]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

@@ -182,6 +182,7 @@ def test_vllm_shares_a_gpu_and_may_use_cuda_graphs(tmp_path, monkeypatch):
     with VllmProcess(python, "tiny", max_model_len=20) as process:
         process.run([[[1, 2]]], 2)
     options = json.loads(log.read_text().splitlines()[0])["load"]
+    assert process.note == ""  # no library that only CPUs need is missing
     assert (options["enforce_eager"], options["max_model_len"]) == (False, 20)
     assert options["gpu_memory_utilization"] < 0.5
 
@@ -210,7 +211,17 @@ def test_table_and_json(tmp_path):
     options = ["--case", "score", "--case", "rag", "--peers", "--peer-python", str(python), "--json", str(target)]
     result = CliRunner().invoke(app, ["bench", "gen", *SMALL, *options])
     assert result.exit_code == 0, result.output
-    for text in (*(names := [*NAMES[2:4], NAMES[-1]]), "items/s", "ratio", "GFLOP/s", "GB/s", "peer: vllm 0.0", "prefix alone"):
+    for text in (
+        *(names := [*NAMES[2:4], NAMES[-1]]),
+        "items/s",
+        "ratio",
+        "GFLOP/s",
+        "GB/s",
+        "to read 256 MiB",
+        "peak host memory",
+        "peer: vllm 0.0",
+        "prefix alone",
+    ):
         assert text in result.output
     assert "…" not in result.output  # nothing is cut at 80 columns
     assert "programs compiled in timed rounds: 0" in result.output

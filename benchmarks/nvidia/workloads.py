@@ -1,15 +1,65 @@
-"""Calls of attention that are timed on a GPU: their rows, what every row sees, and what a call needs at least."""
+"""Calls of attention that are timed on a GPU, what each needs at least, and the settings of the backends that run them.
+
+The module starts no JAX backend, because a process that does keeps most of a GPU's memory.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 ITEMSIZE = 2
 """Bytes of a bfloat16 number."""
+CALLS = 20
+"""Calls of one round. A round hides the start of a call on the host, except where the start takes longer than the call."""
+L2_BYTES = 50_000_000
+"""Size of the L2 cache that is assumed: that of an H100 and of an H200."""
+ENGINE_PAGE = 64
+"""Slots per page that the engine takes on GPUs."""
+PAGES = 16, 32, 64, 128
+TILES = {False: ((128, 2), (64, 6), (64, 3)), True: ((128, 2), (64, 4), (64, 3))}
+"""Slots and stages of the KV tiles tried at head_dim 128, beside the backend's own, by `Setting.states`."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Backend, page size and tile that calls are timed with.
+
+    Attributes:
+        backend: name of the backend.
+        block_size: slots per page.
+        slots: slots of the KV tile; None for the backend's own tile, with which every call is timed.
+        stages: tiles in flight; None for the backend's own.
+        states: whether the tile is that of decodes and of the blocks of small steps, whose parts end in softmax states. Else
+            it is that of query tiles. Only calls that use the tile are timed.
+    """
+
+    backend: str
+    block_size: int
+    slots: int | None = None
+    stages: int | None = None
+    states: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """Return the setting for JSON, without a tile that is the backend's own."""
+        found = asdict(self)
+        return found if self.slots else {name: found[name] for name in ("backend", "block_size")}
+
+
+def settings(*, small: bool = False) -> list[Setting]:
+    """Return all settings.
+
+    Args:
+        small: whether to return one setting of each backend.
+    """
+    if small:
+        return [Setting("pallas_gpu", PAGES[0]), Setting("xla", ENGINE_PAGE)]
+    tiles = [Setting("pallas_gpu", ENGINE_PAGE, *tile, states) for states, tiles in TILES.items() for tile in tiles]
+    return [*(Setting("pallas_gpu", pages) for pages in PAGES), Setting("xla", ENGINE_PAGE), *tiles]
 
 
 @dataclass(frozen=True)
@@ -69,9 +119,18 @@ class Call:
         """Return whether every sequence has one row, so that memory bounds the call."""
         return self.rows == 1
 
+    @property
+    def copies(self) -> int:
+        """Return the number of copies of K and V that the calls of a round read in turn.
+
+        Together the copies are at least four times as large as the L2 cache, so that a call reads from memory, as a layer of a
+        model does. A call too small for that reads every copy once a round.
+        """
+        return min(CALLS, math.ceil(4 * L2_BYTES / self.bytes))
+
     def facts(self) -> dict[str, Any]:
         """Return the call for JSON: the job of `flex_times`."""
-        sizes = ("name", "sequences", "slots", "rows", "prefix", "heads", "kv_heads", "head_dim")
+        sizes = ("name", "sequences", "slots", "rows", "prefix", "heads", "kv_heads", "head_dim", "copies")
         return {name: getattr(self, name) for name in sizes} | {"row_start": self.row_start().tolist()}
 
 

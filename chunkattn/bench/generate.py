@@ -17,7 +17,7 @@ from chunkattn.bench.cases import CASES, GenerateBench, Job, Sample, Sizes
 from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.bench.memory import peak_bytes, reset_peak
 from chunkattn.bench.peers import NOT_FOUND, PeerError, VllmProcess, find_python
-from chunkattn.bench.score import matmul_rate, read_rate
+from chunkattn.bench.score import matmul_rate, read_mib, read_rate
 from chunkattn.errors import EngineError
 
 _PAUSE_S = 0.3
@@ -40,7 +40,7 @@ class Case:
         compiles: programs that chunkattn compiled in the timed rounds.
         peak_share: share of the machine's rate that the median needs. `tok/s` reads the weights once a step and counts against
             `Report.read_bytes_per_s`. Other cases count needed operations against `Report.matmul_flops`.
-        peak_mib: peak resident memory of this process in the timed rounds in MiB.
+        peak_mib: peak resident host memory of this process in the timed rounds in MiB, without the memory of an accelerator.
     """
 
     name: str
@@ -65,7 +65,9 @@ class Report:
         backend: name of the attention backend.
         weight_bytes: bytes of the weights.
         matmul_flops: rate of a large matrix product in FLOP/s, the best of two measurements per case.
-        read_bytes_per_s: rate at which a reduction reads 256 MiB in bytes per second, the best of two measurements per case.
+        read_bytes_per_s: rate at which a reduction reads `read_mib` MiB in bytes per second, the best of two measurements per
+            case.
+        read_mib: size in MiB of the array that the reduction reads.
         peer: name and version of the peer; empty if it was not asked for.
         peer_note: reason for missing figures of the peer, or a limitation of them.
     """
@@ -75,6 +77,7 @@ class Report:
     weight_bytes: int
     matmul_flops: float
     read_bytes_per_s: float
+    read_mib: int
     peer: str
     peer_note: str
 
@@ -130,6 +133,7 @@ def run(
         core.runner.weight_bytes,
         matmul,
         read,
+        read_mib(),
         peer.name,
         peer.note,
     )

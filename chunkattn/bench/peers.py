@@ -243,7 +243,9 @@ def _gpu_options() -> dict[str, Any]:
 
 
 def _for_vllm(python: Path) -> tuple[dict[str, str], str]:
-    """Return vLLM's fastest environment on CPUs, and a note on missing libraries."""
+    """Return vLLM's fastest environment on CPUs, and a note on missing libraries. On a GPU both are empty."""
+    if jax.default_backend() == "gpu":
+        return {}, ""
     folders = [python.parent.parent / "lib", *map(Path, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/local/lib"))]
     found = {name: next((f / name for f in folders if (f / name).exists()), None) for name in _PRELOADED_LIBRARIES}
     missing = [name for name, path in found.items() if path is None]

@@ -71,8 +71,8 @@ class Case:
         compiles: programs compiled in the timed rounds.
         predicted_s: time in seconds that the cost model predicted before the run; None if it predicts none.
         auto: whether `auto` picks this algorithm after all rounds, given this row's state of the cache.
-        peak_mib: peak resident memory of the process in MiB.
-        growth_mib: growth of the resident memory in MiB; None if the system does not report it.
+        peak_mib: peak resident host memory of the process in MiB, without the memory of an accelerator.
+        growth_mib: growth of the resident host memory in MiB; None if the system does not report it.
     """
 
     query: int
@@ -241,9 +241,16 @@ def matmul_rate(dtype: str, repeats: int = 5) -> float:
     """
     # A product as small as a CPU's would measure the start of an accelerator's program.
     rows, inner, columns = (2048, 1024, 3072) if jax.default_backend() == "cpu" else (8192, 8192, 8192)
-    a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
+    # Equal numbers switch few transistors, so that a GPU would clock higher than it does for real weights.
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, size, dtype) for key, size in zip(keys, ((rows, inner), (inner, columns)), strict=True))
     multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
     return 2 * rows * inner * columns / _best_seconds(lambda: multiply(a, b), repeats)
+
+
+def read_mib() -> int:
+    """Return the size in MiB of the array that `read_rate` reads by default."""
+    return 256 if jax.default_backend() == "cpu" else 4096
 
 
 def read_rate(mib: int | None = None, repeats: int = 5) -> float:
@@ -252,10 +259,10 @@ def read_rate(mib: int | None = None, repeats: int = 5) -> float:
     The reduction is a bitwise or: it has no rounding order, so XLA vectorizes it and spreads rows over cores.
 
     Args:
-        mib: size of the array in MiB; None is 256 on CPUs and 4,096 on accelerators.
+        mib: size of the array in MiB; None for `read_mib`.
         repeats: number of timed runs.
     """
-    mib = mib or (256 if jax.default_backend() == "cpu" else 4096)
+    mib = mib or read_mib()
     array = jnp.ones((mib << 4, 1 << 14), jnp.int32)
     reduce = jax.jit(lambda a: jax.lax.reduce(a, jnp.int32(0), jax.lax.bitwise_or, (1,)))
     return array.nbytes / _best_seconds(lambda: reduce(array), repeats)

@@ -109,9 +109,9 @@ def _facts(report: Report) -> dict[str, str]:
         "processor": processor(),
         "attention backend": f"{report.backend}{kernel}",
         "matrix products": f"{report.matmul_flops / 1e9:.0f} GFLOP/s at best, in the same process",
-        "memory": f"{report.read_bytes_per_s / 1e9:.1f} GB/s at best, read by a reduction over 256 MiB in the same process",
+        "memory": f"{report.read_bytes_per_s / 1e9:.1f} GB/s at best, in the same process, to read {report.read_mib:,} MiB",
         "weights": f"{report.weight_bytes / 2**20:.0f} MiB",
-        "peak memory": f"{max(case.peak_mib for case in report.cases):.0f} MiB, this process in timed rounds",
+        "peak host memory": f"{max(case.peak_mib for case in report.cases):.0f} MiB, this process in timed rounds",
         "versions": f"chunkattn {chunkattn.__version__}, jax {version('jax')}, jaxlib {version('jaxlib')}",
         "programs compiled in timed rounds": str(sum(case.compiles for case in report.cases)),
     }

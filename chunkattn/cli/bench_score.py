@@ -107,7 +107,7 @@ def _workload(case: Case | PeerCase) -> Workload:
 
 
 def _print(cases: list[Case], others: list[PeerCase], left_out: list[str], title: str) -> None:
-    columns = ("", "seconds", "items/s", "ratio", "of peak", "rows", "predicted", "MiB")
+    columns = ("", "seconds", "items/s", "ratio", "of peak", "rows", "predicted", "host MiB")
     table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in table.columns:
         column.no_wrap, column.justify = True, "right" if column.header else "left"
