@@ -47,7 +47,7 @@ test-gpu: $(GPU_READY)  ## our GPU kernels, compiled for an H100 and interpreted
 	$(GPU) -m "not slow and not exhaustive"
 
 test-gpu-all: $(GPU_READY)  ## every setting, whole models, and long runs of the interpreter
-	$(GPU)
+	$(GPU) -n 2 --dist loadfile
 
 # vLLM pins versions of its own, so its tests run in an environment of its own; VLLM_ENV names one that exists already.
 # One process per file: an engine leaves settings in its process.

@@ -93,18 +93,19 @@ def _describe_kernel(name: str, kernel: dict[str, Any]) -> str:
 def compare(results: list[dict[str, Any]]) -> list[str]:
     """Return lines with the most instructions per tile of our kernel over query tiles, beside the peer's."""
     peers = {r["head_dim"]: r["kernels"]["attention_mgpu"] for r in results if r["kind"] == "attention_mgpu" and r["compiled"]}
-    ours: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    ours: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
     for result in results:
         kernels = result.get("kernels", {})
         if result["kind"] == "pallas_gpu" and "tiles" in kernels and result["head_dim"] in peers:
-            ours.setdefault((result["head_dim"], result["block_size"]), []).append(kernels["tiles"])
+            kept = ", K/V in FP8" if result["kv_dtype"] else ""
+            ours.setdefault((result["head_dim"], result["block_size"], kept), []).append(kernels["tiles"])
     lines = []
-    for (head_dim, block_size), kernels in sorted(ours.items()):
+    for (head_dim, block_size, kept), kernels in sorted(ours.items()):
         parts = []
         for way in ("clear", "masked"):
             most, theirs = max(kernel[way] for kernel in kernels), peers[head_dim][way]
             parts.append(f"{way} {most} of attention_mgpu's {theirs} ({most / theirs:.3f})")
-        lines.append(f"head_dim {head_dim}, pages of {block_size}: {', '.join(parts)}")
+        lines.append(f"head_dim {head_dim}, pages of {block_size}{kept}: {', '.join(parts)}")
     return lines
 
 
