@@ -87,25 +87,26 @@ def _convert_item(gmem: Gmem, smem: Smem, shape: Shape, head: Any, item: Any, tu
     """
     walk, ahead = Walk(gmem, item, shape), shape.fp8_stages - 1
 
-    def fp8_place(step: Any) -> Any:
-        return lax.rem(turn + step, jnp.int32(shape.fp8_stages))
+    def fp8_places(step: Any) -> tuple[Any, Any]:
+        ring, barriers = jnp.int32(shape.fp8_stages), jnp.int32(shape.fp8_barriers)
+        return lax.rem(turn + step, ring), lax.rem(turn + step, barriers)
 
     def send(step: Any) -> None:
-        place, tile = fp8_place(step), walk.tile(step)
+        (place, raw), tile = fp8_places(step), walk.tile(step)
         for box in range(shape.boxes):
             number = page(entry(gmem, walk.seq, tile, box, shape))
-            _copy(gmem.keys.at[number, head], tile, smem.fp8_keys.at[place], box, smem.keys_raw.at[place], shape)
-            _copy(gmem.values.at[number, head], tile, smem.fp8_values.at[place], box, smem.values_raw.at[place], shape)
+            _copy(gmem.keys.at[number, head], tile, smem.fp8_keys.at[place], box, smem.keys_raw.at[raw], shape)
+            _copy(gmem.values.at[number, head], tile, smem.fp8_values.at[place], box, smem.values_raw.at[raw], shape)
 
     def convert(step: Any) -> None:
-        source, place, tile = fp8_place(step), shape.place(turn + step), walk.tile(step)
-        plgpu.barrier_wait(smem.keys_raw.at[source])
+        (source, raw), place, tile = fp8_places(step), shape.place(turn + step), walk.tile(step)
+        plgpu.barrier_wait(smem.keys_raw.at[raw])
         wait_until_free(smem.keys_free.at[place], turn + step, shape)
         for begin in range(0, shape.slots, ROWS):
             _convert(smem.fp8_keys, smem.keys, source, place, begin)
         commit()
         plgpu.barrier_arrive(smem.keys_here.at[place])
-        plgpu.barrier_wait(smem.values_raw.at[source])
+        plgpu.barrier_wait(smem.values_raw.at[raw])
         wait_until_free(smem.values_free.at[place], turn + step, shape)
         for begin in range(0, shape.slots, ROWS):
             _convert(smem.fp8_values, smem.values, source, place, begin, _seen(gmem, walk, item, tile, begin, shape))

@@ -59,6 +59,11 @@ class Shape:
         return self.slots // self.box
 
     @property
+    def fp8_barriers(self) -> int:
+        """Return the barriers for K, and for V, of the FP8 ring: at least two, as a lone one's constant address would spill."""
+        return self.fp8_stages and max(2, self.fp8_stages)
+
+    @property
     def producer_registers(self) -> int:
         """Return the registers of a thread of the producer beside two consumers. Many copies and conversions need more."""
         return 40 + 16 * (self.boxes > 4) + 16 * (self.fp8_stages > 0 and self.head_dim <= 128)
@@ -104,7 +109,7 @@ class Shape:
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.SMEM((ROWS,), jnp.float32),
         )
-        copied = plgpu.Barrier(num_arrivals=self.boxes, num_barriers=self.fp8_stages or self.stages)
+        copied = plgpu.Barrier(num_arrivals=self.boxes, num_barriers=self.fp8_barriers or self.stages)
         arrived = plgpu.Barrier(num_barriers=self.stages) if self.fp8_stages else copied
         free = plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages)
         return (

@@ -60,7 +60,7 @@ class Smem(NamedTuple):
         order: turns of two consumers, or None.
         fp8_keys: ring of FP8 tiles, K, or None.
         fp8_values: ring of FP8 tiles, V, or None.
-        keys_raw: K of a place in the ring of FP8 tiles has arrived, or None.
+        keys_raw: K of a place in the ring of FP8 tiles has arrived, or None. See `Shape.fp8_barriers`.
     """
 
     q: Any
