@@ -37,9 +37,9 @@ def check_kernels(cases):
     for case in cases:
         names = ("head_dim", "block_size", "dtype", "heads", "kv_heads", "rows", "window", "weighs")
         told = {name: case[name] for name in names}
-        few = case["rows"] * case["heads"] <= 64 * 132
-        wanted = {"decodes", "blocks"} if few else {"decodes", "tiles", *(["blocks"] if case["weighs"] else [])}
-        assert set(case["kernels"]) == wanted, told
+        kinds = set(case["kernels"])
+        assert kinds >= {"decodes", *(["tiles"] if case["rows"] * case["heads"] > 64 * 132 else [])}, told
+        assert ("blocks" in kinds) == (case["weighs"] or "tiles" not in kinds), told
         for name, kernel in case["kernels"].items():
             assert kernel["spill_bytes"] == 0, (told, name, kernel)
             assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES, (told, name, kernel)
