@@ -74,7 +74,7 @@ def grid() -> Iterator[Case]:
             for dtype in ("bfloat16", "float16"):
                 for options in ({}, {"kv_dtype": FP8.name}):
                     heads, kv_heads = next(ratios)
-                    yield Case(head_dim, block_size, dtype, heads, kv_heads, 4096, 16, 64, 512, weighs=True, **options)
+                    yield Case(head_dim, block_size, dtype, heads, kv_heads, 4096, 16, 64, 4096, weighs=True, **options)
 
 
 def lower(case: Case, backend: PallasGpuBackend) -> jax.stages.Lowered:
