@@ -2,9 +2,11 @@
 
 import os
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
+from chunkattn import testing
 from chunkattn.backends import register_backend
 from chunkattn.backends.cpu import library
 from chunkattn.backends.xla import XlaBackend
@@ -43,6 +45,16 @@ def test_check_of_this_device(brief):
     assert result.exit_code == 0, result.output
     assert "All is right." in result.output
     assert "right demo model: " in result.output
+
+
+@pytest.mark.parametrize(("platform", "many_rows"), [("cpu", False), ("gpu", True), ("tpu", True)])
+def test_steps_of_many_rows_are_left_to_accelerators(monkeypatch, platform, many_rows):
+    tried = []
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(testing, "check_backend", lambda name, **options: tried.append(options) or 0.0)
+    assert not check._kernels("reference", 1)
+    assert len(tried) > len(check.MANY_ROWS)
+    assert any("scale" in options for options in tried) == many_rows
 
 
 def test_check_of_a_wrong_backend(brief):
