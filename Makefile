@@ -44,7 +44,7 @@ GPU_ENV ?= .cache/gpu-env
 GPU := PYTHONPATH=. $(GPU_ENV)/bin/python -m pytest --confcutdir=tests/gpu tests/gpu
 GPU_READY := $(filter .cache/gpu-env/%,$(GPU_ENV)/.installed)
 test-gpu: $(GPU_READY)  ## our GPU kernels, compiled for an H100 and interpreted; needs no GPU
-	$(GPU) -m "not slow and not exhaustive"
+	$(GPU) -n 2 --dist loadfile -m "not slow and not exhaustive"
 
 test-gpu-all: $(GPU_READY)  ## every setting, whole models, and long runs of the interpreter
 	$(GPU) -n 2 --dist loadfile
