@@ -234,7 +234,7 @@ def test_any_error_of_a_call_is_its_result(monkeypatch, error):
     assert row["error"] == f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-@pytest.mark.telling
+@pytest.mark.slow
 def test_every_part_runs_small(on, tmp_path, capsys):
     file = tmp_path / "gpu.json"
     on(CPU, "--small", "--json", file)
