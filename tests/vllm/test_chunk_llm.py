@@ -301,6 +301,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(checkpoint, witness, rng, name):
     options = FAMILIES[name]
@@ -318,6 +319,7 @@ def test_families(checkpoint, witness, rng, name):
                 llm.generate(ChunkedPrompt([1], [[2] * 150, [3] * 150], [4]), GREEDY)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_guide_runs(own_process, capsys):
     guide = (ROOT / "docs" / "guides" / "vllm.md").read_text(encoding="utf-8")
     for block in re.findall(r"```py\n(.*?)```", guide, flags=re.DOTALL):
