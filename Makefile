@@ -91,10 +91,11 @@ NATIVE := hatch_build.py chunkattn/backends/cpu/build.py $(wildcard chunkattn/ba
 	@$(BIN)/pip install --quiet --editable .
 	@touch $@
 
-.venv/.installed-test: .venv/.installed
-	@echo "Installing the test tools (PyTorch among them) into .venv"
+# In one installation, as each one compiles the operator; the extra `test` has the tools of the documentation.
+.venv/.installed-test: .venv/bin/python pyproject.toml $(NATIVE)
+	@echo "Installing chunkattn with the test tools (PyTorch among them) into .venv"
 	@$(BIN)/pip install --quiet --editable '.[test]'
-	@touch $@
+	@touch .venv/.installed .venv/.installed-docs $@
 
 .venv/.installed-docs: .venv/.installed
 	@echo "Installing MkDocs into .venv"
