@@ -73,7 +73,7 @@ def test_dynamic_refuses_positions_beyond_the_original():
     [
         ({"rope_type": "longrope", "rope_theta": 1e4}, "longrope"),
         ({"rope_type": "linear", "rope_theta": 1e4}, "factor"),
-        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
 def test_unsupported(params, message):

@@ -240,6 +240,14 @@ class GGUFTensors:
         """
         return self._file.read(self._names[name], dtype, self._rows(name))
 
+    def why_missing(self, name: str) -> str:
+        """Return the likely cause of a missing tensor: the file is incomplete.
+
+        Args:
+            name: checkpoint name.
+        """
+        return "the file is incomplete, get it again"
+
     def _rows(self, name: str) -> np.ndarray | None:
         """Return the stored row of each row of a query or key projection of `llama`.
 

@@ -15,7 +15,7 @@ from chunkattn.errors import ModelError
 from chunkattn.models.gguf_file import GGUF_SUFFIX, find_gguf, open_gguf
 from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
-from chunkattn.models.spec import DecoderSpec, spec_from_config
+from chunkattn.models.spec import FAMILIES, DecoderSpec, spec_from_config, unsupported
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -107,7 +107,10 @@ def open_model(
         spec = spec_from_gguf(file, config)
     else:
         config = read_config(path)
-        spec = spec_from_config(config)
+        try:
+            spec = spec_from_config(config)
+        except ModelError as error:
+            raise ModelError(f"{path / 'config.json'}: {error}") from None
     if skip_tokenizer_init:
         loaded = None
     elif file is not None and tokenizer is None:
@@ -169,12 +172,27 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
-    if not (folder / "config.json").exists():
-        raise ModelError(f"{folder}: no config.json; is this a Hugging Face model folder?")
+    file = folder / "config.json"
+    if not file.exists():
+        adapter = (folder / "adapter_config.json").exists()
+        hint = "it holds a PEFT adapter; merge it into its base model" if adapter else "is this a Hugging Face model folder?"
+        raise ModelError(f"{folder}: no config.json; {hint}")
     try:
-        return AutoConfig.from_pretrained(folder)
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read: {error}; get it again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} must hold a JSON object, got {type(found).__name__}; get it again")
+    kind, named = found.get("model_type"), found.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise ModelError(f"{file}: architectures must be a list of strings, got {named!r}")
+    # transformers would advise to run the code of a repository, or to install another version, for kinds that it lacks.
+    if kind not in FAMILIES:
+        raise unsupported(named[0] if named else str(kind))
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # validation errors of many classes
-        raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
+        raise ModelError(f"{file} cannot be read: {error}") from error
 
 
 def load_model_tokenizer(model: str | None, tokenizer: str | None = None) -> PreTrainedTokenizerBase:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from chunkattn.errors import ModelError
 from chunkattn.rope.rotary import RotarySpec, make_rotary
@@ -11,14 +12,45 @@ from chunkattn.rope.rotary import RotarySpec, make_rotary
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_CLASSIFIER = "ForSequenceClassification"
+_CLASSIFIER, _LANGUAGE_MODEL, _BARE = "ForSequenceClassification", "ForCausalLM", "Model"
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts of one model family that its class in transformers decides, whatever a configuration holds.
+
+    Attributes:
+        name: name for readers.
+        prefixes: first part of the names of its classes; checkpoints may name the class by any of them.
+        qkv_bias: whether the query, key and value projections have biases; None if `attention_bias` decides.
+        o_bias: whether the output projection has a bias; None if `attention_bias` decides.
+        mlp_bias: whether the MLP's projections have biases; None if `mlp_bias` decides.
+        qk_norm: whether queries and keys are normalised per head.
+        windows: layers with a sliding window: none, all if `sliding_window` is set, or those of `layer_types`.
+    """
+
+    name: str
+    prefixes: tuple[str, ...]
+    qkv_bias: bool | None
+    o_bias: bool | None
+    mlp_bias: bool | None
+    qk_norm: bool
+    windows: Literal["none", "all", "layer_types"]
+
 
 FAMILIES = {
-    family + head: name
-    for head in ("ForCausalLM", _CLASSIFIER)
-    for family, name in {"Llama": "Llama 2/3.x", "Mistral": "Mistral", "Qwen2": "Qwen2/2.5", "Qwen3": "Qwen3"}.items()
+    "llama": Family("Llama 2/3.x", ("Llama",), None, None, None, False, "none"),
+    "mistral": Family("Mistral", ("Mistral",), False, False, False, False, "all"),
+    # transformers reads a Mistral configuration with `layer_types` as Ministral's.
+    "ministral": Family("Ministral", ("Ministral", "Mistral"), False, False, False, False, "layer_types"),
+    "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, False, "layer_types"),
+    "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, True, "layer_types"),
 }
-"""Supported Hugging Face architectures, with the name of the family of each."""
+"""Supported families by `model_type`.
+
+Source: `configuration_*.py` and `modeling_*.py` of each family in https://github.com/huggingface/transformers
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,25 +112,11 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
     Raises:
         ModelError: the architecture or one of its settings is not supported.
     """
-    architecture = (config.architectures or ["none"])[0]
-    if architecture not in FAMILIES:
-        supported = ", ".join(f"{a} ({f})" for a, f in FAMILIES.items())
-        raise ModelError(f"architecture {architecture!r} is not supported; supported are {supported}")
-    family, is_classifier = architecture.partition("For")[0], architecture.endswith(_CLASSIFIER)
-    if config.hidden_act != "silu":
-        raise ModelError(f"hidden_act {config.hidden_act!r} is not supported by {architecture}; only 'silu' is")
-    if getattr(config, "quantization_config", None):
-        raise ModelError("quantized checkpoints (quantization_config) are not supported; use an unquantized one")
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "max_position_embeddings",
-        *(["num_labels"] if is_classifier else []),
-    ):
+    family, architecture = _family(config)
+    is_classifier = architecture.endswith(_CLASSIFIER)
+    _refuse_foreign_forward_passes(config, architecture)
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for name in (*sizes, "num_key_value_heads", "max_position_embeddings", *(["num_labels"] if is_classifier else [])):
         value = getattr(config, name, None)
         if not isinstance(value, int) or value < 1:
             raise ModelError(f"configuration: {name} must be a positive integer, got {value!r}")
@@ -107,37 +125,112 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
             f"num_attention_heads {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {config.num_key_value_heads}"
         )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
         raise ModelError(f"configuration: head_dim must be a positive even integer, got {head_dim!r}")
-    attention_bias = bool(getattr(config, "attention_bias", False))
-    layers = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
-    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
-        raise ModelError(f"layer type {unknown[0]!r} is not supported by {architecture}")
-    if "sliding_attention" in types and (not isinstance(window, int) or window < 1):
-        raise ModelError(f"configuration: layers with sliding_attention need a sliding_window, got {window!r}")
+    epsilon = config.rms_norm_eps
+    if not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
+        raise ModelError(f"configuration: rms_norm_eps must be a finite number that is not negative, got {epsilon!r}")
+    # transformers reads `original_max_position_embeddings` beside the RoPE parameters only when a model is built.
+    config.standardize_rope_params()
+    max_model_len = _max_model_len(config)
     return DecoderSpec(
         architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        num_layers=layers,
+        num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
-        norm_eps=config.rms_norm_eps,
-        qkv_bias=family == "Qwen2" or attention_bias,
-        o_bias=family != "Qwen2" and attention_bias,
-        mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=family == "Qwen3",
+        norm_eps=epsilon,
+        qkv_bias=_decided(family.qkv_bias, config, "attention_bias"),
+        o_bias=_decided(family.o_bias, config, "attention_bias"),
+        mlp_bias=_decided(family.mlp_bias, config, "mlp_bias"),
+        qk_norm=family.qk_norm,
         tie_embeddings=bool(config.tie_word_embeddings),
-        windows=tuple(window if t == "sliding_attention" else None for t in types),
+        windows=_windows(family, config, max_model_len),
         rotary=make_rotary(config.rope_parameters, head_dim, config.max_position_embeddings),
-        max_model_len=_max_model_len(config),
+        max_model_len=max_model_len,
         num_labels=config.num_labels if is_classifier else None,
     )
+
+
+def _family(config: PretrainedConfig) -> tuple[Family, str]:
+    """Return the family of `model_type`, and the class that `architectures` names.
+
+    As in transformers, `model_type` decides the family. A checkpoint of the bare model, or without `architectures`, is a
+    language model.
+    """
+    named = (config.architectures or [None])[0]
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise unsupported(named or config.model_type)
+    if named is None or named in [prefix + _BARE for prefix in family.prefixes]:
+        return family, family.prefixes[0] + _LANGUAGE_MODEL
+    if named in _classes(family):
+        return family, named
+    if any(named in (*_classes(other), *(prefix + _BARE for prefix in other.prefixes)) for other in FAMILIES.values()):
+        raise ModelError(
+            f"configuration: architectures {named!r} and model_type {config.model_type!r} name two families; correct the wrong "
+            "one in config.json"
+        )
+    raise unsupported(named)
+
+
+def _classes(family: Family) -> list[str]:
+    return [prefix + head for head in (_LANGUAGE_MODEL, _CLASSIFIER) for prefix in family.prefixes]
+
+
+def unsupported(architecture: str) -> ModelError:
+    """Return the error for an architecture of no supported family.
+
+    Args:
+        architecture: name of the class, or `model_type` where there is no class.
+    """
+    known = ", ".join(f"{family.prefixes[0]}{_LANGUAGE_MODEL} ({family.name})" for family in FAMILIES.values())
+    return ModelError(
+        f"architecture {architecture!r} is not supported; supported are {known} and the {_CLASSIFIER} class of each family"
+    )
+
+
+def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) -> None:
+    """Raise if a key that every class of transformers obeys asks for something that the decoder does not compute."""
+    if config.hidden_act not in ("silu", "swish"):
+        raise ModelError(f"hidden_act {config.hidden_act!r} is not supported by {architecture}; only 'silu' is")
+    if getattr(config, "quantization_config", None):
+        raise ModelError("quantized checkpoints (quantization_config) are not supported; use an unquantized one")
+    if not getattr(config, "is_causal", True):
+        raise ModelError("configuration: is_causal is false: models with bidirectional attention are not supported")
+    if getattr(config, "is_heterogeneous", False):
+        raise ModelError("configuration: per_layer_config: layers of different shapes are not supported")
+    if weights := getattr(config, "transformers_weights", None):
+        raise ModelError(
+            f"configuration: transformers_weights {weights!r} is not supported; rename the file to model.safetensors"
+        )
+
+
+def _decided(by_family: bool | None, config: PretrainedConfig, key: str) -> bool:
+    return bool(getattr(config, key, False)) if by_family is None else by_family
+
+
+def _windows(family: Family, config: PretrainedConfig, max_model_len: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer. A window of all positions of the model is none."""
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    if family.windows == "none" or (family.windows == "all" and window is None):
+        return (None,) * layers
+    types = [_WINDOWED] * layers if family.windows == "all" else config.layer_types
+    if unknown := sorted(set(types) - {_FULL, _WINDOWED}):
+        raise ModelError(f"layer type {unknown[0]!r} is not supported by {family.name}")
+    if len(types) != layers:
+        raise ModelError(f"configuration: layer_types has {len(types)} entries for {layers} layers")
+    if _WINDOWED not in types:
+        return (None,) * layers
+    if not isinstance(window, int) or window < 1:
+        raise ModelError(f"configuration: layers with sliding_attention need a sliding_window, got {window!r}")
+    if window >= max_model_len:
+        return (None,) * layers
+    return tuple(window if kind == _WINDOWED else None for kind in types)
 
 
 def _max_model_len(config: PretrainedConfig) -> int:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.gguf_file import is_gguf, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
+from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = ("F32", "BF16", "F16", "F64")
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_EMBEDDING, _HEAD, _CLASSES = f"{BASE_PREFIX}embed_tokens.weight", "lm_head.weight", "score.weight"
 
 
 def checkpoint_name(path: Iterable[Any]) -> str:
@@ -38,27 +37,7 @@ def checkpoint_name(path: Iterable[Any]) -> str:
     """
     *parents, leaf = map(str, path)
     name = ".".join([*parents, "bias" if leaf == "bias" else "weight"])
-    return name if parents[0] in ("lm_head", "score") else f"model.{name}"
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the folder's safetensors files, from the index if the folder has an index.
-
-    Raises:
-        ModelError: a file is missing, or the index is malformed.
-    """
-    index = folder / INDEX_FILE
-    if not index.exists():
-        if not (folder / SINGLE_FILE).exists():
-            raise ModelError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors checkpoints are read")
-        return [folder / SINGLE_FILE]
-    try:
-        names = sorted(map(str, set(json.loads(index.read_text())["weight_map"].values())))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
-    if missing := [n for n in names if not (folder / n).exists()]:
-        raise ModelError(f"{folder}: shard {missing[0]!r} named in {INDEX_FILE} is missing ({len(missing)} in all)")
-    return [folder / n for n in names]
+    return name if name in (_HEAD, _CLASSES) else BASE_PREFIX + name
 
 
 class TensorSource(Protocol):
@@ -84,30 +63,12 @@ class TensorSource(Protocol):
             dtype: dtype of the returned array.
         """
 
+    def why_missing(self, name: str) -> str:
+        """Return the likely cause of a missing tensor, or an empty string.
 
-class _SafetensorsFolder:
-    """Tensors of a folder of safetensors files."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.path, self._where = folder, dict[str, Any]()
-        for file in _files(folder):
-            try:
-                handle = stack.enter_context(safe_open(file, framework="np"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
-            self._where.update((name, handle) for name in handle.keys())  # noqa: SIM118 - no __iter__
-
-    def names(self) -> Collection[str]:
-        return self._where.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        stored = self._where[name].get_slice(name)
-        if stored.get_dtype() not in _DTYPES:
-            raise ModelError(f"{self.path}: tensor {name!r} is {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
-        return tuple(stored.get_shape())
-
-    def read(self, name: str, dtype: jnp.dtype) -> np.ndarray:
-        return np.asarray(self._where[name].get_tensor(name), dtype=dtype)
+        Args:
+            name: name of the missing tensor.
+        """
 
 
 def load_weights(spec: DecoderSpec, path: Path, dtype: jnp.dtype) -> Decoder:
@@ -121,45 +82,94 @@ def load_weights(spec: DecoderSpec, path: Path, dtype: jnp.dtype) -> Decoder:
         dtype: dtype of the loaded weights.
 
     Raises:
-        ModelError: a file or tensor is missing, unreadable or of the wrong shape.
+        ModelError: a file or tensor is missing, unreadable, of the wrong shape or not finite.
     """
     if is_gguf(path):
         return fill(spec, GGUFTensors(open_gguf(path), spec), dtype)
     with ExitStack() as stack:
-        return fill(spec, _SafetensorsFolder(path, stack), dtype)
+        return fill(spec, SafetensorsFolder(path, stack), dtype)
 
 
 def fill(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> Decoder:
     """Return a decoder with the tensors of a source; see `load_weights`.
 
     Args:
-        spec: shape of the decoder.
+        spec: shape of the decoder. A head in the source that is not the embedding overrides `tie_embeddings`.
         source: tensors of the checkpoint.
         dtype: dtype of the loaded weights.
 
     Raises:
-        ModelError: a tensor is missing, unreadable or of the wrong shape.
+        ModelError: a tensor is missing, unreadable, of the wrong shape or not finite.
     """
+    spec, embedding = _tied(spec, source, dtype)
     model = nnx.eval_shape(lambda: Decoder(spec, dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
     wanted = {checkpoint_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    wanted[embedding] = wanted.pop(_EMBEDDING)
     _check_names(source, spec, wanted.keys())
     loaded = []
     for name, (path, leaf) in wanted.items():
         expected, found = leaf.shape, source.shape(name)
         if found != expected:
             raise ModelError(f"{source.path}: tensor {name!r} has shape {list(found)}, the configuration says {list(expected)}")
+        values = source.read(name, dtype)
+        if not _is_finite(values):
+            raise _not_finite(source, name, dtype)
         # A copy on the device, independent of the file.
-        loaded.append((path, leaf.replace(jnp.array(source.read(name, dtype)))))
+        loaded.append((path, leaf.replace(jnp.array(values))))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
+
+
+def _tied(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> tuple[DecoderSpec, str]:
+    """Return the shape with the head that the source has, and the name of the embedding's tensor.
+
+    As in transformers, a head that differs from the embedding is read although `tie_word_embeddings` is set, and a head
+    without an embedding serves as both.
+    """
+    names = source.names()
+    if not spec.tie_embeddings or spec.num_labels is not None or _HEAD not in names:
+        return spec, _EMBEDDING
+    if _EMBEDDING not in names:
+        return spec, _HEAD
+    if np.array_equal(source.read(_EMBEDDING, dtype), source.read(_HEAD, dtype)):
+        return spec, _EMBEDDING
+    logger.warning(
+        "%s: %r differs from the embedding, so the head is read although tie_word_embeddings is true", source.path, _HEAD
+    )
+    return replace(spec, tie_embeddings=False), _EMBEDDING
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    """Return whether all numbers are finite, without an array of that many booleans.
+
+    As integers, the bits of numbers of one sign are in the order of their magnitudes, and infinity and NaN come last.
+    """
+    if not values.size:
+        return True
+    bits, limits = np.ascontiguousarray(values), np.array([np.inf, -np.inf], values.dtype)
+    signed, unsigned = (np.dtype(f"{kind}{values.itemsize}") for kind in "iu")
+    largest, smallest = limits.view(signed)[0], limits.view(unsigned)[1]
+    return bool(bits.view(signed).max() < largest and bits.view(unsigned).max() < smallest)
+
+
+def _not_finite(source: TensorSource, name: str, dtype: jnp.dtype) -> ModelError:
+    if dtype.itemsize < 4 and _is_finite(source.read(name, jnp.dtype(np.float32))):
+        return ModelError(
+            f"{source.path}: tensor {name!r} holds numbers beyond the range of {dtype}; pass dtype='bfloat16' or 'float32'"
+        )
+    return ModelError(f"{source.path}: tensor {name!r} holds NaN or infinite values; the file is damaged, get it again")
 
 
 def _check_names(source: TensorSource, spec: DecoderSpec, names: Iterable[str]) -> None:
     wanted, found = set(names), set(source.names())
     if missing := sorted(wanted - found):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"{source.path}: tensor {missing[0]!r}{more} that {spec.architecture} needs is missing")
-    unused = {n for n in found - wanted if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")}
+        first = next((name for name in missing if name.startswith(BASE_PREFIX)), missing[0])
+        why = source.why_missing(first)
+        raise ModelError(
+            f"{source.path}: tensor {first!r}{more} that {spec.architecture} needs is missing{why and f' ({why})'}"
+        )
+    unused = {n for n in found - wanted if n not in (_HEAD, _EMBEDDING) and not n.endswith("rotary_emb.inv_freq")}
     if unused:
         logger.warning("%s: %d tensors are not used by %s, e.g. %r", source.path, len(unused), spec.architecture, min(unused))
 

@@ -42,7 +42,8 @@ def make_rotary(params: Mapping[str, Any], head_dim: int, max_position_embedding
         ModelError: the scaling is not supported, or a parameter is missing or invalid.
     """
     rope_type = params.get("rope_type", params.get("type", "default"))
-    if params.get("partial_rotary_factor", 1.0) != 1.0:
+    # The supported families ignore the key where nothing is scaled, as their classes in transformers do.
+    if rope_type != "default" and params.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("rope_parameters: partial_rotary_factor other than 1.0 is not supported")
     try:
         return _make_rotary(rope_type, params, head_dim, max_position_embeddings)
@@ -73,14 +74,16 @@ def _make_rotary(rope_type: str, params: Mapping[str, Any], head_dim: int, max_p
         spec = _yarn(inv_freq, params, max_position_embeddings)
     else:
         raise ModelError(f"rope_type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3 and yarn")
-    if not (np.isfinite(spec.inv_freq).all() and (spec.inv_freq > 0).all()):
-        raise ValueError("frequencies must be positive and finite")
+    if not (np.isfinite(spec.inv_freq).all() and (spec.inv_freq > 0).all() and math.isfinite(spec.attention_factor)):
+        raise ValueError("frequencies must be positive, and they and attention_factor must be finite")
     return spec
 
 
 def _llama3(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -> np.ndarray:
     """Scale frequencies as Llama 3.1: divide long wavelengths by `factor`, keep short wavelengths, blend between."""
     factor, low, high = params["factor"], params["low_freq_factor"], params["high_freq_factor"]
+    if not low < high:
+        raise ValueError("low_freq_factor must be below high_freq_factor")
     original = params.get("original_max_position_embeddings") or max_positions
     turns = original * inv_freq / (2 * math.pi)
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)

@@ -1,0 +1,195 @@
+"""A folder of safetensors files: which files count, and the tensors by the names of the decoder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from chunkattn.errors import ModelError
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+BASE_PREFIX = "model."
+"""Prefix of the decoder's names in a checkpoint of a model with a head. Checkpoints of the bare model lack it."""
+_BASE_MODULES = ("embed_tokens.", "layers.", "norm.")
+_DTYPES = ("F32", "BF16", "F16", "F64")
+
+_CAUSES = (
+    (r"(^|\.)lora_[AB]\.", "the folder holds a LoRA adapter; merge it into its base model (PEFT: merge_and_unload)"),
+    (r"^base_model\.model\.", "a PEFT model was saved unmerged; merge it (merge_and_unload) and save it again"),
+    (r"^module\.", "the model was saved inside DistributedDataParallel; save model.module instead"),
+    (r"^_orig_mod\.", "the model was saved inside torch.compile; save the uncompiled model instead"),
+    (r"(^|\.)(language_model|text_model|visual|vision_tower)\.", "the folder holds a multimodal model; extract its text model"),
+    (r"\.(qweight|qzeros|weight_packed|weight_scale|absmax)", "the checkpoint is quantised; use an unquantised one"),
+    (r"\.(qkv_proj|gate_up_proj|W_pack)\.", "projections are stored fused; split them as transformers names them"),
+)
+"""Patterns of foreign tensor names, with the likely cause and the remedy."""
+_HEADS = {
+    "lm_head.weight": (
+        "score.weight",
+        "the file holds a classifier; name its ...ForSequenceClassification class in architectures",
+    ),
+    "score.weight": ("lm_head.weight", "the file holds a language model; name its ...ForCausalLM class in architectures"),
+}
+"""Heads, each with the other kind of head and what it means that the file has this one instead."""
+_NO_HEAD = (
+    "the checkpoint holds the bare model, without a head; get the model with its head or, for a language model whose head is "
+    "its embedding, set tie_word_embeddings to true in config.json"
+)
+
+
+class SafetensorsFolder:
+    """Tensors of a folder of safetensors files, under the names of a model with a head.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        """Open the files, which stay open until `stack` closes.
+
+        Raises:
+            ModelError: a file is missing or unreadable, or the files contradict each other.
+        """
+        self.path = folder
+        self._stored: dict[str, tuple[Any, str]] = {}
+        for name, handle in _places(folder, stack).items():
+            wanted = BASE_PREFIX + name if name.startswith(_BASE_MODULES) else name
+            if wanted in self._stored:
+                raise ModelError(
+                    f"{folder}: tensors {self._stored[wanted][1]!r} and {name!r} stand for the same parameter; drop one"
+                )
+            self._stored[wanted] = handle, name
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors."""
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, `[out, in]` for a matrix.
+
+        Args:
+            name: name of the tensor.
+
+        Raises:
+            ModelError: the tensor holds no floating-point numbers.
+        """
+        handle, stored_name = self._stored[name]
+        stored = handle.get_slice(stored_name)
+        if stored.get_dtype() not in _DTYPES:
+            raise ModelError(f"{self.path}: tensor {stored_name!r} is {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
+        return tuple(stored.get_shape())
+
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """Return a tensor, cast to `dtype` on the host. Numbers that `dtype` cannot hold become infinite.
+
+        Args:
+            name: name of the tensor.
+            dtype: dtype of the returned array.
+        """
+        handle, stored_name = self._stored[name]
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(handle.get_tensor(stored_name), dtype=dtype)
+
+    def why_missing(self, name: str) -> str:
+        """Return the prefix under which the folder holds a missing tensor, and the likely cause, as far as they can be told.
+
+        Args:
+            name: name of the missing tensor.
+        """
+        return explain_missing(name, [stored_name for _, stored_name in self._stored.values()])
+
+
+def explain_missing(name: str, found: Iterable[str]) -> str:
+    """Return why a checkpoint may lack a tensor: a prefix that was found instead, a cause, or an empty string.
+
+    Args:
+        name: name of the missing tensor.
+        found: names of the tensors of the checkpoint.
+    """
+    names, tail = sorted(found), name.removeprefix(BASE_PREFIX)
+    others = [other for other in names if other.endswith(f".{tail}")]
+    told = [f"the file has {o!r}: prefix {o.removesuffix(tail)!r} instead of {BASE_PREFIX!r}" for o in others[:1]]
+    causes = [cause for pattern, cause in _CAUSES if any(re.search(pattern, other) for other in names)]
+    if not causes and name in _HEADS:
+        other, cause = _HEADS[name]
+        causes = [cause if other in names else _NO_HEAD]
+    return "; ".join([*told, *causes[:1]])
+
+
+def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Return the open file of each stored tensor.
+
+    As in transformers, the single file counts before an index. Among shards the index decides where a tensor is read.
+    """
+    if (folder / SINGLE_FILE).exists():
+        handle = _open(folder / SINGLE_FILE, stack)
+        return dict.fromkeys(handle.keys(), handle)
+    if not (folder / INDEX_FILE).exists():
+        raise ModelError(_no_weights(folder))
+    listed = _weight_map(folder / INDEX_FILE)
+    shards = {shard: _shard(folder, shard, stack) for shard in sorted(set(listed.values()))}
+    places: dict[str, Any] = {}
+    for shard, handle in shards.items():
+        for name in handle.keys():  # noqa: SIM118 - no __iter__
+            if listed.get(name, shard) != shard:
+                continue
+            if name in places:
+                raise ModelError(
+                    f"{folder}: tensor {name!r} is in several shards and not in {INDEX_FILE}; get the folder again"
+                )
+            places[name] = handle
+    if lost := sorted(listed.keys() - places.keys()):
+        raise ModelError(
+            f"{folder}: {INDEX_FILE} says that tensor {lost[0]!r} is in {listed[lost[0]]!r}, which lacks it ({len(lost)} in "
+            "all); the index or the shard is stale: get the folder again"
+        )
+    return places
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_bytes())["weight_map"]
+        if not found or not all(isinstance(shard, str) for shard in found.values()):
+            raise TypeError("weight_map must map names of tensors to names of files")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ModelError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
+    return found
+
+
+def _shard(folder: Path, shard: str, stack: ExitStack) -> Any:
+    if Path(shard).name != shard:
+        raise ModelError(f"{folder / INDEX_FILE}: shard {shard!r} must be the name of a file in the same folder")
+    if not (folder / shard).exists():
+        raise ModelError(f"{folder}: shard {shard!r} named in {INDEX_FILE} is missing; get it, or get the folder again")
+    return _open(folder / shard, stack)
+
+
+def _open(file: Path, stack: ExitStack) -> Any:
+    try:
+        return stack.enter_context(safe_open(file, framework="np"))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file}: not a readable safetensors file ({error}); get it again") from error
+
+
+def _no_weights(folder: Path) -> str:
+    """Return the error of a folder without safetensors weights, with a remedy for what the folder has."""
+    text = f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors checkpoints are read"
+    if any(folder.glob("pytorch_model*.bin")):
+        return text + (
+            ". To convert the folder's .bin files, with PyTorch installed: python -c \"from transformers import "
+            f"AutoModelForCausalLM as M; M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+        )
+    if (folder / "adapter_config.json").exists():
+        return text + ". The folder holds a PEFT adapter; merge it into its base model (merge_and_unload) and save that"
+    if any(folder.glob("consolidated*.safetensors")):
+        return text + ". consolidated.safetensors has Mistral's own names; get the files model*.safetensors"
+    if shards := sorted(folder.glob("model-*.safetensors")):
+        return text + f". {shards[0].name} is one of several shards; get {INDEX_FILE}, too"
+    return text

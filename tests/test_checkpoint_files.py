@@ -1,0 +1,373 @@
+"""Checkpoint folders: whatever their files and keys, transformers' logits or one clear error."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from chunkattn.errors import ModelError
+from chunkattn.models.loader import open_model
+from tests.fuzz.folders import TOLERANCE, dense_logits, judge, transformers_logits
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+def tensors_of(family, seed=0, auto=AutoModelForCausalLM, **changes):
+    """Tensors of a random model, with a bias beside every projection, and the configuration's keys."""
+    config = AutoConfig.for_model(family, **{**SHAPE, **changes})
+    torch.manual_seed(seed)
+    model = auto.from_config(config, dtype=torch.float32)
+    tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, value in [*tensors.items()]:
+        if value.ndim == 1:
+            value.add_(0.2 * torch.randn_like(value))
+        if "_proj." in name:
+            tensors[name.replace("weight", "bias")] = 0.3 * torch.randn(len(value))
+    keys = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    return tensors, keys
+
+
+def write(folder, tensors, keys, shards=1):
+    """Write a folder; with several shards, tensors go to the shards in turn."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(keys))
+    if shards == 1:
+        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+        return folder
+    place = {name: number % shards for number, name in enumerate(sorted(tensors))}
+    names = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
+    for number, name in enumerate(names):
+        save_file({n: t for n, t in tensors.items() if place[n] == number}, folder / name, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: names[number] for name, number in place.items()}}
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
+
+def edit(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Tensors and keys of a family, made once."""
+    made = {}
+
+    def get(family="llama"):
+        if family not in made:
+            made[family] = tensors_of(family)
+        tensors, keys = made[family]
+        return {name: value.clone() for name, value in tensors.items()}, dict(keys)
+
+    return get
+
+
+# Keys of the configuration
+
+YARN = {"type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WINDOW = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
+MIXED = ["sliding_attention", "full_attention"]
+KEYS = {
+    "none": {},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "attention bias": {"attention_bias": True},
+    "mlp bias": {"mlp_bias": True},
+    "window": {"sliding_window": 7},
+    "window switched on": WINDOW,
+    "window switched off": WINDOW | {"use_sliding_window": False},
+    "window null": {"sliding_window": None},
+    "window of all positions": WINDOW | {"sliding_window": 64, "max_window_layers": 0},
+    "window nearly as long": WINDOW | {"sliding_window": 39, "max_window_layers": 0},
+    "layer types": WINDOW | {"layer_types": MIXED},
+    "layer types switched off": {"sliding_window": 7, "layer_types": MIXED},
+    "swish": {"hidden_act": "swish"},
+    "epsilon": {"rms_norm_eps": 0.1},
+    "theta": {"rope_theta": 500.0},
+    "theta null": {"rope_theta": None},
+    "scaling empty": {"rope_scaling": {}},
+    "scaling without type": {"rope_scaling": {"factor": 4.0}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "two types": {"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 4.0}},
+    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    "yarn": {"rope_scaling": YARN | {"original_max_position_embeddings": 16}},
+    "yarn, original at the top": {"rope_scaling": YARN, "original_max_position_embeddings": 16},
+    "yarn, original twice": {
+        "rope_scaling": YARN | {"original_max_position_embeddings": 32},
+        "original_max_position_embeddings": 16,
+    },
+    "yarn, all keys": {
+        "rope_scaling": YARN
+        | {"original_max_position_embeddings": 16, "truncate": False, "beta_fast": 4, "mscale": 1.3, "mscale_all_dim": 0.5}
+    },
+    "yarn, attention factor": {
+        "rope_scaling": YARN | {"original_max_position_embeddings": 16, "factor": None, "attention_factor": 1.5}
+    },
+    "llama3": {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 16}},
+    "llama3, original at the top": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 8},
+    "llama3, no original": {"rope_scaling": LLAMA3},
+    "partial rotary, unscaled": {"partial_rotary_factor": 0.5},
+    "parameters and scaling": {
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    "keys of other families": {"logit_scale": 2.0, "attention_multiplier": 0.5, "final_logit_softcapping": 1.0},
+    "repository code": {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}},
+    "no architecture": {"architectures": None},
+    "no number of heads": {"num_key_value_heads": None},
+}
+REFUSED = {
+    "theta null": "make no rotary embedding",
+    "no number of heads": dict.fromkeys(("llama", "qwen2", "qwen3"), "has shape") | {"mistral": "num_key_value_heads"},
+    "layer types switched off": {"qwen2": "need a sliding_window", "qwen3": "need a sliding_window"},
+}
+"""Errors by the name of the case: for every family, or by family."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", KEYS)
+def test_a_key_means_what_the_family_s_class_makes_of_it(family, case, model, tmp_path):
+    tensors, keys = model(family)
+    changes = KEYS[case]
+    if "rope_theta" in changes or "rope_scaling" in changes:
+        keys.pop("rope_parameters")
+        keys["rope_theta"] = 10000.0
+    found = judge(write(tmp_path / "model", tensors, keys | changes))
+    refused = REFUSED.get(case, "")
+    refused = refused.get(family, "") if isinstance(refused, dict) else refused
+    assert refused in found if refused else found == "equal"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_causal": False}, "bidirectional"),
+        ({"per_layer_config": {"0": {"intermediate_size": 24}}}, "per_layer_config"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights 'other.safetensors'"),
+        ({"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}, "partial_rotary_factor"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}, "rope_parameters": None}, "low_freq_factor must be below"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"architectures": ["MistralForCausalLM"]}, "name two families"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "is not supported"),
+        ({"model_type": "other", "auto_map": {"AutoConfig": "code.C"}}, "architecture 'LlamaForCausalLM' is not supported"),
+        ({"model_type": None, "architectures": None}, "architecture None is not supported"),
+        ({"head_dim": 16}, "has shape"),
+        ({"vocab_size": 65}, "has shape"),
+    ],
+    ids=str,
+)
+def test_keys_that_are_refused(changes, message, model, tmp_path):
+    folder = write(tmp_path / "model", *model())
+    edit(folder, **changes)
+    assert message in judge(folder)
+
+
+def test_no_code_of_a_repository_runs_and_nothing_is_read_from_standard_input(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("standard input was read"))
+    folder = write(tmp_path / "model", *model())
+    (folder / "code.py").write_text("raise SystemExit('the code of the repository ran')")
+    edit(folder, auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"})
+    assert judge(folder) == "equal"
+    edit(folder, model_type="unheard_of")
+    assert "trust_remote_code" not in judge(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", '{"model_type": 3}', "\xff", "[" * 100_000], ids=lambda text: text[:20])
+def test_configurations_that_are_no_json_object(text, model, tmp_path):
+    folder = write(tmp_path / "model", *model())
+    (folder / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ModelError, match=r"config\.json|architecture 3"):
+        open_model(str(folder), skip_tokenizer_init=True)
+
+
+# Files
+
+
+def test_a_single_file_counts_before_a_stale_index(model, tmp_path):
+    tensors, keys = model()
+    folder = write(tmp_path / "model", tensors_of("llama", seed=1)[0], keys, shards=2)
+    write(folder, tensors, keys)
+    assert judge(folder) == "equal"
+    for shard in folder.glob("model-*"):
+        shard.unlink()
+    assert judge(folder) == "equal"
+
+
+def test_the_index_decides_among_shards(model, tmp_path):
+    """A stale copy in another shard is not read, wherever it lies."""
+    tensors, keys = model()
+    folder = write(tmp_path / "whole", tensors, keys)
+    expected = transformers_logits(folder)
+    for shard in (1, 2, 3):
+        sharded = write(tmp_path / f"{shard}", tensors, keys, shards=3)
+        file = sharded / f"model-{shard:05}-of-00003.safetensors"
+        listed = json.loads((sharded / INDEX).read_text())["weight_map"]
+        stale = {name: value + 1 for name, value in tensors.items() if listed[name] != file.name}
+        save_file(load_file(file) | stale, file, metadata={"format": "pt"})
+        found = dense_logits(open_model(str(sharded), dtype="float32", skip_tokenizer_init=True).load())
+        np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda listed: listed.update({NORM: next(s for s in listed.values() if s != listed[NORM])}), "which lacks it"),
+        (lambda listed: listed.update({"model.layers.9.weight": listed[HEAD]}), "which lacks it"),
+        (lambda listed: listed.update({NORM: "../model.safetensors"}), "must be the name of a file"),
+        (lambda listed: listed.update({NORM: 3}), "not a safetensors index"),
+        (lambda listed: listed.clear(), "not a safetensors index"),
+        (lambda listed: listed.pop(NORM), "equal"),  # the shard has the tensor, and no other shard has
+    ],
+    ids=["other shard", "no such tensor", "other folder", "number", "empty", "incomplete"],
+)
+def test_an_index_that_contradicts_the_shards(change, message, model, tmp_path):
+    folder = write(tmp_path / "model", *model(), shards=2)
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+    assert message in judge(folder)
+
+
+def test_an_unlisted_tensor_in_two_shards_is_refused(model, tmp_path):
+    tensors, keys = model()
+    folder = write(tmp_path / "model", tensors, keys, shards=2)
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"].pop(NORM)
+    (folder / INDEX).write_text(json.dumps(index))
+    for file in folder.glob("model-*.safetensors"):
+        save_file(load_file(file) | {NORM: tensors[NORM]}, file, metadata={"format": "pt"})
+    assert f"tensor '{NORM}' is in several shards" in judge(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["pytorch_model.bin"], r"To convert .* python -c .*save_pretrained"),
+        (["pytorch_model-00001-of-00002.bin"], r"To convert .* python -c .*save_pretrained"),
+        (["consolidated.safetensors"], "Mistral's own names"),
+        (["model-00001-of-00002.safetensors"], "get model.safetensors.index.json, too"),
+        (["adapter_config.json", "adapter_model.safetensors"], "PEFT adapter; merge it"),
+    ],
+)
+def test_folders_without_weights_say_what_to_do(files, message, model, tmp_path):
+    folder = write(tmp_path / "model", *model())
+    (folder / SINGLE).unlink()
+    for file in files:
+        (folder / file).touch()
+    with pytest.raises(ModelError, match=message):
+        open_model(str(folder), skip_tokenizer_init=True).load()
+
+
+# Heads and names
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head", ["equal", "other", "none", "alone"])
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_tied_and_untied_heads(tied, head, prefix, model, tmp_path):
+    tensors, keys = model()
+    if head == "equal":
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+    if head == "none":
+        del tensors[HEAD]
+    if head == "alone":
+        del tensors[EMBEDDING]
+    named = {name if name == HEAD else prefix + name.removeprefix("model."): value for name, value in tensors.items()}
+    found = judge(write(tmp_path / "model", named, keys | {"tie_word_embeddings": tied}))
+    if head == "none" and not tied:
+        assert f"'{HEAD}' that LlamaForCausalLM needs is missing (the checkpoint holds the bare model" in found
+    elif head == "alone" and not tied:
+        assert f"'{EMBEDDING}' that LlamaForCausalLM needs is missing" in found
+    else:
+        assert found == "equal"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_classifiers_with_and_without_the_prefix(family, labels, prefix, tmp_path):
+    tensors, keys = tensors_of(family, auto=AutoModelForSequenceClassification, num_labels=labels, tie_word_embeddings=True)
+    named = {prefix + n.removeprefix("model.") if n.startswith("model.") else n: t for n, t in tensors.items()}
+    assert judge(write(tmp_path / "model", named, keys)) == "equal"
+
+
+@pytest.mark.parametrize("named", [["Qwen3Model"], None, []])
+def test_checkpoints_of_the_bare_model(named, model, tmp_path):
+    tensors, keys = model("qwen3")
+    del tensors[HEAD]
+    bare = {name.removeprefix("model."): value for name, value in tensors.items()}
+    assert judge(write(tmp_path / "model", bare, keys | {"architectures": named, "tie_word_embeddings": True})) == "equal"
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (lambda name: f"base_model.model.{name}", r"prefix 'base_model.model.model.' instead of 'model.'; a PEFT model"),
+        (lambda name: f"module.{name}", r"prefix 'module.model.' instead of 'model.'; the model was saved inside Distr"),
+        (lambda name: f"_orig_mod.{name}", "inside torch.compile"),
+        (lambda name: name.replace("model.", "model.language_model."), "a multimodal model"),
+        (lambda name: name.replace("model.", "transformer."), "prefix 'transformer.' instead of 'model.'"),
+        (lambda name: name.replace("q_proj.", "qkv_proj."), "stored fused"),
+        (lambda name: name.replace("proj.weight", "proj.qweight"), "quantised"),
+        (lambda name: name.replace("proj.weight", "proj.lora_A.weight"), "LoRA adapter"),
+        (lambda name: name.replace("lm_head", "score"), "the file holds a classifier"),
+    ],
+    ids=["peft", "ddp", "compile", "multimodal", "foreign", "fused", "quantised", "adapter", "classifier"],
+)
+def test_missing_tensors_say_why(rename, message, model, tmp_path):
+    tensors, keys = model()
+    folder = write(tmp_path / "model", {rename(name): value for name, value in tensors.items()}, keys)
+    with pytest.raises(ModelError, match=message):
+        open_model(str(folder), skip_tokenizer_init=True).load()
+
+
+def test_two_names_of_one_parameter_are_refused(model, tmp_path):
+    tensors, keys = model()
+    tensors["norm.weight"] = tensors[NORM] + 1
+    assert "stand for the same parameter" in judge(write(tmp_path / "model", tensors, keys))
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_weights_that_are_not_finite(value, kind, model, tmp_path):
+    tensors, keys = model()
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = value
+    tensors = {name: tensor.to(kind) for name, tensor in tensors.items()}
+    folder = write(tmp_path / "model", tensors, keys)
+    for dtype in ("float32", "bfloat16", "float16"):
+        with pytest.raises(ModelError, match=rf"{folder}: tensor '{name}' holds NaN or infinite values; the file is damaged"):
+            open_model(str(folder), dtype=dtype, skip_tokenizer_init=True).load()
+
+
+@pytest.mark.parametrize("value", [70_000.0, -70_000.0])
+def test_weights_beyond_the_range_of_the_engine_s_dtype(value, model, tmp_path):
+    tensors, keys = model()
+    tensors[NORM][7] = value
+    folder = write(tmp_path / "model", tensors, keys)
+    with pytest.raises(ModelError, match=rf"'{NORM}' holds numbers beyond the range of float16; pass dtype='bfloat16'"):
+        open_model(str(folder), dtype="float16", skip_tokenizer_init=True).load()
+    for dtype in ("bfloat16", "float32"):
+        open_model(str(folder), dtype=dtype, skip_tokenizer_init=True).load()
