@@ -6,59 +6,25 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from chunkattn.errors import ModelError
 from chunkattn.models.loader import open_model
-from tests.fuzz.folders import TOLERANCE, dense_logits, judge, transformers_logits
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-
-
-def tensors_of(family, seed=0, auto=AutoModelForCausalLM, **changes):
-    """Tensors of a random model, with a bias beside every projection, and the configuration's keys."""
-    config = AutoConfig.for_model(family, **{**SHAPE, **changes})
-    torch.manual_seed(seed)
-    model = auto.from_config(config, dtype=torch.float32)
-    tensors = {name: value.clone() for name, value in model.state_dict().items()}
-    for name, value in [*tensors.items()]:
-        if value.ndim == 1:
-            value.add_(0.2 * torch.randn_like(value))
-        if "_proj." in name:
-            tensors[name.replace("weight", "bias")] = 0.3 * torch.randn(len(value))
-    keys = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
-    return tensors, keys
-
-
-def write(folder, tensors, keys, shards=1):
-    """Write a folder; with several shards, tensors go to the shards in turn."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(keys))
-    if shards == 1:
-        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-        return folder
-    place = {name: number % shards for number, name in enumerate(sorted(tensors))}
-    names = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
-    for number, name in enumerate(names):
-        save_file({n: t for n, t in tensors.items() if place[n] == number}, folder / name, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: names[number] for name, number in place.items()}}
-    (folder / INDEX).write_text(json.dumps(index))
-    return folder
+from tests.fuzz.draws import KEYS, LLAMA3
+from tests.fuzz.folders import (
+    EMBEDDING,
+    FAMILIES,
+    HEAD,
+    INDEX,
+    NORM,
+    SINGLE,
+    TOLERANCE,
+    dense_logits,
+    judge,
+    tensors_of,
+    transformers_logits,
+    write,
+)
 
 
 def edit(folder, **changes):
@@ -82,58 +48,6 @@ def model():
 
 # Keys of the configuration
 
-YARN = {"type": "yarn", "factor": 4.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-WINDOW = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
-MIXED = ["sliding_attention", "full_attention"]
-KEYS = {
-    "none": {},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "attention bias": {"attention_bias": True},
-    "mlp bias": {"mlp_bias": True},
-    "window": {"sliding_window": 7},
-    "window switched on": WINDOW,
-    "window switched off": WINDOW | {"use_sliding_window": False},
-    "window null": {"sliding_window": None},
-    "window of all positions": WINDOW | {"sliding_window": 64, "max_window_layers": 0},
-    "window nearly as long": WINDOW | {"sliding_window": 39, "max_window_layers": 0},
-    "layer types": WINDOW | {"layer_types": MIXED},
-    "layer types switched off": {"sliding_window": 7, "layer_types": MIXED},
-    "swish": {"hidden_act": "swish"},
-    "epsilon": {"rms_norm_eps": 0.1},
-    "theta": {"rope_theta": 500.0},
-    "theta null": {"rope_theta": None},
-    "scaling empty": {"rope_scaling": {}},
-    "scaling without type": {"rope_scaling": {"factor": 4.0}},
-    "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
-    "two types": {"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 4.0}},
-    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-    "yarn": {"rope_scaling": YARN | {"original_max_position_embeddings": 16}},
-    "yarn, original at the top": {"rope_scaling": YARN, "original_max_position_embeddings": 16},
-    "yarn, original twice": {
-        "rope_scaling": YARN | {"original_max_position_embeddings": 32},
-        "original_max_position_embeddings": 16,
-    },
-    "yarn, all keys": {
-        "rope_scaling": YARN
-        | {"original_max_position_embeddings": 16, "truncate": False, "beta_fast": 4, "mscale": 1.3, "mscale_all_dim": 0.5}
-    },
-    "yarn, attention factor": {
-        "rope_scaling": YARN | {"original_max_position_embeddings": 16, "factor": None, "attention_factor": 1.5}
-    },
-    "llama3": {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 16}},
-    "llama3, original at the top": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 8},
-    "llama3, no original": {"rope_scaling": LLAMA3},
-    "partial rotary, unscaled": {"partial_rotary_factor": 0.5},
-    "parameters and scaling": {
-        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
-        "rope_scaling": {"type": "linear", "factor": 2.0},
-    },
-    "keys of other families": {"logit_scale": 2.0, "attention_multiplier": 0.5, "final_logit_softcapping": 1.0},
-    "repository code": {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}},
-    "no architecture": {"architectures": None},
-    "no number of heads": {"num_key_value_heads": None},
-}
 REFUSED = {
     "theta null": "make no rotary embedding",
     "no number of heads": dict.fromkeys(("llama", "qwen2", "qwen3"), "has shape") | {"mistral": "num_key_value_heads"},

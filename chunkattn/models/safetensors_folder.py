@@ -107,7 +107,7 @@ class SafetensorsFolder:
 
 
 def explain_missing(name: str, found: Iterable[str]) -> str:
-    """Return why a checkpoint may lack a tensor: a prefix that was found instead, a cause, or an empty string.
+    """Return why a checkpoint may lack a tensor: a prefix that was found instead, and the likely cause.
 
     Args:
         name: name of the missing tensor.
@@ -120,7 +120,7 @@ def explain_missing(name: str, found: Iterable[str]) -> str:
     if not causes and name in _HEADS:
         other, cause = _HEADS[name]
         causes = [cause if other in names else _NO_HEAD]
-    return "; ".join([*told, *causes[:1]])
+    return "; ".join([*told, *causes[:1]]) or "the checkpoint is incomplete, get it again"
 
 
 def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:

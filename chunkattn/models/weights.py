@@ -64,7 +64,7 @@ class TensorSource(Protocol):
         """
 
     def why_missing(self, name: str) -> str:
-        """Return the likely cause of a missing tensor, or an empty string.
+        """Return the likely cause of a missing tensor, and the remedy.
 
         Args:
             name: name of the missing tensor.
@@ -166,9 +166,7 @@ def _check_names(source: TensorSource, spec: DecoderSpec, names: Iterable[str]) 
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         first = next((name for name in missing if name.startswith(BASE_PREFIX)), missing[0])
         why = source.why_missing(first)
-        raise ModelError(
-            f"{source.path}: tensor {first!r}{more} that {spec.architecture} needs is missing{why and f' ({why})'}"
-        )
+        raise ModelError(f"{source.path}: tensor {first!r}{more} that {spec.architecture} needs is missing ({why})")
     unused = {n for n in found - wanted if n not in (_HEAD, _EMBEDDING) and not n.endswith("rotary_emb.inv_freq")}
     if unused:
         logger.warning("%s: %d tensors are not used by %s, e.g. %r", source.path, len(unused), spec.architecture, min(unused))

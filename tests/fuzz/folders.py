@@ -6,10 +6,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from chunkattn.errors import ModelError
 from chunkattn.models.loader import open_model
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+def tensors_of(family, seed=0, auto=AutoModelForCausalLM, **changes):
+    """Tensors of a random model, with a bias beside every projection, and the configuration's keys."""
+    config = AutoConfig.for_model(family, **{**SHAPE, **changes})
+    torch.manual_seed(seed)
+    model = auto.from_config(config, dtype=torch.float32)
+    tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, value in [*tensors.items()]:
+        if value.ndim == 1:
+            value.add_(0.2 * torch.randn_like(value))
+        if "_proj." in name:
+            tensors[name.replace("weight", "bias")] = 0.3 * torch.randn(len(value))
+    keys = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    return tensors, keys
+
+
+def write(folder, tensors, keys, shards=1):
+    """Write a folder; with several shards, tensors go to the shards in turn."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(keys))
+    if shards == 1:
+        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+        return folder
+    place = {name: number % shards for number, name in enumerate(sorted(tensors))}
+    names = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
+    for number, name in enumerate(names):
+        save_file({n: t for n, t in tensors.items() if place[n] == number}, folder / name, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: names[number] for name, number in place.items()}}
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
 
 TOLERANCE = 1e-4
 IDS = np.random.default_rng(5).integers(0, 64, 40)
@@ -36,45 +86,43 @@ def dense_logits(decoder, ids=IDS):
 
 @torch.no_grad()
 def transformers_logits(folder, ids=IDS):
-    """Logits of transformers in float32 `[T, vocab or 1]`, or the reason why it has none that count."""
+    """Logits of transformers in float32 `[T, vocab or num_labels]`, or the reason why it has none that count."""
     try:
         named = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
         classifies = named[0].endswith("ForSequenceClassification")
         auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
-        model, info = auto.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
+        options = {"attn_implementation": "eager", "output_loading_info": True, "trust_remote_code": False}
+        model, info = auto.from_pretrained(folder, dtype=torch.float32, **options)
+        if info["missing_keys"] or info["mismatched_keys"]:
+            return f"random weights in place of {sorted(info['missing_keys'])[:3]}"
+        # Without a cache, whose layers a foreign `sliding_window` would shorten.
+        batch = {"input_ids": torch.as_tensor(ids)[None], "use_cache": False}
+        if not classifies:
+            return model.eval()(**batch).logits[0].numpy()
+        return model.score(model.eval().model(**batch).last_hidden_state)[0].numpy()
     except Exception as error:  # every class that a broken folder raises
         return f"{type(error).__name__}: {error}"
-    if info["missing_keys"] or info["mismatched_keys"]:
-        return f"random weights in place of {sorted(info['missing_keys'])[:3]}"
-    # Without a cache, whose layers a foreign `sliding_window` would shorten.
-    batch = {"input_ids": torch.as_tensor(ids)[None], "use_cache": False}
-    if not classifies:
-        return model.eval()(**batch).logits[0].numpy()
-    return model.score(model.eval().model(**batch).last_hidden_state)[0].numpy()
 
 
-def judge(folder):
+def judge(folder, change=lambda: None):
     """Return "equal" or the text of our error.
+
+    Args:
+        folder: folder of the checkpoint.
+        change: a change that transformers must not see, made after its run.
 
     Raises:
         SilentDifferenceError: the logits are not transformers'.
     """
+    expected = transformers_logits(folder)
+    change()
     try:
         decoder = open_model(str(folder), dtype="float32", skip_tokenizer_init=True).load()
     except ModelError as error:
         return str(error)
-    expected = transformers_logits(folder)
     if isinstance(expected, str):
         raise SilentDifferenceError(f"transformers has no logits ({expected})")
-    found = dense_logits(decoder)
-    if decoder.spec.max_model_len < len(IDS):
-        found, expected = found[: decoder.spec.max_model_len], expected[: decoder.spec.max_model_len]
-    if found.shape != expected.shape or not np.abs(found - expected).max() <= TOLERANCE:
+    found, known = dense_logits(decoder), decoder.spec.max_model_len
+    if found.shape != expected.shape or not np.abs(found - expected)[:known].max() <= TOLERANCE:
         raise SilentDifferenceError(f"logits differ by {np.abs(found - expected).max():.2g}")
     return "equal"

@@ -1,0 +1,66 @@
+"""Fuzz the reading of checkpoint folders and GGUF files.
+
+    python -m benchmarks.fuzz_files --folders 300 --gguf 100 --seed 1000
+
+The command makes random folders of every family and random GGUF files, right and wrong. Each gives transformers' logits
+(float32, within 1e-4; GGUF within 1e-3) or one `ModelError`. The command prints the choices of every file that gives anything
+else, and exits with 1. The same seed makes the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import transformers
+
+from tests.fuzz import gguf_draws
+from tests.fuzz.draws import Draw
+from tests.fuzz.folders import FAMILIES, judge
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folders", type=int, default=40, help="folders of each family")
+    parser.add_argument("--gguf", type=int, default=30, help="GGUF files")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first file")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    counts: Counter[str] = Counter()
+    began = time.monotonic()
+
+    def count(found: str) -> None:
+        counts["equal" if found == "equal" else "refused"] += 1
+
+    for family in FAMILIES:
+        for seed in range(args.seed, args.seed + args.folders):
+            place = Path(tempfile.mkdtemp())
+            drawn = Draw(place / "model", family, seed)
+            try:
+                count(judge(drawn.folder, drawn.make_stale))
+            except Exception as error:  # an error of another class is a finding, too
+                counts["wrong"] += 1
+                print(f"{type(error).__name__}: {error}: {'; '.join(drawn.story)}", flush=True)
+            shutil.rmtree(place)
+    for seed in range(args.seed, args.seed + args.gguf):
+        place = Path(tempfile.mkdtemp())
+        try:
+            count(gguf_draws.judge(place / "model.gguf", seed))
+        except Exception as error:
+            counts["wrong"] += 1
+            print(f"GGUF seed {seed}: {type(error).__name__}: {error}", flush=True)
+        shutil.rmtree(place)
+    taken = time.monotonic() - began
+    print(f"{counts['equal']} equal, {counts['refused']} refused, {counts['wrong']} wrong; {taken:.0f} s")
+    return 1 if counts["wrong"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

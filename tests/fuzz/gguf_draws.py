@@ -1,0 +1,101 @@
+"""Random GGUF files: families, quantisations, RoPE scalings, heads and metadata, right and wrong."""
+
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+
+from chunkattn.errors import ModelError
+from chunkattn.models.loader import open_model
+from tests.fuzz.folders import IDS, SilentDifferenceError, dense_logits
+from tests.gguf_files import CONFIGS, HALVES, Written
+
+TOLERANCE = 1e-3
+KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
+
+
+def _set(key, value):
+    """A change of the metadata, which overwrites what the file would have."""
+
+    def change(writer, name):
+        full = key.format(name)
+        writer.kv_data[0].pop(full, None)
+        kinds = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        writer.add_array(full, value) if isinstance(value, list) else kinds[type(value)](full, value)
+
+    return change
+
+
+HARMLESS = {
+    "scaling none": _set("{}.rope.scaling.type", "none"),
+    "no experts": _set("{}.expert_count", 0),
+    "causal": _set("{}.attention.causal", True),
+    "window of all positions": _set("{}.attention.sliding_window", 256),
+    "heads by layer": _set("{}.attention.head_count_kv", [2, 2]),
+    "a key of nobody": _set("{}.made_up", 7),
+    "a name": _set("general.name", "a model"),
+}
+"""Changes that leave the logits as they are."""
+WRONG = {
+    "experts": _set("{}.expert_count", 4),
+    "bidirectional": _set("{}.attention.causal", False),
+    "window": _set("{}.attention.sliding_window", 32),
+    "soft caps": _set("{}.attn_logit_softcapping", 50.0),
+    "heads differ": _set("{}.attention.head_count_kv", [2, 4]),
+    "heads as text": _set("{}.attention.head_count_kv", ["2", "2"]),
+    "heads as fractions": _set("{}.attention.head_count_kv", [2.5, 2.5]),
+    "no heads": _set("{}.attention.head_count", 0),
+    "epsilon": _set("{}.attention.layer_norm_rms_epsilon", float("nan")),
+    "theta": _set("{}.rope.freq_base", float("inf")),
+    "layers": _set("{}.block_count", 3),
+    "width": _set("{}.embedding_length", 260),
+    "longrope": _set("{}.rope.scaling.type", "longrope"),
+    "adapter": _set("general.type", "adapter"),
+}
+"""Changes that must be refused."""
+
+
+def judge(path, seed):
+    """Write a random file, and return "equal" or the text of our error about it.
+
+    Raises:
+        SilentDifferenceError: a right file is refused or has other logits than transformers', or a wrong file loads.
+    """
+    rng = np.random.default_rng(seed)
+    name = [*CONFIGS][rng.integers(len(CONFIGS))]
+    config = CONFIGS[name]
+    # Super-blocks of 256 need rows of as many numbers, which the heads of Qwen3 here do not have.
+    kinds = KINDS if config.model_type == "qwen3" else (*KINDS, *HALVES)
+    kind = kinds[rng.integers(len(kinds))]
+    wrong = rng.random() < 0.25
+    table = WRONG if wrong else HARMLESS
+    chosen = [[*table][rng.integers(len(table))] for _ in range(1 if wrong else rng.integers(0, 3))]
+    if name in ("llama-linear", "llama-yarn"):
+        chosen = [case for case in chosen if case != "scaling none"]
+    damage = ("none", "nan", "absent", "foreign")[rng.choice(4, p=[0.85, 0.05, 0.05, 0.05])]
+    norm = f"blk.{rng.integers(config.num_hidden_layers)}.attn_norm.weight"
+    tensors = {
+        "none": {},
+        "nan": {norm: np.full(config.hidden_size, np.nan, np.float32)},
+        "absent": {norm: None},
+        "foreign": {"blk.0.made_up.weight": np.ones(4, np.float32)},
+    }[damage]
+
+    def change(writer):
+        for case in dict.fromkeys(chosen):
+            table[case](writer, config.model_type)
+
+    story = f"seed {seed}; {name}; {kind.name}; {chosen}; {damage}"
+    Written(path, config, kind, change=change, tensors=tensors)
+    try:
+        decoder = open_model(str(path), dtype="float32", skip_tokenizer_init=True).load()
+    except ModelError as error:
+        if not wrong and damage == "none":
+            raise SilentDifferenceError(f"{story}: a right file is refused: {error}") from error
+        return str(error)
+    if wrong or damage != "none":
+        raise SilentDifferenceError(f"{story}: a wrong file loads")
+    # transformers cannot read some of the harmless metadata, so it reads the file without them.
+    expected = Written(path.with_name("plain.gguf"), config, kind).oracle().logits(IDS)
+    found = dense_logits(decoder)
+    if not np.abs(found - expected).max() <= TOLERANCE:
+        raise SilentDifferenceError(f"{story}: logits differ by {np.abs(found - expected).max():.2g}")
+    return "equal"
