@@ -83,7 +83,7 @@ def test_a_key_means_what_the_family_s_class_makes_of_it(family, case, model, tm
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
         ({"architectures": ["LlamaForTokenClassification"]}, "is not supported"),
         ({"model_type": "other", "auto_map": {"AutoConfig": "code.C"}}, "architecture 'LlamaForCausalLM' is not supported"),
-        ({"model_type": None, "architectures": None}, "architecture None is not supported"),
+        ({"model_type": None, "architectures": None}, "model_type must be one of"),
         ({"head_dim": 16}, "has shape"),
         ({"vocab_size": 65}, "has shape"),
     ],
@@ -105,11 +105,11 @@ def test_no_code_of_a_repository_runs_and_nothing_is_read_from_standard_input(mo
     assert "trust_remote_code" not in judge(folder)
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "{", '{"model_type": 3}', "\xff", "[" * 100_000], ids=lambda text: text[:20])
+@pytest.mark.parametrize("text", ["[]", "3", "{", '{"model_type": [3]}', "\xff", "[" * 100_000], ids=lambda text: text[:20])
 def test_configurations_that_are_no_json_object(text, model, tmp_path):
     folder = write(tmp_path / "model", *model())
     (folder / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ModelError, match=r"config\.json|architecture 3"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         open_model(str(folder), skip_tokenizer_init=True)
 
 

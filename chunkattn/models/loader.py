@@ -186,9 +186,11 @@ def read_config(folder: Path) -> PretrainedConfig:
     kind, named = found.get("model_type"), found.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise ModelError(f"{file}: architectures must be a list of strings, got {named!r}")
+    if not isinstance(kind, str):
+        raise ModelError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, got {kind!r}")
     # transformers would advise to run the code of a repository, or to install another version, for kinds that it lacks.
     if kind not in FAMILIES:
-        raise unsupported(named[0] if named else str(kind))
+        raise unsupported(named[0] if named else kind)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # validation errors of many classes
