@@ -10,8 +10,8 @@ import pytest
 import torch
 from flax import nnx
 from gguf import GGMLQuantizationType as Kind
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.dequant import dequantize as torch_dequantize
 from typer.testing import CliRunner
@@ -23,6 +23,7 @@ from chunkattn.models.gguf_file import open_gguf
 from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_model
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.remote.control_messages import Checkpoint
+from tests import tokenizer_texts
 from tests.checkpoints import random_parts
 from tests.gguf_files import CONFIGS, HALVES, VOCAB, Written
 
@@ -171,8 +172,6 @@ def original(pre):
         [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=[], show_progress=False)
     tokenizer.train_from_iterator([" ".join(TEXTS[:4]) * 3, "caf\u00e9 " * 9], trainer)
@@ -204,7 +203,7 @@ def gguf_of(tokenizer, pre, path, **keys):
         for key, value in keys.items():
             writer.add_bool(f"tokenizer.ggml.{key}", value)
 
-    config = type(CONFIGS["llama"])(**{**CONFIGS["llama"].to_dict(), "vocab_size": 512})
+    config = type(CONFIGS["llama"])(**{**CONFIGS["llama"].to_dict(), "vocab_size": 1024})
     return Written(path, config, change=change).path
 
 
@@ -257,7 +256,7 @@ def sentencepiece_file(path, proto, **keys):
 
 @pytest.mark.parametrize("space", [True, False])
 def test_sentencepiece_tokenizers(space, tmp_path):
-    """Ids are those of SentencePiece itself, with and without the space before a text."""
+    """Ids and decoded texts are those of SentencePiece itself, with and without the space before a text."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -266,16 +265,12 @@ def test_sentencepiece_tokenizers(space, tmp_path):
     proto.normalizer_spec.add_dummy_prefix = space
     witness = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
     tokenizer = load_tokenizer(str(sentencepiece_file(tmp_path / "model.gguf", proto, add_space_prefix=space)))
-    # Before a text that begins with a space, transformers puts no other, for folders and GGUF files alike.
-    for text in ("Nila lives in Tunise.", "cafe\u0301 \u4f60  x", "", "a", *([] if space else ["  two spaces"])):
+    for text in (*tokenizer_texts.TEXTS, *tokenizer_texts.random_texts(30)):
         ids = witness.encode(text)
         assert tokenizer(text, add_special_tokens=False).input_ids == ids
-        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids) == witness.decode(ids)
     encoder = PartEncoder(tokenizer)
     assert set(encoder.special.ids) == {"<unk>", "<s>", "</s>"}
-    if space:
-        folder = AutoTokenizer.from_pretrained(DEMO_FOLDER)
-        assert [tokenizer(t, add_special_tokens=False).input_ids for t in TEXTS] == [folder(t).input_ids for t in TEXTS]
     assert encoder.leading_ids == [proto.trainer_spec.bos_id]
     without = sentencepiece_file(tmp_path / "without.gguf", proto, add_bos_token=False)
     assert PartEncoder(load_tokenizer(str(without))).leading_ids == []

@@ -75,28 +75,23 @@ def sentencepiece_backend(pieces: Pieces) -> Tokenizer:
             )
         )
     prefix = pieces.dummy_prefix != "never"
+    rules: list[normalizers.Normalizer] = []
     if pieces.squeeze_spaces:
-        tokenizer.normalizer = normalizers.Sequence(
-            [
-                normalizers.Replace(Regex(r"\A *(?=[^ ])"), " " if prefix else ""),
-                normalizers.Replace(Regex(" {2,}"), " "),
-                normalizers.Replace(" ", _SPACE),
-                normalizers.Replace(Regex(f"{_SPACE}+\\z"), ""),
-            ]
-        )
+        rules.append(normalizers.Replace(Regex(r"\A +"), " " if prefix else ""))
+        rules.append(normalizers.Replace(Regex(" {2,}"), " "))
+        rules.append(normalizers.Replace(Regex(f"[ {_SPACE}]+\\z"), ""))
     else:
-        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+        rules.append(normalizers.Replace(" ", _SPACE))
     splits: list[pre_tokenizers.PreTokenizer] = []
-    if prefix and not pieces.squeeze_spaces:
-        # `Metaspace` puts no prefix before a text that begins with its replacement. No space is left in the text here, so the
-        # first one always puts a space, and the second one spells it.
+    if prefix:
+        # `Metaspace` puts no prefix before a text that begins with its replacement. A squeezed text may begin with a space, which
+        # is the prefix then. In other texts no space is left here, so the first `Metaspace` always puts one.
         splits.append(pre_tokenizers.Metaspace(" ", prepend_scheme=pieces.dummy_prefix, split=False))
-        splits.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never", split=False))
+    splits.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never", split=False))
     if pieces.isolated:
         longest_first = sorted(pieces.isolated, key=len, reverse=True)
         splits.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated"))
-    if splits:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Sequence(rules), pre_tokenizers.Sequence(splits)
     ends: list[decoders.Decoder] = [decoders.Strip(" ", left=1)] if prefix or pieces.squeeze_spaces else []
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
     return tokenizer
