@@ -147,7 +147,7 @@ def test_end_of_sequence_ids(broken, tmp_path):
             loads(broken)
     for text in ("[]", "{", "[" * 10**6):
         file.write_text(text)
-        with pytest.raises(ModelError, match="generation_config.json"):
+        with pytest.raises(ModelError, match=r"generation_config\.json"):
             loads(broken)
 
 

@@ -57,9 +57,7 @@ def make_folder(path, config=None, model_type="llama", **files):
 
 
 def trained(tokenizer, alphabet=()):
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=list(alphabet), special_tokens=CONTROLS, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=list(alphabet), special_tokens=CONTROLS, show_progress=False)
     tokenizer.train_from_iterator(TRAINED, trainer)
     return tokenizer
 
@@ -258,7 +256,12 @@ def test_models_that_cannot_be_reproduced(data, config, message, pieces, tmp_pat
 def nfkc():
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TRAINED), model_writer=model, vocab_size=300, model_type="bpe", minloglevel=2, hard_vocab_limit=False
+        sentence_iterator=iter(TRAINED),
+        model_writer=model,
+        vocab_size=300,
+        model_type="bpe",
+        minloglevel=2,
+        hard_vocab_limit=False,
     )
     return sentencepiece_model_pb2.ModelProto.FromString(model.getvalue()).normalizer_spec.precompiled_charsmap
 
@@ -268,7 +271,10 @@ def nfkc():
 
 def vocab_and_merges(tokenizer):
     content = json.loads(tokenizer.to_str())["model"]
-    return {"vocab": json.dumps(content["vocab"]), "merges": "#version: 0.2\n" + "\n".join(" ".join(m) for m in content["merges"])}
+    return {
+        "vocab": json.dumps(content["vocab"]),
+        "merges": "#version: 0.2\n" + "\n".join(" ".join(m) for m in content["merges"]),
+    }
 
 
 @pytest.mark.parametrize(
@@ -284,9 +290,10 @@ def vocab_and_merges(tokenizer):
 )
 def test_vocab_and_merges(config, model_type, source, tmp_path):
     witness = FILES[source][0]
-    config = None if config is None else {**config, "bos_token": None, "eos_token": "</s>", "unk_token": "</s>", "pad_token": "</s>"}
     if config is None:
         witness = byte_level_with_default(witness)
+    else:
+        config = {**config, "bos_token": None, **dict.fromkeys(("eos_token", "unk_token", "pad_token"), "</s>")}
     folder = make_folder(tmp_path / "model", config, model_type, **vocab_and_merges(witness))
     check(folder, lambda text: witness.encode(text, add_special_tokens=False).ids, witness.decode)
 

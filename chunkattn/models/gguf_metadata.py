@@ -47,12 +47,12 @@ class StoredArray(NamedTuple):
 
     Attributes:
         kind: type of its elements.
-        count: number of its elements.
+        length: number of its elements.
         start: offset of its first element.
     """
 
     kind: int
-    count: int
+    length: int
     start: int
 
 
@@ -89,7 +89,7 @@ class GGUFMetadata:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment must be a power of two, got {alignment!r}")
         self._at = -(-self._at // alignment) * alignment
-        self.tensors = {name: self._tensor(*info) for name, *info in table}
+        self.tensors = {name: self._tensor(shape, kind, offset) for name, shape, kind, offset in table}
         if len(self.tensors) < len(table):
             raise ValueError("two tensors have one name")
 
@@ -99,10 +99,10 @@ class GGUFMetadata:
         Raises:
             ValueError: a string is not UTF-8.
         """
-        if array.kind != _STRING and array.count:
-            return np.frombuffer(self._bytes, _dtype(array.kind), array.count, array.start).tolist()
+        if array.kind != _STRING and array.length:
+            return np.frombuffer(self._bytes, _dtype(array.kind), array.length, array.start).tolist()
         found, at, data, unpack = [], array.start, self._bytes, struct.Struct("<Q").unpack_from
-        for _ in range(array.count):
+        for _ in range(array.length):
             end = at + 8 + unpack(data, at)[0]
             found.append(str(data[at + 8 : end], "utf-8"))
             at = end

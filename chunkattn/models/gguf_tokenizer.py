@@ -103,7 +103,9 @@ def _bpe(file: GGUFFile, vocabulary: Vocabulary, pre: str | None) -> Tokenizer:
         raise ModelError(f"{file.path}: tokenizer.ggml.merges is missing; {_ADVICE}")
     tokenizer = Tokenizer(
         models.BPE(
-            vocab={text: i for i, text in enumerate(vocabulary.tokens)}, merges=[_pair(merge) for merge in merges], ignore_merges=pre in _BOS_BY_DEFAULT
+            vocab={text: i for i, text in enumerate(vocabulary.tokens)},
+            merges=[_pair(merge) for merge in merges],
+            ignore_merges=pre in _BOS_BY_DEFAULT,
         )
     )
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[pre]]

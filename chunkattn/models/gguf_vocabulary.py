@@ -108,9 +108,9 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     by_key = {key: _special_id(file, key, size) for key in ("eot", "eom", *_FILL_IN)}
     special = {name: _special_id(file, key, size) for name, key in _SPECIAL.items()}
     if file.get("tokenizer.ggml.model", str) == "llama" and tokens:
-        for name, i in _SENTENCEPIECE_IDS.items():
-            if f"tokenizer.ggml.{_SPECIAL[name]}_token_id" not in file.metadata.values and i < size:
-                special[name] = i
+        keys = {name: f"tokenizer.ggml.{_SPECIAL[name]}_token_id" for name in _SENTENCEPIECE_IDS}
+        unnamed = {name for name, key in keys.items() if key not in file.metadata.values}
+        special |= {name: i for name, i in _SENTENCEPIECE_IDS.items() if name in unnamed and i < size}
     control = {ids[text] for text in (_ENDS | _FILL_IN_PARTS) & ids.keys()}
     for key, texts in _FILL_IN.items():
         if by_key[key] is None and (found := next((text for text in texts if text in ids), None)) is not None:
@@ -120,10 +120,10 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     ends = dict.fromkeys(i for i in (special["eos"], *by_key.values(), *by_text) if i is not None)
     changed = {**dict.fromkeys(control, CONTROL), **{ids[text]: USER_DEFINED for text in _ALWAYS_SHOWN if text in ids}}
     # In two families, a token of the list ends no turn.
-    texts = {tokens[i] for i in ends} if tokens else set()
-    ends_calls = texts & {"<|call|>", "<|calls|>"} and texts & {"<|return|>", "<|flush|>"}
-    for text, exempt, kind in (("<|end|>", ends_calls, USER_DEFINED), ("</s>", texts & {"<|tool_response>"}, NORMAL)):
-        if exempt and text in texts:
+    ended = {tokens[i] for i in ends} if tokens else set()
+    harmony = ended & {"<|call|>", "<|calls|>"} and ended & {"<|return|>", "<|flush|>"}
+    for text, exempt, kind in (("<|end|>", harmony, USER_DEFINED), ("</s>", ended & {"<|tool_response>"}, NORMAL)):
+        if exempt and text in ended:
             ends.pop(ids[text])
             changed[ids[text]] = kind
     return Vocabulary(

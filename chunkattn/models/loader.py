@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from chunkattn.errors import ModelError
 from chunkattn.json_files import read_object
-from chunkattn.models.gguf_file import GGUF_SUFFIX, find_gguf, open_gguf
+from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, find_gguf, open_gguf
 from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
 from chunkattn.models.spec import DecoderSpec, spec_from_config
@@ -43,6 +43,7 @@ class ModelFiles:
         dtype: dtype of weights, activations and KV.
         tokenizer: tokenizer of the model, or None if skipped.
         eos_token_ids: tokens that end a text.
+        gguf: opened GGUF file, or None for a folder.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class ModelFiles:
     dtype: jnp.dtype
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: tuple[int, ...]
+    gguf: GGUFFile | None = None
 
     def load(self) -> Decoder:
         """Return the decoder with its weights.
@@ -59,7 +61,7 @@ class ModelFiles:
         """
         from chunkattn.models.weights import load_weights  # imports Flax, which a server's process does not need
 
-        return load_weights(self.spec, self.path, self.dtype)
+        return load_weights(self.spec, self.gguf or self.path, self.dtype)
 
 
 def open_files(config: EngineConfig) -> ModelFiles:
@@ -122,6 +124,7 @@ def open_model(
         dtype=jnp.dtype(_checkpoint_dtype(config) if dtype == "auto" else dtype),
         tokenizer=loaded,
         eos_token_ids=_eos_token_ids(path, config, loaded),
+        gguf=file,
     )
 
 

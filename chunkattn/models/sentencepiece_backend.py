@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Pieces:
     mergeable: frozenset[int] = frozenset({NORMAL})
     dummy_prefix: Literal["never", "first", "always"] = "always"
     squeeze_spaces: bool = False
-    isolated: Sequence[str] = field(default=())
+    isolated: Sequence[str] = ()
     unigram: bool = False
 
     @property
@@ -59,7 +60,7 @@ def sentencepiece_backend(pieces: Pieces) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     unknown = pieces.unknown_id
-    byte_fallback = all(f"<0x{byte:02X}>" in set(pieces.texts) for byte in (0, 255))
+    byte_fallback = {"<0x00>", "<0xFF>"} <= set(pieces.texts)
     if pieces.unigram:
         scored = list(zip(pieces.texts, pieces.scores, strict=True))
         tokenizer = Tokenizer(models.Unigram(scored, unk_id=unknown, byte_fallback=byte_fallback))
@@ -84,8 +85,8 @@ def sentencepiece_backend(pieces: Pieces) -> Tokenizer:
         rules.append(normalizers.Replace(" ", _SPACE))
     splits: list[pre_tokenizers.PreTokenizer] = []
     if prefix:
-        # `Metaspace` puts no prefix before a text that begins with its replacement. A squeezed text may begin with a space, which
-        # is the prefix then. In other texts no space is left here, so the first `Metaspace` always puts one.
+        # `Metaspace` puts no prefix before a text that begins with its replacement. A squeezed text may begin with a space,
+        # which is the prefix then. In other texts no space is left here, so the first `Metaspace` always puts one.
         splits.append(pre_tokenizers.Metaspace(" ", prepend_scheme=pieces.dummy_prefix, split=False))
     splits.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never", split=False))
     if pieces.isolated:
@@ -120,9 +121,10 @@ def _merges(pieces: Pieces) -> Iterator[tuple[str, str]]:
 
 
 def _check_ties(made: Sequence[tuple[float, int, str, str]]) -> None:
-    """Raise ValueError if merges of equal scores overlap: SentencePiece makes the leftmost first, a list the first in the list."""
-    from itertools import groupby
+    """Raise ValueError if merges of equal scores overlap.
 
+    SentencePiece makes the leftmost of them first, and a list of merges the first in the list.
+    """
     for score, group in groupby(made, key=lambda merge: merge[0]):
         merges = list(group)
         if merges[0][1] == merges[-1][1]:

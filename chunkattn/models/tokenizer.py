@@ -1,8 +1,8 @@
-"""Tokenizer of a folder, a GGUF file or a hub id: built from the file that holds the vocabulary, and compared with that file.
+"""Tokenizer of a folder, a GGUF file or a hub id.
 
-transformers chooses a class by names in `tokenizer_config.json` and `config.json`, and some of its classes rebuild splitting and
-normalisation from the class instead of the file. The tokenizer here has the ids of the file, and transformers' configuration of
-special tokens and chat templates.
+transformers chooses a class by names in `tokenizer_config.json` and `config.json`, and some of its classes rebuild splitting
+and normalisation from the class instead of the file. The tokenizer here is built from the file that holds the vocabulary and
+compared with it. Special tokens and chat templates are those of transformers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     configs = {file: read_object(folder / file, ModelError) for file in _CONFIGS if (folder / file).exists()}
     config = configs.get(_CONFIG, {})
     if (folder / _JSON).exists():
-        tokenizer = _from_json(folder, config)
+        tokenizer = _from_json(folder)
     elif (folder / _SENTENCEPIECE).exists():
         tokenizer = _from_sentencepiece(folder, config)
     elif (folder / _VOCAB).exists() or (folder / _MERGES).exists():
@@ -108,7 +108,7 @@ def _from_hub(name: str) -> Path:
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {error}; {_ADVICE}") from error
 
 
-def _from_json(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBase:
+def _from_json(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a `tokenizer.json`, as it stands in the file."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -133,8 +133,8 @@ def _from_json(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBase:
 def _from_sentencepiece(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a SentencePiece model.
 
-    As in Llama's tokenizer, BOS comes first if the model has one and `add_bos_token` does not say otherwise, and the dummy prefix
-    stands behind control tokens, too, unless `legacy` is false.
+    As in Llama's tokenizer, BOS comes first if the model has one and `add_bos_token` does not say otherwise, and the dummy
+    prefix stands behind control tokens, too, unless `legacy` is false.
     """
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
     from tokenizers import AddedToken
@@ -254,9 +254,10 @@ def _compare(
                 f"{file}: the loaded tokenizer reads {text!r} as {tokenizer.convert_ids_to_tokens(ids)}, the file as "
                 f"{tokenizer.convert_ids_to_tokens(expected)}; {_ADVICE}"
             )
-        unknown = tokenizer.unk_token_id
-        if unknown not in ids and tokenizer.decode(ids) != decode(ids):
-            raise ModelError(f"{file}: the loaded tokenizer writes {tokenizer.decode(ids)!r}, the file {decode(ids)!r}; {_ADVICE}")
+        found = tokenizer.decode(ids)
+        # SentencePiece writes a mark of its own for the unknown token.
+        if tokenizer.unk_token_id not in ids and found != decode(ids):
+            raise ModelError(f"{file}: the loaded tokenizer writes {found!r}, the file {decode(ids)!r}; {_ADVICE}")
 
 
 def _check_declared(tokenizer: PreTrainedTokenizerBase, folder: Path, configs: dict[str, dict[str, Any]]) -> None:
@@ -268,5 +269,6 @@ def _check_declared(tokenizer: PreTrainedTokenizerBase, folder: Path, configs: d
     for text, i in declared.items():
         if ids.get(text) != i:
             raise ModelError(
-                f"{folder}: a configuration gives the added token {text!r} the id {i}, the vocabulary {ids.get(text)}; {_ADVICE}"
+                f"{folder}: a configuration gives the added token {text!r} the id {i}, the vocabulary gives {ids.get(text)}; "
+                f"{_ADVICE}"
             )

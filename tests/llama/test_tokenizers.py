@@ -6,7 +6,7 @@ import json
 import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from chunkattn.models.gguf_tokenizer import _SPLITS
 from chunkattn.models.gguf_vocabulary import _ALWAYS_SHOWN, _ENDS, _FILL_IN, _FILL_IN_PARTS
@@ -38,7 +38,7 @@ def file_of(path, model, tokens, kinds, change=lambda writer: None):
 
 
 def compare(path, texts=ALL, spaces=False):
-    """Every text's ids, with and without the leading special tokens, are llama.cpp's; a text without control tokens comes back whole.
+    """Ids are llama.cpp's, with and without the leading special tokens; a text without control tokens comes back whole.
 
     `spaces`: SentencePiece reads \u2581 as a space.
     """
@@ -65,7 +65,8 @@ def byte_level():
     texts = [text.replace("zebrafish", "") for text in (" ".join(TEXTS) * 3, *TEXTS, *random_texts(40, seed=1))]
     tokenizer.train_from_iterator(texts, trainer)
     content = json.loads(tokenizer.to_str())["model"]
-    return sorted(content["vocab"], key=content["vocab"].get) + ["\u0120zebrafish"], [" ".join(m) for m in content["merges"]]
+    words = sorted(content["vocab"], key=content["vocab"].get)
+    return [*words, "\u0120zebrafish"], [" ".join(merge) for merge in content["merges"]]
 
 
 @pytest.mark.parametrize("pre", _SPLITS)
@@ -137,7 +138,7 @@ PLAIN = [f"word{i}" for i in range(12)]
 def ends_of(path):
     """Ids that end llama.cpp's generation: each id is forced, and the answer says why it stopped."""
     size = open_model(str(path), skip_tokenizer_init=True).spec.vocab_size
-    with llama_server(path, **{"n_ctx": 64}) as post:
+    with llama_server(path, n_ctx=64) as post:
         asked = {"prompt": [0], "n_predict": 2, "temperature": 0, "cache_prompt": False}
         answers = [post("/completion", {**asked, "logit_bias": [[i, 1000.0]]}) for i in range(size)]
     return {i for i, answer in enumerate(answers) if answer["stop_type"] == "eos"}
