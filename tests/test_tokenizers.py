@@ -200,6 +200,14 @@ def test_the_ids_of_sentencepiece(dummy, legacy, squeeze, pieces, tmp_path):
         assert tokenizer("</s>the", add_special_tokens=False).input_ids[-len(expected) :] == expected
 
 
+def test_special_tokens_of_a_map(pieces, tmp_path):
+    """A special token that only special_tokens_map.json names comes before the model's own."""
+    folder = make_folder(tmp_path / "model", {"tokenizer_class": "LlamaTokenizer"}, model=pieces())
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "pad_token": "</s>"}')
+    tokenizer = load_tokenizer(str(folder))
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "<|im_end|>", "</s>")
+
+
 def no_prefix(data):
     proto = sentencepiece_model_pb2.ModelProto.FromString(data)
     proto.normalizer_spec.add_dummy_prefix = False

@@ -136,7 +136,10 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
     Raises:
         ModelError: a setting is not supported.
     """
-    spec = spec_from_config(config)
+    try:
+        spec = spec_from_config(config)
+    except ModelError as error:
+        raise ModelError(f"{file.path}: {error}") from None
     return dataclasses.replace(
         spec,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,

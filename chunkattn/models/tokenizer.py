@@ -69,7 +69,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if (folder / _JSON).exists():
         tokenizer = _from_json(folder)
     elif (folder / _SENTENCEPIECE).exists():
-        tokenizer = _from_sentencepiece(folder, config)
+        tokenizer = _from_sentencepiece(folder, {**configs.get("special_tokens_map.json", {}), **config})
     elif (folder / _VOCAB).exists() or (folder / _MERGES).exists():
         tokenizer = _from_merges(folder, config)
     else:
