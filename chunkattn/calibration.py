@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkattn.errors import ConfigError
+from chunkattn.json_files import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def calibration_of(model: str | None, option: str | None, revision: str | None =
         file: Path | None = (place if place.is_dir() else place.parent) / FILE_NAME
     else:
         file = _hub_file(model, revision)
-    if file is None or not file.is_file():
+    if file is None or not file.exists():
         return None
     found = read_calibration(file)
     named = _object(file).get("model")
@@ -126,12 +127,8 @@ def _object(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or holds none of the fields of `Calibration`.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"chunk_calibration {path} cannot be read: {error}") from None
-    names = list(asdict(Calibration()))
-    if not isinstance(values, dict) or not set(names) & set(values):
+    values, names = read_object(path, ConfigError, "chunk_calibration"), list(asdict(Calibration()))
+    if not set(names) & set(values):
         raise ConfigError(f"chunk_calibration {path} must be a JSON object with {', '.join(names)}")
     return values
 
@@ -167,12 +164,18 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         whole = name == "chunk_position_gap"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-            raise ConfigError(f"{name} must be {'an integer' if whole else 'a number'}, got {value!r}")
+            raise ConfigError(f"{name} must be {'an integer' if whole else 'a number'}, got {_shown(value)}")
         low, high = (0, MAX_GAP) if whole else (MIN_WEIGHT, MAX_WEIGHT)
         if not low <= value <= high:  # NaN compares false
-            # The digits of a huge integer say nothing, and Python refuses to write more than 4,300 of them.
-            bits = value.bit_length() if isinstance(value, int) else 0
-            shown = f"an integer of {bits} bits" if bits > 64 else value
-            raise ConfigError(f"{name} must be between {low} and {high:.10g}, got {shown}")
+            raise ConfigError(f"{name} must be between {low} and {high:.10g}, got {_shown(value)}")
         found[name] = value if whole else float(value)
     return found
+
+
+def _shown(value: Any) -> str:
+    """Return a short text of a value. Python writes no integer of more than 4,300 digits, and no deeply nested list."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (list, dict)):
+        return f"a {type(value).__name__}"
+    return repr(value[:40] if isinstance(value, str) else value)

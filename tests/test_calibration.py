@@ -328,16 +328,36 @@ def test_a_calibration_file_sets_what_no_option_sets(checkpoint, tmp_path):
         assert calibration(chunk_calibration="off") == Calibration()
         for text, message in (
             ("[]", "must be a JSON object"),
+            ("null", "must be a JSON object"),
             ("{", "cannot be read"),
+            ("", "cannot be read"),
+            ("[" * 10**6, "nest too deep"),
+            ('{"chunk_scale": 1, "note": ' + '{"a": ' * 10**6, "nest too deep"),
+            ('{"chunk_scale": ' + "[" * 400 + "]" * 400 + "}", "must be a number, got a list"),
+            ('{"chunk_scale": {"a": 1}}', "must be a number, got a dict"),
+            ('{"chunk_scale": NaN}', "must be between"),
+            ('{"chunk_scale": -Infinity}', "must be between"),
+            ('{"chunk_scale": true}', "must be a number, got True"),
+            ('{"chunk_scale": null}', "must be a number, got None"),
+            (f'{{"chunk_scale": "{"x" * 10**6}"}}', "must be a number, got 'x{40}'$"),
+            ('{"chunk_scale": 1' + "0" * 5000 + "}", "cannot be read"),
+            ('{"chunk_scale": 1, "chunk_scale": 2}', "'chunk_scale' is there twice"),
+            (" " * (1 << 24) + "{}", "larger than 16 MiB"),
+            (b"\xff\xfe{}", "cannot be read"),
+            (b'{"chunk_scale": 1, "note": "\xe9"}', "cannot be read"),
             ('{"chunk_scale": "x"}', "must be a number"),
             (f'{{"chunk_scale": {10**400}}}', "must be between 0.01 and 100"),
             (f'{{"chunk_position_gap": {2**31}}}', "must be between 0 and 2147483646"),
         ):
-            found.write_text(text)
-            with pytest.raises(ConfigError, match=message):
+            found.write_bytes(text if isinstance(text, bytes) else text.encode())
+            with pytest.raises(ConfigError, match=message) as caught:
                 calibration()
+            assert FILE_NAME in str(caught.value)
+            assert len(str(caught.value)) < 500
     finally:
         found.unlink()
+    with pytest.raises(ConfigError, match=r"chunk_calibration.*cannot be read: .*Is a directory"):
+        calibration(chunk_calibration=str(tmp_path))
 
 
 def found_calibration(model, caplog, **options):

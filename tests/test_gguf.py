@@ -1,6 +1,7 @@
 """GGUF files: weights and logits against transformers' own GGUF loading, tokenizers against the originals, and errors."""
 
 import json
+import tracemalloc
 
 import gguf
 import jax
@@ -10,8 +11,8 @@ import pytest
 import torch
 from flax import nnx
 from gguf import GGMLQuantizationType as Kind
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.dequant import dequantize as torch_dequantize
 from typer.testing import CliRunner
@@ -19,10 +20,12 @@ from typer.testing import CliRunner
 from chunkattn import LLM, ChunkedPrompt, SamplingParams, make_layout
 from chunkattn.cli import app
 from chunkattn.errors import ModelError
+from chunkattn.models import gguf_metadata
 from chunkattn.models.gguf_file import open_gguf
 from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_model
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.remote.control_messages import Checkpoint
+from tests import tokenizer_texts
 from tests.checkpoints import random_parts
 from tests.gguf_files import CONFIGS, HALVES, VOCAB, Written
 
@@ -171,8 +174,6 @@ def original(pre):
         [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=[], show_progress=False)
     tokenizer.train_from_iterator([" ".join(TEXTS[:4]) * 3, "caf\u00e9 " * 9], trainer)
@@ -185,7 +186,7 @@ def original(pre):
     return tokenizer
 
 
-def gguf_of(tokenizer, pre, path, **keys):
+def gguf_of(tokenizer, pre, path, last=lambda writer: None, **keys):
     content = json.loads(tokenizer.to_str())
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     kinds = [3 if t in CONTROLS else 4 if t in DEFINED else 1 for t in tokens]
@@ -203,8 +204,9 @@ def gguf_of(tokenizer, pre, path, **keys):
         writer.add_chat_template(TEMPLATE)
         for key, value in keys.items():
             writer.add_bool(f"tokenizer.ggml.{key}", value)
+        last(writer)
 
-    config = type(CONFIGS["llama"])(**{**CONFIGS["llama"].to_dict(), "vocab_size": 512})
+    config = type(CONFIGS["llama"])(**{**CONFIGS["llama"].to_dict(), "vocab_size": 1024})
     return Written(path, config, change=change).path
 
 
@@ -257,7 +259,7 @@ def sentencepiece_file(path, proto, **keys):
 
 @pytest.mark.parametrize("space", [True, False])
 def test_sentencepiece_tokenizers(space, tmp_path):
-    """Ids are those of SentencePiece itself, with and without the space before a text."""
+    """Ids and decoded texts are those of SentencePiece itself, with and without the space before a text."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -266,16 +268,12 @@ def test_sentencepiece_tokenizers(space, tmp_path):
     proto.normalizer_spec.add_dummy_prefix = space
     witness = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
     tokenizer = load_tokenizer(str(sentencepiece_file(tmp_path / "model.gguf", proto, add_space_prefix=space)))
-    # Before a text that begins with a space, transformers puts no other, for folders and GGUF files alike.
-    for text in ("Nila lives in Tunise.", "cafe\u0301 \u4f60  x", "", "a", *([] if space else ["  two spaces"])):
+    for text in (*tokenizer_texts.TEXTS, *tokenizer_texts.random_texts(30)):
         ids = witness.encode(text)
         assert tokenizer(text, add_special_tokens=False).input_ids == ids
-        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids) == witness.decode(ids)
     encoder = PartEncoder(tokenizer)
     assert set(encoder.special.ids) == {"<unk>", "<s>", "</s>"}
-    if space:
-        folder = AutoTokenizer.from_pretrained(DEMO_FOLDER)
-        assert [tokenizer(t, add_special_tokens=False).input_ids for t in TEXTS] == [folder(t).input_ids for t in TEXTS]
     assert encoder.leading_ids == [proto.trainer_spec.bos_id]
     without = sentencepiece_file(tmp_path / "without.gguf", proto, add_bos_token=False)
     assert PartEncoder(load_tokenizer(str(without))).leading_ids == []
@@ -424,22 +422,160 @@ def test_truncated_files(tmp_path):
         assert "get it again" in str(caught.value)
 
 
-def test_damaged_headers(tmp_path):
-    """Whatever byte of the metadata is wrong, the file loads or there is a `ModelError` and nothing else."""
-    rng = np.random.default_rng(7)
-    whole = gguf_of(original("smollm"), "smollm", tmp_path / "whole.gguf").read_bytes()
-    path = tmp_path / "damaged.gguf"
-    head = [*range(24), *rng.integers(24, 900, 60), *rng.integers(24, whole.index(b"blk.1.ffn_up.weight"), 60)]
-    errors = 0
-    for place in head:
+def check_damage(path, whole, places, rng):
+    """A wrong byte in the metadata: the file loads, or there is a `ModelError` and nothing else. Returns the errors."""
+    errors = []
+    for place in places:
         damaged = bytearray(whole)
         damaged[place] ^= int(rng.integers(1, 256))
         path.write_bytes(damaged)
         try:
             opened(path, skip_tokenizer_init=False)
-        except ModelError:
-            errors += 1
-    assert errors > 40
+        except ModelError as error:
+            errors.append(str(error))
+    assert [error for error in errors if str(path) not in error] == []
+    assert max(map(len, errors)) < 2000
+    return len(errors)
+
+
+@pytest.fixture(scope="module")
+def small_files(tmp_path_factory):
+    """Bytes of a file of each kind of vocabulary, and where its metadata end."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    folder = tmp_path_factory.mktemp("small")
+    proto = sentencepiece_model_pb2.ModelProto.FromString((DEMO_FOLDER / "tokenizer.model").read_bytes())
+    paths = [gguf_of(original("smollm"), "smollm", folder / "bpe.gguf"), sentencepiece_file(folder / "spm.gguf", proto)]
+    return [(whole, whole.index(b"blk.1.ffn_up.weight")) for whole in (path.read_bytes() for path in paths)]
+
+
+def test_damaged_headers(small_files, tmp_path):
+    rng = np.random.default_rng(7)
+    for whole, end in small_files:
+        places = [*range(24), *rng.integers(24, 900, 50), *rng.integers(24, end, 50)]
+        assert check_damage(tmp_path / "damaged.gguf", whole, places, rng) > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_headers_at_length(seed, small_files, tmp_path):
+    rng = np.random.default_rng(seed)
+    for whole, end in small_files:
+        places = [*rng.integers(0, 900, 250), *rng.integers(0, end, 250)]
+        assert check_damage(tmp_path / "damaged.gguf", whole, places, rng) > 100
+
+
+@pytest.mark.parametrize("length", [2**20, 2**40, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("key", [b"tokenizer.ggml.tokens", b"tokenizer.ggml.token_type", b"tokenizer.ggml.merges"])
+def test_lengths_beyond_the_file(key, length, small_files, tmp_path):
+    """A length is compared with the size of the file before anything is allocated."""
+    whole = bytearray(small_files[0][0])
+    place = whole.index(key) + len(key) + 8  # after the types of the value and of its elements
+    whole[place : place + 8] = length.to_bytes(8, "little")
+    (path := tmp_path / "long.gguf").write_bytes(whole)
+    tracemalloc.start()
+    with pytest.raises(ModelError, match=r"long.gguf cannot be read as GGUF .*get it again"):
+        open_gguf(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_metadata_are_parsed_once_and_stay_in_the_file(small_files, tmp_path, monkeypatch):
+    (path := tmp_path / "model.gguf").write_bytes(small_files[0][0])
+    parsed = []
+    real = gguf_metadata.GGUFMetadata.__init__
+    monkeypatch.setattr(gguf_metadata.GGUFMetadata, "__init__", lambda self, path: (parsed.append(path), real(self, path))[1])
+    opened(path, skip_tokenizer_init=False).load()
+    assert parsed == [path]
+
+    def change(writer):
+        writer.add_array("tokenizer.ggml.tokens", [f"word{i}" for i in range(50_000)])
+
+    path = Written(tmp_path / "large.gguf", CONFIGS["llama"], change=change).path
+    open_gguf(path)
+    tracemalloc.start()
+    file = open_gguf(path)
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    assert file.array("tokenizer.ggml.tokens", str)[49_999] == "word49999"
+    tracemalloc.stop()
+
+
+def replaced(name, value):
+    """Change of a writer's key that exists."""
+    return lambda writer: writer.kv_data[0].__setitem__(name, value)
+
+
+def value_of(value, kind, sub_type=None):
+    return gguf.gguf_writer.GGUFValue(value, kind, sub_type)
+
+
+U32, I32, ARRAY, TEXT = (gguf.GGUFValueType[name] for name in ("UINT32", "INT32", "ARRAY", "STRING"))
+
+
+@pytest.mark.parametrize("kind", ["eos", "bos", "unknown", "padding", "eot", "eom", "fim_pad"])
+@pytest.mark.parametrize("found", [-1, 2**32 - 1, -2, 10**6])
+def test_special_ids(kind, found, tmp_path):
+    """-1 is no token, in either spelling; other ids outside the vocabulary are errors."""
+    entry = value_of(found, I32 if found < 0 else U32)
+    path = gguf_of(original("gpt-2"), "gpt-2", tmp_path / "model.gguf", last=replaced(f"tokenizer.ggml.{kind}_token_id", entry))
+    if found in (-2, 10**6):
+        with pytest.raises(ModelError, match=rf"model.gguf: tokenizer.ggml.{kind}_token_id {found} is outside the"):
+            opened(path, skip_tokenizer_init=False)
+        return
+    files = opened(path, skip_tokenizer_init=False)
+    named = {"eos": "eos", "bos": "bos", "unknown": "unk", "padding": "pad"}.get(kind, "cls")
+    assert getattr(files.tokenizer, f"{named}_token_id") is None
+    source = original("gpt-2")
+    end, other = (source.token_to_id(token) for token in CONTROLS[1:])
+    assert set(files.eos_token_ids) == {end, other} - ({other} if kind == "eot" else set())
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (lambda w: w.kv_data[0]["tokenizer.ggml.tokens"].value.__setitem__(9, CONTROLS[2]), "tokens 9 and .* are both"),
+        (lambda w: w.kv_data[0]["tokenizer.ggml.tokens"].value.__setitem__(260, "a"), "are both 'a'"),
+        (replaced("tokenizer.ggml.tokens", value_of([1, 2], ARRAY, I32)), "tokens' must hold str, not int"),
+        (replaced("tokenizer.ggml.tokens", value_of("a b", TEXT)), "tokens' has the wrong type, str"),
+        (replaced("tokenizer.ggml.token_type", value_of(["a"], ARRAY, TEXT)), "token_type' must hold int, not str"),
+        (replaced("tokenizer.ggml.token_type", value_of([1, 1], ARRAY, I32)), "token_type has 2 entries for"),
+        (replaced("tokenizer.ggml.merges", value_of(["ab"], ARRAY, TEXT)), "cannot be converted"),
+        (replaced("tokenizer.ggml.merges", value_of(["a ☃"], ARRAY, TEXT)), "cannot be converted"),
+        (replaced("tokenizer.ggml.model", value_of(3, U32)), "model' has the wrong type, int"),
+        (replaced("tokenizer.ggml.eos_token_id", value_of("1", TEXT)), "eos_token_id' has the wrong type, str"),
+        (replaced("tokenizer.chat_template", value_of([1], ARRAY, I32)), "chat_template' has the wrong type, list"),
+        (replaced("llama.attention.head_count_kv", value_of(["a", "a"], ARRAY, TEXT)), "head_count_kv' must hold int, not str"),
+        (replaced("llama.attention.head_count_kv", value_of([2, 1], ARRAY, U32)), "head_count_kv differs between layers"),
+        (replaced("llama.attention.head_count_kv", value_of("2", TEXT)), "head_count_kv' has the wrong type, str"),
+        (replaced("llama.block_count", value_of([True, True], ARRAY, gguf.GGUFValueType.BOOL)), "must hold int, not bool"),
+        (replaced("general.alignment", value_of(24, U32)), "general.alignment must be a power of two, got 24"),
+        (replaced("general.alignment", value_of("32", TEXT)), "general.alignment must be a power of two, got '32'"),
+    ],
+    ids=range(17),
+)
+def test_wrong_values(last, message, tmp_path):
+    path = gguf_of(original("gpt-2"), "gpt-2", tmp_path / "model.gguf", last=last)
+    with pytest.raises(ModelError, match=message) as caught:
+        opened(path, skip_tokenizer_init=False)
+    assert str(path) in str(caught.value)
+
+
+def test_heads_given_for_each_layer(tmp_path):
+    last = replaced("llama.attention.head_count_kv", value_of([2, 2], ARRAY, U32))
+    assert opened(gguf_of(original("gpt-2"), "gpt-2", tmp_path / "model.gguf", last=last)).spec.num_kv_heads == 2
+
+
+def test_a_text_ends_where_the_vocabulary_says(tmp_path):
+    """`tests/llama` compares the whole table with llama.cpp."""
+    tokens = ["<unk>", "a", "</s>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|file_sep|>", "b"]
+
+    def change(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_eos_token_id(9)
+
+    path = Written(tmp_path / "model.gguf", CONFIGS["llama"], change=change).path
+    assert sorted(opened(path).eos_token_ids) == [2, 3, 4, 6, 7, 8, 9]
 
 
 def test_files_that_are_no_gguf(tmp_path):

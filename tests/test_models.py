@@ -126,7 +126,7 @@ def test_integer_weights_are_refused(broken):
 
 
 def test_end_of_sequence_ids(broken, tmp_path):
-    edit_config(broken, eos_token_id=5)
+    edit_config(broken, eos_token_id=5, vocab_size=1024)
     assert open_model(str(broken), skip_tokenizer_init=True).eos_token_ids == (5,)
     file = broken / "generation_config.json"
     for value, expected in ((0, (0,)), ([7, 0], (7, 0))):  # 0 is a token like any other
@@ -134,9 +134,14 @@ def test_end_of_sequence_ids(broken, tmp_path):
         assert open_model(str(broken), skip_tokenizer_init=True).eos_token_ids == expected
     with_tokenizer = open_model(str(broken), tokenizer=str(DEMO_FOLDER))
     assert with_tokenizer.eos_token_ids == (7, 0, with_tokenizer.tokenizer.eos_token_id)
-    file.write_text('{"eos_token_id": "x"}')
-    with pytest.raises(ModelError, match="eos_token_id must be integers"):
-        loads(broken)
+    for value in ("x", True, 1.5, [None, {}]):
+        file.write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(ModelError, match="eos_token_id must be integers"):
+            loads(broken)
+    for text in ("[]", "{", "[" * 10**6):
+        file.write_text(text)
+        with pytest.raises(ModelError, match=r"generation_config\.json"):
+            loads(broken)
 
 
 def test_options_are_checked_before_weights_are_read(broken):

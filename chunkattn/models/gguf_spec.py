@@ -10,6 +10,7 @@ import numpy as np
 
 from chunkattn.errors import ModelError
 from chunkattn.models.gguf_file import GGUFFile
+from chunkattn.models.gguf_vocabulary import read_vocabulary
 from chunkattn.models.spec import DecoderSpec, spec_from_config
 from chunkattn.rope.rotary import RotarySpec
 
@@ -77,11 +78,10 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
     def integer(key: str, default: int | None = None) -> int:
         name = f"{architecture}.{key}"
         value = file.need(name, (int, list)) if default is None else file.get(name, (int, list), default)
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]
-        if isinstance(value, list):
+        per_layer = file.array(name, int) or [] if isinstance(value, list) else [value]
+        if len(set(per_layer)) != 1:
             raise ModelError(f"{file.path}: {name} differs between layers, which is not supported")
-        return int(value)
+        return int(per_layer[0])
 
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in file.tensors:
@@ -117,7 +117,7 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
         "rms_norm_eps": float(file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float)),
         "rope_parameters": {"rope_theta": theta, **_scaling(file, architecture)},
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "eos_token_id": _eos_token_ids(file),
+        "eos_token_id": list(read_vocabulary(file).end_ids) or None,
         "dtype": _dtype(file),
     }
     try:
@@ -136,7 +136,10 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
     Raises:
         ModelError: a setting is not supported.
     """
-    spec = spec_from_config(config)
+    try:
+        spec = spec_from_config(config)
+    except ModelError as error:
+        raise ModelError(f"{file.path}: {error}") from None
     return dataclasses.replace(
         spec,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
@@ -179,12 +182,6 @@ def _scaling(file: GGUFFile, architecture: str) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": factor}
     original = file.need(f"{architecture}.rope.scaling.original_context_length", int)
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-
-
-def _eos_token_ids(file: GGUFFile) -> list[int] | None:
-    """Return the ids that end a text, a turn or a message."""
-    found = [file.get(f"tokenizer.ggml.{kind}_token_id", int) for kind in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(i for i in found if i is not None)) or None
 
 
 def _dtype(file: GGUFFile) -> str:

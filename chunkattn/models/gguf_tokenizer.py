@@ -1,26 +1,51 @@
-"""Tokenizer of a GGUF file, through transformers' conversion."""
+"""Tokenizer of a GGUF file, with llama.cpp's token ids.
+
+Source: `llama_vocab` of https://github.com/ggml-org/llama.cpp
+"""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from chunkattn.errors import ModelError
 from chunkattn.models.gguf_file import GGUFFile
+from chunkattn.models.gguf_vocabulary import Vocabulary, read_vocabulary
+from chunkattn.models.sentencepiece_backend import CONTROL, UNKNOWN, USER_DEFINED, Pieces, sentencepiece_backend
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_CONTROL, _USER_DEFINED = 3, 4
-"""Kinds of tokens in `tokenizer.ggml.token_type`."""
-
-_BOS_BY_DEFAULT = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken")
-"""Values of `tokenizer.ggml.pre` with which llama.cpp puts BOS first if the file does not say, and takes whole words of the
-vocabulary before it merges."""
-
-_MORE_SPLITS = ("gpt-2", "smollm")
-"""Values of `tokenizer.ggml.pre` that are read besides those that transformers knows."""
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}"
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_UPPER, _LOWER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
+)
+_QWEN35 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
+)
+_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
+_SPLITS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(_LLAMA3_NAMES, (_LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), (_GPT4O,)),
+    "qwen35": (_QWEN35,),
+    "tekken": (_TEKKEN,),
+}
+"""Patterns that split a text one after another, by `tokenizer.ggml.pre`."""
+_BOS_BY_DEFAULT = (*_LLAMA3_NAMES, "tekken")
+"""Values of `tokenizer.ggml.pre` with which BOS comes first if the file does not say, and a word in the vocabulary is taken
+whole before merges."""
 
 _ADVICE = "pass tokenizer=... with the folder or hub id of the original model, or skip_tokenizer_init=True for token ids only"
 
@@ -32,27 +57,41 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase:
         file: opened GGUF file.
 
     Raises:
-        ModelError: the file has no tokenizer, or one that cannot be converted exactly.
+        ModelError: the file has no tokenizer, or one whose ids cannot be reproduced.
     """
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import convert_gguf_tokenizer
 
-    stored = _stored(file)
-    tokens, model, pre = stored["tokens"], stored["tokenizer_type"], stored.get("pre_tokenizer_type")
+    model = file.get("tokenizer.ggml.model", str)
+    if model is None:
+        raise ModelError(f"{file.path} has no tokenizer; {_ADVICE}")
+    if model not in ("gpt2", "llama"):
+        raise ModelError(f"{file.path}: tokenizer {model!r} is not supported; supported are gpt2 and llama. {_ADVICE}")
+    vocabulary = read_vocabulary(file)
+    if not vocabulary.tokens:
+        raise ModelError(f"{file.path}: tokenizer.ggml.tokens is missing or empty; {_ADVICE}")
+    if len(vocabulary.tokens) > (rows := file.shape("token_embd.weight")[0]):
+        raise ModelError(f"{file.path}: {len(vocabulary.tokens)} tokens exceed the {rows} rows of the embedding; {_ADVICE}")
+    pre = file.get("tokenizer.ggml.pre", str)
     try:
-        backend, _ = convert_gguf_tokenizer(file.need("general.architecture", str), stored)
-    except Exception as error:  # the conversion indexes and splits what the file holds
+        backend = _bpe(file, vocabulary, pre) if model == "gpt2" else _sentencepiece(file, vocabulary)
+    except ModelError:
+        raise
+    except Exception as error:  # the tokenizers library has no errors of its own
         raise ModelError(f"{file.path}: the tokenizer cannot be converted ({error}); {_ADVICE}") from error
-    if model == "gpt2":
-        _set_splits(backend, pre)
-    elif not stored.get("add_prefix_space", True):
-        _drop_leading_space(backend)
-    backend = _with_added_tokens(backend, stored)
-    default_bos = model == "llama" or pre in _BOS_BY_DEFAULT
-    named = {f"{kind}_token": None if (i := stored.get(f"{kind}_token_id")) is None else tokens[i] for kind in _NAMED}
+    added = {
+        i: AddedToken(text, normalized=False, special=kind != USER_DEFINED, rstrip=_takes_spaces(file, text))
+        for i, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    }
+    backend.add_tokens(list(added.values()))
+    named = {f"{name}_token": added.get(i, vocabulary.tokens[i]) for name, i in vocabulary.special.items()}
+    adds_bos = file.get("tokenizer.ggml.add_bos_token", bool, model == "llama" or pre in _BOS_BY_DEFAULT)
+    if adds_bos and model == "gpt2" and "tokenizer.ggml.bos_token_id" not in file.metadata.values:
+        raise ModelError(f"{file.path}: BOS comes first, but tokenizer.ggml.bos_token_id is missing; {_ADVICE}")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        add_bos_token=file.get("tokenizer.ggml.add_bos_token", bool, default_bos) and named["bos_token"] is not None,
+        add_bos_token=adds_bos and "bos_token" in named,
         add_eos_token=False,
         chat_template=file.get("tokenizer.chat_template", str),
         clean_up_tokenization_spaces=False,
@@ -60,96 +99,57 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase:
     )
 
 
-_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Named special tokens: name in transformers, name in GGUF."""
+def _bpe(file: GGUFFile, vocabulary: Vocabulary, pre: str | None) -> Tokenizer:
+    """Return a byte-level BPE without added tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-
-def _stored(file: GGUFFile) -> dict[str, Any]:
-    """Return what the file holds about its tokenizer, under the names that transformers' conversion takes."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    model = file.get("tokenizer.ggml.model", str)
-    if model is None:
-        raise ModelError(f"{file.path} has no tokenizer; {_ADVICE}")
-    if model not in ("gpt2", "llama"):
-        raise ModelError(f"{file.path}: tokenizer {model!r} is not supported; supported are gpt2 and llama. {_ADVICE}")
-    pre = file.get("tokenizer.ggml.pre", str)
-    known = sorted({*GGUF_PRE_TOKENIZER_SPLITS, *_MORE_SPLITS})
-    if model == "gpt2" and pre not in known:
-        raise ModelError(f"{file.path}: tokenizer.ggml.pre {pre!r} is not among the supported {', '.join(known)}; {_ADVICE}")
-    stored = {
-        "tokenizer_type": model,
-        "pre_tokenizer_type": pre,
-        "tokens": file.need("tokenizer.ggml.tokens", list),
-        "token_type": file.get("tokenizer.ggml.token_type", list, []),
-        "scores": file.get("tokenizer.ggml.scores", list),
-        "merges": file.get("tokenizer.ggml.merges", list),
-        "add_prefix_space": file.get("tokenizer.ggml.add_space_prefix", bool),
-        **{f"{kind}_token_id": file.get(f"tokenizer.ggml.{name}_token_id", int) for kind, name in _NAMED.items()},
-    }
-    size = len(stored["tokens"])
-    for name in ("token_type", "scores"):
-        if stored[name] and len(stored[name]) != size:
-            raise ModelError(
-                f"{file.path}: tokenizer.ggml.{name} has {len(stored[name])} entries for {size} tokens; get it again"
-            )
-    if model == "gpt2" and stored["merges"] is None:
+    if pre not in _SPLITS:
+        known = ", ".join(sorted(_SPLITS))
+        raise ModelError(f"{file.path}: tokenizer.ggml.pre {pre!r} is not among the supported {known}; {_ADVICE}")
+    merges = file.array("tokenizer.ggml.merges", str)
+    if merges is None:
         raise ModelError(f"{file.path}: tokenizer.ggml.merges is missing; {_ADVICE}")
-    if size > file.shape("token_embd.weight")[0]:
-        raise ModelError(f"{file.path}: {size} tokens exceed the {file.shape('token_embd.weight')[0]} rows of the embedding")
-    for kind in _NAMED:
-        if (token_id := stored[f"{kind}_token_id"]) is not None and token_id >= size:
-            raise ModelError(f"{file.path}: tokenizer.ggml.{_NAMED[kind]}_token_id {token_id} is beyond the {size} tokens")
-    return {key: value for key, value in stored.items() if value is not None}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={text: i for i, text in enumerate(vocabulary.tokens)},
+            merges=[_pair(merge) for merge in merges],
+            ignore_merges=pre in _BOS_BY_DEFAULT,
+        )
+    )
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[pre]]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
-def _set_splits(backend: Tokenizer, pre: str | None) -> None:
-    """Split and normalise texts as the original tokenizer does, where transformers' conversion does not."""
-    from tokenizers import normalizers, pre_tokenizers
-
-    if pre == "smollm":
-        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    if pre in _BOS_BY_DEFAULT:
-        backend.model.ignore_merges = True
+def _pair(merge: str) -> tuple[str, str]:
+    """Return the two parts of a merge. The first space after the first character separates them."""
+    place = merge.index(" ", 1)
+    return merge[:place], merge[place + 1 :]
 
 
-def _with_added_tokens(backend: Tokenizer, stored: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer with exactly the added tokens of the file.
-
-    transformers' conversion spells tokens outside the byte alphabet, such as DeepSeek's, in bytes and does not add them, so
-    no chat template reaches them. It adds the defaults of its tokenizer classes, such as `<|endoftext|>`, beyond the
-    vocabulary where the file lacks them.
-    """
-    from tokenizers import AddedToken, Tokenizer
-
-    size = len(stored["tokens"])
-    missing = [
-        (i, token, kind == _CONTROL)
-        for i, (token, kind) in enumerate(zip(stored["tokens"], stored.get("token_type", ())))
-        if kind in (_CONTROL, _USER_DEFINED) and backend.token_to_id(token) is None
-    ]
-    if not missing and backend.get_vocab_size(with_added_tokens=True) <= size:
-        return backend
-    document = json.loads(backend.to_str())
-    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < size]
-    vocabulary = document["model"]["vocab"]
-    spelled = {i: text for text, i in vocabulary.items()}
-    for i, token, _ in missing:
-        del vocabulary[spelled[i]]
-        vocabulary[token] = i
-    changed = Tokenizer.from_str(json.dumps(document))
-    for special in (True, False):
-        added = [AddedToken(token, normalized=False, special=special) for _, token, control in missing if control == special]
-        (changed.add_special_tokens if special else changed.add_tokens)(added)
-    return changed
+def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary) -> Tokenizer:
+    """Return a SentencePiece BPE without added tokens. llama.cpp puts its dummy prefix behind every added token, too."""
+    scores = file.array("tokenizer.ggml.scores", float) or [0.0] * len(vocabulary.tokens)
+    if len(scores) != len(vocabulary.tokens):
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary.tokens)} tokens; get it again"
+        )
+    prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
+    return sentencepiece_backend(
+        Pieces(
+            vocabulary.tokens,
+            scores,
+            vocabulary.kinds,
+            mergeable=frozenset(vocabulary.kinds) - {UNKNOWN, CONTROL, USER_DEFINED},
+            dummy_prefix="always" if prefix else "never",
+        )
+    )
 
 
-def _drop_leading_space(backend: Tokenizer) -> None:
-    """Put no space before a text, and take none away from decoded texts."""
-    from tokenizers import decoders, pre_tokenizers
-
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+def _takes_spaces(file: GGUFFile, text: str) -> bool:
+    """Return whether an added token takes the white space behind it, as those of Phi-3 do."""
+    name = file.get("general.name", str, "").lower()
+    return ("phi-3" in name or "phi3" in name) and text not in ("<unk>", "<s>", "<|endoftext|>")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import dataclass
@@ -12,10 +11,12 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from chunkattn.errors import ModelError
-from chunkattn.models.gguf_file import GGUF_SUFFIX, find_gguf, open_gguf
+from chunkattn.json_files import read_object
+from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, find_gguf, open_gguf
 from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
 from chunkattn.models.spec import FAMILIES, DecoderSpec, spec_from_config, unsupported
+from chunkattn.models.tokenizer import check_rows, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences advice to install PyTorch, which is not needed
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
-_TOKENIZER_FILES = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 DEMO_FOLDER = Path(__file__).parent / "demo"
 """Folder of the bundled demo model, in Hugging Face's format."""
 
@@ -43,6 +43,7 @@ class ModelFiles:
         dtype: dtype of weights, activations and KV.
         tokenizer: tokenizer of the model, or None if skipped.
         eos_token_ids: tokens that end a text.
+        gguf: opened GGUF file, or None for a folder.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class ModelFiles:
     dtype: jnp.dtype
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: tuple[int, ...]
+    gguf: GGUFFile | None = None
 
     def load(self) -> Decoder:
         """Return the decoder with its weights.
@@ -59,7 +61,7 @@ class ModelFiles:
         """
         from chunkattn.models.weights import load_weights  # imports Flax, which a server's process does not need
 
-        return load_weights(self.spec, self.path, self.dtype)
+        return load_weights(self.spec, self.gguf or self.path, self.dtype)
 
 
 def open_files(config: EngineConfig) -> ModelFiles:
@@ -117,12 +119,15 @@ def open_model(
         loaded = tokenizer_from_gguf(file)
     else:
         loaded = load_tokenizer(tokenizer or str(path))
+    if loaded is not None:
+        check_rows(loaded, spec.vocab_size, tokenizer or str(path))
     return ModelFiles(
         path=path,
         spec=spec,
         dtype=jnp.dtype(_checkpoint_dtype(config) if dtype == "auto" else dtype),
         tokenizer=loaded,
         eos_token_ids=_eos_token_ids(path, config, loaded),
+        gguf=file,
     )
 
 
@@ -177,12 +182,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         adapter = (folder / "adapter_config.json").exists()
         hint = "it holds a PEFT adapter; merge it into its base model" if adapter else "is this a Hugging Face model folder?"
         raise ModelError(f"{folder}: no config.json; {hint}")
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read: {error}; get it again") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{file} must hold a JSON object, got {type(found).__name__}; get it again")
+    found = read_object(file, ModelError)
     kind, named = found.get("model_type"), found.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise ModelError(f"{file}: architectures must be a list of strings, got {named!r}")
@@ -211,35 +211,6 @@ def load_model_tokenizer(model: str | None, tokenizer: str | None = None) -> Pre
     return load_tokenizer(tokenizer or (str(resolve_path(model)) if is_local else str(model)))
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Return a tokenizer from a folder, a GGUF file or the hub, fast or SentencePiece.
-
-    Args:
-        name: local folder, GGUF file or hub id. A folder of one GGUF model without tokenizer files stands for that model.
-
-    Raises:
-        ModelError: the tokenizer cannot be loaded.
-    """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        has_files = any((folder / file).exists() for file in _TOKENIZER_FILES)
-        found = None if has_files else find_gguf(folder)
-        name = str(found or folder)
-    if name.lower().endswith(GGUF_SUFFIX):
-        return tokenizer_from_gguf(open_gguf(resolve_path(name)))
-    from transformers import AutoTokenizer
-
-    advice = "pass tokenizer=..., or skip_tokenizer_init=True to work with token ids only"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # missing files, unknown classes, broken vocabularies
-        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {error}; {advice}") from error
-    # Without the files, transformers makes some tokenizers with an empty vocabulary.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ModelError(f"{name!r} has no tokenizer files; {advice}")
-    return tokenizer
-
-
 def _checkpoint_dtype(config: PretrainedConfig) -> str:
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     if dtype not in CHECKPOINT_DTYPES:
@@ -251,14 +222,11 @@ def _eos_token_ids(folder: Path, config: PretrainedConfig, tokenizer: PreTrained
     """Return the end-of-sequence ids: the generation configuration's, or else the model's, and the tokenizer's."""
     found, file = config.eos_token_id, folder / "generation_config.json"
     if file.exists():
-        try:
-            from_file = json.loads(file.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from error
+        from_file = read_object(file, ModelError).get("eos_token_id")
         found = found if from_file is None else from_file
     ids = list(found) if isinstance(found, (list, tuple)) else [found]
     ids.append(None if tokenizer is None else tokenizer.eos_token_id)
     ids = [i for i in ids if i is not None]
-    if not all(isinstance(i, int) for i in ids):
+    if not all(type(i) is int for i in ids):
         raise ModelError(f"{folder}: eos_token_id must be integers, got {found!r}")
     return tuple(dict.fromkeys(ids))

@@ -16,7 +16,7 @@ from safetensors.flax import save_file
 
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
-from chunkattn.models.gguf_file import is_gguf, open_gguf
+from chunkattn.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.spec import DecoderSpec
@@ -71,23 +71,25 @@ class TensorSource(Protocol):
         """
 
 
-def load_weights(spec: DecoderSpec, path: Path, dtype: jnp.dtype) -> Decoder:
+def load_weights(spec: DecoderSpec, source: Path | GGUFFile, dtype: jnp.dtype) -> Decoder:
     """Return a decoder with a checkpoint's weights, read tensor by tensor and cast to `dtype`.
 
     Host memory holds at most one tensor beside the finished tensors.
 
     Args:
         spec: shape of the decoder.
-        path: local folder of the checkpoint, or its GGUF file.
+        source: local folder of the checkpoint, or its GGUF file, opened or not.
         dtype: dtype of the loaded weights.
 
     Raises:
         ModelError: a file or tensor is missing, unreadable, of the wrong shape or not finite.
     """
-    if is_gguf(path):
-        return fill(spec, GGUFTensors(open_gguf(path), spec), dtype)
+    if isinstance(source, Path) and is_gguf(source):
+        source = open_gguf(source)
+    if isinstance(source, GGUFFile):
+        return fill(spec, GGUFTensors(source, spec), dtype)
     with ExitStack() as stack:
-        return fill(spec, SafetensorsFolder(path, stack), dtype)
+        return fill(spec, SafetensorsFolder(source, stack), dtype)
 
 
 def fill(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> Decoder:

@@ -1,0 +1,48 @@
+"""`read_object`: the JSON object of a small file, or one clear error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from chunkattn.errors import ChunkAttnError
+
+MAX_BYTES = 16 << 20
+"""Largest size of a file that is read."""
+
+
+def read_object(path: Path, error: type[ChunkAttnError], name: str = "") -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Args:
+        path: file to read.
+        error: class of the error that is raised.
+        name: what the file is, for the message; the path follows.
+
+    Raises:
+        ChunkAttnError: `error`; the file cannot be read, is larger than `MAX_BYTES`, is no JSON in UTF-8, nests too deep, holds
+            no object, or holds a key twice in one object.
+    """
+    shown = f"{name} {path}".strip()
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError:
+        raise error(f"{shown} cannot be read: its lists and objects nest too deep") from None
+    except (OSError, ValueError) as found:
+        raise error(f"{shown} cannot be read: {found}") from None
+    if not isinstance(value, dict):
+        raise error(f"{shown} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found

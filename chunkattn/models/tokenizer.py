@@ -1,0 +1,274 @@
+"""Tokenizer of a folder, a GGUF file or a hub id.
+
+transformers chooses a class by names in `tokenizer_config.json` and `config.json`, and some of its classes rebuild splitting
+and normalisation from the class instead of the file. The tokenizer here is built from the file that holds the vocabulary and
+compared with it. Special tokens and chat templates are those of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from chunkattn.errors import ModelError
+from chunkattn.json_files import read_object
+from chunkattn.models.gguf_file import GGUF_SUFFIX, find_gguf, open_gguf
+from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
+from chunkattn.models.sentencepiece_backend import CONTROL, UNKNOWN, USER_DEFINED, Pieces, sentencepiece_backend
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_T = TypeVar("_T")
+_JSON, _SENTENCEPIECE, _VOCAB, _MERGES = "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"
+_CONFIG = "tokenizer_config.json"
+_CONFIGS = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
+_FILES = (_JSON, _SENTENCEPIECE, _VOCAB, *_CONFIGS, "config.json")
+_HUB_PATTERNS = [*_FILES, _MERGES, "*.jinja", "*.gguf"]
+_ADVICE = "pass tokenizer=... with another folder or hub id, or skip_tokenizer_init=True to work with token ids only"
+
+_PROBES = (
+    "a b",
+    " yes",
+    "  two  spaces ",
+    "\n",
+    "line\n\n\tand\r\ntab",
+    "def f(x):\n    return x\n",
+    "caf\u00e9 cafe\u0301 \u212b",
+    "1987 12345 3.14",
+    "HELLO's we'LL isn't",
+    "\u4f60\u597d\uff0c\u4e16\u754c",
+    "\U0001f600\U0001f469\u200d\U0001f467",
+    "\u00a0x\u200by\u2581z",
+    "((a_b->c))  ##",
+)
+"""Texts whose ids and decoded texts are compared with those of the file's own tokenizer."""
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Return a tokenizer from a folder, a GGUF file or the hub.
+
+    Args:
+        name: local folder, GGUF file or hub id. A folder of one GGUF model without tokenizer files stands for that model.
+
+    Raises:
+        ModelError: the tokenizer cannot be loaded, or its ids differ from those of its file.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not any((folder / file).exists() for file in _FILES):
+        folder = find_gguf(folder) or folder
+    if folder.suffix.lower() == GGUF_SUFFIX:
+        if not folder.is_file():
+            raise ModelError(f"there is no file {folder}; pass the path of a GGUF file that exists")
+        return tokenizer_from_gguf(open_gguf(folder))
+    if not folder.is_dir():
+        folder = _from_hub(name)
+    configs = {file: read_object(folder / file, ModelError) for file in _CONFIGS if (folder / file).exists()}
+    config = configs.get(_CONFIG, {})
+    if (folder / _JSON).exists():
+        tokenizer = _from_json(folder)
+    elif (folder / _SENTENCEPIECE).exists():
+        tokenizer = _from_sentencepiece(folder, {**configs.get("special_tokens_map.json", {}), **config})
+    elif (folder / _VOCAB).exists() or (folder / _MERGES).exists():
+        tokenizer = _from_merges(folder, config)
+    else:
+        raise ModelError(
+            f"{folder} has no vocabulary: none of {_JSON}, {_SENTENCEPIECE}, or {_VOCAB} with {_MERGES}. Is the download "
+            f"complete? Get it again, or {_ADVICE}"
+        )
+    _check_declared(tokenizer, folder, configs)
+    return tokenizer
+
+
+def check_rows(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> None:
+    """Raise an error if a tokenizer has ids that a model does not embed.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        rows: rows of the model's embedding.
+        name: where the tokenizer comes from, for the message.
+
+    Raises:
+        ModelError: an id is beyond the embedding.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= rows:
+        raise ModelError(
+            f"the tokenizer of {name} gives {token!r} the id {largest}, and the model embeds {rows} tokens; {_ADVICE}"
+        )
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:  # the hub client raises many classes: not found, offline, invalid id
+        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {error}; {_ADVICE}") from error
+
+
+def _from_json(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a `tokenizer.json`, as it stands in the file."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    file = folder / _JSON
+    witness = _load(file, lambda: Tokenizer.from_file(str(file)))
+    witness.no_truncation()
+    witness.no_padding()
+    if not witness.get_vocab_size(with_added_tokens=False):
+        raise ModelError(f"{file} has an empty vocabulary; get it again, or {_ADVICE}")
+    options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
+    tokenizer = _load(file, lambda: PreTrainedTokenizerFast.from_pretrained(folder, **options))
+    _compare(
+        tokenizer,
+        file,
+        lambda text: witness.encode(text, add_special_tokens=False).ids,
+        lambda ids: witness.decode(ids, skip_special_tokens=False),
+    )
+    return tokenizer
+
+
+def _from_sentencepiece(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a SentencePiece model.
+
+    As in Llama's tokenizer, BOS comes first if the model has one and `add_bos_token` does not say otherwise, and the dummy
+    prefix stands behind control tokens, too, unless `legacy` is false.
+    """
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    file = folder / _SENTENCEPIECE
+    data = _load(file, file.read_bytes)
+    witness = _load(file, lambda: SentencePieceProcessor(model_proto=data))
+    if not data:
+        raise ModelError(f"{file} is empty; get it again, or {_ADVICE}")
+    proto = sentencepiece_model_pb2.ModelProto.FromString(data)
+    rules, trained = proto.normalizer_spec, proto.trainer_spec
+    texts, kinds = [piece.piece for piece in proto.pieces], [piece.type for piece in proto.pieces]
+    user_defined = [text for text, kind in zip(texts, kinds, strict=True) if kind == USER_DEFINED]
+    unigram, bpe = (trained.model_type == kind for kind in (trained.UNIGRAM, trained.BPE))
+    for reason, applies in (
+        ("it normalises texts with rules of its own", bool(rules.precompiled_charsmap)),
+        ("it does not write spaces as \u2581", not rules.escape_whitespaces or trained.treat_whitespace_as_suffix),
+        ("it is neither BPE nor unigram", not (unigram or bpe)),
+        ("it is a unigram model with user-defined pieces", unigram and bool(user_defined)),
+        (f"its add_dummy_prefix contradicts add_prefix_space in {_CONFIG}", _contradicts(config, rules.add_dummy_prefix)),
+    ):
+        if applies:
+            raise ModelError(f"{file} cannot be reproduced exactly: {reason}; save the tokenizer as {_JSON}, or {_ADVICE}")
+    legacy = config.get("legacy") is not False
+    pieces = Pieces(
+        texts,
+        [piece.score for piece in proto.pieces],
+        kinds,
+        dummy_prefix=("always" if legacy else "first") if rules.add_dummy_prefix else "never",
+        squeeze_spaces=rules.remove_extra_whitespaces,
+        isolated=user_defined,
+        unigram=unigram,
+    )
+    backend = _load(file, lambda: sentencepiece_backend(pieces))
+    control = [text for text, kind in zip(texts, kinds, strict=True) if kind in (UNKNOWN, CONTROL)]
+    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in control])
+    named = {"bos_token": trained.bos_id, "eos_token": trained.eos_id, "unk_token": trained.unk_id}
+    options = {name: texts[i] for name, i in named.items() if 0 <= i < len(texts) and name not in config}
+    if not isinstance(config.get("add_bos_token"), bool):
+        options["add_bos_token"] = bool(config.get("bos_token", options.get("bos_token")))
+    # An empty `vocab_file` keeps transformers from converting the model.
+    tokenizer = _load(
+        file,
+        lambda: PreTrainedTokenizerFast.from_pretrained(
+            folder,
+            tokenizer_object=backend,
+            vocab_file="",
+            trust_remote_code=False,
+            clean_up_tokenization_spaces=False,
+            **options,
+        ),
+    )
+    _compare(tokenizer, file, witness.encode, witness.decode)
+    return tokenizer
+
+
+def _contradicts(config: dict[str, Any], dummy_prefix: bool) -> bool:
+    return isinstance(config.get("add_prefix_space"), bool) and config["add_prefix_space"] != dummy_prefix
+
+
+def _from_merges(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """Return the byte-level BPE of `vocab.json` and `merges.txt`. Only the name of a class says how it splits texts."""
+    from transformers import GPT2Tokenizer, Qwen2Tokenizer
+
+    for name in (_VOCAB, _MERGES):
+        if not (folder / name).exists():
+            raise ModelError(f"{folder} has no {name}. Is the download complete? Get it again, or {_ADVICE}")
+    vocab = read_object(folder / _VOCAB, ModelError)
+    classes = {"GPT2Tokenizer": GPT2Tokenizer, "Qwen2Tokenizer": Qwen2Tokenizer}
+    model = read_object(folder / "config.json", ModelError) if (folder / "config.json").exists() else {}
+    by_model = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}.get(str(model.get("model_type")))
+    named = str(config.get("tokenizer_class") or by_model).removesuffix("Fast")
+    if named not in classes:
+        raise ModelError(
+            f"{folder}: {_VOCAB} and {_MERGES} do not say how texts are split, and tokenizer_class is {named!r}; supported are "
+            f"{', '.join(classes)}. Save the tokenizer as {_JSON}, or {_ADVICE}"
+        )
+    lines = _load(folder / _MERGES, lambda: (folder / _MERGES).read_text(encoding="utf-8")).split("\n")
+    made = {line.replace(" ", "") for line in lines}
+    longer = [token for token in vocab if len(token) > 1]
+    unmade = sum(token not in made for token in longer)
+    if not longer or unmade > len(longer) // 10:
+        raise ModelError(
+            f"{folder / _MERGES} makes only {len(longer) - unmade} of the {len(longer)} longer tokens of {_VOCAB}; is it "
+            f"complete? Get it again, or {_ADVICE}"
+        )
+    options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
+    tokenizer = _load(folder / _VOCAB, lambda: classes[named].from_pretrained(folder, **options))
+    if tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False) != vocab:
+        raise ModelError(f"{folder / _VOCAB}: the ids of the loaded tokenizer are others; {_ADVICE}")
+    return tokenizer
+
+
+def _load(file: Path, load: Callable[[], _T]) -> _T:
+    """Return what a library reads from a file. The libraries raise many classes, and transformers some more."""
+    try:
+        return load()
+    except Exception as error:
+        with file.open("rb") as stream:
+            head = stream.read(40)
+        what = "it is a pointer of Git LFS: run `git lfs pull`" if head.startswith(b"version https://git-lfs") else error
+        raise ModelError(f"{file} cannot be read: {what}; get it again, or {_ADVICE}") from error
+
+
+def _compare(
+    tokenizer: PreTrainedTokenizerBase,
+    file: Path,
+    encode: Callable[[str], Sequence[int]],
+    decode: Callable[[list[int]], str],
+) -> None:
+    """Raise an error if the ids or the decoded texts of `_PROBES` differ from those of the file's own tokenizer."""
+    for text in _PROBES:
+        ids, expected = tokenizer(text, add_special_tokens=False)["input_ids"], list(encode(text))
+        if ids != expected:
+            raise ModelError(
+                f"{file}: the loaded tokenizer reads {text!r} as {tokenizer.convert_ids_to_tokens(ids)}, the file as "
+                f"{tokenizer.convert_ids_to_tokens(expected)}; {_ADVICE}"
+            )
+        found = tokenizer.decode(ids)
+        # SentencePiece writes a mark of its own for the unknown token.
+        if tokenizer.unk_token_id not in ids and found != decode(ids):
+            raise ModelError(f"{file}: the loaded tokenizer writes {found!r}, the file {decode(ids)!r}; {_ADVICE}")
+
+
+def _check_declared(tokenizer: PreTrainedTokenizerBase, folder: Path, configs: dict[str, dict[str, Any]]) -> None:
+    """Raise an error if a configuration gives an added token another id than the tokenizer."""
+    declared = {text: i for text, i in configs.get("added_tokens.json", {}).items() if isinstance(i, int)}
+    entries = configs.get(_CONFIG, {}).get("added_tokens_decoder") or {}
+    declared |= {token["content"]: int(i) for i, token in entries.items()}
+    ids = tokenizer.get_vocab()
+    for text, i in declared.items():
+        if ids.get(text) != i:
+            raise ModelError(
+                f"{folder}: a configuration gives the added token {text!r} the id {i}, the vocabulary gives {ids.get(text)}; "
+                f"{_ADVICE}"
+            )

@@ -1,0 +1,1 @@
+"""Tests whose witness is llama.cpp."""
