@@ -110,6 +110,7 @@ def main():
         with stage(f"Compiling for questions over {name}"):
             ask(llm, "What is this about?", DOCUMENTS, isolated, max_tokens=2)
 
+    print("\nchunks: no document sees another, so each is reused in any order\none text: every document sees those before it")
     shuffled, right, same, seconds = random.Random(0), [0, 0, 0], 0, ([], [])
     for question, expected in QUESTIONS:
         print(f"\n{question}")

@@ -534,9 +534,9 @@ ALIKE = "the same difference for all {} questions does not show how much others 
         (12, -0.46, 0.7082, "lose 0.46 (95% interval -0.91 to -0.01)", None, CALIBRATE),
         (12, 0.46, 0.7082, "gain 0.46 (95% interval +0.01 to +0.91)", None, LEAVE),
         # t(1) = 12.706, t(3) = 3.182
-        (2, -0.5, 0.1, "lose 0.50 (95% interval -1.40 to +0.40)", "0.90", "about 6"),
+        (2, -0.5, 0.1, "lose 0.50 (95% interval -1.40 to +0.40)", "0.90", "about 50"),
         (4, -0.5, 0.4, "lose 0.50 (95% interval -1.14 to +0.14)", "0.64", "about 64"),
-        (12, -1e-9, 1e-8, "lose less than 0.01 (95% interval -0.00 to +0.00)", "less than 0.01", LEAVE),
+        (12, -1e-9, 1e-8, "lose less than 0.01 (95% interval -0.00 to +0.00)", "less than 0.01", "about 50"),
         # 1.96 * 0.4 / sqrt(100) = 0.08, small enough to leave it at that
         (100, -0.03, 0.4, "lose 0.03", "0.08", LEAVE),
         (100, -0.13, 0.4, "lose 0.13", None, CALIBRATE),
@@ -581,7 +581,7 @@ def test_the_picture_shows_doubtful_differences_hollow():
         (80, 0.0, "from none: keep the defaults.", False),
         (80, -0.3, ", which makes it worse: keep the defaults.", False),
         # t(5) = 2.571: 2.571 * 0.3 / sqrt(6) = 0.31
-        (6, 0.3, ", but 6 questions cannot tell a gain of 0.31 from none: keep the defaults, or measure about 37 qu", False),
+        (6, 0.3, ", but 6 questions cannot tell a gain of 0.31 from none: keep the defaults, or measure about 50 qu", False),
         (
             1,
             0.6,

@@ -11,7 +11,7 @@ import numpy as np
 
 from chunkattn.calibration import Calibration
 from chunkattn.evaluation.conditions import NONE, Condition
-from chunkattn.evaluation.measures import Mean, containment, exact_match, mean_of, token_f1
+from chunkattn.evaluation.measures import FEW, Mean, containment, exact_match, mean_of, token_f1
 
 LOGPROB = "logprob"
 """Name of the mean log-probability of a token of the gold answer."""
@@ -113,7 +113,7 @@ def conclusion(values: Mapping[Condition, Values], calibration: Calibration) -> 
     if calibration == NONE:
         if before.sign < 0:
             advice = "run `chunkattn calibrate` on other questions and set what it finds"
-        elif before.sign > 0 or before.resolution <= SMALL:
+        elif before.sign > 0 or _suffices(before):
             advice = "leave gap, temperature and scale as they are"
         else:
             advice = _more(before, "loss")
@@ -133,7 +133,7 @@ def conclusion(values: Mapping[Condition, Values], calibration: Calibration) -> 
         return f"{text}: set these values."
     if gain.sign < 0:
         return f"{text}, which makes it worse: keep the defaults."
-    more = f", or {_more(gain, 'gain')}" if gain.resolution > SMALL else ""
+    more = "" if _suffices(gain) else f", or {_more(gain, 'gain')}"
     return f"{text}, but {_untold(gain, 'gain')}: keep the defaults{more}."
 
 
@@ -190,15 +190,20 @@ def _untold(change: Mean, kind: str, asked: str = "questions", digits: int = 2) 
     return f"{change.count} {asked} cannot tell a {kind} of {_size(change.resolution, digits)} from none"
 
 
+def _suffices(change: Mean) -> bool:
+    """Return whether more questions are not needed: a few alike ones may hide how much others vary."""
+    return change.resolution <= SMALL and change.count >= FEW
+
+
 def _more(change: Mean, kind: str) -> str:
-    """Return the advice to measure more, with the number of questions that have a resolution of `SMALL`.
+    """Return the advice to measure more, with the number of questions that have a resolution of `SMALL`, at least `FEW`.
 
     The number is `(1.96 * sd / SMALL)²`, with the standard deviation `sd` of the differences and the normal distribution's
     quantile, and two more because Student's quantile is larger. It is rounded up to two digits.
     """
     if not change.has_interval:
         return "measure more questions"
-    needed = max(math.ceil((1.96 * change.error / SMALL) ** 2 * change.count) + 2, change.count + 1)
+    needed = max(math.ceil((1.96 * change.error / SMALL) ** 2 * change.count) + 2, change.count + 1, FEW)
     unit = 10 ** max(len(str(needed)) - 2, 0)
     return f"measure about {-(-needed // unit) * unit:,} questions, which can tell a {kind} of {SMALL}"
 
