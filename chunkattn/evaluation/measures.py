@@ -1,4 +1,4 @@
-"""Measures of answers and rankings, and intervals of their means by bootstrap."""
+"""Measures of answers and rankings, and intervals of their means."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from chunkattn.errors import ConfigError
 
 CONFIDENCE = 0.95
 RESAMPLES = 9_999
+FEW = 50
+"""With fewer questions, the interval of a mean is Student's. The bootstrap's is too narrow: of 4 normal values, a 95% interval
+holds the mean 82% of the time, of 12 values 90%."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -124,9 +127,9 @@ class Mean:
 
     Attributes:
         mean: mean.
-        low: lower end of the 95% interval; the mean itself where several values do not vary, minus infinity for one question.
-        high: upper end; infinity for one question.
-        error: standard error; infinity for one question.
+        low: lower end of the 95% interval; minus infinity for one question, and for several without spread.
+        high: upper end; infinity for one question, and for several without spread.
+        error: standard error; infinity for one question, 0 for several without spread.
         count: number of questions.
     """
 
@@ -138,29 +141,49 @@ class Mean:
 
     @property
     def has_interval(self) -> bool:
-        """Return whether there are enough questions for an interval."""
-        return self.count > 1
+        """Return whether there are several questions, and their values differ."""
+        return math.isfinite(self.low)
+
+    @property
+    def sign(self) -> int:
+        """Return 1 or -1 if the interval lies above or below zero, and 0 if it contains zero or is missing."""
+        return (self.low > 0) - (self.high < 0)
+
+    @property
+    def resolution(self) -> float:
+        """Return the distance from zero that these questions can tell, infinity without an interval.
+
+        The resolution is half the width of the interval: with this number of questions and this spread, only a mean farther
+        from zero has an interval without zero. For fewer than `FEW` questions, it is `t * sd / sqrt(n)`, with the 97.5%
+        quantile `t` of Student's distribution with `n - 1` degrees of freedom and the standard deviation `sd` of the values.
+        Where the bootstrap's interval is lopsided, the wider side counts.
+        """
+        return max(self.mean - self.low, self.high - self.mean)
 
 
 def mean_of(values: Sequence[float] | np.ndarray, *, seed: int = 0) -> Mean:
-    """Return the mean of one value a question, with a bootstrap interval (bias-corrected and accelerated).
+    """Return the mean of one value a question, with its 95% interval.
 
-    For a paired comparison of two conditions, the values are the differences of each question.
+    For a paired comparison of two conditions, the values are the differences of each question. The interval is Student's for
+    fewer than `FEW` values, else the bootstrap's (bias-corrected and accelerated). Values without spread have none, because
+    they do not show how much others would vary.
 
     Args:
         values: at least one finite value.
         seed: seed of the resampling.
 
-    Source: SciPy's `scipy.stats.bootstrap`.
+    Source: Student, "The probable error of a mean", Biometrika 6 (1908); SciPy's `scipy.stats.bootstrap`.
     """
-    from scipy.stats import bootstrap
+    from scipy.stats import bootstrap, t
 
     listed = np.asarray(values, np.float64)
-    mean = float(listed.mean())
-    if len(listed) < 2:
-        return Mean(mean, -math.inf, math.inf, math.inf, len(listed))
-    if np.ptp(listed) == 0:
-        return Mean(mean, mean, mean, 0.0, len(listed))
+    mean, count = float(listed.mean()), len(listed)
+    if count < 2 or np.ptp(listed) == 0:
+        return Mean(mean, -math.inf, math.inf, 0.0 if count > 1 else math.inf, count)
+    if count < FEW:
+        error = float(listed.std(ddof=1)) / math.sqrt(count)
+        half = float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
+        return Mean(mean, mean - half, mean + half, error, count)
     result = bootstrap(
         (listed,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, batch=1000, rng=np.random.default_rng(seed)
     )
@@ -168,4 +191,4 @@ def mean_of(values: Sequence[float] | np.ndarray, *, seed: int = 0) -> Mean:
     if not (np.isfinite(low) and np.isfinite(high)):  # no correction exists where almost all values are equal
         tail = 50 * (1 - CONFIDENCE)
         low, high = map(float, np.percentile(result.bootstrap_distribution, [tail, 100 - tail]))
-    return Mean(mean, low, high, float(result.standard_error), len(listed))
+    return Mean(mean, low, high, float(result.standard_error), count)

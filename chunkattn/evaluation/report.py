@@ -11,10 +11,13 @@ import numpy as np
 
 from chunkattn.calibration import Calibration
 from chunkattn.evaluation.conditions import NONE, Condition
-from chunkattn.evaluation.measures import Mean, containment, exact_match, mean_of, token_f1
+from chunkattn.evaluation.measures import FEW, Mean, containment, exact_match, mean_of, token_f1
 
 LOGPROB = "logprob"
 """Name of the mean log-probability of a token of the gold answer."""
+SMALL = 0.1
+"""Loss per token of the gold answer that an evaluation should be able to tell."""
+_UNIT = "log-probability per token of the gold answer"
 
 Values = Mapping[str, np.ndarray]
 """Values of the questions, float64 `[questions]`, by the name of the measure."""
@@ -89,6 +92,16 @@ def _difference(own: Values, other: Values) -> dict[str, Mean]:
     return {name: mean_of(listed - other[name]) for name, listed in own.items()}
 
 
+def advised(values: Mapping[Condition, Values], calibration: Calibration) -> bool:
+    """Return whether the questions show that a calibration is better than the defaults.
+
+    Args:
+        values: values as for `conclusion`.
+        calibration: gap, temperature and scale in question.
+    """
+    return calibration != NONE and _gain(values, calibration).sign > 0
+
+
 def conclusion(values: Mapping[Condition, Values], calibration: Calibration) -> str:
     """Return the loss to isolation, and what to set.
 
@@ -96,40 +109,42 @@ def conclusion(values: Mapping[Condition, Values], calibration: Calibration) -> 
         values: values as for `compare`, with the conditions of this calibration.
         calibration: gap, temperature and scale in question.
     """
-    full, plain, own = (
-        values[condition][LOGPROB] for condition in (Condition("full"), Condition("shared"), Condition("shared", calibration))
-    )
-    before = mean_of(plain - full)
-    unit = "log-probability per token of the gold answer"
-    if not before.has_interval:
-        after = before if calibration == NONE else mean_of(own - full)
-        return (
-            f"Isolated documents {_verb(after)} {unit} against full attention: one question says nothing about others, so "
-            "measure more."
-        )
+    before = mean_of(_logprobs(values, NONE) - values[Condition("full")][LOGPROB])
     if calibration == NONE:
-        if before.high < 0:
-            return (
-                f"Isolated documents {_verb(before)} {unit} against full attention: run `chunkattn calibrate` on other "
-                "questions and set what it finds."
-            )
-        return (
-            f"Isolated documents {_verb(before)} {unit} against full attention, which is no measurable loss: leave gap, "
-            "temperature and scale as they are."
-        )
-    after, gain = mean_of(own - full), mean_of(own - plain)
+        if before.sign < 0:
+            advice = "run `chunkattn calibrate` on other questions and set what it finds"
+        elif before.sign > 0 or _suffices(before):
+            advice = "leave gap, temperature and scale as they are"
+        else:
+            advice = _more(before, "loss")
+        return f"Isolated documents {loss(before)}: {advice}."
+    after, gain = mean_of(_logprobs(values, calibration) - values[Condition("full")][LOGPROB]), _gain(values, calibration)
+    doubt = "" if after.sign else f" ({_untold(after, 'loss')})"
     text = (
-        f"With {_settings(calibration)}, isolated documents {_verb(after)} {unit} against full attention, after "
+        f"With {_settings(calibration)}, isolated documents {_verb(after)} {_UNIT} against full attention{doubt}, after "
         f"{before.mean:+.2f} without"
     )
     if calibration.weighs:
-        control = mean_of(own - values[Condition("full", Calibration(0, *Condition("shared", calibration).weighing))][LOGPROB])
-        text += f", and {control.mean:+.2f} {_interval(control)} against full attention with the same temperature and scale"
-    if gain.low > 0:
+        control = values[Condition("full", Calibration(0, calibration.chunk_temperature, calibration.chunk_scale))][LOGPROB]
+        change = mean_of(_logprobs(values, calibration) - control)
+        text += f", and {change.mean:+.2f} {_interval(change)} against full attention with the same temperature and scale"
+    text += f". The values change the log-probability by {gain.mean:+.2f} {_interval(gain)}"
+    if gain.sign > 0:
         return f"{text}: set these values."
-    if gain.high < 0:
-        return f"{text}: these values make it worse, so keep the defaults."
-    return f"{text}: the values help too little to be measured here, so leave the defaults."
+    if gain.sign < 0:
+        return f"{text}, which makes it worse: keep the defaults."
+    more = "" if _suffices(gain) else f", or {_more(gain, 'gain')}"
+    return f"{text}, but {_untold(gain, 'gain')}: keep the defaults{more}."
+
+
+def loss(change: Mean) -> str:
+    """Return the loss of isolated documents as the end of a sentence, with what the questions cannot tell.
+
+    Args:
+        change: mean difference from full attention.
+    """
+    doubt = "" if change.sign else f", but {_untold(change, 'loss')}"
+    return f"{_verb(change)} {_UNIT} against full attention{doubt}"
 
 
 def ranking_conclusion(rows: Sequence[Row]) -> str:
@@ -141,22 +156,71 @@ def ranking_conclusion(rows: Sequence[Row]) -> str:
     given, ranked = rows
     assert ranked.against_full is not None
     name, change = "NDCG@10", ranked.against_full["NDCG@10"]
-    how = "raises" if change.low > 0 else "lowers" if change.high < 0 else "does not measurably change"
+    how = "raises" if change.mean > 0 else "lowers" if change.mean < 0 else "keeps"
+    doubt = "" if change.sign else f", but {_untold(change, 'change', 'queries', 3)}"
     return (
         f"The model's ranking {how} {name} of the given order, {given.means[name].mean:.3f} to {ranked.means[name].mean:.3f} "
-        f"(difference {change.mean:+.3f}, {_interval(change)[1:-1]}), and every document is scored exactly as if it were sent "
-        "alone, so isolation costs a ranking nothing and there is nothing to set."
+        f"(difference {change.mean:+.3f}, {_interval(change, 3)[1:-1]}){doubt}. Every document is scored exactly as if it "
+        "were sent alone, so isolation costs a ranking nothing and there is nothing to set."
     )
 
 
+def _logprobs(values: Mapping[Condition, Values], calibration: Calibration) -> np.ndarray:
+    return values[Condition("shared", calibration)][LOGPROB]
+
+
+def _gain(values: Mapping[Condition, Values], calibration: Calibration) -> Mean:
+    return mean_of(_logprobs(values, calibration) - _logprobs(values, NONE))
+
+
+def _untold(change: Mean, kind: str, asked: str = "questions", digits: int = 2) -> str:
+    """Return what the questions of a difference without a sign cannot tell.
+
+    Args:
+        change: mean of the differences.
+        kind: what is looked for: a loss, a gain or a change.
+        asked: plural name of what is counted.
+        digits: digits after the point.
+    """
+    one = {"questions": "question", "queries": "query"}[asked]
+    if change.count == 1:
+        return f"one {one} tells nothing about other {asked}"
+    if not change.has_interval:
+        return f"the same difference for all {change.count} {asked} does not show how much others vary"
+    return f"{change.count} {asked} cannot tell a {kind} of {_size(change.resolution, digits)} from none"
+
+
+def _suffices(change: Mean) -> bool:
+    """Return whether more questions are not needed: a few alike ones may hide how much others vary."""
+    return change.resolution <= SMALL and change.count >= FEW
+
+
+def _more(change: Mean, kind: str) -> str:
+    """Return the advice to measure more, with the number of questions that have a resolution of `SMALL`, at least `FEW`.
+
+    The number is `(1.96 * sd / SMALL)²`, with the standard deviation `sd` of the differences and the normal distribution's
+    quantile, and two more because Student's quantile is larger. It is rounded up to two digits.
+    """
+    if not change.has_interval:
+        return "measure more questions"
+    needed = max(math.ceil((1.96 * change.error / SMALL) ** 2 * change.count) + 2, change.count + 1, FEW)
+    unit = 10 ** max(len(str(needed)) - 2, 0)
+    return f"measure about {-(-needed // unit) * unit:,} questions, which can tell a {kind} of {SMALL}"
+
+
 def _verb(change: Mean) -> str:
-    return f"{'lose' if change.mean < 0 else 'gain'} {abs(change.mean):.2f} {_interval(change)} of"
+    return f"{'gain' if change.mean > 0 else 'lose'} {_size(abs(change.mean))} {_interval(change)} of"
 
 
-def _interval(change: Mean) -> str:
+def _size(value: float, digits: int = 2) -> str:
+    least = 10.0**-digits
+    return f"less than {least:g}" if value < least / 2 else f"{value:.{digits}f}"
+
+
+def _interval(change: Mean, digits: int = 2) -> str:
     if not change.has_interval:
         return "(no interval)"
-    return f"(95% interval {change.low:+.2f} to {change.high:+.2f})"
+    return f"(95% interval {change.low:+.{digits}f} to {change.high:+.{digits}f})"
 
 
 def _settings(calibration: Calibration) -> str:
@@ -165,12 +229,19 @@ def _settings(calibration: Calibration) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return rows as JSON objects. JSON has no infinity: the ends of a missing interval, and its error, are None.
+    """Return rows as JSON objects. Every difference has its `resolution` as well.
+
+    JSON has no infinity: the ends of a missing interval, its error and its resolution are None.
 
     Args:
         rows: rows of a comparison.
     """
-    return [_finite(asdict(row)) for row in rows]
+    found = [asdict(row) for row in rows]
+    for row, fields in zip(rows, found, strict=True):
+        for place in ("against_full", "against_control"):
+            for name, change in (getattr(row, place) or {}).items():
+                fields[place][name]["resolution"] = change.resolution
+    return [_finite(fields) for fields in found]
 
 
 def _finite(value: Any) -> Any:
