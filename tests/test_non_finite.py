@@ -1,11 +1,13 @@
 """A request with a value that is NaN or infinite fails alone, and nothing that it computed is kept."""
 
+import shutil
 from contextlib import contextmanager
 
 import jax
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -22,9 +24,11 @@ from chunkattn.engine.messages import (
     TokenOutput,
 )
 from chunkattn.errors import NonFiniteError
+from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.rope.positions import make_layout
 from chunkattn.server.app import create_app
 from tests.checkpoints import VOCAB
+from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 from tests.test_parity import check_greedy
 
 pytest_plugins = ["tests.told_engine"]
@@ -44,13 +48,13 @@ SPOILT = [*OTHER[:4], BAD, *OTHER[4:]]
 
 
 @contextmanager
-def damaged(core, name, value):
-    """A row of the embedding or of the head is `value` in the loaded model, for the token `BAD`."""
+def damaged(core, name, value, row=BAD):
+    """A row of the first array of a name is `value` in the loaded model."""
     runner = core.runner
     paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(runner._state, runner._params))[0]
     place, *_ = [i for i, (path, _) in enumerate(paths) if name in str(path)]
     kept = runner._params[place]
-    runner._params[place] = kept.at[BAD].set(value)
+    runner._params[place] = kept.at[row].set(value)
     try:
         yield
     finally:
@@ -396,3 +400,33 @@ def test_http_answers_500_with_a_code(llm, monkeypatch, stream):
         error = answer.json()["error"]
         assert (error["code"], error["type"]) == ("non_finite", "server_error")
         assert "NaN or infinite" in error["message"]
+
+
+@pytest.mark.telling
+def test_the_engine_in_its_process_over_http(demo, tmp_path):
+    """A real engine, in float16, over the demo model with one token that overflows. Its other requests are answered."""
+    (bad,) = demo.frontend.tokenizer("?", add_special_tokens=False).input_ids[-1:]
+    shutil.copytree(DEMO_FOLDER, tmp_path / "model")
+    weights = {name: array.astype(np.float32) for name, array in load_file(DEMO_FOLDER / "model.safetensors").items()}
+    for name in weights:  # no layer writes to dimension 0
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name][0] = 0
+    weights["model.embed_tokens.weight"][:, 0] = 0
+    weights["model.embed_tokens.weight"][bad, 0] = 1000
+    weights["model.layers.0.mlp.gate_proj.weight"][:, 0] = 30_000
+    weights["model.layers.0.mlp.up_proj.weight"][:, 0] = 30_000
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    server = ServerProcess(str(tmp_path / "model"), "--dtype=float16", *SMALL)
+    try:
+        with server.client() as http:
+            body = {"prompt": "Where does Ana live?", "max_tokens": 2, "temperature": 0}
+            answers = [http.post("/v1/completions", json=body), http.post("/v1/completions", json=body | {"stream": True})]
+            for answer in answers:
+                assert answer.status_code == 500
+                assert answer.json()["error"]["code"] == "non_finite"
+                assert 'dtype="float16" probably overflows' in answer.json()["error"]["message"]
+            assert "chunkattn_non_finite_requests_total 2.0" in http.get("/metrics").text
+            assert http.post("/v1/completions", json=body | {"prompt": "Ana lives in"}).status_code == 200
+            wait_until(lambda: is_idle(http))
+    finally:
+        server.close()
