@@ -60,6 +60,10 @@ class EngineError(ChunkAttnError, RuntimeError):
     """Failure of a step that computed this request; the engine continues without the request."""
 
 
+class NonFiniteError(EngineError):
+    """Request with a value that is NaN or infinite; the engine continues without the request and keeps nothing it computed."""
+
+
 class EngineDeadError(EngineError):
     """Engine process that died, hung or is not ready. The process is restarted unless the engine was closed."""
 

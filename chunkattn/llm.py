@@ -17,7 +17,6 @@ from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, Scor
 from chunkattn.config import SamplingParams, make_config
 from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
-from chunkattn.errors import CapacityError, EngineError
 from chunkattn.models.loader import open_files
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers.prompt import Prompt
@@ -433,9 +432,7 @@ class LLM:
 
     def _take(self, output: EngineOutput, job: Job[T]) -> None:
         if isinstance(output, RequestFailed):
-            if output.param:
-                raise CapacityError(output.reason, param=output.param)
-            raise EngineError(f"request {output.request_id} failed in a step: {output.reason}")
+            raise output.error()
         if (stop := job.take(output).stop) is not None:
             self.core.stop(output.request_id, stop)
 

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 from chunkattn import LLM, AsyncLLM, SamplingParams
 from chunkattn.cli import app
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest
-from chunkattn.errors import ModelError, RequestError
+from chunkattn.errors import ModelError, NonFiniteError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER, open_model
 from chunkattn.rope.positions import make_layout
 from chunkattn.scoring import ALGORITHMS
 from tests.checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
+from tests.test_non_finite import BAD, damaged
 
 QUICK = [("llama", 1), ("qwen3", 3), ("mistral-window", 3)]
 MODELS = [
@@ -211,3 +212,13 @@ def test_no_classes(classifier, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": {}, "label2id": {}}))
     with pytest.raises(ModelError, match="num_labels must be a positive integer, got 0"):
         open_model(str(tmp_path), skip_tokenizer_init=True)
+
+
+def test_logits_that_are_not_finite_fail_their_call(classifier):
+    """An item with a damaged token fails; so does every item where a class's row of the head is damaged."""
+    one = classifier()
+    for name, items in (("embed_tokens", [[9], [BAD]]), ("score", [[9]])):
+        with damaged(one.llm.core, name, np.nan, row=1 if name == "score" else BAD), pytest.raises(NonFiniteError):
+            one.llm.score([1, 2], items)
+        assert not [*one.llm.core.scheduler.trie.blocks()]
+    np.testing.assert_allclose(one.llm.score([1, 2], [[9], [BAD]]).logits, one.logits([1, 2], [[9], [BAD]]), atol=1e-4)

@@ -45,7 +45,16 @@ def quiet():
 def test_no_difference(rig, cold, oracle):
     fuzzer = Fuzzer(rig, cold, oracle, seed=0)
     fuzzer.run(1000)
-    happened = ("answers", "cached tokens", "preemptions", "evictions", "restored parts", "interrupted", "second opinions")
+    happened = (
+        "answers",
+        "cached tokens",
+        "preemptions",
+        "evictions",
+        "restored parts",
+        "interrupted",
+        "damaged",
+        "second opinions",
+    )
     assert all(fuzzer.counts[name] for name in happened), fuzzer.counts
     assert fuzzer.counts["second opinions after scoring"]
     assert fuzzer.counts["second opinions after a restart"]

@@ -19,10 +19,10 @@ def engine_logits(llm, layout):
     try:
         logits = np.zeros((len(layout), VOCAB), np.float32)
         while spans := core.scheduler.plan():
-            hidden = core.runner.forward(core.batches.build(spans).batch)
+            hidden = core.runner.forward(core.batches.build(spans).batch).hidden
             rows = np.concatenate([request.user_index[span.start : span.end] for span in spans])
             logits[rows] = core.runner.logits(hidden)[: len(rows)]
-            core.scheduler.commit(spans)
+            core.scheduler.commit()
         assert request.sequences[0].num_computed == len(layout)
         return logits
     finally:

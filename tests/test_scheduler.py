@@ -46,7 +46,8 @@ class Steps:
         rows = sum(s.end - s.start for s in spans)
         assert rows <= self.config.max_num_batched_tokens
         assert len(spans) <= self.config.max_num_seqs + EXTRA_SPANS
-        self.scheduler.commit(spans)
+        if spans:
+            self.scheduler.commit()
         for span in spans:
             sequence, request = span.sequence, span.sequence.request
             if span.end == sequence.num_tokens:

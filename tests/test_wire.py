@@ -78,7 +78,7 @@ def random_messages(rng):
         messages.PromptLogprobsOutput(text(), logprobs(n), rng.random(n) < 0.5),
         messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32), rates),
         messages.PrecomputeResult(text(), cached),
-        messages.RequestFailed(text(), text(), maybe("prompt")),
+        messages.RequestFailed(text(), text(), maybe("prompt"), finite=bool(n % 2)),
         control_messages.Start(config, checkpoint, 30, 0.5),
         control_messages.Abort(text()),
         control_messages.Stop(text(), 3),

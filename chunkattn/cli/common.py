@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from chunkattn.errors import ChunkAttnError, ConfigError, RequestError
+from chunkattn.errors import ChunkAttnError, ConfigError, NonFiniteError, RequestError
 from chunkattn.parsers import DocumentPrompt
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the eng
 
 
 def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command of a group. Errors of this package become one line on stderr and exit code 2.
+    """Register a command of a group. Errors of this package become one line on stderr.
+
+    The exit code is 1 for `NonFiniteError` and 2 for the other errors.
 
     Args:
         group: group of commands, or the app itself.
@@ -71,7 +73,7 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[.
                 function(*args, **kwargs)
             except ChunkAttnError as error:
                 print("error:", " ".join(str(error).split()), file=sys.stderr)
-                raise typer.Exit(2) from None
+                raise typer.Exit(1 if isinstance(error, NonFiniteError) else 2) from None
 
         return group.command(name)(run)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +93,41 @@ class StepPlan:
     def is_read(self) -> bool:
         """Return whether the host waits for values of this step."""
         return bool(self.samples or self.scores or self.prompt_logprobs)
+
+    def not_finite(self, finite: np.ndarray) -> dict[Request, tuple[int, int]]:
+        """Return the requests with a row that is not finite, each with token index and token id of its first such row.
+
+        Args:
+            finite: bool `[T]`, False for rows with a value that is not finite; padding may have either.
+        """
+        found: dict[Request, tuple[int, int]] = {}
+        if finite[: self.batch.num_rows].all():
+            return found
+        for span, rows in self.rows():
+            if not finite[rows].all():
+                offset = int(finite[rows].argmin())
+                found.setdefault(span.sequence.request, (span.start + offset, int(self.batch.token_ids[rows][offset])))
+        return found
+
+    def computed_rows(self, is_alive: Callable[[Request], bool]) -> np.ndarray:
+        """Return bool `[T]`, whether a row's token is computed, for a request that has not ended.
+
+        Args:
+            is_alive: returns whether a request has not ended.
+        """
+        computed = np.zeros(len(self.batch.token_ids), bool)
+        for (sequence, start, end), rows in self.rows():
+            if is_alive(sequence.request):
+                known = end if self.batch.backend else sequence.num_computed
+                computed[rows] = np.arange(start, end) < known
+        return computed
+
+    def rows(self) -> Iterator[tuple[Span, slice]]:
+        """Yield every span with its rows."""
+        last = 0
+        for span in self.spans:
+            first, last = last, last + span.end - span.start
+            yield span, slice(first, last)
 
     def reads(self, vocab_size: int) -> StepReads:
         """Make the arrays of the readouts. Edits of many tokens take long: call this after the step has been dispatched."""

@@ -7,6 +7,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
+import numpy as np
+
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
 from chunkattn.engine.batch import BatchBuilder, StepPlan
@@ -26,7 +29,7 @@ from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.readout import Readouts, accept_token, cached_tokens, prompt_tokens
 from chunkattn.engine.request import Request, Sequence
-from chunkattn.engine.runner import Runner, StepResult
+from chunkattn.engine.runner import Runner, StepResult, StepStates
 from chunkattn.engine.sampling_plan import SampleRow
 from chunkattn.engine.scheduler import Scheduler, Span
 from chunkattn.engine.warmup import WarmUp
@@ -112,6 +115,7 @@ class EngineCore:
         self._readouts = Readouts()
         self._pins: dict[str, Request] = {}
         self._undelivered: list[EngineOutput] = []  # outputs of a step that was interrupted
+        self._unchecked: tuple[StepPlan, StepStates] | None = None  # step that may still run on the device
         self._arrivals = 0
         self._persisted = False  # by the last step
 
@@ -231,13 +235,18 @@ class EngineCore:
 
         An exception drops the KV pool, so all requests are recomputed. Each request of the failed step runs again alone. A
         request that fails alone ends with `RequestFailed`.
+
+        A request with a value that is not finite ends with `RequestFailed` as well, and the other requests keep their results.
+        A step that reads nothing is checked while the device computes the next step, so that the check does not wait.
         """
         step = _Step(self._undelivered, time.perf_counter(), self.runner.compiles.total())
         self._undelivered, self._persisted = [], False
         try:
-            if plan := self._plan(step):
-                result = self._run(plan)
-                self._deliver(plan, result, step)
+            plan = self._plan(step)
+            states = self.runner.forward(plan.batch) if plan else None
+            self._check_last(step)
+            if plan and states:
+                self._conclude(plan, states, step)
             self.isolation.step_done(self._is_alive, len(step.spans))
         except Exception as error:
             return self._blame(error, step)
@@ -259,36 +268,83 @@ class EngineCore:
         step.spans = self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
         step.requests = [span.sequence.request for span in step.spans]
         if not step.spans:
-            self._take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
+            if self._unchecked is None:
+                self._take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
             return None
         plan = self.batches.build(step.spans)
         self.metrics.host_time.observe(time.perf_counter() - step.began)
         self.meter.add(step.began, len(plan.batch.token_ids), plan.batch.area)
         return plan
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        """Run a step. The host makes the arrays of the readouts while the device computes."""
-        hidden = self.runner.forward(plan.batch)
-        return self.runner.read(hidden, plan.reads(self.limits.vocab_size))
+    def _check_last(self, step: _Step) -> None:
+        """Check and commit the step before this one, unless that has been done."""
+        if self._unchecked is None:
+            return
+        (plan, states), self._unchecked = self._unchecked, None
+        step.requests = step.requests or [span.sequence.request for span in plan.spans]
+        self._finish_scored(plan, self._commit(plan, np.asarray(states.finite), step))
+        self._finish_precomputed(step.outputs)
+        if not step.spans:
+            self.meter.finish()  # the device is idle
 
-    def _deliver(self, plan: StepPlan, result: StepResult, step: _Step) -> None:
-        """Hand the results of a step to its requests, and end the requests that are complete."""
+    def _conclude(self, plan: StepPlan, states: StepStates, step: _Step) -> None:
+        """Read and deliver the values of a step. The host makes the arrays of the readouts while the device computes."""
         self.metrics.count_step(plan)
-        step.outputs += self._readouts.take(plan, result, self.meter)
-        self.scheduler.commit(plan.spans)
+        if plan.is_read:
+            result = self.runner.read(states, plan.reads(self.limits.vocab_size))
+            self._deliver(plan, result, self._commit(plan, result.finite, step), step)
+        else:
+            self._unchecked = plan, states
+        self._measure(plan, step)
+        self.metrics.steps.inc()
+        self.metrics.step_time.observe(time.perf_counter() - step.began)
+
+    def _commit(self, plan: StepPlan, finite: np.ndarray, step: _Step) -> np.ndarray:
+        """Fail the requests with a row that is not finite, and mark the tokens of the step as computed.
+
+        Args:
+            plan: plan of the oldest step that is not committed.
+            finite: bool `[T]`, False for rows with a value that is not finite.
+            step: step under way.
+
+        Returns:
+            bool `[T]`, whether the values of a row count.
+        """
+        failed = plan.not_finite(finite)
+        for request, (index, token_id) in failed.items():
+            request.finite_end = min(request.finite_end, index)
+            if self._is_alive(request):
+                step.outputs.append(self._fail_not_finite(request, token_id))
+        complete = self.scheduler.commit()
+        for request in failed:
+            self._discard(request)
         if self.disk is not None:
             self.disk.save(plan.spans)
-        self._fork(plan.samples)
-        for span in plan.spans:
-            if span.sequence.request.score and span.end == span.sequence.num_tokens:
-                self._finish(span.sequence)
-        for row, token, logprobs in zip(plan.samples, result.tokens, result.logprobs, strict=True):
+        return np.ones(len(finite), bool) if complete and not failed else plan.computed_rows(self._is_alive)
+
+    def _deliver(self, plan: StepPlan, result: StepResult, taken: np.ndarray, step: _Step) -> None:
+        """Hand the results of a step to its requests, and end the requests that are complete.
+
+        Args:
+            plan: plan of the step.
+            result: values read from the step.
+            taken: bool `[T]`, whether the values of a row count.
+            step: step under way.
+        """
+        step.outputs += self._readouts.take(plan, result, taken, self.meter)
+        samples = [s for s in zip(plan.samples, result.tokens, result.logprobs, strict=True) if taken[s[0].row]]
+        self._fork([row for row, _, _ in samples])
+        self._finish_scored(plan, taken)
+        for row, token, logprobs in samples:
             if ended := accept_token(row, token, logprobs, step.outputs, self.metrics):
                 self._finish(ended)
         self._finish_precomputed(step.outputs)
-        self._measure(plan, result, step)
-        self.metrics.steps.inc()
-        self.metrics.step_time.observe(time.perf_counter() - step.began)
+
+    def _finish_scored(self, plan: StepPlan, taken: np.ndarray) -> None:
+        """End the scoring requests whose last token is computed."""
+        for (sequence, _, end), rows in plan.rows():
+            if sequence.request.score and end == sequence.num_tokens and taken[rows.stop - 1]:
+                self._finish(sequence)
 
     def _blame(self, error: Exception, step: _Step) -> list[EngineOutput]:
         """Recover from an exception. Return the step's outputs, and a failure for every request that failed alone."""
@@ -303,15 +359,14 @@ class EngineCore:
         return outputs + [RequestFailed(name, reason) for name in sorted(names)]
 
     def _is_alive(self, request: Request) -> bool:
-        return request.request_id in self.requests or request.request_id in self._pins
+        name = request.request_id
+        return self.requests.get(name) is request or self._pins.get(name) is request
 
-    def _measure(self, plan: StepPlan, result: StepResult, step: _Step) -> None:
+    def _measure(self, plan: StepPlan, step: _Step) -> None:
         """Measure the steps whose results have arrived, unless a program was compiled or a request named its backend."""
-        if not self.requests:
-            result.hidden.block_until_ready()  # so that the next step is timed from the end of this step
         if self.runner.compiles.total() > step.compiled or plan.batch.backend is not None:
             self.meter.forget()
-        elif not self.requests or plan.is_read:
+        elif plan.is_read:
             self.meter.finish()
 
     def _admit(self, step: _Step) -> None:
@@ -368,12 +423,31 @@ class EngineCore:
         )
         return RequestFailed(request.request_id, reason, "prompt")
 
+    def _fail_not_finite(self, request: Request, token_id: int) -> RequestFailed:
+        """Fail a request because a value at a token is not finite."""
+        if self._pins.pop(request.request_id, None):
+            logger.warning("precomputed documents of request %s are no longer pinned", request.request_id)
+        self._end(request, "failed")
+        self.metrics.non_finite.inc()
+        cause = "a weight of the checkpoint is probably damaged; compare its files with their source"
+        if self.runner.dtype == jnp.float16:
+            cause = 'dtype="float16" probably overflows; use dtype="bfloat16" or "float32"'
+        reason = f"the model's values at token id {token_id} are NaN or infinite: {cause}"
+        return RequestFailed(request.request_id, reason, finite=False)
+
+    def _discard(self, request: Request) -> None:
+        """Forget what a request that has ended computed, in memory and on disk."""
+        self.scheduler.placement.discard(request, [*self.scheduler.running, *self.scheduler.pinned])
+        if self.disk is not None:
+            self.disk.discard(request)
+
     def _recover(self, failed: Iterable[Request]) -> None:
         """Drop the donated pool and the failed requests, and restart all other requests on a fresh pool.
 
         A failed request loses its pin; otherwise its documents would be recomputed and fail forever.
         """
         self.meter.forget()
+        self._unchecked = None
         for request in failed:
             if self.disk is not None:
                 self.disk.drop(request)

@@ -110,7 +110,7 @@ class DiskTier:
             key = self._key(request, kind, start, end)
             if part.complete:
                 self._keep(key, part, kind, end - start)
-            elif key in found and not any(b.filled for b in part.blocks[part.cursor :]):  # another request computes it
+            elif key in found and not any(b.planned for b in part.blocks[part.cursor :]):  # another request computes it
                 self._fill(key, part, None if key in forgotten else found[key])
         self.drop(request)
 
@@ -118,11 +118,19 @@ class DiskTier:
         """Delete the chunks of a prompt from the store, or the prefix if there is no chunk."""
         for kind, start, end in request.parts:
             if kind >= 0 or not request.layout.num_chunks:
-                key = self._key(request, kind, start, end)
-                self._stored.pop(key, None)
-                self.writer.delete(key)
-                for keys in self._forgotten.values():
-                    keys.add(key)
+                self._delete(self._key(request, kind, start, end))
+
+    def discard(self, request: Request) -> None:
+        """Delete the parts that a request computed, even in part, from the store."""
+        for kind, start, end in request.parts:
+            if self._keeps(request, kind) and request.computed[start:end].any():
+                self._delete(self._key(request, kind, start, end))
+
+    def _delete(self, key: bytes) -> None:
+        self._stored.pop(key, None)
+        self.writer.delete(key)
+        for keys in self._forgotten.values():
+            keys.add(key)
 
     def _like(self, pages: int) -> list[tuple[tuple[int, ...], np.dtype]]:
         return [((pages, *shape), dtype) for shape, dtype in self.pool.page_shapes]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from chunkattn.config import SamplingParams
+from chunkattn.errors import CapacityError, EngineError, NonFiniteError
 from chunkattn.layout import ChunkLayout
 
 
@@ -260,11 +261,21 @@ class RequestFailed:
         request_id: id of the request.
         reason: explanation for the caller.
         param: argument that the caller can change to avoid the failure, or None.
+        finite: False if the request failed because a value of it is NaN or infinite.
     """
 
     request_id: str
     reason: str
     param: str | None = None
+    finite: bool = True
+
+    def error(self) -> CapacityError | EngineError:
+        """Return the exception for the caller."""
+        if self.param:
+            return CapacityError(self.reason, param=self.param)
+        if not self.finite:
+            return NonFiniteError(f"request {self.request_id} failed: {self.reason}")
+        return EngineError(f"request {self.request_id} failed in a step: {self.reason}")
 
 
 EngineOutput = TokenOutput | PromptLogprobsOutput | ScoreResult | PrecomputeResult | RequestFailed

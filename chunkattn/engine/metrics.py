@@ -29,6 +29,7 @@ class EngineMetrics:
         self._totals: dict[Counter, float] = {}
         self.steps = self._counter("steps", "Engine steps run")
         self.failed_steps = self._counter("failed_steps", "Engine steps that raised an exception")
+        self.non_finite = self._counter("non_finite_requests", "Requests that failed because a value is NaN or infinite")
         self.tokens = self._counter("tokens", "Tokens computed by steps, by kind: prefill, decode or score", "kind")
         self.scored = self._counter("score_rows", "Rows read for scores, by scoring algorithm", "algorithm")
         self.padding = self._counter("padding_rows", "Padding rows computed to fill steps up to a bucket")

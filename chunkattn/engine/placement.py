@@ -6,6 +6,7 @@ question below the prefix and its chunks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -63,6 +64,35 @@ class Placement:
             request.computed[part.start : part.start + sum(b.filled for b in part.blocks)] = False
             if forget and part.blocks and (kind >= 0 or not request.layout.num_chunks):
                 self.trie.forget(part.blocks)
+
+    def discard(self, request: Request, others: Iterable[Request]) -> None:
+        """Forget the cached blocks that a request computed. The request holds no block.
+
+        Blocks that others hold stay, and count as computed by them. Blocks that other cached blocks continue from stay as well.
+
+        Args:
+            request: request that has failed.
+            others: requests that hold blocks.
+        """
+        held = set()
+        for sequence in request.sequences if request.shares else ():
+            found, _ = self._find(sequence)
+            self._release_found(sequence, found, used=False)
+            for start, block in reversed(self._blocks(found)):
+                end = start + block.size
+                if end > len(request.layout) or request.computed[start:end].any():
+                    if block.refs:
+                        held.add(block)
+                    else:
+                        self.trie.forget([block])
+        for other in others if held else ():
+            for start, block in self._blocks(other.sequences[0].parts):
+                if block in held:
+                    other.computed[start : start + block.size] = True
+
+    def _blocks(self, parts: list[Part]) -> list[tuple[int, Block]]:
+        """Return the blocks of parts, each with the token index of its first token."""
+        return [(p.start + n * self.block_size, block) for p in parts for n, block in enumerate(p.blocks)]
 
     def look_up(self, request: Request) -> list[Part]:
         """Return the parts of a prompt with the blocks that are cached, without holding the blocks."""

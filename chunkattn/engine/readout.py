@@ -42,31 +42,32 @@ class Readouts:
         """Drop the rows read for a request."""
         self._open.pop(request_id, None)
 
-    def take(self, plan: StepPlan, result: StepResult, meter: RateMeter) -> Iterator[EngineOutput]:
+    def take(self, plan: StepPlan, result: StepResult, taken: np.ndarray, meter: RateMeter) -> Iterator[EngineOutput]:
         """Collect the rows of one step. Yield the outputs of the requests whose last row is among them.
 
         Args:
             plan: plan of the step.
             result: values read from the step.
+            taken: bool `[T]`, whether the values of a row count.
             meter: meter whose rates score results carry.
         """
-        for (_, request, place), values in zip(plan.scores, result.scores, strict=True):
-            if collector := self._collect(request, place, values):
+        for (row, request, place), values in zip(plan.scores, result.scores, strict=True):
+            if taken[row] and (collector := self._collect(request, place, values)):
                 yield collector.score_result(request, meter.rates)
                 self.forget(request.request_id)
         if (read := result.prompt_logprobs) is not None:
-            for i, (_, request, place) in enumerate(plan.prompt_logprobs):
-                row = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
-                if collector := self._collect(request, int(request.user_index[place]), row):
+            for i, (row, request, place) in enumerate(plan.prompt_logprobs):
+                found = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
+                if taken[row] and (collector := self._collect(request, int(request.user_index[place]), found)):
                     yield collector.prompt_output(request)
                     self.forget(request.request_id)
 
-    def _collect(self, request: Request, index: int, row: object) -> RowCollector | None:
+    def _collect(self, request: Request, index: int, values: object) -> RowCollector | None:
         """Collect a row. Return the request's collector if the row was the last."""
         collector = self._open.get(request.request_id)
         if collector is None:  # the request was answered before its sequence restarted
             return None
-        collector.rows[index] = row
+        collector.rows[index] = values
         return collector if len(collector.rows) == collector.wanted else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,6 +45,7 @@ class Request:
         sequences: samples of the request; one until the prompt is computed. Never empty before the request ends.
         spares: blocks held for the partial pages of samples still to be created.
         root: private root of the trie, or None if the request shares the cache.
+        finite_end: token index of the first token whose values are not finite; the request has failed there.
         added_at: arrival in seconds on the clock of `time.perf_counter`.
     """
 
@@ -69,6 +71,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     spares: list[Block] = field(default_factory=list)
     root: Block | None = None
+    finite_end: int = sys.maxsize
     added_at: float = 0.0
 
     def __post_init__(self) -> None:

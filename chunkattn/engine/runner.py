@@ -9,9 +9,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -34,6 +35,7 @@ from chunkattn.engine.sampling import (
     edit_widths,
     empty_edits,
     empty_input,
+    finite_rows,
     read,
     read_labels,
 )
@@ -55,18 +57,30 @@ class StepResult:
     """Values read from one step, in the order of the rows of its `StepBatch`.
 
     Attributes:
-        hidden: float32 `[T, hidden]` hidden states on the device; the step is done when this array is ready.
+        finite: bool `[T]`, False for rows whose hidden state, or whose logits where they are read, are not finite.
         tokens: sampled tokens.
         logprobs: log-probabilities of each sampled token; None where not requested.
         scores: float32 log-probabilities of each row's labels, or a classifier's logits.
         prompt_logprobs: log-probabilities of `StepBatch.targets`, or None if the step has no targets.
     """
 
-    hidden: jax.Array
+    finite: np.ndarray
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     scores: Seq[np.ndarray]
     prompt_logprobs: TokenLogprobs | None
+
+
+class StepStates(NamedTuple):
+    """Hidden states of one step, on the device.
+
+    Attributes:
+        hidden: float32 `[T, hidden]`.
+        finite: bool `[T]`, whether all values of a row are finite.
+    """
+
+    hidden: jax.Array
+    finite: jax.Array
 
 
 class Runner:
@@ -108,26 +122,35 @@ class Runner:
         self._read_vocabulary = jax.jit(self._trace_read_vocabulary)
         self._classify = jax.jit(self._trace_classify)
 
-    def read(self, hidden: jax.Array, reads: StepReads) -> StepResult:
-        """Read the values of a step from its hidden states, float32 `[T, hidden]`."""
-        tokens, logprobs = self.sample(hidden, reads.sampling)
+    def read(self, states: StepStates, reads: StepReads) -> StepResult:
+        """Read the values of a step.
+
+        Args:
+            states: hidden states of the step.
+            reads: rows to read.
+        """
+        hidden, bad = states.hidden, list[int]()
+        tokens, logprobs = self.sample(hidden, reads.sampling, bad)
         scores: Seq[np.ndarray] = ()
         if reads.score_rows and self.spec.num_labels is not None:
-            scores = [*self.class_logits(hidden, reads.score_rows)]
+            scores = [*self.class_logits(hidden, reads.score_rows, bad)]
         elif reads.score_rows:
-            scores = self.label_logprobs(hidden, reads.score_rows, reads.labels)
-        targets = self.token_logprobs(hidden, reads.target_rows, reads.targets) if reads.target_rows else None
-        return StepResult(hidden, tokens, logprobs, scores, targets)
+            scores = self.label_logprobs(hidden, reads.score_rows, reads.labels, bad)
+        targets = self.token_logprobs(hidden, reads.target_rows, reads.targets, bad) if reads.target_rows else None
+        finite = np.array(states.finite)
+        finite[bad] = False
+        return StepResult(finite, tokens, logprobs, scores, targets)
 
-    def forward(self, batch: StepBatch) -> jax.Array:
-        """Return the hidden states of one step, float32 `[T, hidden]`.
+    def forward(self, batch: StepBatch) -> StepStates:
+        """Run the layers of one step, without waiting for the device.
 
         Args:
             batch: batch of the step; its K/V is written to the pool.
         """
         arrays = (batch.token_ids, batch.positions, batch.metadata)
-        hidden, self.pool.caches = self._step(self._params, self.pool.caches, *arrays, backend=batch.backend)
-        return hidden
+        hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, *arrays, backend=batch.backend)
+        finite.copy_to_host_async()
+        return StepStates(hidden, finite)
 
     @property
     def row_flops(self) -> float:
@@ -207,12 +230,15 @@ class Runner:
         form = (self.spec, self.backend.name, self.backend.spec, self.pool.page_shapes)
         return fingerprint(form, ((str(path), leaf) for path, leaf in weights))
 
-    def sample(self, hidden: jax.Array, plans: Seq[SamplingPlan]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def sample(
+        self, hidden: jax.Array, plans: Seq[SamplingPlan], bad: list[int]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Return the next token of every row, and its log-probabilities where requested.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
             plans: blocks of rows to sample from.
+            bad: list to which the rows are added whose logits are not finite.
         """
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -221,16 +247,19 @@ class Runner:
             with_logprobs = any(w is not None for w in wanted)
             picked = self._pick(hidden, plan.rows, ROW_BUCKETS)
             if plan.edits is None:
-                chosen, readout = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
+                drawn = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
             else:  # three programs, so that each width of edits compiles only a small program
                 logits = self._logits(self._params, picked)
-                chosen, readout = self._choose(logits, self._edit(logits, plan.edits), given, with_logprobs=with_logprobs)
-            tokens += np.asarray(chosen)[: len(plan.rows)].tolist()
-            values = jax.device_get(readout)
+                drawn = self._choose(logits, self._edit(logits, plan.edits), given, with_logprobs=with_logprobs)
+            chosen, values, fine = jax.device_get(drawn)
+            bad += not_finite(plan.rows, fine)
+            tokens += chosen[: len(plan.rows)].tolist()
             logprobs += [None if w is None else _to_logprobs(values, slice(i, i + 1), w) for i, w in enumerate(wanted)]
         return tokens, logprobs
 
-    def label_logprobs(self, hidden: jax.Array, rows: Seq[int], labels: Seq[tuple[int, ...]]) -> list[np.ndarray]:
+    def label_logprobs(
+        self, hidden: jax.Array, rows: Seq[int], labels: Seq[tuple[int, ...]], bad: list[int]
+    ) -> list[np.ndarray]:
         """Return the log-probabilities of each row's labels, one float32 `[len(labels[i])]` per row.
 
         Lists longer than the largest of `LABEL_WIDTHS` are picked on the host from the log-probabilities of the whole
@@ -240,56 +269,74 @@ class Runner:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
             labels: token ids of each row's labels.
+            bad: list to which the rows are added whose logits are not finite.
         """
         longest = max(map(len, labels))
         if longest > LABEL_WIDTHS[-1]:
             return [
                 values[list(ids)]
                 for first in range(0, len(rows), READ_ROWS)
-                for values, ids in zip(self._vocabulary(hidden, rows[first : first + READ_ROWS]), labels[first:], strict=False)
+                for values, ids in zip(
+                    self._vocabulary(hidden, rows[first : first + READ_ROWS], bad), labels[first:], strict=False
+                )
             ]
         targets = np.zeros((len(rows), bucket_for(longest, LABEL_WIDTHS)), np.int32)
         for target, ids in zip(targets, labels, strict=True):
             target[: len(ids)] = ids
-        read = np.concatenate(self._by_block(self._read_labels, hidden, rows, targets))
+        read = np.concatenate(self._by_block(self._read_labels, hidden, rows, targets, bad))
         return [values[: len(ids)] for values, ids in zip(read, labels, strict=True)]
 
-    def _vocabulary(self, hidden: jax.Array, rows: Seq[int]) -> np.ndarray:
+    def _vocabulary(self, hidden: jax.Array, rows: Seq[int], bad: list[int]) -> np.ndarray:
         """Return the log-probabilities of every token, float32 `[len(rows), vocab]`, at up to `READ_ROWS` rows."""
-        return np.asarray(self._read_vocabulary(self._params, self._pick(hidden, rows)))[: len(rows)]
+        values, fine = jax.device_get(self._read_vocabulary(self._params, self._pick(hidden, rows)))
+        bad += not_finite(rows, fine)
+        found: np.ndarray = values[: len(rows)]
+        return found
 
-    def class_logits(self, hidden: jax.Array, rows: Seq[int]) -> np.ndarray:
+    def class_logits(self, hidden: jax.Array, rows: Seq[int], bad: list[int]) -> np.ndarray:
         """Return a classifier's logits at `rows`, float32 `[len(rows), num_labels]`.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
+            bad: list to which the rows are added whose logits are not finite.
         """
         found = []
         for first in range(0, len(rows), READ_ROWS):
             block = rows[first : first + READ_ROWS]
             found.append(np.asarray(self._classify(self._params, self._pick(hidden, block)))[: len(block)])
-        return np.concatenate(found)
+        logits = np.concatenate(found)
+        bad += not_finite(rows, np.isfinite(logits).all(-1))
+        return logits
 
-    def token_logprobs(self, hidden: jax.Array, rows: Seq[int], targets: Seq[int]) -> TokenLogprobs:
+    def token_logprobs(self, hidden: jax.Array, rows: Seq[int], targets: Seq[int], bad: list[int]) -> TokenLogprobs:
         """Return the log-probability and rank of one target token per row, and the likeliest tokens of the row.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
             targets: token id to read from each row.
+            bad: list to which the rows are added whose logits are not finite.
         """
-        blocks = self._by_block(self._read, hidden, rows, np.asarray(targets, np.int32))
+        blocks = self._by_block(self._read, hidden, rows, np.asarray(targets, np.int32), bad)
         return _to_logprobs(Readout(*map(np.concatenate, zip(*blocks, strict=True))), slice(None), self.max_logprobs)
 
-    def _by_block(self, program: Callable[..., T], hidden: jax.Array, rows: Seq[int], targets: np.ndarray) -> list[T]:
+    def _by_block(
+        self,
+        program: Callable[..., tuple[T, jax.Array]],
+        hidden: jax.Array,
+        rows: Seq[int],
+        targets: np.ndarray,
+        bad: list[int],
+    ) -> list[T]:
         """Run a program that reads rows, `READ_ROWS` at a time, and return its values; `targets` are `[rows, ...]`."""
         found = []
         for first in range(0, len(rows), READ_ROWS):
             block = rows[first : first + READ_ROWS]
             picked = self._pick(hidden, block)
             padding = (0, len(picked) - len(block)), *[(0, 0)] * (targets.ndim - 1)
-            values = jax.device_get(program(self._params, picked, np.pad(targets[first : first + len(block)], padding)))
+            values, fine = jax.device_get(program(self._params, picked, np.pad(targets[first : first + len(block)], padding)))
+            bad += not_finite(block, fine)
             found.append(jax.tree.map(itemgetter(slice(len(block))), values))
         return found
 
@@ -314,15 +361,21 @@ class Runner:
         metadata: Metadata,
         *,
         backend: str | None = None,
-    ) -> tuple[jax.Array, list[KVCache]]:
+    ) -> tuple[jax.Array, jax.Array, list[KVCache]]:
         self.compiles[backend or "step"] += 1
         caches, scale, forward = list(caches), 1 / math.sqrt(self.spec.head_dim), self.backends[backend].forward
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            # A tile multiplies the V of slots that a row does not see by zero, so NaN in the cache would spread to other rows.
+            # The cache gets zeros instead, and the row itself gets NaN, which its hidden state keeps.
+            fine_k, fine_v = jnp.isfinite(k), jnp.isfinite(v)
+            k, v = jnp.where(fine_k, k, 0), jnp.where(fine_v, v, 0)
             out, caches[layer] = forward(q, k, v, caches[layer], metadata, scale=scale, window=self.spec.windows[layer])
-            return out
+            taint = jnp.where(fine_k & fine_v, 0, jnp.nan).astype(out.dtype)
+            return out + jnp.repeat(taint, q.shape[1] // k.shape[1], axis=1)
 
-        return self._model(params)(token_ids, positions, attend), caches
+        hidden = self._model(params)(token_ids, positions, attend)
+        return hidden, finite_rows(hidden), caches
 
     def _trace_gather(self, hidden: jax.Array, rows: jax.Array) -> jax.Array:
         self.compiles["gather"] += 1
@@ -330,7 +383,7 @@ class Runner:
 
     def _trace_sample(
         self, params: Params, hidden: jax.Array, given: SampleInput | None, *, with_logprobs: bool
-    ) -> tuple[jax.Array, Readout | None]:
+    ) -> tuple[jax.Array, Readout | None, jax.Array]:
         self.compiles["sample"] += 1
         logits = self._model(params).logits(hidden)
         return self._chosen(logits, logits, given, with_logprobs)
@@ -345,27 +398,30 @@ class Runner:
 
     def _trace_choose(
         self, raw: jax.Array, edited: jax.Array, given: SampleInput | None, *, with_logprobs: bool
-    ) -> tuple[jax.Array, Readout | None]:
+    ) -> tuple[jax.Array, Readout | None, jax.Array]:
         self.compiles["sample"] += 1
         return self._chosen(raw, edited, given, with_logprobs)
 
     def _chosen(
         self, raw: jax.Array, edited: jax.Array, given: SampleInput | None, with_logprobs: bool
-    ) -> tuple[jax.Array, Readout | None]:
+    ) -> tuple[jax.Array, Readout | None, jax.Array]:
         tokens = choose(edited, given)
-        return tokens, read(raw, tokens, self.max_logprobs) if with_logprobs else None
+        return tokens, read(raw, tokens, self.max_logprobs) if with_logprobs else None, finite_rows(raw)
 
-    def _trace_read(self, params: Params, hidden: jax.Array, targets: jax.Array) -> Readout:
+    def _trace_read(self, params: Params, hidden: jax.Array, targets: jax.Array) -> tuple[Readout, jax.Array]:
         self.compiles["read"] += 1
-        return read(self._model(params).logits(hidden), targets, self.max_logprobs)
+        logits = self._model(params).logits(hidden)
+        return read(logits, targets, self.max_logprobs), finite_rows(logits)
 
-    def _trace_read_labels(self, params: Params, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+    def _trace_read_labels(self, params: Params, hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         self.compiles["read"] += 1
-        return read_labels(self._model(params).logits(hidden), labels)
+        logits = self._model(params).logits(hidden)
+        return read_labels(logits, labels), finite_rows(logits)
 
-    def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> jax.Array:
+    def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         self.compiles["read"] += 1
-        return jax.nn.log_softmax(self._model(params).logits(hidden))
+        logits = self._model(params).logits(hidden)
+        return jax.nn.log_softmax(logits), finite_rows(logits)
 
     def _trace_classify(self, params: Params, hidden: jax.Array) -> jax.Array:
         self.compiles["classify"] += 1
@@ -379,3 +435,8 @@ def _to_logprobs(values: Readout, rows: slice, num_top: int) -> TokenLogprobs:
         top_ids=np.asarray(values.top_ids[rows, :num_top]),
         top=np.asarray(values.top[rows, :num_top]),
     )
+
+
+def not_finite(rows: Seq[int], finite: np.ndarray) -> list[int]:
+    """Return the rows whose flag in `finite` is False; flags of padding may follow."""
+    return [row for row, fine in zip(rows, finite.tolist(), strict=False) if not fine]

@@ -115,6 +115,15 @@ def empty_edits(size: int, width: int, vocab_size: int) -> Edits:
     )
 
 
+def finite_rows(values: jax.Array) -> jax.Array:
+    """Return bool `[R]`, whether all values of each row are finite.
+
+    Args:
+        values: float32 `[R, N]`.
+    """
+    return jnp.isfinite(values).all(-1)
+
+
 def apply_edits(logits: jax.Array, edits: Edits) -> jax.Array:
     """Return the logits `[R, V]` with the bias added, then repetition, presence and frequency penalties applied.
 

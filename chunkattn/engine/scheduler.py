@@ -12,10 +12,11 @@ while there is room.
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from chunkattn.cache.trie import Block, BlockTrie
+from chunkattn.cache.trie import BlockTrie
 from chunkattn.engine.buckets import buckets, trimmed
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sequence
@@ -32,6 +33,16 @@ class Span(NamedTuple):
     """Tokens `start ... end - 1` of a sequence, computed in one step."""
 
     sequence: Sequence
+    start: int
+    end: int
+
+
+class _Fill(NamedTuple):
+    """Slots `start ... end - 1` of a block, computed in one step for a sequence."""
+
+    sequence: Sequence
+    part: Part
+    number: int
     start: int
     end: int
 
@@ -73,7 +84,8 @@ class Scheduler:
         self.uncached: list[Request] = []
         self.alone: Request | None = None
         self.preemptions = 0
-        self._touched: list[tuple[Sequence, Part, int]] = []
+        self._fills: list[_Fill] = []  # of the step being planned
+        self._uncommitted: deque[tuple[list[Span], list[_Fill]]] = deque()  # planned steps, the oldest first
         self._span_of: dict[Sequence, int] = {}
         self._uncached_next = False  # the requests without pages take turns with the others
         self._refused: tuple[Request, tuple[int, int]] | None = None  # request that could not be placed, and the room then
@@ -182,7 +194,8 @@ class Scheduler:
 
     def restart(self, requests: Iterable[Request]) -> None:
         """Empty all queues and the trie after the loss of the pool, and queue `requests` in order, regardless of state."""
-        self.waiting, self.running, self.pinned, self.uncached, self._touched, self._refused = [], [], [], [], [], None
+        self.waiting, self.running, self.pinned, self.uncached, self._refused = [], [], [], [], None
+        self._uncommitted.clear()
         self.trie.reset()
         for request in requests:
             self.placement.forget(request)
@@ -193,44 +206,55 @@ class Scheduler:
     def plan(self, beside_decodes: Callable[[], int] | None = None) -> list[Span]:
         """Return the spans of the next step, ascending within a sequence; empty if there is nothing to compute.
 
-        A request of `uncached` takes every second step, or every step if there is nothing else.
+        A request of `uncached` takes every second step, or every step if there is nothing else. Steps that are not committed
+        yet count as computed.
 
         Args:
             beside_decodes: returns the row limit of a step with decodes and prompts; called only for such a step.
         """
-        self._touched, self._span_of = [], {}
+        self._fills, self._span_of = [], {}
         whole = [Span(r.sequences[0], 0, len(r.layout)) for r in self.uncached[:1] if self.alone is None]
         spans = [] if whole and self._uncached_next else self._plan_paged(beside_decodes)
         self._uncached_next = bool(spans)
-        return spans or whole
+        spans = spans or whole
+        if spans:
+            self._uncommitted.append((spans, self._fills))
+        return spans
 
     def _plan_paged(self, beside_decodes: Callable[[], int] | None) -> list[Span]:
         spans: list[Span] = []
-        decoding = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed == 1]
+        left = self._tokens_left()
+        decoding = [s for s, count in left.items() if count == 1]
         for sequence in decoding:
             self._grow(sequence)
         decoding = [s for s in decoding if s.parts]  # drops preempted sequences
-        filling = [s for r in self.running for s in r.sequences if s.num_tokens - s.num_computed > 1]
-        tokens = len(decoding) + sum(s.num_tokens - s.num_computed for s in filling)
+        filling = [s for s, count in left.items() if count > 1 and s.parts]
+        tokens = len(decoding) + sum(left[s] for s in filling)
         budget = min(trimmed(tokens, self.token_buckets), self.max_num_batched_tokens)
         if beside_decodes is not None and filling and any(s.output_ids for s in decoding):
             most = max(beside_decodes(), _LEAST_ROWS, 2 * len(decoding))
             budget = min(budget, max(size for size in self.token_buckets if size <= max(most, self.token_buckets[0])))
         for sequence in decoding:
             budget -= self._advance(sequence, 1, spans)
-        for sequence, limit in self._prefill_turns(filling, budget):
+        for sequence, limit in self._prefill_turns(filling, left, budget):
             budget -= self._advance(sequence, min(limit, budget), spans)
         return spans
 
-    def _prefill_turns(self, filling: list[Sequence], budget: int) -> Iterator[tuple[Sequence, int]]:
+    def _tokens_left(self) -> dict[Sequence, int]:
+        """Return the number of tokens that every running sequence has still to plan."""
+        planned: dict[Sequence, int] = {}
+        for spans, _ in self._uncommitted:
+            for sequence, start, end in spans:
+                planned[sequence] = planned.get(sequence, 0) + end - start
+        return {s: s.num_tokens - s.num_computed - planned.get(s, 0) for r in self.running for s in r.sequences}
+
+    def _prefill_turns(self, filling: list[Sequence], left: dict[Sequence, int], budget: int) -> Iterator[tuple[Sequence, int]]:
         """Yield sequences, each with the number of prompt tokens it may compute, in turn; the caller stops at the budget."""
         if self.threshold is not None:
             yield from ((s, self.threshold) for s in filling)
         elif filling:
             yield filling[0], -(-budget // 2)
-            yield from (
-                (s, budget) for s in sorted(filling[1:], key=lambda s: (s.request.priority, s.num_tokens - s.num_computed))
-            )
+            yield from ((s, budget) for s in sorted(filling[1:], key=lambda s: (s.request.priority, left[s])))
         yield from ((s, budget) for s in filling)
 
     def _grow(self, sequence: Sequence) -> None:
@@ -255,9 +279,9 @@ class Scheduler:
                 if take > 0:
                     if not self._emit(spans, sequence, first + block.planned, take):
                         return taken
+                    self._fills.append(_Fill(sequence, part, index, block.planned, block.planned + take))
                     block.planned += take
                     taken += take
-                    self._touched.append((sequence, part, index))
                 if block.planned < known:
                     return taken
         return taken
@@ -274,17 +298,31 @@ class Scheduler:
             return False
         return True
 
-    def commit(self, spans: list[Span]) -> None:
-        """Mark the tokens of the planned step as computed, for every request that shares their blocks."""
+    def commit(self) -> bool:
+        """Mark the tokens of the oldest planned step as computed, for every request that shares their blocks.
+
+        Tokens from the first that is not finite of a request stay uncomputed. So do tokens of other requests whose blocks
+        continue from theirs. A request that needs such tokens computes them.
+
+        Returns:
+            Whether all tokens of the step are computed.
+        """
+        complete = True
+        spans, fills = self._uncommitted.popleft()
         for sequence, start, end in spans:
             if not sequence.output_ids:
-                sequence.request.computed[start:end] = True
-        for sequence, part, index in self._touched:
-            block: Block = part.blocks[index]
-            block.filled = block.planned
-            if block.complete and block.key is None and part is sequence.parts[-1]:
-                self.placement.publish(sequence, part, index)
-        self._touched = []
+                sequence.request.computed[start : min(end, sequence.request.finite_end)] = True
+        for sequence, part, number, start, end in fills:
+            block, last = part.blocks[number], part.start + number * self.block_size + end
+            before = part.blocks[number - 1 : number] if number else part.parents
+            ready = block.filled == start and all(p is not None and p.complete for p in before)
+            if not ready or last > sequence.request.finite_end:
+                block.planned, complete = block.filled, False
+                continue
+            block.filled, block.planned = end, max(block.planned, end)
+            if block.complete and block.key is None and sequence.parts and part is sequence.parts[-1]:
+                self.placement.publish(sequence, part, number)
+        return complete
 
     def check(self) -> None:
         """Assert that every page and block is accounted for (see `BlockTrie.check`)."""

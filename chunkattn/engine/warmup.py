@@ -110,7 +110,7 @@ class WarmUp:
 
     def _step(self, rows: int, width: int) -> jax.Array:
         """Run a step of padding rows, and return its hidden states."""
-        return self._runner.forward(self._batches.empty(rows, width))
+        return self._runner.forward(self._batches.empty(rows, width)).hidden
 
     def _first_step(self, rows: int, width: int) -> None:
         """Compile a step and the programs that pick its rows, which do not depend on the width."""

@@ -11,7 +11,7 @@ import numpy as np
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.config import SamplingParams
-from chunkattn.errors import EngineError, RequestError
+from chunkattn.errors import EngineError, NonFiniteError, RequestError
 from chunkattn.evaluation.conditions import Condition, TokenizedQuestion
 from chunkattn.evaluation.data import Question
 from chunkattn.evaluation.report import LOGPROB, Values, answer_measures
@@ -185,7 +185,8 @@ class Examiner:
             try:
                 found = compute(missing)
             except (RequestError, EngineError) as error:
-                raised: type[RequestError | EngineError] = RequestError if isinstance(error, RequestError) else EngineError
+                kinds = (RequestError, NonFiniteError, EngineError)
+                raised: type[RequestError | EngineError] = next(kind for kind in kinds if isinstance(error, kind))
                 lines = ", ".join(str(self.questions[number].line) for number in missing)
                 raise raised(f"line{'s' * (len(missing) > 1)} {lines}, {condition.name}: {error}") from error
             self.results.add(

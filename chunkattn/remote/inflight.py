@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
-from chunkattn.errors import CapacityError, DeadlineExceededError, EngineError
+from chunkattn.errors import DeadlineExceededError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -138,10 +138,7 @@ class InflightRequests:
         if isinstance(event, RequestFailed):
             self._client.forget(event.request_id)
             self._outstanding.discard(event.request_id)
-            if event.param:
-                self.fail(CapacityError(event.reason, param=event.param))
-            else:
-                self.fail(EngineError(f"request {event.request_id} failed in a step: {event.reason}"))
+            self.fail(event.error())
             return
         try:
             last = self._take(event)

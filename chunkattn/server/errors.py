@@ -17,6 +17,7 @@ from chunkattn.errors import (
     ChunkAttnError,
     DeadlineExceededError,
     EngineDeadError,
+    NonFiniteError,
     QueueFullError,
     RequestError,
 )
@@ -72,6 +73,8 @@ def api_error(error: Exception, request_id: str) -> ApiError:
         case EngineDeadError():
             text = "the engine is not ready; try again"
             return ApiError(503, text, code="engine_not_ready", **{"Retry-After": str(_RETRY_AFTER_S)})
+        case NonFiniteError():
+            return ApiError(500, str(error), code="non_finite")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), code=_code(error.status_code), **(error.headers or {}))
         case RequestValidationError():

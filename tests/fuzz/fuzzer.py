@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+from unittest.mock import patch
 
 import numpy as np
 
 from chunkattn import SamplingParams
-from chunkattn.engine.batch import StepPlan
+from chunkattn.engine.batch import StepBatch, StepPlan
+from chunkattn.engine.runner import StepStates
 from chunkattn.engine.scheduler import Span
 from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Precompute, Score
 from tests.fuzz.ledger import Ledger
@@ -202,6 +204,28 @@ class Fuzzer:
         finally:
             delattr(owner, stage)
 
+    def _damage(self) -> None:
+        """Have a step compute one row from a wrong token, and find that row not finite."""
+        core, damaged = self.session.core, list[int]()
+        build, forward = core.batches.build, core.runner.forward
+
+        def build_wrongly(spans: list[Span]) -> StepPlan:
+            plan = build(spans)
+            row = int(self.rng.integers(plan.batch.num_rows))
+            plan.batch.token_ids[row] = (plan.batch.token_ids[row] + 1) % WORDS
+            self.session.damaged |= {s.sequence.request.request_id for s, rows in plan.rows() if rows.start <= row < rows.stop}
+            damaged.append(row)
+            return plan
+
+        def forward_and_find(batch: StepBatch) -> StepStates:
+            states = forward(batch)
+            return StepStates(states.hidden, states.finite.at[np.asarray(damaged)].set(False))
+
+        patches = patch.object(core.batches, "build", build_wrongly), patch.object(core.runner, "forward", forward_and_find)
+        with patches[0], patches[1]:
+            self.session.step()
+        self.counts["damaged"] += len(damaged)
+
     def _poison(self) -> None:
         """Have every step raise that computes requests of one call."""
         batches, victim = self.session.core.batches, self._some(self.session.in_flight)
@@ -242,11 +266,14 @@ _OPERATIONS: dict[str, float] = {
     "look_up": 3,
     "fail": 1.5,
     "poison": 0.3,
+    "damage": 1.5,
     "stall": 2,
     "reset": 0.5,
     "restart": 0.5,
 }
-_IDLE = {name: weight for name, weight in _OPERATIONS.items() if name not in ("step", "abort", "preempt", "fail", "poison")}
+_IDLE = {
+    name: weight for name, weight in _OPERATIONS.items() if name not in ("step", "abort", "preempt", "fail", "poison", "damage")
+}
 
 
 def _reads_chunks(call: Call) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -69,12 +70,21 @@ def _store() -> Any:
     return patch.object(disk_tier, "entry_key", lambda model, salt, prefix, chunk, _: entry_key(model, salt, prefix, chunk, 0))
 
 
+@contextmanager
+def _not_finite() -> Iterator[None]:
+    """Tokens that are not finite count as computed, and stay cached."""
+    endless = property(lambda _: sys.maxsize, lambda *_: None)
+    with patch.object(Request, "finite_end", endless), patch.object(Placement, "discard"):
+        yield
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "scoring": _scoring,
     "position": _position,
     "salt": _salt,
     "reference": _reference,
     "store": _store,
+    "not finite": _not_finite,
 }
 """By name: makes a context manager within which the defect is there."""
 
