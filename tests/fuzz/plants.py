@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,8 @@ from chunkattn.cache.trie import Block, BlockTrie
 from chunkattn.engine import disk_tier
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sequence
+from chunkattn.scoring import QueryItems, planner
+from chunkattn.scoring.result_cache import item_keys
 
 
 def _scoring() -> Any:
@@ -69,12 +72,22 @@ def _store() -> Any:
     return patch.object(disk_tier, "entry_key", lambda model, salt, prefix, chunk, _: entry_key(model, salt, prefix, chunk, 0))
 
 
+def _results() -> Any:
+    """A scored item's key lacks the query."""
+
+    def keys(job: QueryItems, *args: Any) -> list[bytes]:
+        return item_keys(replace(job, query=[]), *args)
+
+    return patch.object(planner, "item_keys", keys)
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "scoring": _scoring,
     "position": _position,
     "salt": _salt,
     "reference": _reference,
     "store": _store,
+    "results": _results,
 }
 """By name: makes a context manager within which the defect is there."""
 
