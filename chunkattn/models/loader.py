@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from chunkattn.errors import ModelError
 from chunkattn.models.gguf_file import GGUF_SUFFIX, find_gguf, open_gguf
 from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
+from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
 from chunkattn.models.spec import DecoderSpec, spec_from_config
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class ModelFiles:
         dtype: dtype of weights, activations and KV.
         tokenizer: tokenizer of the model, or None if skipped.
         eos_token_ids: tokens that end a text.
+        reranker: rerank template and class names of the checkpoint.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class ModelFiles:
     dtype: jnp.dtype
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: tuple[int, ...]
+    reranker: RerankerTraits = field(default_factory=RerankerTraits)
 
     def load(self) -> Decoder:
         """Return the decoder with its weights.
@@ -114,12 +117,19 @@ def open_model(
         loaded = tokenizer_from_gguf(file)
     else:
         loaded = load_tokenizer(tokenizer or str(path))
+    if path.resolve() == DEMO_FOLDER.resolve():
+        reranker = RerankerTraits("plain")
+    elif file is not None:
+        reranker = traits_of_gguf(file, config)
+    else:
+        reranker = traits_of_folder(path, model, config, getattr(loaded, "chat_template", None))
     return ModelFiles(
         path=path,
         spec=spec,
         dtype=jnp.dtype(_checkpoint_dtype(config) if dtype == "auto" else dtype),
         tokenizer=loaded,
         eos_token_ids=_eos_token_ids(path, config, loaded),
+        reranker=reranker,
     )
 
 
