@@ -112,7 +112,7 @@ class RerankResult:
 
     Attributes:
         index: place of the document in the request.
-        relevance_score: probability of the positive label, normalised over the two labels.
+        relevance_score: probability of the positive label, normalised over the two labels, or the sigmoid of a single logit.
         document: text of the document, or its token ids if they were given.
         truncated: whether the document was cut, by `max_tokens_per_doc` or `truncate_prompt_tokens`.
     """

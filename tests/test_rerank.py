@@ -8,9 +8,11 @@ import torch
 from transformers import AutoTokenizer
 
 from chunkattn import LLM, AsyncLLM
+from chunkattn.engine.messages import ScoreRequest
 from chunkattn.errors import CapacityError, ChunkAttnError, RequestError
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
+from chunkattn.rope.positions import make_layout
 from chunkattn.scoring.labels import resolve_labels
 from chunkattn.scoring.queries import pair_queries
 from chunkattn.scoring.rerank import plan_rerank
@@ -151,7 +153,8 @@ def test_leading_special_tokens_begin_the_prompt(encode):
         ({"text": "{query}{document}{instruction}", "instruction": "i"}, "must hold"),
         ({"text": "{query}{instruction}{document}"}, "default instruction"),
         ({"text": "{query}{document}", "instruction": "i"}, "default instruction"),
-        ({"text": "{query}{document}", "labels": ("yes",)}, "two strings"),
+        ({"text": "{query}{document}", "labels": ()}, "two strings"),
+        ({"text": "{query}{document}", "labels": "no"}, "two strings"),
         ({"text": "{query}{document}", "labels": (1, 2)}, "two strings"),
     ],
     ids=str,
@@ -188,6 +191,30 @@ def test_relevance_is_transformers_on_the_whole_text(reranker, reranker_folder, 
     assert ranks.index(4) == ranks.index(0) + 1
     assert reranker.rerank("Which city?", DOCUMENTS, top_n=2, algorithm="serial").results == output.results[:2]
     assert reranker.rerank("Which city?", DOCUMENTS, 99, algorithm="serial").results == output.results
+
+
+def test_one_label_ranks_by_its_logit(reranker, reranker_folder, encode):
+    """The sigmoid of the raw logit, in the order of the logits; log-probabilities would order otherwise."""
+    template = RerankTemplate("one", QWEN3_RERANKER.text, ("yes",), QWEN3_RERANKER.instruction)
+    oracle, (yes,) = Oracle(reranker_folder), ids_of(encode, "yes")
+    texts = [OFFICIAL.format(instruction=template.instruction, query="q", document=document) for document in DOCUMENTS]
+    rows = [oracle.logits(ids_of(encode, text))[-1] for text in texts]
+    expected = 1 / (1 + np.exp(-np.array([row[yes] for row in rows])))
+    for algorithm in ("serial", "prefill_extend"):
+        output = reranker.rerank("q", DOCUMENTS, template=template, algorithm=algorithm)
+        found = {r.index: r.relevance_score for r in output.results}
+        np.testing.assert_allclose([found[n] for n in range(len(DOCUMENTS))], expected, atol=1e-5)
+
+
+def test_logits_and_log_probabilities_are_read_in_one_step(reranker, reranker_folder):
+    rows = Oracle(reranker_folder).logits([5, 6, 7])
+    layout = make_layout([], [], [5, 6, 7])
+    for name, raw in (("a", False), ("b", True), ("c", False)):
+        reranker.core.add(ScoreRequest(name, layout, np.array([1, 2]), (9, 11), raw=raw))
+    found = {event.request_id: event.logprobs for event in reranker.core.step()}
+    np.testing.assert_allclose(found["b"], rows[1:, [9, 11]], atol=1e-4)
+    for name in "ac":
+        np.testing.assert_allclose(found[name], torch.log_softmax(torch.as_tensor(rows), -1)[1:, [9, 11]], atol=1e-4)
 
 
 def test_what_a_request_may_change(reranker, encode):

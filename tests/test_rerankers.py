@@ -160,7 +160,7 @@ def test_the_class_that_means_relevant(names, place):
 
 @pytest.mark.parametrize("names", [("LABEL_0", "LABEL_1"), ("yes", "maybe"), ("a", "b")])
 def test_classes_without_a_meaning_are_refused(names):
-    with pytest.raises(RequestError, match=f"'{names[0]}' and '{names[1]}', which does not tell .* id2label") as caught:
+    with pytest.raises(RequestError, match=f"'{names[0]}' and '{names[1]}', which does not tell .*id2label") as caught:
         relevance_class(names)
     assert caught.value.param == "documents"
 

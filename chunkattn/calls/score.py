@@ -200,7 +200,8 @@ def rerank_job(
 
     try:
         scored = tokenize_query(frontend, plan.prefix, plan.items, labels=plan.labels, delimited=False)
-        return _job(frontend, [scored], ranked, plan.labels, True, algorithm, cache_salt, priority)
+        raw = len(plan.labels) == 1
+        return _job(frontend, [scored], ranked, plan.labels, True, algorithm, cache_salt, priority, raw=raw)
     except RequestError as error:  # translate to the argument names of this call
         names = {"items": "documents", "label_token_ids": "template"}
         raise error.renamed(error.part, names.get(error.param or "", error.param)) from None
@@ -215,6 +216,8 @@ def _job(
     algorithm: str | None,
     cache_salt: str | None,
     priority: int,
+    *,
+    raw: bool = False,
 ) -> ScoreJob[T]:
     (rank,), salt = check_priorities(priority, 1), salt_key(cache_salt)
     too_costly = frontend.scores.too_costly(queries)
@@ -226,6 +229,7 @@ def _job(
             apply_softmax=apply_softmax,
             cache_salt=salt,
             priority=rank,
+            raw=raw,
             new_id=frontend.new_id,
             too_costly=too_costly,
             check=frontend.intake.check,

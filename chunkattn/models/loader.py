@@ -120,9 +120,9 @@ def open_model(
     if path.resolve() == DEMO_FOLDER.resolve():
         reranker = RerankerTraits("plain")
     elif file is not None:
-        reranker = traits_of_gguf(file, config)
+        reranker = traits_of_gguf(file, config, spec)
     else:
-        reranker = traits_of_folder(path, model, config, getattr(loaded, "chat_template", None))
+        reranker = traits_of_folder(path, model, config, spec, getattr(loaded, "chat_template", None))
     return ModelFiles(
         path=path,
         spec=spec,

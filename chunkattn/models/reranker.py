@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chunkattn.models.gguf_file import GGUFFile
+from chunkattn.models.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,24 +38,28 @@ class RerankerTraits(NamedTuple):
     class_names: tuple[str, ...] = ()
 
 
-def traits_of_folder(folder: Path, model: str | None, config: PretrainedConfig, chat_template: Any) -> RerankerTraits:
+def traits_of_folder(
+    folder: Path, model: str | None, config: PretrainedConfig, spec: DecoderSpec, chat_template: Any
+) -> RerankerTraits:
     """Return the traits of a Hugging Face checkpoint.
 
     Args:
         folder: local folder of the checkpoint.
         model: folder or hub id that the user gave.
         config: configuration of the checkpoint.
+        spec: shape of its decoder.
         chat_template: chat template of its tokenizer: a text, texts by name, or None.
     """
-    return _traits(config, str(chat_template or ""), _names_of_folder(folder, model))
+    return _traits(config, spec, str(chat_template or ""), _names_of_folder(folder, model))
 
 
-def traits_of_gguf(file: GGUFFile, config: PretrainedConfig) -> RerankerTraits:
+def traits_of_gguf(file: GGUFFile, config: PretrainedConfig, spec: DecoderSpec) -> RerankerTraits:
     """Return the traits of a GGUF file.
 
     Args:
         file: opened GGUF file.
         config: `config_from_gguf` of the file.
+        spec: `spec_from_gguf` of the file.
 
     Raises:
         ModelError: a value of the metadata has the wrong type.
@@ -62,17 +67,15 @@ def traits_of_gguf(file: GGUFFile, config: PretrainedConfig) -> RerankerTraits:
     own = file.get("tokenizer.chat_template.rerank", str, "")
     keys = ("general.name", "general.basename", "general.base_model.0.name")
     names = iter([*(file.get(key, str, "") for key in keys), _end_of(file.path), _end_of(file.path.resolve())])
-    traits = _traits(config, file.get("tokenizer.chat_template", str, ""), names)
+    traits = _traits(config, spec, file.get("tokenizer.chat_template", str, ""), names)
     return traits._replace(template=own) if "{query}" in own and "{document}" in own else traits
 
 
-def _traits(config: PretrainedConfig, chat_template: str, names: Iterator[str]) -> RerankerTraits:
-    classes: tuple[str, ...] = ()
-    if (architecture := (config.architectures or ["none"])[0]).endswith("ForSequenceClassification"):
-        classes = tuple(str(config.id2label.get(number, f"LABEL_{number}")) for number in range(config.num_labels))
+def _traits(config: PretrainedConfig, spec: DecoderSpec, chat_template: str, names: Iterator[str]) -> RerankerTraits:
+    classes = tuple(str(config.id2label.get(number, f"LABEL_{number}")) for number in range(spec.num_labels or 0))
     return RerankerTraits(
         next((name for name, sentence in _SENTENCES.items() if sentence in chat_template), None)
-        or _template_of_head(config, architecture, classes)
+        or _template_of_head(config, spec.architecture, classes)
         or next((found for name in names if (found := _template_of_name(name))), None),
         classes,
     )

@@ -34,7 +34,7 @@ class QueryPlan:
         max_stage_tokens: maximum number of tokens of a stage with more than one request.
         columns: number of labels, or of classes of a classifier.
         apply_softmax: whether scores are normalised over the labels.
-        classifier: whether results are class logits.
+        logits: whether results are logits, of a classifier's classes or of labels.
         note: called with every result.
     """
 
@@ -48,11 +48,11 @@ class QueryPlan:
         max_stage_tokens: int,
         columns: int,
         apply_softmax: bool,
-        classifier: bool,
+        logits: bool,
         note: Callable[[ScoreResult | PrecomputeResult], None],
     ) -> None:
         self._job, self._choice, self._request, self._note = job, choice, request, note
-        self._max_stage_tokens, self._apply_softmax, self._classifier = max_stage_tokens, apply_softmax, classifier
+        self._max_stage_tokens, self._apply_softmax, self._logits = max_stage_tokens, apply_softmax, logits
         self._keys, self._results, known = keys, results, results.get(keys)
         first = {key: place for place, key in reversed([*enumerate(keys)])}  # of each distinct item
         self._first = [first[key] for key in keys]
@@ -114,14 +114,14 @@ class QueryPlan:
     def output(self) -> ScoreOutput:
         """Return the output; call it after every result is added."""
         values = self._values[self._first].astype(np.float64)
-        if self._classifier:
+        if self._logits:
             scores = expit(values) if values.shape[1] == 1 else softmax(values, axis=1)
         else:
             scores = softmax(values, axis=1) if self._apply_softmax else np.exp(values)
         return ScoreOutput(
             scores=scores.tolist(),
-            logprobs=None if self._classifier else values.tolist(),
-            logits=values.tolist() if self._classifier else None,
+            logprobs=None if self._logits else values.tolist(),
+            logits=values.tolist() if self._logits else None,
             algorithm=self._choice.algorithm,
             predicted_seconds=dict(self._choice.predicted_seconds),
             usage=self._usage(),

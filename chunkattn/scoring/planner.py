@@ -119,6 +119,7 @@ class ScorePlanner:
         apply_softmax: bool,
         cache_salt: str | None,
         priority: int,
+        raw: bool = False,
         new_id: Callable[[], str],
         too_costly: Mapping[str, str],
         check: Callable[[PrecomputeRequest | ScoreRequest], None] = lambda _: None,
@@ -132,6 +133,7 @@ class ScorePlanner:
             apply_softmax: see `QueryPlan`.
             cache_salt: cache salt of the requests.
             priority: priority of the requests.
+            raw: whether to read the labels' logits, whose scores are their sigmoid or softmax.
             new_id: makes request ids.
             too_costly: result of `too_costly` for the call that the job belongs to.
             check: called with every new request.
@@ -175,7 +177,9 @@ class ScorePlanner:
             if rows is None:
                 made = PrecomputeRequest(new_id(), layout, cache_salt, persist=False, priority=priority)
             else:
-                made = ScoreRequest(new_id(), layout, rows, labels, shared, choice.algorithm, cache_salt, priority, backend)
+                made = ScoreRequest(
+                    new_id(), layout, rows, labels, shared, choice.algorithm, cache_salt, priority, backend, raw
+                )
             check(made)
             return made
 
@@ -183,8 +187,10 @@ class ScorePlanner:
         columns = len(labels) if classes is None else classes
         note = partial(self._note, query=asked, tokens=len(job.prefix))
         most = STAGE_STEPS * config.max_num_batched_tokens
-        keys = item_keys(job, labels, wanted, cache_salt)
-        return QueryPlan(job, keys, self.results, choice, request, most, columns, apply_softmax, classes is not None, note)
+        keys = item_keys(job, labels, wanted, cache_salt, raw)
+        return QueryPlan(
+            job, keys, self.results, choice, request, most, columns, apply_softmax, raw or classes is not None, note
+        )
 
 
 def max_request_tokens(limits: EngineLimits) -> int:

@@ -68,7 +68,7 @@ class RerankPlan:
         documents: texts of the documents, or their token ids.
         prefix: token ids that all documents share: instruction and query in their template.
         items: token ids of every document with the template's end.
-        labels: token ids of the positive and the negative answer; empty for a sequence classifier.
+        labels: token ids of the positive and, if the template has one, the negative answer; empty for a sequence classifier.
         tail: number of tokens of the template's end.
         cuts: whether the caller asked for documents to be cut.
         truncated: whether each document was cut.
@@ -211,7 +211,7 @@ def plan_rerank(
     )
 
 
-def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str) -> tuple[int, int]:
+def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str) -> tuple[int, ...]:
     """Return the tokens with which the labels continue the last part of the template."""
     found, end = [], plain.fill([tail])
     for label in template.labels:
@@ -222,10 +222,9 @@ def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str) -> tupl
                 param="template",
             )
         found.append(ids[-1])
-    positive, negative = found
-    if positive == negative:
+    if len({*found}) < len(found):
         raise RequestError(f"the labels of template {template.name!r} are the same token", param="template")
-    return positive, negative
+    return tuple(found)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -41,7 +41,9 @@ class RerankTemplate:
         name: name of the template.
         text: text for the model: `{query}` once, `{instruction}` at most once, and `{document}` once after both. `{|}` stands
             between parts that the model's authors tokenize apart: no token crosses it.
-        labels: answers for relevant and not relevant, in the form that follows the text; each must be one more token.
+        labels: answers for relevant and not relevant, in the form that follows the text; each must be one more token. A
+            document's relevance is the probability of the first against the second; with the first alone, the sigmoid of its
+            logit.
         instruction: default for `{instruction}`, `""` for none; None if the text has no such place.
         control_tokens: parts of the text that must be single tokens in the model's tokenizer.
         instruction_line: text that takes the place of `{instruction}` in `text`, with `{instruction}` once; left out if the
@@ -53,7 +55,7 @@ class RerankTemplate:
 
     name: str
     text: str
-    labels: tuple[str, str] = ("yes", "no")
+    labels: tuple[str, str] | tuple[str] = ("yes", "no")
     instruction: str | None = None
     control_tokens: tuple[str, ...] = ()
     instruction_line: str = "{instruction}"
@@ -71,8 +73,9 @@ class RerankTemplate:
                 f"template {self.name!r} must have a default instruction if its text has a place for one, and only then",
                 param="template",
             )
-        if len(self.labels) != 2 or not all(isinstance(label, str) for label in self.labels):
-            raise RequestError(f"the labels of template {self.name!r} must be two strings", param="template")
+        listed = isinstance(self.labels, (tuple, list)) and len(self.labels) in (1, 2)
+        if not (listed and all(isinstance(label, str) for label in self.labels)):
+            raise RequestError(f"the labels of template {self.name!r} must be one or two strings", param="template")
         if _SLOT.findall(self.instruction_line) != ["instruction"]:
             raise RequestError(f"instruction_line of template {self.name!r} must hold {{instruction}} once", param="template")
 

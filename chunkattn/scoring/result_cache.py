@@ -18,7 +18,7 @@ _ENTRY_BYTES = 256
 """Size of an entry beside its values: key, array header and place in the order."""
 
 
-def item_keys(job: QueryItems, labels: Sequence[int], algorithm: str, cache_salt: str | None) -> list[bytes]:
+def item_keys(job: QueryItems, labels: Sequence[int], algorithm: str, cache_salt: str | None, raw: bool = False) -> list[bytes]:
     """Return a key for each item. Items of equal keys have equal results.
 
     The key is a cryptographic digest of everything that the result depends on in one engine, so no chosen text can get the
@@ -29,8 +29,9 @@ def item_keys(job: QueryItems, labels: Sequence[int], algorithm: str, cache_salt
         labels: token ids to read.
         algorithm: name that the caller asked for, which may be `"auto"`: algorithms round differently.
         cache_salt: cache salt of the call.
+        raw: whether logits are read instead of log-probabilities.
     """
-    form = (cache_salt, algorithm, job.item_first, list(labels), len(job.leading), len(job.query))
+    form = (cache_salt, algorithm, raw, job.item_first, list(labels), len(job.leading), len(job.query))
     shared = blake2b(repr(form).encode(), digest_size=32)
     shared.update(np.asarray(job.prefix, np.int64).tobytes())
     keys = []
@@ -66,7 +67,7 @@ class ResultCache:
 
         Args:
             key: key of the item.
-            row: label log-probabilities, or class logits.
+            row: log-probabilities or logits of the labels, or class logits.
         """
         size = row.nbytes + _ENTRY_BYTES
         if not self.enabled or size > self._max_bytes or not np.isfinite(row).all():
