@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from chunkattn.parsers import ChunkedPrompt, DocumentPrompt
     from chunkattn.rope.positions import make_layout
-    from chunkattn.scoring.rerank import RerankTemplate
+    from chunkattn.scoring.rerank_template import RerankTemplate
 
 __version__ = version("chunkattn")
 
@@ -42,7 +42,7 @@ _HOMES = {
     "RequestOutput": "outputs",
     "RerankOutput": "outputs",
     "RerankResult": "outputs",
-    "RerankTemplate": "scoring.rerank",
+    "RerankTemplate": "scoring.rerank_template",
     "SamplingParams": "config",
     "ScoreOutput": "outputs",
     "chunk_attention": "backends",

@@ -47,6 +47,8 @@ class EngineConfig:
         document_template: text of a document's chunk, with `{document}` once where the document's text goes. The engine adds it
             to documents given as text, and to nothing else. By default the checkpoint's own (`document_template` in
             `tokenizer_config.json`), or else `"Document: {document}"` and a blank line.
+        rerank_template: template of reranks that name none: `"generic"`, `"qwen3-reranker"`, `"mxbai-rerank-v2"`, `"plain"`, or
+            a text with `{query}` and `{document}`. By default the checkpoint's own, or else `"generic"`.
         special_tokens_in_documents: let the text of a special token become that token in chunks, documents, user and tool
             messages and rerank texts. The default is safe for untrusted documents.
         special_tokens_in_prompts: let the text of a special token become that token in prefixes, questions, plain prompts,
@@ -103,6 +105,7 @@ class EngineConfig:
     enable_chunk_aware: bool = False
     chunk_separator: str = " # # "
     document_template: str | None = None
+    rerank_template: str | None = None
     special_tokens_in_documents: bool = False
     special_tokens_in_prompts: bool = True
     position_strategy: str = "shared"

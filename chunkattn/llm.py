@@ -20,7 +20,7 @@ from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
 from chunkattn.models.loader import open_files
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.scoring.rerank import RerankTemplate
+from chunkattn.scoring.rerank_template import RerankTemplate
 
 T = TypeVar("T")
 
@@ -345,6 +345,7 @@ class LLM:
         instruction: str | None = None,
         template: RerankTemplate | str | None = None,
         max_tokens_per_doc: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         algorithm: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
@@ -360,8 +361,11 @@ class LLM:
             documents: texts, which get the rerank template alone, or token ids; an empty list gives no results.
             top_n: number of best documents to return; None returns all.
             instruction: description of what the query wants, instead of the template's own.
-            template: name of a template (`chunkattn.scoring.rerank.TEMPLATES`) or a template; None chooses by the model's name.
-            max_tokens_per_doc: number of tokens to which a document is cut; None cuts nothing.
+            template: name of a template (`chunkattn.scoring.rerank_template.TEMPLATES`) or a template; None takes the engine's
+                `rerank_template`, or else the one that the checkpoint calls for.
+            max_tokens_per_doc: number of tokens to which a document is cut, or fewer where fewer fit; None cuts nothing.
+            truncate_prompt_tokens: limit on the tokens of query, template and document together, or what fits where that is
+                less. The document alone is cut. -1 cuts to what fits; None cuts nothing.
             algorithm: see `score`.
             cache_salt: see `generate`.
             priority: see `generate`.
@@ -383,6 +387,7 @@ class LLM:
             instruction=instruction,
             template=template,
             max_tokens_per_doc=max_tokens_per_doc,
+            truncate_prompt_tokens=truncate_prompt_tokens,
             algorithm=algorithm,
             cache_salt=cache_salt,
             priority=priority,

@@ -75,7 +75,8 @@ class ScoreUsage:
     Attributes:
         prompt_tokens: tokens of query and items, each counted once.
         computed_tokens: rows that the model ran; the query counts again for every pack or item that computes it.
-        cached_tokens: tokens of the query that were in the cache.
+        cached_tokens: tokens that were not computed: of the query in the cache, of items that repeat another item of the
+            call, and of items that were scored before after the same query. The query counts too if no item needed it.
     """
 
     prompt_tokens: int
@@ -111,9 +112,9 @@ class RerankResult:
 
     Attributes:
         index: place of the document in the request.
-        relevance_score: probability of the positive label, normalised over the two labels.
+        relevance_score: probability of the positive label, normalised over the two labels, or the sigmoid of a single logit.
         document: text of the document, or its token ids if they were given.
-        truncated: whether the document was cut to `max_tokens_per_doc`.
+        truncated: whether the document was cut, by `max_tokens_per_doc` or `truncate_prompt_tokens`.
     """
 
     index: int

@@ -13,11 +13,13 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.config import EngineConfig
 from chunkattn.errors import RequestError
 from chunkattn.models.loader import DEMO_FOLDER
+from chunkattn.models.reranker import RerankerTraits
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.parsers.special_tokens import ControlTokens
-from chunkattn.scoring.rerank import RerankTemplate, plan_rerank
+from chunkattn.scoring.rerank import plan_rerank
+from chunkattn.scoring.rerank_template import RerankTemplate
 
 SPECIAL = ["<|start|>", "<|end|>", "<|end|>x"]
 KEPT = ["<think>", "  "]
@@ -375,7 +377,7 @@ def test_tokenizers_in_python():
 class Files:
     """The files of a checkpoint that a front end needs."""
 
-    eos_token_ids = ()
+    eos_token_ids, reranker = (), RerankerTraits()
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer

@@ -39,7 +39,7 @@ def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, faul
     async def die():
         fault.write_text("slow")
         calls = [last(doomed.generate(PROMPT, LONG)) for _ in range(8)]
-        calls += [doomed.score([1] * 9, [[2] * 9] * 50, label_token_ids=[3], item_first=True)]
+        calls += [doomed.score([1] * 9, [[n] * 9 for n in range(50)], label_token_ids=[3], item_first=True)]
         tasks = [asyncio.ensure_future(c) for c in calls]
         await asyncio.sleep(0.3)
         if way == "hang":

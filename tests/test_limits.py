@@ -57,6 +57,11 @@ def refuse(*_, **__):
     raise AssertionError("work has begun")
 
 
+def distinct(count, size):
+    """Items that differ in their first two tokens."""
+    return [[n % 100, n // 100, *[8] * (size - 2)] for n in range(count)]
+
+
 def score(made, query, items, algorithm=None, **options):
     return score_job(made, query, items, label_token_ids=[5, 6], algorithm=algorithm, **options)
 
@@ -176,6 +181,7 @@ def test_a_salt_is_bounded_and_reaches_the_engine_as_a_digest(frontend):
 def test_costs_are_those_of_what_is_laid_out(frontend):
     made = frontend(max_num_batched_tokens=128)
     query, items = [7] * 100, [[8] * (n % 40) for n in range(300)]
+    items += items[50:]  # repeated items cost nothing
     told = made.scores.query_items(query, items, [], False).tokens()
     for name, cost in told.items():
         requests = [*chain.from_iterable(score(made, query, items, name).stages())]
@@ -196,15 +202,15 @@ def test_a_call_that_costs_too_much_is_refused_before_it_is_laid_out(frontend, m
     made = frontend(max_tokens_per_call=10_000)
     monkeypatch.setattr(algorithms, "make_layout", refuse)
     with pytest.raises(CapacityError, match=r"'serial' .* 11000 tokens .*max_tokens_per_call is 10000") as caught:
-        score(made, [7] * 100, [[8] * 10] * 100, "serial")
+        score(made, [7] * 100, distinct(100, 10), "serial")
     assert caught.value.param == "items"
     with pytest.raises(CapacityError, match="11000 tokens"):
-        score(made, [7] * 100, [[8] * 10] * 100, item_first=True)
+        score(made, [7] * 100, distinct(100, 10), item_first=True)
     with pytest.raises(CapacityError, match="12000 tokens"):
         score(made, [[7] * 100] * 6, [[8] * 1900], item_first=True)
-    assert score(made, [7] * 100, [[8] * 10] * 100)  # auto leaves out what costs too much
+    assert score(made, [7] * 100, distinct(100, 10))  # auto leaves out what costs too much
     with pytest.raises(CapacityError, match="max_tokens_per_call"):
-        score(made, [7] * 100, [[8] * 110] * 100)
+        score(made, [7] * 100, distinct(100, 110))
 
 
 def test_prompts_samples_and_documents_count(frontend):
@@ -251,7 +257,7 @@ def test_items_that_all_queries_share_are_tokenized_once(frontend, monkeypatch):
 @pytest.mark.parametrize("algorithm", ["serial", "packed_segment", "prefill_extend", "packed_dense"])
 def test_only_one_stage_of_a_scoring_call_is_in_memory(frontend, algorithm):
     made = frontend(max_num_batched_tokens=128)
-    job = score(made, [7] * 1000, [[8] * 10] * 2000, algorithm)
+    job = score(made, [7] * 1000, distinct(2000, 10), algorithm)
     tracemalloc.start()
     largest = max(sum(len(r.layout) for r in stage) for stage in job.stages())
     peak = tracemalloc.get_traced_memory()[1]
@@ -270,7 +276,7 @@ def test_a_stage_is_made_when_it_is_asked_for(frontend, monkeypatch):
     monkeypatch.setattr(algorithms, "make_layout", count)
     for query in ([7] * 100, [[7] * 100, [9] * 100]):
         laid_out.clear()
-        stages = score(made, query, [[8] * 10] * 100, "serial").stages()
+        stages = score(made, query, distinct(100, 10), "serial").stages()
         assert laid_out == []
         assert len(next(stages)) < len(laid_out) + 1 < 12
     laid_out.clear()

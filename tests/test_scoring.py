@@ -167,7 +167,7 @@ def test_text_is_tokenized_part_by_part(demo):
     query, items = "Find a person who likes figs.", ["Böb 東 likes figs.", "", "Meru likes tea."]
     text = demo.score(query, items, label_token_ids=labels, algorithm="packed_segment")
     ids = [demo.tokenizer(t, add_special_tokens=False).input_ids for t in (query, *items)]
-    assert text == demo.score(ids[0], ids[1:], label_token_ids=labels, algorithm="packed_segment")
+    assert text == demo.score(ids[0], ids[1:], label_token_ids=labels, algorithm="packed_segment", cache_salt="ids")
     with pytest.raises(RequestError, match="query is empty"):
         demo.score("", items, label_token_ids=labels)
 
@@ -317,6 +317,7 @@ def test_the_same_request_gives_the_same_bits_whatever_was_learnt_since(engine):
     first = llm.score(query, items, label_token_ids=[5])
     for rates in (StepRates(1.0, 1e-9, 1e-12), StepRates(1e-9, 1.0, 1e-12), StepRates(1e-9, 1e-9, 1.0)):
         llm.frontend.scores._rates = rates
+        llm.frontend.scores.results.clear()
         again = llm.score(query, items, label_token_ids=[5])
         assert (again.algorithm, again.logprobs) == (first.algorithm, first.logprobs)
 
@@ -327,11 +328,11 @@ def test_a_query_is_cached_for_the_next_request(engine, oracle):
     query = rng.integers(0, VOCAB, 100).tolist()
     for cached in (0, 100):
         items = [rng.integers(0, VOCAB, n).tolist() for n in (7, 0, 30, 90, 1)]
-        result = llm.score(query, items, label_token_ids=[5], algorithm="prefill_extend")
+        result = llm.score(query, items, label_token_ids=[5 + cached], algorithm="prefill_extend")
         assert result.usage.cached_tokens == cached
         # The empty item is read off the query's last token, computed again with those on its page.
         assert result.usage.computed_tokens == 100 - cached + 128 + 4
-        check(result, one_forward_per_item(oracle("qwen3"), query, items, [5]))
+        check(result, one_forward_per_item(oracle("qwen3"), query, items, [5 + cached]))
     salted = llm.score(query, [[1]], label_token_ids=[5], algorithm="prefill_extend", cache_salt="mine")
     assert salted.usage.cached_tokens == 0
 

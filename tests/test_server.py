@@ -236,6 +236,41 @@ def test_rerank_returns_what_was_asked_for(http):
     assert results[1]["truncated"]
 
 
+def test_a_cut_that_was_asked_for_is_lowered_to_what_fits(server, http, demo):
+    """4,096 is what Haystack's client sends by default; the demo model has 512 positions."""
+    query, documents = "Find a person who lives in Oslo.", ["Ben likes tea.", "Ana lives in Oslo. " * 200]
+    room = 512 - len(demo.tokenizer(query).input_ids)
+    expected = demo.rerank(query, documents, max_tokens_per_doc=room)
+    scores = {r.index: r.relevance_score for r in expected.results}
+    cuts = ({"max_tokens_per_doc": 4096}, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 4096})
+    for path, cut in zip(("/v2/rerank", "/v1/rerank", "/rerank"), cuts, strict=True):
+        asked = {"query": query, "documents": documents}
+        refused = http.post(path, json=asked)
+        assert refused.status_code == 400
+        assert f"leaves room for {room}" in refused.json()["error"]["message"]
+        results = http.post(path, json={**asked, **cut}).json()["results"]
+        assert {r["index"]: "truncated" in r for r in results} == {0: False, 1: True}
+        assert {r["index"]: r["relevance_score"] for r in results} == pytest.approx(scores, abs=1e-6)
+        pairs = http.post("/score", json={"text_1": query, "text_2": documents, **cut}).json()["data"]
+        assert ["truncated" in d for d in pairs] == [False, True]
+        assert [d["score"] for d in pairs] == pytest.approx([scores[0], scores[1]], abs=1e-6)
+    haystack = cohere.ClientV2(api_key="none", base_url=server.url)
+    answer = haystack.rerank(model=MODEL, query=query, documents=documents, max_tokens_per_doc=4096)
+    assert {r.index: r.relevance_score for r in answer.results} == pytest.approx(scores, abs=1e-6)
+
+
+def test_repeated_documents_are_computed_once(http):
+    body = {"query": "Who likes honey?", "documents": ["Lezudo likes honey."] * 16 + [f"Number {n}." for n in range(14)]}
+    once = http.post("/v1/rerank", json={**body, "documents": body["documents"][15:], "cache_salt": "once"}).json()["usage"]
+    first, again = [http.post("/v1/rerank", json=body).json() for _ in range(2)]
+    assert first["usage"]["computed_tokens"] == once["computed_tokens"]
+    usage = again["usage"]
+    assert (usage["computed_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (0, usage["prompt_tokens"])
+    assert again["results"] == first["results"]
+    pairs = {"text_1": ["Who likes honey?"] * 30, "text_2": body["documents"]}
+    assert http.post("/score", json=pairs).json()["usage"]["computed_tokens"] == 0
+
+
 # What is served
 
 

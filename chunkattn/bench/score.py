@@ -184,6 +184,7 @@ class ScoreBench:
         padding, compiled = metrics.value("padding_rows_total"), compiles.total()
         reset_peak()
         before = resident_bytes()
+        self.planner.results.clear()  # the same items again are work again
         began = time.perf_counter()
         job, requests = self.plan(query, items, algorithm), []
         for stage in job.stages():
@@ -200,7 +201,7 @@ class ScoreBench:
         return Run(
             seconds,
             output,
-            needed_flops(self.core.runner, requests, output.usage.cached_tokens),
+            needed_flops(self.core.runner, requests, job.cached_query),
             int(metrics.value("padding_rows_total") - padding),
             compiles.total() - compiled,
             peak,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import count
 from numbers import Integral
 from typing import Any
@@ -11,7 +12,7 @@ from chunkattn.calls.output import token_decoder
 from chunkattn.config import EngineConfig
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits
-from chunkattn.errors import CapacityError, RequestError
+from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.models.loader import ModelFiles
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.arguments import as_list, one_each
@@ -19,6 +20,7 @@ from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.scoring import ScorePlanner
+from chunkattn.scoring.rerank_template import RerankTemplate, default_template
 
 
 class Frontend:
@@ -28,6 +30,7 @@ class Frontend:
         config: options of the engine.
         tokenizer: tokenizer, or None for an engine without one.
         eos_token_ids: tokens that end a text.
+        reranker: rerank template and class names of the checkpoint.
         parser: parser from prompts to layouts.
         decode: function that returns the text of a token id, None without a tokenizer.
         scores: planner that chooses scoring algorithms.
@@ -37,7 +40,7 @@ class Frontend:
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self.config = config
-        self.tokenizer, self.eos_token_ids = files.tokenizer, files.eos_token_ids
+        self.tokenizer, self.eos_token_ids, self.reranker = files.tokenizer, files.eos_token_ids, files.reranker
         self.parser = PromptParser(
             self.tokenizer,
             separator=config.chunk_separator,
@@ -54,6 +57,16 @@ class Frontend:
         self.decode = token_decoder(self.tokenizer)
         self._ids = count()
         self.scores = ScorePlanner(config)
+        if config.rerank_template is not None:
+            try:
+                _ = self.rerank_template
+            except RequestError as error:
+                raise ConfigError(f"rerank_template: {error}") from error
+
+    @cached_property
+    def rerank_template(self) -> RerankTemplate:
+        """Return the template of reranks that name none. If no trait tells of a reranker, the first use warns."""
+        return default_template(self.config.rerank_template, self.reranker.template, self.config.model, self.parser.encode)
 
     def connect(self, limits: EngineLimits) -> None:
         """Store the limits of an engine with an empty cache."""

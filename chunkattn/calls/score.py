@@ -20,7 +20,8 @@ from chunkattn.scoring.labels import resolve_labels
 from chunkattn.scoring.plan import Stage
 from chunkattn.scoring.planner import max_request_tokens
 from chunkattn.scoring.queries import pair_queries
-from chunkattn.scoring.rerank import RerankTemplate, pick_template, plan_rerank
+from chunkattn.scoring.rerank import plan_rerank, relevance_class
+from chunkattn.scoring.rerank_template import RerankTemplate, pick_template
 
 T = TypeVar("T")
 
@@ -151,6 +152,7 @@ def rerank_job(
     instruction: str | None = None,
     template: RerankTemplate | str | None = None,
     max_tokens_per_doc: int | None = None,
+    truncate_prompt_tokens: int | None = None,
     algorithm: str | None = None,
     cache_salt: str | None = None,
     priority: int = 0,
@@ -165,34 +167,41 @@ def rerank_job(
         instruction: see `LLM.rerank`.
         template: see `LLM.rerank`.
         max_tokens_per_doc: see `LLM.rerank`.
+        truncate_prompt_tokens: see `LLM.rerank`.
         algorithm: see `LLM.score`.
         cache_salt: see `LLM.generate`.
         priority: rank in the queue; lower goes first.
 
     Raises:
-        RequestError: an argument is malformed, a document is too long, or the checkpoint is a classifier of several classes.
+        RequestError: an argument is malformed, a document is too long, or the checkpoint is a classifier whose classes do not
+            tell which one means relevant.
         CapacityError: the call would compute more than `max_tokens_per_call`.
     """
-    if (classes := frontend.limits.num_labels) not in (None, 1):
-        raise RequestError(f"only a classifier of one class can rerank, this has {classes}; score it", param="documents")
+    classes = frontend.reranker.class_names
+    column = relevance_class(classes) if classes else 0
     if isinstance(documents, Sequence):
         frontend.check_count(len(documents), "documents")
     config, encode = frontend.config, frontend.parser.encode
     plan = plan_rerank(
         encode,
-        pick_template(template, config.model, encode),
+        frontend.rerank_template if template is None else pick_template(template, encode),
         query,
         documents,
         top_n=top_n,
         instruction=instruction,
         max_tokens_per_doc=max_tokens_per_doc,
+        truncate_prompt_tokens=truncate_prompt_tokens,
         special_tokens=config.special_tokens_in_documents,
-    )
-    plan.check_room(frontend.limits, config.max_chunk_len)
-    labels = plan.labels if classes is None else ()
+        classifier=bool(classes),
+    ).fit(frontend.limits, config.max_chunk_len)
+
+    def ranked(outputs: list[ScoreOutput]) -> RerankOutput:
+        return plan.ranked(outputs[0], column)
+
     try:
-        scored = tokenize_query(frontend, plan.prefix, plan.items, labels=labels, delimited=False)
-        return _job(frontend, [scored], lambda outs: plan.ranked(outs[0]), labels, True, algorithm, cache_salt, priority)
+        scored = tokenize_query(frontend, plan.prefix, plan.items, labels=plan.labels, delimited=False)
+        raw = len(plan.labels) == 1
+        return _job(frontend, [scored], ranked, plan.labels, True, algorithm, cache_salt, priority, raw=raw)
     except RequestError as error:  # translate to the argument names of this call
         names = {"items": "documents", "label_token_ids": "template"}
         raise error.renamed(error.part, names.get(error.param or "", error.param)) from None
@@ -207,6 +216,8 @@ def _job(
     algorithm: str | None,
     cache_salt: str | None,
     priority: int,
+    *,
+    raw: bool = False,
 ) -> ScoreJob[T]:
     (rank,), salt = check_priorities(priority, 1), salt_key(cache_salt)
     too_costly = frontend.scores.too_costly(queries)
@@ -218,6 +229,7 @@ def _job(
             apply_softmax=apply_softmax,
             cache_salt=salt,
             priority=rank,
+            raw=raw,
             new_id=frontend.new_id,
             too_costly=too_costly,
             check=frontend.intake.check,

@@ -20,7 +20,8 @@ from chunkattn.server.options import ServerConfig
 _PANELS = {
     "Model": "tokenizer revision skip_tokenizer_init dtype attention_backend seed max_logprobs",
     "Prompts and scoring": (
-        "enable_chunk_aware chunk_separator document_template special_tokens_in_documents special_tokens_in_prompts "
+        "enable_chunk_aware chunk_separator document_template rerank_template special_tokens_in_documents "
+        "special_tokens_in_prompts "
         "position_strategy chunk_position_gap chunk_temperature chunk_scale chunk_calibration multi_item_scoring_delimiter "
         "score_algorithm max_model_len max_chunk_len max_chunks_per_prompt max_items_per_request max_tokens_per_call "
         "max_multi_item_seq_len"

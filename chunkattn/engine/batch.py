@@ -60,6 +60,7 @@ class StepReads:
         sampling: blocks of rows to sample from.
         score_rows: rows to read labels or classes from.
         labels: token ids of the labels to read from each of `score_rows`; empty for a classifier.
+        raw: whether to read logits instead of log-probabilities from each of `score_rows`.
         target_rows: rows to read the log-probability of a prompt token from.
         targets: token id to read from each of `target_rows`.
     """
@@ -67,6 +68,7 @@ class StepReads:
     sampling: tuple[SamplingPlan, ...]
     score_rows: tuple[int, ...]
     labels: tuple[tuple[int, ...], ...]
+    raw: tuple[bool, ...]
     target_rows: tuple[int, ...]
     targets: tuple[int, ...]
 
@@ -135,6 +137,7 @@ class StepPlan:
             sampling=tuple(plan_sampling(self.samples, vocab_size)),
             score_rows=tuple(r.row for r in self.scores),
             labels=tuple(r.request.score.label_token_ids for r in self.scores if r.request.score),
+            raw=tuple(r.request.score.raw for r in self.scores if r.request.score),
             target_rows=tuple(r.row for r in self.prompt_logprobs),
             targets=tuple(int(r.request.layout.token_ids[r.place]) for r in self.prompt_logprobs),
         )

@@ -57,6 +57,7 @@ class ScoreRequest:
         priority: see `GenerateRequest`.
         backend: attention backend that computes the whole prompt in one step without the cache, one of
             `EngineLimits.backends`; None for the engine's backend.
+        raw: whether to return the labels' logits instead of their log-probabilities.
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class ScoreRequest:
     cache_salt: str | None = None
     priority: int = 0
     backend: str | None = None
+    raw: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class ScoreResult:
 
     Attributes:
         request_id: id of the request.
-        logprobs: float32 `[R, L]` log-probabilities of the labels; raw class logits of a classifier.
+        logprobs: float32 `[R, L]` log-probabilities of the labels, or their logits; class logits of a classifier.
         rates: cost model of the engine's steps, as known now.
     """
 

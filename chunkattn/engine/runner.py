@@ -60,7 +60,7 @@ class StepResult:
         finite: bool `[T]`, False for rows whose hidden state, or whose logits where they are read, are not finite.
         tokens: sampled tokens.
         logprobs: log-probabilities of each sampled token; None where not requested.
-        scores: float32 log-probabilities of each row's labels, or a classifier's logits.
+        scores: float32 log-probabilities or logits of each row's labels, or a classifier's logits.
         prompt_logprobs: log-probabilities of `StepBatch.targets`, or None if the step has no targets.
     """
 
@@ -136,6 +136,9 @@ class Runner:
             scores = [*self.class_logits(hidden, reads.score_rows, bad)]
         elif reads.score_rows:
             scores = self.label_logprobs(hidden, reads.score_rows, reads.labels, bad)
+            if any(reads.raw):
+                logits = self.label_logits(hidden, reads.score_rows, reads.labels)
+                scores = [own if raw else logprobs for own, raw, logprobs in zip(logits, reads.raw, scores, strict=True)]
         targets = self.token_logprobs(hidden, reads.target_rows, reads.targets, bad) if reads.target_rows else None
         finite = np.array(states.finite)
         finite[bad] = False
@@ -285,6 +288,15 @@ class Runner:
             target[: len(ids)] = ids
         read = np.concatenate(self._by_block(self._read_labels, hidden, rows, targets, bad))
         return [values[: len(ids)] for values, ids in zip(read, labels, strict=True)]
+
+    def label_logits(self, hidden: jax.Array, rows: Seq[int], labels: Seq[tuple[int, ...]]) -> list[np.ndarray]:
+        """Return the logits of each row's labels, picked on the host; see `label_logprobs`."""
+        found: list[np.ndarray] = []
+        for first in range(0, len(rows), READ_ROWS):
+            block = rows[first : first + READ_ROWS]
+            logits = np.asarray(self._logits(self._params, self._pick(hidden, block)))
+            found += [values[list(ids)] for values, ids in zip(logits, labels[first : first + len(block)], strict=False)]
+        return found
 
     def _vocabulary(self, hidden: jax.Array, rows: Seq[int], bad: list[int]) -> np.ndarray:
         """Return the log-probabilities of every token, float32 `[len(rows), vocab]`, at up to `READ_ROWS` rows."""

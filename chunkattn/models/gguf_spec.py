@@ -30,8 +30,6 @@ _REFUSED = {
     "embedding_scale": "scaled embeddings",
     "final_logit_softcapping": "soft caps of logits",
     "attn_logit_softcapping": "soft caps of attention",
-    "pooling_type": "embedding models and rerankers with a pooling layer",
-    "classifier.output_labels": "sequence classifiers in GGUF",
 }
 """Keys, after the architecture's prefix, whose values other than zero change the forward pass in a way that no supported
 family has."""
@@ -49,6 +47,8 @@ _NOT_YARN = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 0.0
 """Parameters that change the other scalings too, with the values that do not."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_HEAD = "cls.output"
+"""GGUF name of a reranker's head, one row for each class."""
 
 
 def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
@@ -104,8 +104,10 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
             f"{file.path}: a sliding window ({window} tokens) is not read from GGUF; use the model's safetensors checkpoint"
         )
     theta = float(file.get(f"{architecture}.rope.freq_base", (int, float), 10000.0))
+    classes = _class_names(file, architecture)
     settings = {
-        "architectures": [ARCHITECTURES[architecture]],
+        "architectures": ["Qwen3ForSequenceClassification" if classes else ARCHITECTURES[architecture]],
+        **({"id2label": dict(enumerate(classes))} if classes else {}),
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": hidden,
         "intermediate_size": integer("feed_forward_length"),
@@ -147,6 +149,39 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         rotary=_with_factors(file, spec.rotary),
     )
+
+
+def _class_names(file: GGUFFile, architecture: str) -> list[str]:
+    """Return the names of a reranker's classes; empty for a language model.
+
+    llama.cpp reads the classes at the last token, normalises them by a softmax, and reports the first one.
+
+    Raises:
+        ModelError: the file is an embedding model, or a reranker in another form.
+    """
+    from gguf import PoolingType
+
+    key, names_key = f"{architecture}.pooling_type", f"{architecture}.classifier.output_labels"
+    pooling, names = file.get(key, int, 0), file.get(names_key, list, [])
+    has_head, ranks = f"{_HEAD}.weight" in file.tensors, pooling == PoolingType.RANK
+    if pooling and not ranks:
+        known = {kind.value: kind.name.lower() for kind in PoolingType}
+        raise ModelError(
+            f"{file.path}: {key} is {pooling} ({known.get(pooling, 'unknown')}): embedding models are not supported, only "
+            f"language models and rerankers with the head {_HEAD}"
+        )
+    if not (has_head or ranks or names):
+        return []
+    if not (has_head and ranks and architecture == "qwen3") or f"{_HEAD}.bias" in file.tensors:
+        raise ModelError(
+            f"{file.path}: of rerankers, only qwen3 files with the tensor {_HEAD}.weight, no bias, and {key} "
+            f"{PoolingType.RANK.value} (rank) are supported; convert the model anew with a recent llama.cpp, or use its "
+            "safetensors checkpoint"
+        )
+    rows = file.shape(f"{_HEAD}.weight")[0]
+    if names and len(names) != rows:
+        raise ModelError(f"{file.path}: {names_key} names {len(names)} classes, the tensor {_HEAD}.weight has {rows} rows")
+    return list(map(str, names)) or [f"LABEL_{row}" for row in range(rows)]
 
 
 def _with_factors(file: GGUFFile, rotary: RotarySpec) -> RotarySpec:
@@ -209,6 +244,8 @@ class GGUFTensors:
         kind = next(k for k, name in MODEL_ARCH_NAMES.items() if name == self._architecture)
         places = get_tensor_name_map(kind, spec.num_layers)
         modules = {places.get_name(module): module for module in _modules(spec)}
+        if spec.num_labels is not None:
+            modules[_HEAD] = "score"
         self._names: dict[str, str] = {}
         for name in file.tensors.keys() - {_ROPE_FACTORS}:
             module, _, leaf = name.rpartition(".")

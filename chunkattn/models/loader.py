@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from chunkattn.json_files import read_object
 from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, find_gguf, open_gguf
 from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
+from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
 from chunkattn.models.spec import FAMILIES, DecoderSpec, spec_from_config, unsupported
 from chunkattn.models.tokenizer import check_rows, load_tokenizer
 
@@ -44,6 +45,7 @@ class ModelFiles:
         tokenizer: tokenizer of the model, or None if skipped.
         eos_token_ids: tokens that end a text.
         gguf: opened GGUF file, or None for a folder.
+        reranker: rerank template and class names of the checkpoint.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class ModelFiles:
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: tuple[int, ...]
     gguf: GGUFFile | None = None
+    reranker: RerankerTraits = field(default_factory=RerankerTraits)
 
     def load(self) -> Decoder:
         """Return the decoder with its weights.
@@ -121,6 +124,12 @@ def open_model(
         loaded = load_tokenizer(tokenizer or str(path))
     if loaded is not None:
         check_rows(loaded, spec.vocab_size, tokenizer or str(path))
+    if path.resolve() == DEMO_FOLDER.resolve():
+        reranker = RerankerTraits("plain")
+    elif file is not None:
+        reranker = traits_of_gguf(file, config, spec)
+    else:
+        reranker = traits_of_folder(path, model, config, spec, getattr(loaded, "chat_template", None))
     return ModelFiles(
         path=path,
         spec=spec,
@@ -128,6 +137,7 @@ def open_model(
         tokenizer=loaded,
         eos_token_ids=_eos_token_ids(path, config, loaded),
         gguf=file,
+        reranker=reranker,
     )
 
 

@@ -51,9 +51,10 @@ class QueryItems:
 
     def tokens(self) -> dict[str, int]:
         """Return the number of tokens that each algorithm computes for this job, by name."""
+        distinct = dict.fromkeys(map(tuple, self.items))  # repeated items are scored once
         return score_tokens(
             len(self.leading) + len(self.query),
-            [len(item) for item in self.items],
+            [len(item) for item in distinct],
             max_pack_tokens=self.max_pack_tokens,
             max_multi_item_seq_len=self.max_multi_item_seq_len,
             block_size=self.block_size,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy.special import expit, softmax
@@ -12,6 +13,7 @@ from chunkattn.layout import ChunkLayout
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.rope.positions import make_layout
 from chunkattn.scoring.algorithms import ALGORITHMS, QueryItems
+from chunkattn.scoring.result_cache import ResultCache
 from chunkattn.scoring.selector import Choice
 
 Stage = list[PrecomputeRequest | ScoreRequest]
@@ -21,38 +23,50 @@ Stage = list[PrecomputeRequest | ScoreRequest]
 class QueryPlan:
     """The scoring of one query: requests made stage by stage, and the output collected from their results.
 
+    Items of equal keys are scored once, and items whose results are known are not scored.
+
     Args:
         job: the job to score.
+        keys: key of each item.
+        results: cache of results, read here and filled by `add`.
         choice: the chosen algorithm.
         request: makes the request of a part; None as rows makes the request of the query alone.
         max_stage_tokens: maximum number of tokens of a stage with more than one request.
         columns: number of labels, or of classes of a classifier.
         apply_softmax: whether scores are normalised over the labels.
-        classifier: whether results are class logits.
+        logits: whether results are logits, of a classifier's classes or of labels.
         note: called with every result.
     """
 
     def __init__(
         self,
         job: QueryItems,
+        keys: Sequence[bytes],
+        results: ResultCache,
         choice: Choice,
         request: Callable[[ChunkLayout, np.ndarray | None], PrecomputeRequest | ScoreRequest],
         max_stage_tokens: int,
         columns: int,
         apply_softmax: bool,
-        classifier: bool,
+        logits: bool,
         note: Callable[[ScoreResult | PrecomputeResult], None],
     ) -> None:
         self._job, self._choice, self._request, self._note = job, choice, request, note
-        self._max_stage_tokens, self._apply_softmax, self._classifier = max_stage_tokens, apply_softmax, classifier
+        self._max_stage_tokens, self._apply_softmax, self._logits = max_stage_tokens, apply_softmax, logits
+        self._keys, self._results, known = keys, results, results.get(keys)
+        first = {key: place for place, key in reversed([*enumerate(keys)])}  # of each distinct item
+        self._first = [first[key] for key in keys]
         self._values = np.zeros((len(job.items), columns), np.float32)
+        for key, row in known.items():
+            self._values[first[key]] = row
+        self._open = sorted(place for key, place in first.items() if key not in known)  # items to score
         self._places: dict[str, list[int]] = {}  # items of the requests in flight
-        self._rows = self._cached = 0
+        self._rows = self.cached_query = 0
 
     @property
     def num_items(self) -> int:
-        """Return the number of items."""
-        return len(self._job.items)
+        """Return the number of items to score."""
+        return len(self._open)
 
     @property
     def independent(self) -> bool:
@@ -65,20 +79,21 @@ class QueryPlan:
         For a request in flight, the plan stores only its item indices.
         """
         most = self._max_stage_tokens if self.independent else 0
-        if not self.independent and self._job.items:
+        job = replace(self._job, items=[self._job.items[place] for place in self._open])
+        if not self.independent and job.items:
             # The query runs first by itself, so that batches of items run alike with and without a cached query.
-            query = make_layout(self._job.prefix, [], [])
+            query = make_layout(job.prefix, [], [])
             self._rows += len(query)
             yield [self._request(query, None)]
         stage: Stage = []
         tokens = 0
-        for part in ALGORITHMS[self._choice.algorithm](self._job):
+        for part in ALGORITHMS[self._choice.algorithm](job):
             size = len(part.layout)
             if stage and tokens + size > most:
                 yield stage
                 stage, tokens = [], 0
             request = self._request(part.layout, part.rows)
-            self._places[request.request_id] = part.items
+            self._places[request.request_id] = [self._open[item] for item in part.items]
             self._rows += size if self.independent else size - part.layout.prefix_len
             stage.append(request)
             tokens += size
@@ -89,23 +104,32 @@ class QueryPlan:
         """Store one request's result and return the number of items that the request scores."""
         self._note(event)
         if isinstance(event, PrecomputeResult):
-            self._cached = event.cached.total
+            self.cached_query = event.cached.total
             return 0
-        self._values[self._places.pop(event.request_id)] = event.logprobs
+        for place, row in zip(self._places.pop(event.request_id), event.logprobs, strict=True):
+            self._values[place] = row
+            self._results.put(self._keys[place], row)
         return len(event.logprobs)
 
     def output(self) -> ScoreOutput:
         """Return the output; call it after every result is added."""
-        values, job = self._values.astype(np.float64), self._job
-        if self._classifier:
+        values = self._values[self._first].astype(np.float64)
+        if self._logits:
             scores = expit(values) if values.shape[1] == 1 else softmax(values, axis=1)
         else:
             scores = softmax(values, axis=1) if self._apply_softmax else np.exp(values)
         return ScoreOutput(
             scores=scores.tolist(),
-            logprobs=None if self._classifier else values.tolist(),
-            logits=values.tolist() if self._classifier else None,
+            logprobs=None if self._logits else values.tolist(),
+            logits=values.tolist() if self._logits else None,
             algorithm=self._choice.algorithm,
             predicted_seconds=dict(self._choice.predicted_seconds),
-            usage=ScoreUsage(len(job.prefix) + sum(map(len, job.items)), self._rows - self._cached, self._cached),
+            usage=self._usage(),
         )
+
+    def _usage(self) -> ScoreUsage:
+        """Return the token counts. Tokens of repeated and known items are cached; so is a query that no item needed."""
+        prefix, lens = len(self._job.prefix), [len(item) for item in self._job.items]
+        spared = sum(lens) - sum(lens[place] for place in self._open)
+        query = self.cached_query if self._open else prefix * bool(lens)
+        return ScoreUsage(prefix + sum(lens), self._rows - self.cached_query, query + spared)

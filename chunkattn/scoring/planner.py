@@ -18,6 +18,7 @@ from chunkattn.layout import ChunkLayout
 from chunkattn.scoring.algorithms import AUTO, BACKENDS, QueryItems
 from chunkattn.scoring.cost import predict
 from chunkattn.scoring.plan import QueryPlan
+from chunkattn.scoring.result_cache import ResultCache, item_keys
 from chunkattn.scoring.selector import check_algorithm, refusals, select_algorithm
 
 _REMEMBERED = 4096
@@ -33,6 +34,10 @@ T = TypeVar("T")
 class ScorePlanner:
     """A planner that chooses algorithms and turns their sequences into requests.
 
+    Attributes:
+        config: options of the engine.
+        results: results of earlier calls; empty for an engine without prefix caching.
+
     Raises:
         ConfigError: the engine's `score_algorithm` is unknown.
     """
@@ -41,6 +46,7 @@ class ScorePlanner:
         check_algorithm(config.score_algorithm)
         self.config = config
         self._lock = Lock()  # several threads plan calls
+        self.results = ResultCache(config.enable_prefix_caching)
         self._cached: OrderedDict[bytes, int] = OrderedDict()  # tokens of the queries left in the cache
         self._chosen: OrderedDict[bytes, str] = OrderedDict()  # algorithms chosen before
 
@@ -50,7 +56,8 @@ class ScorePlanner:
         self.forget_cached()
 
     def forget_cached(self) -> None:
-        """Forget the cached queries, after the engine's cache is emptied."""
+        """Forget the results and the cached queries, after the engine's cache is emptied."""
+        self.results.clear()
         with self._lock:
             self._cached.clear()
 
@@ -112,6 +119,7 @@ class ScorePlanner:
         apply_softmax: bool,
         cache_salt: str | None,
         priority: int,
+        raw: bool = False,
         new_id: Callable[[], str],
         too_costly: Mapping[str, str],
         check: Callable[[PrecomputeRequest | ScoreRequest], None] = lambda _: None,
@@ -125,6 +133,7 @@ class ScorePlanner:
             apply_softmax: see `QueryPlan`.
             cache_salt: cache salt of the requests.
             priority: priority of the requests.
+            raw: whether to read the labels' logits, whose scores are their sigmoid or softmax.
             new_id: makes request ids.
             too_costly: result of `too_costly` for the call that the job belongs to.
             check: called with every new request.
@@ -168,7 +177,9 @@ class ScorePlanner:
             if rows is None:
                 made = PrecomputeRequest(new_id(), layout, cache_salt, persist=False, priority=priority)
             else:
-                made = ScoreRequest(new_id(), layout, rows, labels, shared, choice.algorithm, cache_salt, priority, backend)
+                made = ScoreRequest(
+                    new_id(), layout, rows, labels, shared, choice.algorithm, cache_salt, priority, backend, raw
+                )
             check(made)
             return made
 
@@ -176,7 +187,10 @@ class ScorePlanner:
         columns = len(labels) if classes is None else classes
         note = partial(self._note, query=asked, tokens=len(job.prefix))
         most = STAGE_STEPS * config.max_num_batched_tokens
-        return QueryPlan(job, choice, request, most, columns, apply_softmax, classes is not None, note)
+        keys = item_keys(job, labels, wanted, cache_salt, raw)
+        return QueryPlan(
+            job, keys, self.results, choice, request, most, columns, apply_softmax, raw or classes is not None, note
+        )
 
 
 def max_request_tokens(limits: EngineLimits) -> int:

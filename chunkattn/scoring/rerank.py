@@ -1,153 +1,62 @@
 """Reranking: documents are items after an instruction and a query; the probability of "yes" is their relevance.
 
-A template holds the text of the request to the model. Instruction and query come first, so all documents share them. The
-template's text and the users' texts are tokenized separately, so that only the template produces control tokens.
+Instruction and query come first, so all documents share them. The template's text and the users' texts are tokenized
+separately, so that only the template produces control tokens.
 """
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
-from pathlib import Path
+from operator import or_
 from typing import Any
 
 from chunkattn.engine.messages import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
-from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
 from chunkattn.parsers.document_encoder import document_of
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.parsers.special_tokens import ControlTokens
+from chunkattn.scoring.planner import max_request_tokens
+from chunkattn.scoring.rerank_template import RerankTemplate
 
-logger = logging.getLogger(__name__)
-
-_SLOT = re.compile(r"\{(instruction|query|document)\}")
-
-
-@dataclass(frozen=True)
-class RerankTemplate:
-    """Text that asks a model whether a document is relevant.
-
-    Spaces before `{document}` are tokenized with the document, because tokenizers join a space with the next word.
-
-    Attributes:
-        name: name of the template.
-        text: text for the model: `{query}` once, `{instruction}` at most once, and `{document}` once after both.
-        labels: answers for relevant and not relevant, in the form that follows the text; each must be one more token.
-        instruction: default for `{instruction}`; None if the text has no such place.
-        control_tokens: parts of the text that must be single tokens in the model's tokenizer.
-
-    Raises:
-        RequestError: a place is missing, repeated or out of order.
-    """
-
-    name: str
-    text: str
-    labels: tuple[str, str] = ("yes", "no")
-    instruction: str | None = None
-    control_tokens: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        slots = _SLOT.split(self.text)[1::2]
-        if sorted(slots) not in (["document", "query"], ["document", "instruction", "query"]) or slots[-1] != "document":
-            raise RequestError(
-                f"the text of template {self.name!r} must hold {{query}} once, {{instruction}} at most once and then "
-                f"{{document}} once; it holds {slots}",
-                param="template",
-            )
-        if ("instruction" in slots) != (self.instruction is not None):
-            raise RequestError(
-                f"template {self.name!r} must have a default instruction if its text has a place for one, and only then",
-                param="template",
-            )
-        if len(self.labels) != 2 or not all(isinstance(label, str) for label in self.labels):
-            raise RequestError(f"the labels of template {self.name!r} must be two strings", param="template")
-
-    def split(self, query: str, instruction: str | None = None) -> tuple[list[str], str, str]:
-        """Split the text, filled with the query and the instruction, around the document.
-
-        Args:
-            query: the query.
-            instruction: the instruction; None uses the template's own.
-
-        Returns:
-            The shared text in pieces, the template's text at even indices and the users' texts at odd indices; the spaces
-            before a document; the text after the document.
-
-        Raises:
-            RequestError: an instruction is given, and the template has no place for it.
-        """
-        if instruction is not None and self.instruction is None:
-            raise RequestError(f"template {self.name!r} takes no instruction", param="instruction")
-        filled = {"query": query, "instruction": self.instruction if instruction is None else instruction}
-        *shared, before, _, tail = _SLOT.split(self.text)
-        pieces = [filled[piece] or "" if place % 2 else piece for place, piece in enumerate(shared)]
-        kept = before.rstrip(" ")
-        return [*pieces, kept], before[len(kept) :], tail
+_OPPOSITES = {
+    "yes": {"no"},
+    "true": {"false"},
+    "1": {"0"},
+    "positive": {"negative"},
+    "relevant": {"irrelevant", "not_relevant", "not relevant", "not-relevant", "non-relevant"},
+}
+"""Names of the relevant class of a classifier, with the names that the other class may have."""
 
 
-GENERIC = RerankTemplate(
-    name="generic",
-    text=(
-        "Judge whether the document meets the instruction and the query. Answer yes or no.\n\nInstruction:\n{instruction}\n\n"
-        "Query:\n{query}\n\nDocument:\n{document}\n\nAnswer:"
-    ),
-    labels=(" yes", " no"),
-    instruction="Given a search query, find passages that answer it",
-)
-"""Template for models that are not trained to rank."""
-
-QWEN3_RERANKER = RerankTemplate(
-    name="qwen3-reranker",
-    text=(
-        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
-        'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-        "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    ),
-    instruction="Given a web search query, retrieve relevant passages that answer the query",
-    control_tokens=("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
-)
-"""Template that Qwen3-Reranker was trained on, word for word."""
-
-PLAIN = RerankTemplate(name="plain", text="{query}{document}")
-"""Template of query and document only, which the bundled demo model was trained on."""
-
-TEMPLATES = {template.name: template for template in (GENERIC, QWEN3_RERANKER, PLAIN)}
-
-
-def pick_template(wanted: RerankTemplate | str | None, model: str | None, encode: PartEncoder) -> RerankTemplate:
-    """Return the requested template; None picks the model's own template by the model's name.
+def relevance_class(names: Sequence[str]) -> int:
+    """Return the class of a sequence classifier whose score is the relevance of a document.
 
     Args:
-        wanted: a template, the name of a template, or None.
-        model: folder, GGUF file or hub id; None is the bundled demo model.
-        encode: encoder with the model's tokenizer.
+        names: names of the classes, from `id2label` of the configuration.
 
     Raises:
-        RequestError: the template is unknown, or the tokenizer lacks its control tokens.
+        RequestError: there are more than two classes, or the names of two classes do not tell which means relevant.
     """
-    if wanted is None:
-        demo = model is None or Path(model).expanduser().resolve() == DEMO_FOLDER.resolve()
-        qwen = "qwen3-reranker" in (model or "").lower() and not _missing(QWEN3_RERANKER, encode)
-        picked = PLAIN if demo else QWEN3_RERANKER if qwen else GENERIC
-        logger.info("rerank template %r, for the model %r", picked.name, model)
-        return picked
-    found = TEMPLATES.get(wanted) if isinstance(wanted, str) else wanted
-    if not isinstance(found, RerankTemplate):
-        known = ", ".join(TEMPLATES)
-        raise RequestError(f"template must be a RerankTemplate or one of {known}, got {wanted!r}", param="template")
-    if missing := _missing(found, encode):
-        raise RequestError(f"this tokenizer lacks the tokens {missing} of template {found.name!r}", param="template")
-    return found
-
-
-def _missing(template: RerankTemplate, encode: PartEncoder) -> list[str]:
-    return [token for token in template.control_tokens if token not in encode.added.ids]
+    if len(names) == 1:
+        return 0
+    if len(names) == 2:
+        lower = [name.strip().lower() for name in names]
+        for place, name in enumerate(lower):
+            if lower[1 - place] in _OPPOSITES.get(name, ()):
+                return place
+        raise RequestError(
+            f"the classes of this checkpoint are {names[0]!r} and {names[1]!r}, which does not tell which one means relevant; "
+            'name them in config.json, such as "id2label": {"0": "no", "1": "yes"}, or use score, which returns both',
+            param="documents",
+        )
+    raise RequestError(
+        f"only a classifier of one class, or of two named yes and no, can rerank, this has {len(names)}; score it",
+        param="documents",
+    )
 
 
 @dataclass(frozen=True)
@@ -159,8 +68,9 @@ class RerankPlan:
         documents: texts of the documents, or their token ids.
         prefix: token ids that all documents share: instruction and query in their template.
         items: token ids of every document with the template's end.
-        labels: token ids of the positive and the negative answer.
+        labels: token ids of the positive and, if the template has one, the negative answer; empty for a sequence classifier.
         tail: number of tokens of the template's end.
+        cuts: whether the caller asked for documents to be cut.
         truncated: whether each document was cut.
         top_n: number of best documents to return; None returns all.
     """
@@ -169,52 +79,55 @@ class RerankPlan:
     documents: list[str | list[int]]
     prefix: list[int]
     items: list[list[int]]
-    labels: tuple[int, int]
+    labels: tuple[int, ...]
     tail: int
+    cuts: bool
     truncated: list[bool]
     top_n: int | None
 
-    def check_room(self, limits: EngineLimits, max_chunk_len: int) -> None:
-        """Check that every document fits after the query.
+    def fit(self, limits: EngineLimits, max_chunk_len: int) -> RerankPlan:
+        """Return a plan whose documents fit after the query. They are cut if the caller asked for a cut.
 
         Args:
             limits: the engine's limits.
             max_chunk_len: maximum number of tokens of a document with the template's end.
 
         Raises:
-            CapacityError: a document does not fit, or no document could.
+            CapacityError: a document does not fit and may not be cut, or no document could fit.
         """
         bounds = {
             "max_chunk_len": max_chunk_len,
             "max_model_len": limits.max_model_len - len(self.prefix),
-            "the KV pool": limits.kv_tokens - len(self.prefix),
+            "the KV pool": max_request_tokens(limits) - len(self.prefix),
         }
         limit = min(bounds, key=lambda name: bounds[name])
         room = bounds[limit] - self.tail
-        for index, item in enumerate(self.items):
-            if room < 1:
-                raise CapacityError(
-                    f"query, instruction and template take {len(self.prefix) + self.tail} tokens, and {limit} leaves no room "
-                    "for a document",
-                    param="query",
-                )
-            if len(item) > room + self.tail:
-                raise CapacityError(
-                    f" has {len(item) - self.tail} tokens; after this query, {limit} leaves room for {room}; "
-                    f"pass max_tokens_per_doc={room} or less to cut documents",
-                    param="documents",
-                    part=f"document {index}",
-                )
+        if room < 1 and self.items:
+            raise CapacityError(
+                f"query, instruction and template take {len(self.prefix) + self.tail} tokens, and {limit} leaves no room "
+                "for a document",
+                param="query",
+            )
+        long = [len(item) > room + self.tail for item in self.items]
+        if not self.cuts and any(long):
+            index = long.index(True)
+            raise CapacityError(
+                f" has {len(self.items[index]) - self.tail} tokens; after this query, {limit} leaves room for {room}; "
+                f"pass max_tokens_per_doc={room} or less to cut documents",
+                param="documents",
+                part=f"document {index}",
+            )
+        items = [item[:room] + item[len(item) - self.tail :] if cut else item for item, cut in zip(self.items, long)]
+        return replace(self, items=items, truncated=[*map(or_, self.truncated, long)])
 
-    def ranked(self, result: ScoreOutput) -> RerankOutput:
+    def ranked(self, result: ScoreOutput, column: int = 0) -> RerankOutput:
         """Return the documents sorted by score, best first; equal scores keep their order.
 
         Args:
-            result: scores of `items`, relevance in the first column.
+            result: scores of `items`.
+            column: place of the relevance in a row of scores.
         """
-        # Equal documents share a score, because rounding may depend on the place in a batch.
-        known: dict[tuple[int, ...], float] = {}
-        relevance = [known.setdefault(tuple(item), row[0]) for item, row in zip(self.items, result.scores, strict=True)]
+        relevance = [row[column] for row in result.scores]
         order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[: self.top_n]
         results = [RerankResult(i, relevance[i], self.documents[i], self.truncated[i]) for i in order]
         return RerankOutput(results, self.template, result.algorithm, result.usage)
@@ -229,7 +142,9 @@ def plan_rerank(
     top_n: int | None = None,
     instruction: str | None = None,
     max_tokens_per_doc: int | None = None,
+    truncate_prompt_tokens: int | None = None,
     special_tokens: bool = False,
+    classifier: bool = False,
 ) -> RerankPlan:
     """Plan the sequences to score for a reranking, and the labels to read.
 
@@ -242,10 +157,14 @@ def plan_rerank(
         instruction: replaces the template's own.
         max_tokens_per_doc: maximum number of tokens kept of a document itself, without the template's tokens; None cuts
             nothing.
+        truncate_prompt_tokens: maximum number of tokens of query, template and document together. The document alone is cut;
+            -1 cuts it to what the engine can take.
         special_tokens: whether control tokens in the users' texts are read as such.
+        classifier: whether the checkpoint scores with its own head, so the template's labels are not read.
 
     Raises:
         RequestError: an argument has a wrong type or value, or a label is not one token.
+        CapacityError: `truncate_prompt_tokens` leaves no room for a document.
     """
     if not isinstance(query, str) or not query:
         raise RequestError(f"query must be a string that is not empty, got {query!r}", param="query")
@@ -257,30 +176,44 @@ def plan_rerank(
         raise RequestError(f"instruction must be a string, got {type(instruction).__name__}", param="instruction")
     _check_count("top_n", top_n)
     _check_count("max_tokens_per_doc", max_tokens_per_doc)
+    if truncate_prompt_tokens != -1:
+        _check_count("truncate_prompt_tokens", truncate_prompt_tokens)
     plain = PlainEncoder(encode, ControlTokens(encode.tokenizer, {}) if special_tokens else encode.added)
-    shared, before, tail = template.split(query, instruction)
-    gap = plain(before) if before else []
+    parts = template.split(query, instruction)
+    gap = plain(parts.gap) if parts.gap else []
     ids = [
-        plain(before + document, f"document {index}", "documents") if isinstance(document, str) else [*gap, *document]
+        plain(parts.gap + document, f"document {index}", "documents") if isinstance(document, str) else [*gap, *document]
         for index, document in enumerate(given)
     ]
-    end = plain.fill([tail])
-    leading, prefix = encode.leading_ids, plain.fill(shared)
+    leading, prefix = encode.leading_ids, [token for part in parts.shared for token in plain.fill(part)]
+    prefix = prefix if prefix[: len(leading)] == leading else leading + prefix
+    end = [token for part in parts.tail for token in plain.fill([part])]
+    most = max_tokens_per_doc
+    if truncate_prompt_tokens is not None and truncate_prompt_tokens > 0:
+        room = truncate_prompt_tokens - len(prefix) - len(end)
+        if room < 1:
+            raise CapacityError(
+                f"query, instruction and template take {len(prefix) + len(end)} tokens, and truncate_prompt_tokens "
+                f"{truncate_prompt_tokens} leaves no room for a document",
+                param="truncate_prompt_tokens",
+            )
+        most = room if most is None else min(most, room)
     return RerankPlan(
         template=template.name,
         documents=given,
-        prefix=prefix if prefix[: len(leading)] == leading else leading + prefix,
-        items=[own[:max_tokens_per_doc] + end for own in ids],
-        labels=_label_ids(plain, template, tail, end),
+        prefix=prefix,
+        items=[own[:most] + end for own in ids],
+        labels=() if classifier else _label_ids(plain, template, parts.tail[-1]),
         tail=len(end),
-        truncated=[max_tokens_per_doc is not None and len(own) > max_tokens_per_doc for own in ids],
+        cuts=max_tokens_per_doc is not None or truncate_prompt_tokens is not None,
+        truncated=[most is not None and len(own) > most for own in ids],
         top_n=top_n,
     )
 
 
-def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str, end: list[int]) -> tuple[int, int]:
-    """Return the tokens with which the labels continue the template."""
-    found = []
+def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str) -> tuple[int, ...]:
+    """Return the tokens with which the labels continue the last part of the template."""
+    found, end = [], plain.fill([tail])
     for label in template.labels:
         ids = plain.fill([tail + label])
         if len(ids) != len(end) + 1 or ids[:-1] != end:
@@ -289,10 +222,9 @@ def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str, end: li
                 param="template",
             )
         found.append(ids[-1])
-    positive, negative = found
-    if positive == negative:
+    if len({*found}) < len(found):
         raise RequestError(f"the labels of template {template.name!r} are the same token", param="template")
-    return positive, negative
+    return tuple(found)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -25,7 +25,7 @@ from chunkattn.engine.messages import (
     ScoreResult,
     TokenOutput,
 )
-from chunkattn.scoring.rerank import PLAIN
+from chunkattn.scoring.rerank_template import PLAIN
 from tests.fuzz.prompts import Ids, Prompt
 from tests.fuzz.rig import POSITIONS, SEPARATOR_ID, words
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,8 @@ from chunkattn.cache.trie import Block, BlockTrie
 from chunkattn.engine import disk_tier
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sequence
+from chunkattn.scoring import QueryItems, planner
+from chunkattn.scoring.result_cache import item_keys
 
 
 def _scoring() -> Any:
@@ -78,6 +81,15 @@ def _not_finite() -> Iterator[None]:
         yield
 
 
+def _results() -> Any:
+    """A scored item's key lacks the query."""
+
+    def keys(job: QueryItems, *args: Any) -> list[bytes]:
+        return item_keys(replace(job, query=[]), *args)
+
+    return patch.object(planner, "item_keys", keys)
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "scoring": _scoring,
     "position": _position,
@@ -85,6 +97,7 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "reference": _reference,
     "store": _store,
     "not finite": _not_finite,
+    "results": _results,
 }
 """By name: makes a context manager within which the defect is there."""
 

@@ -12,9 +12,20 @@ from chunkattn.server.protocol.base import Body, CacheSalt, LabelIds, LabelTexts
 from chunkattn.server.protocol.generation import DocumentOrId, check_documents, named_documents, titled, with_stored
 
 OneOrMany = str | Texts
+MaxTokensPerDoc = Annotated[
+    int | None, Field(description="Cut each document to this many tokens, or fewer where fewer fit; by default nothing is cut.")
+]
+TruncatePromptTokens = Annotated[
+    int | None,
+    Field(description="Cut each document so that query, template and document have this many tokens; -1 for what fits."),
+]
 PairDocuments = Annotated[list[str | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
 ManyTexts = Annotated[list[Texts], Field(fail_fast=True)]
 ManyTokenLists = Annotated[list[TokenLists], Field(fail_fast=True)]
+
+
+_PAIRWISE = ("instruction", "template", "max_tokens_per_doc", "truncate_prompt_tokens")
+"""Fields of `ScoreBody` that only pairwise calls take."""
 
 
 class GenerativeScoringBody(Body):
@@ -56,7 +67,8 @@ class ScoreBody(Body):
     ] = None
     instruction: str | None = None
     template: str | None = None
-    max_tokens_per_doc: int | None = None
+    max_tokens_per_doc: MaxTokensPerDoc = None
+    truncate_prompt_tokens: TruncatePromptTokens = None
     cache_salt: CacheSalt = None
     priority: int = 0
 
@@ -65,10 +77,8 @@ class ScoreBody(Body):
         firsts = [n for n in ("text_1", "queries") if getattr(self, n) is not None]
         seconds = [n for n in ("text_2", "documents") if getattr(self, n) is not None]
         if not (firsts or seconds):
-            if self.instruction is not None or self.template is not None or self.max_tokens_per_doc is not None:
-                raise ValueError(
-                    "instruction, template and max_tokens_per_doc belong to pairwise calls (queries and documents)"
-                )
+            if any(getattr(self, name) is not None for name in _PAIRWISE):
+                raise ValueError(f"{', '.join(_PAIRWISE)} belong to pairwise calls (queries and documents)")
             return self
         if self.query is not None or self.packed_ids is not None or self.labels is not None or self.label_token_ids is not None:
             raise ValueError("a pairwise call (text_1 or queries) takes no query, packed_ids or labels")
@@ -144,7 +154,8 @@ class RerankBody(Body):
     documents: Annotated[list[str | RerankDocument], Field(fail_fast=True), AfterValidator(_check_documents)]
     top_n: int | None = None
     return_documents: bool = False
-    max_tokens_per_doc: int | None = None
+    max_tokens_per_doc: MaxTokensPerDoc = None
+    truncate_prompt_tokens: TruncatePromptTokens = None
     instruction: str | None = None
     template: str | None = None
     algorithm: str | None = None

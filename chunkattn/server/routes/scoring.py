@@ -162,7 +162,8 @@ def _how(body: GenerativeScoringBody | ScoreBody | RerankBody, state: ServerStat
 def _relevance(body: ScoreBody | RerankBody) -> dict[str, Any]:
     """Return the arguments of calls that judge relevance."""
     arguments = {"instruction": body.instruction, "template": body.template}
-    return {**arguments, "max_tokens_per_doc": body.max_tokens_per_doc}
+    cut = {"max_tokens_per_doc": body.max_tokens_per_doc, "truncate_prompt_tokens": body.truncate_prompt_tokens}
+    return {**arguments, **cut}
 
 
 def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankBody) -> None:
@@ -184,6 +185,12 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
     _check_queries(state, len(queries))
     caller.take(len(queries) or 1)
 
+    places: dict[str, list[int]] = {}  # of the documents of each query
+    for place, query in enumerate(queries):
+        places.setdefault(query, []).append(place)
+    if len(queries) == 1:
+        places = {queries[0]: [*range(len(documents))]}
+
     async def ranked(query: str, own: list[Any]) -> RerankOutput:
         return await state.llm.rerank(
             query,
@@ -192,21 +199,19 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
             **_how(body, state, caller),
         )
 
-    if len(queries) == 1:
-        outputs = [await ranked(queries[0], documents)]
-    else:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(ranked(q, [d])) for q, d in zip(queries, documents, strict=True)]
-        except* Exception as several:
-            raise several.exceptions[0] from None
-        outputs = [task.result() for task in tasks]
-    if len(queries) == 1:
-        scores = {result.index: result.relevance_score for result in outputs[0].results}
-        values = [scores[index] for index in range(len(documents))]
-    else:
-        values = [output.results[0].relevance_score for output in outputs]
-    return _listed(state, values, [o.usage for o in outputs], "score")
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ranked(q, [documents[p] for p in own])) for q, own in places.items()]
+    except* Exception as several:
+        raise several.exceptions[0] from None
+    outputs = [task.result() for task in tasks]
+    found = {own[r.index]: r for own, output in zip(places.values(), outputs, strict=True) for r in output.results}
+    results = [found[place] for place in range(len(documents))]
+    listed = _listed(state, [result.relevance_score for result in results], [o.usage for o in outputs], "score")
+    for fields, result in zip(listed["data"], results, strict=True):
+        if result.truncated:
+            fields["truncated"] = True
+    return listed
 
 
 def _listed(state: ServerState, values: Sequence[float], usages: Sequence[ScoreUsage], kind: str) -> dict[str, Any]:

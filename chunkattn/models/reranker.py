@@ -1,0 +1,111 @@
+"""Traits of rerankers: which rerank template a checkpoint calls for, and the names of a classifier's classes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from chunkattn.models.gguf_file import GGUFFile
+from chunkattn.models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_QWEN3, _MXBAI = "qwen3-reranker", "mxbai-rerank-v2"
+_SENTENCES = {
+    _QWEN3: "Judge whether the Document meets the requirements based on the Query and the Instruct provided",
+    _MXBAI: "You are a search relevance expert who evaluates how well documents match search queries",
+}
+"""Templates by name, each with a sentence that only a chat template of such a reranker has."""
+_NAMES = {_QWEN3: re.compile("qwen3-reranker"), _MXBAI: re.compile(r"mxbai-rerank-[a-z]+-v2")}
+"""Templates by name, each with a pattern of the names of the models it is for."""
+_CARD = re.compile(r"^(?:# |base_model:\s*(?:\n\s*-\s*)?)(\S+)\s*$", re.MULTILINE)
+"""Names of models in a model card: the title, and the base model in its metadata."""
+
+
+class RerankerTraits(NamedTuple):
+    """Properties of a checkpoint that tell how it ranks.
+
+    Attributes:
+        template: name of a rerank template, or its text with `{query}` and `{document}`; None if nothing tells.
+        class_names: names of the classes of a sequence classifier, in order; empty for a language model.
+    """
+
+    template: str | None = None
+    class_names: tuple[str, ...] = ()
+
+
+def traits_of_folder(
+    folder: Path, model: str | None, config: PretrainedConfig, spec: DecoderSpec, chat_template: Any
+) -> RerankerTraits:
+    """Return the traits of a Hugging Face checkpoint.
+
+    Args:
+        folder: local folder of the checkpoint.
+        model: folder or hub id that the user gave.
+        config: configuration of the checkpoint.
+        spec: shape of its decoder.
+        chat_template: chat template of its tokenizer: a text, texts by name, or None.
+    """
+    return _traits(config, spec, str(chat_template or ""), _names_of_folder(folder, model))
+
+
+def traits_of_gguf(file: GGUFFile, config: PretrainedConfig, spec: DecoderSpec) -> RerankerTraits:
+    """Return the traits of a GGUF file.
+
+    Args:
+        file: opened GGUF file.
+        config: `config_from_gguf` of the file.
+        spec: `spec_from_gguf` of the file.
+
+    Raises:
+        ModelError: a value of the metadata has the wrong type.
+    """
+    own = file.get("tokenizer.chat_template.rerank", str, "")
+    keys = ("general.name", "general.basename", "general.base_model.0.name")
+    names = iter([*(file.get(key, str, "") for key in keys), _end_of(file.path), _end_of(file.path.resolve())])
+    traits = _traits(config, spec, file.get("tokenizer.chat_template", str, ""), names)
+    return traits._replace(template=own) if "{query}" in own and "{document}" in own else traits
+
+
+def _traits(config: PretrainedConfig, spec: DecoderSpec, chat_template: str, names: Iterator[str]) -> RerankerTraits:
+    classes = tuple(str(config.id2label.get(number, f"LABEL_{number}")) for number in range(spec.num_labels or 0))
+    return RerankerTraits(
+        next((name for name, sentence in _SENTENCES.items() if sentence in chat_template), None)
+        or _template_of_head(config, spec.architecture, classes)
+        or next((found for name in names if (found := _template_of_name(name))), None),
+        classes,
+    )
+
+
+def _template_of_head(config: PretrainedConfig, architecture: str, classes: tuple[str, ...]) -> str | None:
+    """Return the template that the head calls for: one class, or "yes" and "no", of a Qwen3, or vLLM's labels of a head."""
+    if architecture.startswith("Qwen3") and classes:
+        return _QWEN3 if len(classes) == 1 or {name.lower() for name in classes} == {"yes", "no"} else None
+    labels = getattr(config, "classifier_from_token", None)
+    if architecture.startswith("Qwen3") and labels == ["no", "yes"]:
+        return _QWEN3
+    return _MXBAI if architecture.startswith("Qwen2") and labels == ["0", "1"] else None
+
+
+def _template_of_name(name: str) -> str | None:
+    plain = re.sub(r"[ _]+", "-", name.lower())
+    return next((template for template, pattern in _NAMES.items() if pattern.search(plain)), None)
+
+
+def _names_of_folder(folder: Path, model: str | None) -> Iterator[str]:
+    """Yield the names of a checkpoint and of its base models: the configuration's, the model card's and the folder's."""
+    try:
+        yield str(json.loads((folder / "config.json").read_text()).get("_name_or_path") or "")
+        yield from _CARD.findall((folder / "README.md").read_text(errors="replace"))
+    except (OSError, ValueError):  # a missing model card; the configuration was read before
+        pass
+    yield from (_end_of(Path(model or "")), _end_of(folder), _end_of(folder.resolve()))
+
+
+def _end_of(path: Path) -> str:
+    """Return the last two parts of a path: owner and name of a hub id, folder and name of a file."""
+    return "/".join(path.parts[-2:])

@@ -1,0 +1,228 @@
+"""Rerank templates: the text that asks a model whether a document is relevant, and the choice of a model's template."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chunkattn.errors import RequestError
+from chunkattn.parsers.encode import PartEncoder
+
+logger = logging.getLogger(__name__)
+
+_SLOT = re.compile(r"\{(instruction|query|document)\}")
+_APART = "{|}"
+"""Mark between parts of a template that are tokenized apart."""
+
+
+class TemplateParts(NamedTuple):
+    """Text of a template, filled with query and instruction and split around the document.
+
+    Attributes:
+        shared: parts before the document, each in pieces: the template's text at even places, users' texts at odd places.
+        gap: spaces before a document.
+        tail: parts after the document.
+    """
+
+    shared: list[list[str]]
+    gap: str
+    tail: list[str]
+
+
+@dataclass(frozen=True)
+class RerankTemplate:
+    """Text that asks a model whether a document is relevant.
+
+    Spaces before `{document}` are tokenized with the document, because tokenizers join a space with the next word.
+
+    Attributes:
+        name: name of the template.
+        text: text for the model: `{query}` once, `{instruction}` at most once, and `{document}` once after both. `{|}` stands
+            between parts that the model's authors tokenize apart: no token crosses it.
+        labels: answers for relevant and not relevant, in the form that follows the text; each must be one more token. A
+            document's relevance is the probability of the first against the second; with the first alone, the sigmoid of its
+            logit.
+        instruction: default for `{instruction}`, `""` for none; None if the text has no such place.
+        control_tokens: parts of the text that must be single tokens in the model's tokenizer.
+        instruction_line: text that takes the place of `{instruction}` in `text`, with `{instruction}` once; left out if the
+            instruction is empty.
+
+    Raises:
+        RequestError: a place is missing, repeated or out of order.
+    """
+
+    name: str
+    text: str
+    labels: tuple[str, str] | tuple[str] = ("yes", "no")
+    instruction: str | None = None
+    control_tokens: tuple[str, ...] = ()
+    instruction_line: str = "{instruction}"
+
+    def __post_init__(self) -> None:
+        slots = _SLOT.split(self.text)[1::2]
+        if sorted(slots) not in (["document", "query"], ["document", "instruction", "query"]) or slots[-1] != "document":
+            raise RequestError(
+                f"the text of template {self.name!r} must hold {{query}} once, {{instruction}} at most once and then "
+                f"{{document}} once; it holds {slots}",
+                param="template",
+            )
+        if ("instruction" in slots) != (self.instruction is not None):
+            raise RequestError(
+                f"template {self.name!r} must have a default instruction if its text has a place for one, and only then",
+                param="template",
+            )
+        listed = isinstance(self.labels, (tuple, list)) and len(self.labels) in (1, 2)
+        if not (listed and all(isinstance(label, str) for label in self.labels)):
+            raise RequestError(f"the labels of template {self.name!r} must be one or two strings", param="template")
+        if _SLOT.findall(self.instruction_line) != ["instruction"]:
+            raise RequestError(f"instruction_line of template {self.name!r} must hold {{instruction}} once", param="template")
+
+    def split(self, query: str, instruction: str | None = None) -> TemplateParts:
+        """Fill the text with the query and the instruction, and split it around the document.
+
+        Args:
+            query: the query.
+            instruction: the instruction; None uses the template's own.
+
+        Raises:
+            RequestError: an instruction is given, and the template has no place for it.
+        """
+        if instruction is not None and self.instruction is None:
+            raise RequestError(f"template {self.name!r} takes no instruction", param="instruction")
+        filled = {"query": query, "instruction": self.instruction if instruction is None else instruction}
+        line = self.instruction_line if filled["instruction"] else ""
+        head, _, tail = self.text.replace("{instruction}", line).partition("{document}")
+        kept = head.rstrip(" ")
+        shared = [
+            [filled[piece] or "" if place % 2 else piece for place, piece in enumerate(_SLOT.split(part))]
+            for part in kept.split(_APART)
+        ]
+        return TemplateParts(shared, head[len(kept) :], tail.split(_APART))
+
+
+GENERIC = RerankTemplate(
+    name="generic",
+    text=(
+        "Judge whether the document meets the instruction and the query. Answer yes or no.\n\nInstruction:\n{instruction}\n\n"
+        "Query:\n{query}\n\nDocument:\n{document}\n\nAnswer:"
+    ),
+    labels=(" yes", " no"),
+    instruction="Given a search query, find passages that answer it",
+)
+"""Template for models that are not trained to rank."""
+
+QWEN3_RERANKER = RerankTemplate(
+    name="qwen3-reranker",
+    text=(
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+        'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+        "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    ),
+    instruction="Given a web search query, retrieve relevant passages that answer the query",
+    control_tokens=("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+)
+"""Template that Qwen3-Reranker was trained on, word for word."""
+
+MXBAI_RERANK_V2 = RerankTemplate(
+    name="mxbai-rerank-v2",
+    text=(
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n{|}{instruction}query: {query}{|}\n{|}document: {document}{|}\n{|}"
+        "You are a search relevance expert who evaluates how well documents match search queries. For each query-document "
+        "pair, carefully analyze the semantic relationship between them, then provide your binary relevance judgment "
+        "(0 for not relevant, 1 for relevant).\nRelevance:{|}<|im_end|>\n<|im_start|>assistant\n"
+    ),
+    labels=("1", "0"),
+    instruction="",
+    control_tokens=("<|im_start|>", "<|im_end|>"),
+    instruction_line="instruction: {instruction}\n",
+)
+"""Template that mxbai-rerank-v2 was trained on, in the parts that its authors tokenize.
+
+Source: https://github.com/mixedbread-ai/mxbai-rerank
+"""
+
+PLAIN = RerankTemplate(name="plain", text="{query}{document}")
+"""Template of query and document only, which the bundled demo model was trained on."""
+
+TEMPLATES = {template.name: template for template in (GENERIC, QWEN3_RERANKER, MXBAI_RERANK_V2, PLAIN)}
+
+
+def pick_template(wanted: RerankTemplate | str, encode: PartEncoder) -> RerankTemplate:
+    """Return a requested template.
+
+    Args:
+        wanted: a template or the name of a template.
+        encode: encoder with the model's tokenizer.
+
+    Raises:
+        RequestError: the template is unknown, or the tokenizer lacks its control tokens.
+    """
+    found = TEMPLATES.get(wanted) if isinstance(wanted, str) else wanted
+    if not isinstance(found, RerankTemplate):
+        known = ", ".join(TEMPLATES)
+        raise RequestError(f"template must be a RerankTemplate or one of {known}, got {wanted!r}", param="template")
+    if missing := _missing(found, encode):
+        raise RequestError(f"this tokenizer lacks the tokens {missing} of template {found.name!r}", param="template")
+    return found
+
+
+def default_template(option: str | None, trait: str | None, model: str | None, encode: PartEncoder) -> RerankTemplate:
+    """Return the template of calls that name none. A warning tells where only the generic template is left.
+
+    Args:
+        option: the engine's `rerank_template`: the name or the text of a template; None takes the checkpoint's.
+        trait: name or text of the template that the checkpoint calls for, or None.
+        model: name of the model for the warning.
+        encode: encoder with the model's tokenizer.
+
+    Raises:
+        RequestError: `option` is no template, or the tokenizer lacks the template's control tokens.
+    """
+    if option is not None:
+        return pick_template(_named(option), encode)
+    if trait is not None:
+        found = _named(trait)
+        if not (missing := _missing(found, encode)):
+            logger.info("rerank template %r, for the model %r", found.name, model)
+            return found
+        reason = f"its tokenizer lacks the tokens {missing} of template {found.name!r}"
+    else:
+        reason = "neither its files nor its name tell of a reranker"
+    logger.warning(
+        "reranking with the template 'generic': the model %r is not known as a reranker (%s). A renamed Qwen3-Reranker scores "
+        "0.2 to 0.4 off with this template. Set the template that the model was trained on: "
+        "rerank(template=...) or LLM(rerank_template=...) in Python, --rerank-template of `chunkattn serve`, or the field "
+        "`template` of a request; names are %s",
+        model,
+        reason,
+        ", ".join(TEMPLATES),
+    )
+    return GENERIC
+
+
+def _named(value: str) -> RerankTemplate:
+    """Return a template by its name, or of a text with `{query}` and `{document}`.
+
+    Raises:
+        RequestError: `value` is neither.
+    """
+    if value in TEMPLATES:
+        return TEMPLATES[value]
+    for template in TEMPLATES.values():
+        if value == template.text.replace("{instruction}", template.instruction or ""):
+            return template
+    if not _SLOT.search(value):
+        known = ", ".join(TEMPLATES)
+        raise RequestError(
+            f"rerank_template must be one of {known}, or a text with {{query}} and {{document}}, got {value!r}",
+            param="rerank_template",
+        )
+    return RerankTemplate("own", value, instruction="" if "{instruction}" in value else None)
+
+
+def _missing(template: RerankTemplate, encode: PartEncoder) -> list[str]:
+    return [token for token in template.control_tokens if token not in encode.added.ids]
