@@ -3,8 +3,8 @@
     python -m benchmarks.fuzz_files --folders 300 --gguf 100 --seed 1000
 
 The command makes random folders of every family and random GGUF files, right and wrong. Each gives transformers' logits
-(float32, within 1e-4; GGUF within 1e-3) or one `ModelError`. The command prints the choices of every file that gives anything
-else, and exits with 1. The same seed makes the same files.
+(float32, within 1e-4; GGUF within 1e-3) and the token ids of its tokenizer's own file, or one `ModelError`. The command prints
+the choices of every file that gives anything else, and exits with 1. The same seed makes the same files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import transformers
 
 from tests.fuzz import gguf_draws
 from tests.fuzz.draws import Draw
-from tests.fuzz.folders import FAMILIES, judge
+from tests.fuzz.folders import FAMILIES, judge, judge_tokenizer
 
 
 def main() -> int:
@@ -45,6 +45,7 @@ def main() -> int:
             drawn = Draw(place / "model", family, seed)
             try:
                 count(judge(drawn.folder, drawn.make_stale))
+                judge_tokenizer(drawn.folder, drawn.encode)
             except Exception as error:  # an error of another class is a finding, too
                 counts["wrong"] += 1
                 print(f"{type(error).__name__}: {error}: {'; '.join(drawn.story)}", flush=True)

@@ -218,6 +218,7 @@ def test_logits_that_are_not_finite_fail_their_call(classifier):
     """An item with a damaged token fails; so does every item where a class's row of the head is damaged."""
     one = classifier()
     for name, items in (("embed_tokens", [[9], [BAD]]), ("score", [[9]])):
+        assert one.llm.reset_prefix_cache()
         with damaged(one.llm.core, name, np.nan, row=1 if name == "score" else BAD), pytest.raises(NonFiniteError):
             one.llm.score([1, 2], items)
         assert not [*one.llm.core.scheduler.trie.blocks()]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.fuzz import gguf_draws
 from tests.fuzz.draws import Draw
-from tests.fuzz.folders import FAMILIES, judge
+from tests.fuzz.folders import FAMILIES, judge, judge_tokenizer
 
 
 @pytest.mark.slow
@@ -14,6 +14,7 @@ def test_random_folders(family, tmp_path):
     for seed in range(40):
         drawn = Draw(tmp_path / str(seed), family, seed)
         found.append(judge(drawn.folder, drawn.make_stale))
+        judge_tokenizer(drawn.folder, drawn.encode)
     assert found.count("equal") > 15
 
 

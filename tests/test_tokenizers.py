@@ -8,20 +8,24 @@ import sys
 import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models
 
 from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.errors import ModelError
 from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_model
 from chunkattn.parsers.encode import PartEncoder
 from tests.checkpoints import CHECKPOINTS
+from tests.tokenizer_files import (
+    CLASSES,
+    FILES,
+    TRAINED,
+    llama2,
+    make_folder,
+    pieces,
+)
 from tests.tokenizer_texts import TEXTS, random_texts
 
 ALL = (*TEXTS, *random_texts(40))
-CONTROLS = ["<unk>", "<s>", "</s>", "<|im_end|>"]
-TRAINED = [*TEXTS, *random_texts(150, seed=1)]
-BYTES = pre_tokenizers.ByteLevel.alphabet()
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def check(folder, encode, decode, leading=(), texts=ALL):
@@ -41,80 +45,7 @@ def check(folder, encode, decode, leading=(), texts=ALL):
     return tokenizer
 
 
-def make_folder(path, config=None, model_type="llama", **files):
-    path.mkdir()
-    if model_type:
-        (path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    if config is not None:
-        (path / "tokenizer_config.json").write_text(json.dumps(config))
-    for name, content in files.items():
-        name = {"json": "tokenizer.json", "model": "tokenizer.model", "vocab": "vocab.json", "merges": "merges.txt"}[name]
-        (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
 # tokenizer.json
-
-
-def trained(tokenizer, alphabet=()):
-    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=list(alphabet), special_tokens=CONTROLS, show_progress=False)
-    tokenizer.train_from_iterator(TRAINED, trainer)
-    return tokenizer
-
-
-def llama2(prefix="prepend", bos=True):
-    """A tokenizer as Llama 2's file has it, with the prefix of a normalizer, of `Metaspace`, or none."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-    first = [normalizers.Prepend("\u2581")] if prefix == "prepend" else []
-    if prefix == "metaspace":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    else:
-        tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "\u2581")])
-    strip = [decoders.Strip(" ", 1)] if prefix != "none" else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), *strip])
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    return trained(tokenizer)
-
-
-def byte_level(split=None, normalizer=None, digits=False, prefix=False, lower=False):
-    tokenizer = Tokenizer(models.BPE())
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    steps += [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not split))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    if normalizer:
-        tokenizer.normalizer = normalizer
-    tokenizer.decoder = decoders.ByteLevel()
-    return trained(tokenizer, BYTES)
-
-
-def with_added(tokenizer):
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("caf\u00e9", single_word=True)])
-    return tokenizer
-
-
-def truncating(tokenizer):
-    """The settings of sentence embedders: a file that cuts and pads what it encodes."""
-    tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=8, pad_token="</s>", pad_id=2)
-    return tokenizer
-
-
-FILES = {
-    "llama2": (llama2(), [1]),
-    "metaspace": (llama2("metaspace"), [1]),
-    "no-prefix": (llama2("none", bos=False), []),
-    "gpt2": (byte_level(), []),
-    "gpt2-prefix": (byte_level(prefix=True), []),
-    "qwen2": (byte_level(QWEN2, normalizers.NFC()), []),
-    "qwen2-nfkc": (byte_level(QWEN2, normalizers.NFKC()), []),
-    "digits": (byte_level(digits=True), []),
-    "added": (with_added(byte_level(QWEN2)), []),
-    "truncating": (truncating(llama2()), [1]),
-}
-CLASSES = [None, "", "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "PreTrainedTokenizerFast"]
-CLASSES += ["TokenizersBackend", "GPT2Tokenizer", "GPT2TokenizerFast", "CodeLlamaTokenizer", "NoSuchTokenizer"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -138,7 +69,7 @@ def test_the_ids_of_tokenizer_json(name, tmp_path):
             )
 
 
-def test_tokenizer_json_before_tokenizer_model(tmp_path, pieces):
+def test_tokenizer_json_before_tokenizer_model(tmp_path):
     """Where the two disagree, tokenizer.json counts."""
     source = llama2("none")
     folder = make_folder(tmp_path / "both", {"tokenizer_class": "LlamaTokenizer"}, json=source.to_str(), model=pieces())
@@ -148,42 +79,10 @@ def test_tokenizer_json_before_tokenizer_model(tmp_path, pieces):
 # tokenizer.model
 
 
-@pytest.fixture(scope="module")
-def pieces():
-    """Function that returns the bytes of a SentencePiece model with given settings."""
-    made = {}
-
-    def get(model_type="bpe", user_defined=(), **rules):
-        if (model_type, user_defined) not in made:
-            model = io.BytesIO()
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(TRAINED * 3),
-                model_writer=model,
-                model_type=model_type,
-                vocab_size=480,
-                byte_fallback=True,
-                normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                allow_whitespace_only_pieces=True,
-                character_coverage=0.98,
-                hard_vocab_limit=False,
-                user_defined_symbols=list(user_defined),
-                control_symbols=["<|im_end|>"],
-                minloglevel=2,
-            )
-            made[model_type, user_defined] = model.getvalue()
-        proto = sentencepiece_model_pb2.ModelProto.FromString(made[model_type, user_defined])
-        for name, value in rules.items():
-            setattr(proto.normalizer_spec, name, value)
-        return proto.SerializeToString()
-
-    return get
-
-
 @pytest.mark.parametrize("dummy", [True, False])
 @pytest.mark.parametrize("legacy", [True, False, None, "absent", "no config"])
 @pytest.mark.parametrize("squeeze", [True, False])
-def test_the_ids_of_sentencepiece(dummy, legacy, squeeze, pieces, tmp_path):
+def test_the_ids_of_sentencepiece(dummy, legacy, squeeze, tmp_path):
     data = pieces(add_dummy_prefix=dummy, remove_extra_whitespaces=squeeze)
     witness = sentencepiece.SentencePieceProcessor(model_proto=data)
     for place, extra in enumerate(({"add_bos_token": True}, {"add_bos_token": False}, {}, {"add_bos_token": None})):
@@ -200,7 +99,7 @@ def test_the_ids_of_sentencepiece(dummy, legacy, squeeze, pieces, tmp_path):
         assert tokenizer("</s>the", add_special_tokens=False).input_ids[-len(expected) :] == expected
 
 
-def test_special_tokens_of_a_map(pieces, tmp_path):
+def test_special_tokens_of_a_map(tmp_path):
     """A special token that only special_tokens_map.json names comes before the model's own."""
     folder = make_folder(tmp_path / "model", {"tokenizer_class": "LlamaTokenizer"}, model=pieces())
     (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "pad_token": "</s>"}')
@@ -215,7 +114,7 @@ def no_prefix(data):
 
 
 @pytest.mark.parametrize(("model_type", "user_defined"), [("bpe", ("<think>", "\u2581\u2581", "foo bar")), ("unigram", ())])
-def test_user_defined_pieces_and_unigram_models(model_type, user_defined, pieces, tmp_path):
+def test_user_defined_pieces_and_unigram_models(model_type, user_defined, tmp_path):
     data = pieces(model_type, user_defined)
     witness = sentencepiece.SentencePieceProcessor(model_proto=data)
     texts = (*ALL, "a<think>b  <think> foo bar  c")
@@ -253,7 +152,7 @@ def without_a_character(proto):
     ],
     ids=["charsmap", "escape", "unigram", "scores", "characters", "prefix", "no-prefix"],
 )
-def test_models_that_cannot_be_reproduced(data, config, message, pieces, tmp_path):
+def test_models_that_cannot_be_reproduced(data, config, message, tmp_path):
     folder = make_folder(tmp_path / "model", config, model=data(pieces))
     with pytest.raises(ModelError, match=message) as caught:
         load_tokenizer(str(folder))
@@ -377,8 +276,19 @@ def test_more_ids_than_rows(tmp_path):
             open_model(str(folder))
 
 
+def test_an_added_token_beyond_the_rows_loads(tmp_path):
+    """Vicuna's folder has such a padding token, which transformers loads, too. A text that holds it is refused later."""
+    source = Tokenizer.from_str(GOOD.to_str())
+    source.add_special_tokens(["<pad>"])
+    folder = make_folder(tmp_path / "model", {}, json=source.to_str())
+    rows = GOOD.get_vocab_size()
+    changed = {**CHECKPOINTS["qwen3"].to_dict(), "vocab_size": rows, "architectures": ["Qwen3ForCausalLM"]}
+    CHECKPOINTS["qwen3"].__class__(**changed).save_pretrained(folder)
+    assert open_model(str(folder)).tokenizer.convert_tokens_to_ids("<pad>") == rows
+
+
 @pytest.mark.parametrize("layout", ["json", "model", "merges"])
-def test_no_code_of_a_repository_runs(layout, pieces, tmp_path, monkeypatch):
+def test_no_code_of_a_repository_runs(layout, tmp_path, monkeypatch):
     """Neither the tokenizer's class nor a question on standard input."""
     files = {"json": {"json": GOOD.to_str()}, "model": {"model": pieces()}, "merges": vocab_and_merges(GOOD)}[layout]
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "</s>", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}

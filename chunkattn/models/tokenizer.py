@@ -82,7 +82,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def check_rows(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> None:
-    """Raise an error if a tokenizer has ids that a model does not embed.
+    """Raise an error if a tokenizer's vocabulary has ids that a model does not embed.
+
+    Added tokens may lie beyond, such as a padding token that the model never got: a text that holds one is refused.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -92,7 +94,8 @@ def check_rows(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> None
     Raises:
         ModelError: an id is beyond the embedding.
     """
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
     if largest >= rows:
         raise ModelError(
             f"the tokenizer of {name} gives {token!r} the id {largest}, and the model embeds {rows} tokens; {_ADVICE}"

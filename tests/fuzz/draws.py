@@ -3,11 +3,14 @@
 import json
 
 import numpy as np
+import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.fuzz.folders import EMBEDDING, HEAD, INDEX, tensors_of, write
+from tests.tokenizer_files import CLASSES, FILES, add_tokenizer, pieces
 
 YARN = {"type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -72,6 +75,7 @@ class Draw:
     Attributes:
         folder: the folder.
         story: the choices, in words.
+        encode: the ids of a text by the tokenizer's file, or None if the folder has no vocabulary.
     """
 
     def __init__(self, folder, family, seed):
@@ -86,6 +90,7 @@ class Draw:
         self._numbers()
         self._names()
         self._files()
+        self._tokenizer()
 
     def _pick(self, kind, options):
         """Pick by weights, and tell."""
@@ -177,7 +182,33 @@ class Draw:
         if layout == "no index":
             (folder / INDEX).unlink()
 
-    stale = None
+    def _tokenizer(self):
+        """Write a tokenizer beside the model, unless there is none, and keep its witness as `encode`."""
+        kind = self._pick("tokenizer", {"none": 2, "json": 4, "model": 2, "both": 1, "partial": 0.5})
+        if kind == "none":
+            return
+        named = self._pick("class", dict.fromkeys(CLASSES, 1))
+        config = {"bos_token": "<s>", "eos_token": "</s>", **({"tokenizer_class": named} if named else {})}
+        config |= {"legacy": self._pick("legacy", dict.fromkeys((True, False, None), 1))}
+        config = None if named is None else config
+        if kind == "partial":
+            add_tokenizer(self.folder, config or {})
+            return
+        files = {}
+        if kind in ("json", "both"):
+            source = Tokenizer.from_str(FILES[self._pick("file", dict.fromkeys(FILES, 1))][0].to_str())
+            files["json"] = source.to_str()
+            source.no_truncation()
+            source.no_padding()
+            self.encode = lambda text: source.encode(text, add_special_tokens=False).ids
+        if kind in ("model", "both"):
+            rules = ("add_dummy_prefix", "remove_extra_whitespaces")
+            files["model"] = pieces(**{rule: self._pick(rule, {True: 1, False: 1}) for rule in rules})
+        if kind == "model":
+            self.encode = sentencepiece.SentencePieceProcessor(model_proto=files["model"]).encode
+        add_tokenizer(self.folder, config, **files)
+
+    encode, stale = None, None
 
     def make_stale(self):
         """Put a stale copy of a tensor into another shard. transformers may read it, so the witness runs before."""

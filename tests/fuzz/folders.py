@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from chunkattn.errors import ModelError
-from chunkattn.models.loader import open_model
+from chunkattn.models.loader import load_tokenizer, open_model
+from tests.tokenizer_texts import TEXTS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SHAPE = {
@@ -126,3 +127,27 @@ def judge(folder, change=lambda: None):
     if found.shape != expected.shape or not np.abs(found - expected)[:known].max() <= TOLERANCE:
         raise SilentDifferenceError(f"logits differ by {np.abs(found - expected).max():.2g}")
     return "equal"
+
+
+def judge_tokenizer(folder, encode):
+    """Check that a folder's tokenizer has the ids of its file, or is refused.
+
+    Args:
+        folder: folder of the tokenizer.
+        encode: ids of a text by the file's own tokenizer; None if the folder has no vocabulary.
+
+    Raises:
+        SilentDifferenceError: the ids differ, or a tokenizer without vocabulary loads.
+    """
+    try:
+        tokenizer = load_tokenizer(str(folder))
+    except ModelError as error:
+        if encode is not None:
+            raise SilentDifferenceError(f"a right tokenizer is refused: {error}") from error
+        return
+    if encode is None:
+        raise SilentDifferenceError("a tokenizer without vocabulary loads")
+    for text in TEXTS:
+        found, expected = tokenizer(text, add_special_tokens=False).input_ids, list(encode(text))
+        if found != expected:
+            raise SilentDifferenceError(f"the ids of {text!r} are {found}, the file's are {expected}")
