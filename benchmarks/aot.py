@@ -133,7 +133,10 @@ def decoder(model: str, layers: int | None = None) -> Decoder:
         layers: number of layers; None for all.
     """
     config = deepcopy(MODELS[model])
-    config.num_hidden_layers = layers or config.num_hidden_layers
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
     return nnx.eval_shape(lambda: Decoder(spec_from_config(config), jnp.dtype("bfloat16"), rngs=nnx.Rngs(0)))
 
 
