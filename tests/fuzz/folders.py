@@ -97,7 +97,7 @@ def transformers_logits(folder, ids=IDS):
         if info["missing_keys"] or info["mismatched_keys"]:
             return f"random weights in place of {sorted(info['missing_keys'])[:3]}"
         # Without a cache, whose layers a foreign `sliding_window` would shorten.
-        batch = {"input_ids": torch.as_tensor(ids)[None], "use_cache": False}
+        batch = {"input_ids": torch.as_tensor(ids)[None], "use_cache": False, "return_dict": True}
         if not classifies:
             return model.eval()(**batch).logits[0].numpy()
         return model.score(model.eval().model(**batch).last_hidden_state)[0].numpy()

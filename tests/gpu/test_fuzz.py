@@ -36,8 +36,8 @@ def fuzz(engines, seed, operations):
 
 
 def test_no_difference(engines):
-    counts = fuzz(engines, 1, 30)
-    assert all(counts[name] for name in ("answers", "cached tokens", "preempt")), counts
+    counts = fuzz(engines, 2, 30)
+    assert all(counts[name] for name in ("answers", "cached tokens", "preempt", "damaged")), counts
 
 
 @pytest.mark.slow
