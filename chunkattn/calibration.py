@@ -127,7 +127,7 @@ def _object(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or holds none of the fields of `Calibration`.
     """
-    values, names = read_object(path, ConfigError, "chunk_calibration"), list(asdict(Calibration()))
+    values, names = read_object(path, ConfigError, "chunk_calibration", unique=True), list(asdict(Calibration()))
     if not set(names) & set(values):
         raise ConfigError(f"chunk_calibration {path} must be a JSON object with {', '.join(names)}")
     return values

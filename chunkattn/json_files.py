@@ -12,17 +12,18 @@ MAX_BYTES = 16 << 20
 """Largest size of a file that is read."""
 
 
-def read_object(path: Path, error: type[ChunkAttnError], name: str = "") -> dict[str, Any]:
+def read_object(path: Path, error: type[ChunkAttnError], name: str = "", *, unique: bool = False) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Args:
         path: file to read.
         error: class of the error that is raised.
         name: what the file is, for the message; the path follows.
+        unique: whether a key that is there twice is an error; else the last one counts, as in transformers.
 
     Raises:
         ChunkAttnError: `error`; the file cannot be read, is larger than `MAX_BYTES`, is no JSON in UTF-8, nests too deep, holds
-            no object, or holds a key twice in one object.
+            no object, or, with `unique`, holds a key twice in one object.
     """
     shown = f"{name} {path}".strip()
     try:
@@ -30,7 +31,7 @@ def read_object(path: Path, error: type[ChunkAttnError], name: str = "") -> dict
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise error(f"{shown} cannot be read: its lists and objects nest too deep") from None
     except (OSError, ValueError) as found:

@@ -82,9 +82,19 @@ def test_a_key_means_what_the_family_s_class_makes_of_it(family, case, model, tm
         ({"architectures": ["MistralForCausalLM"]}, "name two families"),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
         ({"architectures": ["LlamaForTokenClassification"]}, "is not supported"),
-        ({"model_type": "other", "auto_map": {"AutoConfig": "code.C"}}, "architecture 'LlamaForCausalLM' is not supported"),
+        ({"model_type": "other", "auto_map": {"AutoConfig": "code.C"}}, "config.json: model_type 'other' is not supported"),
         ({"model_type": None, "architectures": None}, "model_type must be one of"),
         ({"head_dim": 16}, "has shape"),
+        ({"torch_dtype": "torch.float16"}, "torch_dtype 'torch.float16' is not supported; write one of float32"),
+        *(
+            ({"rope_scaling": scaling, "rope_parameters": None, "rope_theta": 1e4}, "rope")
+            for scaling in (
+                {"type": "linear", "factor": None},
+                {"type": "linear", "factor": float("inf")},
+                {"type": "yarn", "factor": float("inf"), "original_max_position_embeddings": 16},
+                {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": "16"},
+            )
+        ),
         ({"vocab_size": 65}, "has shape"),
     ],
     ids=str,
@@ -145,13 +155,14 @@ def test_the_index_decides_among_shards(model, tmp_path):
     ("change", "message"),
     [
         (lambda listed: listed.update({NORM: next(s for s in listed.values() if s != listed[NORM])}), "which lacks it"),
-        (lambda listed: listed.update({"model.layers.9.weight": listed[HEAD]}), "which lacks it"),
+        (lambda listed: listed.update({"model.layers.9.weight": listed[HEAD]}), "equal"),  # nobody needs the tensor
+        (lambda listed: listed.update({name: f"./{shard}" for name, shard in listed.items()}), "equal"),
         (lambda listed: listed.update({NORM: "../model.safetensors"}), "must be the name of a file"),
         (lambda listed: listed.update({NORM: 3}), "not a safetensors index"),
         (lambda listed: listed.clear(), "not a safetensors index"),
         (lambda listed: listed.pop(NORM), "equal"),  # the shard has the tensor, and no other shard has
     ],
-    ids=["other shard", "no such tensor", "other folder", "number", "empty", "incomplete"],
+    ids=["other shard", "no such tensor", "dots", "other folder", "number", "empty", "incomplete"],
 )
 def test_an_index_that_contradicts_the_shards(change, message, model, tmp_path):
     folder = write(tmp_path / "model", *model(), shards=2)
@@ -189,6 +200,38 @@ def test_folders_without_weights_say_what_to_do(files, message, model, tmp_path)
         (folder / file).touch()
     with pytest.raises(ModelError, match=message):
         open_model(str(folder), skip_tokenizer_init=True).load()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", SINGLE, INDEX])
+def test_links_without_a_target_are_no_missing_files(name, model, tmp_path):
+    """Of a copied hub cache, the links may arrive without the files."""
+    folder = write(tmp_path / "model", *model())
+    if name == INDEX:
+        (folder / SINGLE).unlink()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "blobs" / "0123")
+    with pytest.raises(ModelError, match=rf"{name} is a link to .*0123, which does not exist"):
+        open_model(str(folder), skip_tokenizer_init=True).load()
+
+
+@pytest.mark.parametrize("name", [SINGLE, INDEX])
+def test_pointers_of_git_lfs_are_named(name, model, tmp_path):
+    folder = write(tmp_path / "model", *model())
+    (folder / SINGLE).unlink()
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 17\n")
+    with pytest.raises(ModelError, match=r"pointer of Git LFS: run `git lfs pull`"):
+        open_model(str(folder), skip_tokenizer_init=True).load()
+
+
+def test_odd_indexes_end_in_one_error(model, tmp_path):
+    folder = write(tmp_path / "model", *model(), shards=2)
+    listed = json.loads((folder / INDEX).read_text())
+    listed["weight_map"][NORM] = "m" * 300
+    (folder / INDEX).write_text(json.dumps(listed))
+    assert "File name too long" in judge(folder)
+    (folder / INDEX).unlink()
+    (folder / INDEX).mkdir()
+    assert "not a safetensors index" in judge(folder)
 
 
 # Heads and names
@@ -244,8 +287,22 @@ def test_checkpoints_of_the_bare_model(named, model, tmp_path):
         (lambda name: name.replace("proj.weight", "proj.qweight"), "quantised"),
         (lambda name: name.replace("proj.weight", "proj.lora_A.weight"), "LoRA adapter"),
         (lambda name: name.replace("lm_head", "score"), "the file holds a classifier"),
+        (lambda name: name.replace("lm_head", "lm_head.modules_to_save"), "a PEFT model was saved unmerged"),
+        (lambda name: name.replace("lm_head", "output"), "the head has another name, 'output.weight'"),
     ],
-    ids=["peft", "ddp", "compile", "multimodal", "foreign", "fused", "quantised", "adapter", "classifier"],
+    ids=[
+        "peft",
+        "ddp",
+        "compile",
+        "multimodal",
+        "foreign",
+        "fused",
+        "quantised",
+        "adapter",
+        "classifier",
+        "saved modules",
+        "other head",
+    ],
 )
 def test_missing_tensors_say_why(rename, message, model, tmp_path):
     tensors, keys = model()

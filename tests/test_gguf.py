@@ -372,13 +372,16 @@ def test_scalings_that_are_refused_by_name(keys, message, tmp_path):
         ({"blk.1.attn_q.weight": None}, r"tensor 'model.layers.1.self_attn.q_proj.weight' .* is missing"),
         ({"token_embd.weight": None}, "tensor 'token_embd.weight' is missing"),
         ({"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}, "tensor 'blk.0.attn_q_norm.weight' has no place in LlamaFor"),
+        ({"blk.1.attn_q.bias": np.ones(256, np.float32)}, "has no place for tensor 'model.layers.1.self_attn.q_proj.bias'"),
+        ({"blk.0.ffn_up.bias": np.ones(256, np.float32)}, "has no place for tensor 'model.layers.0.mlp.up_proj.bias'"),
+        ({"output.bias": np.ones(128, np.float32)}, "has no place for tensor 'lm_head.bias'"),
         ({"blk.2.attn_norm.weight": np.ones(256, np.float32)}, "3 layers of tensors, block_count says 2"),
         ({"blk.0.attn_norm.weight": np.ones(7, np.float32)}, r"has shape \[7\], the configuration says \[256\]"),
         ({"blk.0.attn_norm.weight": np.full(256, np.nan, np.float32)}, "holds NaN or infinite values; the file is damaged"),
         ({"blk.0.attn_norm.weight": np.ones(256, np.int8)}, "type I8, which the gguf package cannot dequantise"),
         ({"rope_freqs.weight": np.zeros(32, np.float32)}, "must hold 32 positive factors"),
     ],
-    ids=["missing", "embedding", "foreign", "layers", "shape", "nan", "integers", "factors"],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_wrong_tensors(tensors, message, tmp_path):
     refused(tmp_path, message, tensors=tensors)

@@ -229,7 +229,10 @@ class GGUFTensors:
 
     Attributes:
         path: path of the file.
+        needs_all: True: llama.cpp reads every tensor, such as a bias of one layer.
     """
+
+    needs_all = True
 
     def __init__(self, file: GGUFFile, spec: DecoderSpec) -> None:
         """Name the tensors of the file.

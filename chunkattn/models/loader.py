@@ -15,6 +15,7 @@ from chunkattn.json_files import read_object
 from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, find_gguf, open_gguf
 from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
+from chunkattn.models.local_files import is_present
 from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
 from chunkattn.models.spec import FAMILIES, DecoderSpec, spec_from_config, unsupported
 from chunkattn.models.tokenizer import check_rows, load_tokenizer
@@ -188,7 +189,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
     file = folder / "config.json"
-    if not file.exists():
+    if not is_present(file):
         adapter = (folder / "adapter_config.json").exists()
         hint = "it holds a PEFT adapter; merge it into its base model" if adapter else "is this a Hugging Face model folder?"
         raise ModelError(f"{folder}: no config.json; {hint}")
@@ -200,7 +201,11 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise ModelError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, got {kind!r}")
     # transformers would advise to run the code of a repository, or to install another version, for kinds that it lacks.
     if kind not in FAMILIES:
-        raise unsupported(named[0] if named else kind)
+        raise ModelError(f"{file}: {unsupported(f'model_type {kind!r}')}")
+    for key in ("dtype", "torch_dtype"):
+        if found.get(key) not in (None, *CHECKPOINT_DTYPES, "float64"):
+            known = ", ".join(CHECKPOINT_DTYPES)
+            raise ModelError(f"{file}: {key} {found[key]!r} is not supported; write one of {known}, or null, into the file")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # validation errors of many classes
@@ -231,7 +236,7 @@ def _checkpoint_dtype(config: PretrainedConfig) -> str:
 def _eos_token_ids(folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """Return the end-of-sequence ids: the generation configuration's, or else the model's, and the tokenizer's."""
     found, file = config.eos_token_id, folder / "generation_config.json"
-    if file.exists():
+    if is_present(file):
         from_file = read_object(file, ModelError).get("eos_token_id")
         found = found if from_file is None else from_file
     ids = list(found) if isinstance(found, (list, tuple)) else [found]

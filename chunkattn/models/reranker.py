@@ -22,8 +22,8 @@ _SENTENCES = {
 """Templates by name, each with a sentence that only a chat template of such a reranker has."""
 _NAMES = {_QWEN3: re.compile("qwen3-reranker"), _MXBAI: re.compile(r"mxbai-rerank-[a-z]+-v2")}
 """Templates by name, each with a pattern of the names of the models it is for."""
-_CARD = re.compile(r"^(?:# |base_model:\s*(?:\n\s*-\s*)?)(\S+)\s*$", re.MULTILINE)
-"""Names of models in a model card: the title, and the base model in its metadata."""
+_CARD = re.compile(r"^(?:# +|<h1[^>]*> *|base_model:)((?:[^<\n]+)?(?:\n[ \t]*- .*)*)", re.MULTILINE)
+"""Names of models in a model card: its title, and the base models in its metadata."""
 
 
 class RerankerTraits(NamedTuple):
@@ -72,7 +72,7 @@ def traits_of_gguf(file: GGUFFile, config: PretrainedConfig, spec: DecoderSpec) 
 
 
 def _traits(config: PretrainedConfig, spec: DecoderSpec, chat_template: str, names: Iterator[str]) -> RerankerTraits:
-    classes = tuple(str(config.id2label.get(number, f"LABEL_{number}")) for number in range(spec.num_labels or 0))
+    classes = tuple(str(config.id2label.get(number) or f"LABEL_{number}") for number in range(spec.num_labels or 0))
     return RerankerTraits(
         next((name for name, sentence in _SENTENCES.items() if sentence in chat_template), None)
         or _template_of_head(config, spec.architecture, classes)
@@ -85,6 +85,8 @@ def _template_of_head(config: PretrainedConfig, architecture: str, classes: tupl
     """Return the template that the head calls for: one class, or "yes" and "no", of a Qwen3, or vLLM's labels of a head."""
     if architecture.startswith("Qwen3") and classes:
         return _QWEN3 if len(classes) == 1 or {name.lower() for name in classes} == {"yes", "no"} else None
+    if getattr(config, "is_original_qwen3_reranker", False):
+        return _QWEN3
     labels = getattr(config, "classifier_from_token", None)
     if architecture.startswith("Qwen3") and labels == ["no", "yes"]:
         return _QWEN3
@@ -92,7 +94,7 @@ def _template_of_head(config: PretrainedConfig, architecture: str, classes: tupl
 
 
 def _template_of_name(name: str) -> str | None:
-    plain = re.sub(r"[ _]+", "-", name.lower())
+    plain = re.sub(r"[ _.]+", "-", name.lower())
     return next((template for template, pattern in _NAMES.items() if pattern.search(plain)), None)
 
 
@@ -107,5 +109,5 @@ def _names_of_folder(folder: Path, model: str | None) -> Iterator[str]:
 
 
 def _end_of(path: Path) -> str:
-    """Return the last two parts of a path: owner and name of a hub id, folder and name of a file."""
-    return "/".join(path.parts[-2:])
+    """Return the parts of a path that name a model: owner and name of a hub id, folder and name of a file or of a snapshot."""
+    return "/".join(path.parts[-3:] if "snapshots" in path.parts[-2:-1] else path.parts[-2:])

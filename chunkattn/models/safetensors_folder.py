@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from chunkattn.errors import ModelError
+from chunkattn.models.local_files import cause_of, is_present
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 BASE_PREFIX = "model."
@@ -22,6 +26,7 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 
 _CAUSES = (
     (r"(^|\.)lora_[AB]\.", "the folder holds a LoRA adapter; merge it into its base model (PEFT: merge_and_unload)"),
+    (r"\.(original_module|modules_to_save|base_layer)\.", "a PEFT model was saved unmerged; merge it (merge_and_unload)"),
     (r"^base_model\.model\.", "a PEFT model was saved unmerged; merge it (merge_and_unload) and save it again"),
     (r"^module\.", "the model was saved inside DistributedDataParallel; save model.module instead"),
     (r"^_orig_mod\.", "the model was saved inside torch.compile; save the uncompiled model instead"),
@@ -49,7 +54,10 @@ class SafetensorsFolder:
 
     Attributes:
         path: the folder.
+        needs_all: False: transformers ignores tensors without a place.
     """
+
+    needs_all = False
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         """Open the files, which stay open until `stack` closes.
@@ -59,7 +67,10 @@ class SafetensorsFolder:
         """
         self.path = folder
         self._stored: dict[str, tuple[Any, str]] = {}
-        for name, handle in _places(folder, stack).items():
+        places, self._lost = _places(folder, stack)
+        if is_present(folder / "adapter_config.json"):
+            logger.warning("%s holds an adapter beside the model, which is not applied; merge it (merge_and_unload)", folder)
+        for name, handle in places.items():
             wanted = BASE_PREFIX + name if name.startswith(_BASE_MODULES) else name
             if wanted in self._stored:
                 raise ModelError(
@@ -103,6 +114,12 @@ class SafetensorsFolder:
         Args:
             name: name of the missing tensor.
         """
+        for listed in (name, name.removeprefix(BASE_PREFIX)):
+            if listed in self._lost:
+                return (
+                    f"{INDEX_FILE} says that it is in {self._lost[listed]!r}, which lacks it; the index or the shard is stale: "
+                    "get the folder again"
+                )
         return explain_missing(name, [stored_name for _, stored_name in self._stored.values()])
 
 
@@ -119,19 +136,20 @@ def explain_missing(name: str, found: Iterable[str]) -> str:
     causes = [cause for pattern, cause in _CAUSES if any(re.search(pattern, other) for other in names)]
     if not causes and name in _HEADS:
         other, cause = _HEADS[name]
-        causes = [cause if other in names else _NO_HEAD]
+        foreign = [n for n in names if not n.startswith((BASE_PREFIX, *_BASE_MODULES))]
+        causes = [cause if other in names else f"the head has another name, {foreign[0]!r}" if foreign else _NO_HEAD]
     return "; ".join([*told, *causes[:1]]) or "the checkpoint is incomplete, get it again"
 
 
-def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return the open file of each stored tensor.
+def _places(folder: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the open file of each stored tensor, and the shard of each tensor that the index lists and its shard lacks.
 
     As in transformers, the single file counts before an index. Among shards the index decides where a tensor is read.
     """
-    if (folder / SINGLE_FILE).exists():
+    if is_present(folder / SINGLE_FILE):
         handle = _open(folder / SINGLE_FILE, stack)
-        return dict.fromkeys(handle.keys(), handle)
-    if not (folder / INDEX_FILE).exists():
+        return dict.fromkeys(handle.keys(), handle), {}
+    if not is_present(folder / INDEX_FILE):
         raise ModelError(_no_weights(folder))
     listed = _weight_map(folder / INDEX_FILE)
     shards = {shard: _shard(folder, shard, stack) for shard in sorted(set(listed.values()))}
@@ -145,12 +163,7 @@ def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
                     f"{folder}: tensor {name!r} is in several shards and not in {INDEX_FILE}; get the folder again"
                 )
             places[name] = handle
-    if lost := sorted(listed.keys() - places.keys()):
-        raise ModelError(
-            f"{folder}: {INDEX_FILE} says that tensor {lost[0]!r} is in {listed[lost[0]]!r}, which lacks it ({len(lost)} in "
-            "all); the index or the shard is stale: get the folder again"
-        )
-    return places
+    return places, {name: shard for name, shard in listed.items() if name not in places}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -158,15 +171,16 @@ def _weight_map(index: Path) -> dict[str, str]:
         found = json.loads(index.read_bytes())["weight_map"]
         if not found or not all(isinstance(shard, str) for shard in found.values()):
             raise TypeError("weight_map must map names of tensors to names of files")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ModelError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
-    return found
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        cause = cause_of(index, f"{type(error).__name__}: {error}")
+        raise ModelError(f"{index}: not a safetensors index ({cause}); get it again") from error
+    return {name: str(PurePosixPath(shard)) for name, shard in found.items()}
 
 
 def _shard(folder: Path, shard: str, stack: ExitStack) -> Any:
     if Path(shard).name != shard:
         raise ModelError(f"{folder / INDEX_FILE}: shard {shard!r} must be the name of a file in the same folder")
-    if not (folder / shard).exists():
+    if not is_present(folder / shard):
         raise ModelError(f"{folder}: shard {shard!r} named in {INDEX_FILE} is missing; get it, or get the folder again")
     return _open(folder / shard, stack)
 
@@ -175,7 +189,7 @@ def _open(file: Path, stack: ExitStack) -> Any:
     try:
         return stack.enter_context(safe_open(file, framework="np"))
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file}: not a readable safetensors file ({error}); get it again") from error
+        raise ModelError(f"{file}: not a readable safetensors file ({cause_of(file, error)}); get it again") from error
 
 
 def _no_weights(folder: Path) -> str:

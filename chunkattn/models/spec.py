@@ -40,7 +40,7 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family("Llama 2/3.x", ("Llama",), None, None, None, False, "none"),
+    "llama": Family("Llama 2/3.x", ("Llama", "LLaMA"), None, None, None, False, "none"),
     "mistral": Family("Mistral", ("Mistral",), False, False, False, False, "all"),
     # transformers reads a Mistral configuration with `layer_types` as Ministral's.
     "ministral": Family("Ministral", ("Ministral", "Mistral"), False, False, False, False, "layer_types"),
@@ -133,7 +133,8 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
         raise ModelError(f"configuration: rms_norm_eps must be a finite number that is not negative, got {epsilon!r}")
     # transformers reads `original_max_position_embeddings` beside the RoPE parameters only when a model is built.
     config.standardize_rope_params()
-    max_model_len = _max_model_len(config)
+    rotary = make_rotary(config.rope_parameters, head_dim, config.max_position_embeddings)
+    max_model_len = _max_model_len(config)  # the parameters have been checked
     return DecoderSpec(
         architecture=architecture,
         vocab_size=config.vocab_size,
@@ -150,7 +151,7 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
         qk_norm=family.qk_norm,
         tie_embeddings=bool(config.tie_word_embeddings),
         windows=_windows(family, config, max_model_len),
-        rotary=make_rotary(config.rope_parameters, head_dim, config.max_position_embeddings),
+        rotary=rotary,
         max_model_len=max_model_len,
         num_labels=config.num_labels if is_classifier else None,
     )
@@ -165,7 +166,7 @@ def _family(config: PretrainedConfig) -> tuple[Family, str]:
     named = (config.architectures or [None])[0]
     family = FAMILIES.get(config.model_type)
     if family is None:
-        raise unsupported(named or config.model_type)
+        raise unsupported(f"model_type {config.model_type!r}")
     if named is None or named in [prefix + _BARE for prefix in family.prefixes]:
         return family, family.prefixes[0] + _LANGUAGE_MODEL
     if named in _classes(family):
@@ -175,23 +176,21 @@ def _family(config: PretrainedConfig) -> tuple[Family, str]:
             f"configuration: architectures {named!r} and model_type {config.model_type!r} name two families; correct the wrong "
             "one in config.json"
         )
-    raise unsupported(named)
+    raise unsupported(f"architecture {named!r}")
 
 
 def _classes(family: Family) -> list[str]:
     return [prefix + head for head in (_LANGUAGE_MODEL, _CLASSIFIER) for prefix in family.prefixes]
 
 
-def unsupported(architecture: str) -> ModelError:
-    """Return the error for an architecture of no supported family.
+def unsupported(what: str) -> ModelError:
+    """Return the error for a model of no supported family.
 
     Args:
-        architecture: name of the class, or `model_type` where there is no class.
+        what: key and value of the configuration that name the model.
     """
-    known = ", ".join(f"{family.prefixes[0]}{_LANGUAGE_MODEL} ({family.name})" for family in FAMILIES.values())
-    return ModelError(
-        f"architecture {architecture!r} is not supported; supported are {known} and the {_CLASSIFIER} class of each family"
-    )
+    known = ", ".join(f"{family.prefixes[0]}{_LANGUAGE_MODEL} ({kind})" for kind, family in FAMILIES.items())
+    return ModelError(f"{what} is not supported; supported are {known} and the {_CLASSIFIER} class of each")
 
 
 def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) -> None:
@@ -201,7 +200,7 @@ def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) 
     if getattr(config, "quantization_config", None):
         raise ModelError("quantized checkpoints (quantization_config) are not supported; use an unquantized one")
     if not getattr(config, "is_causal", True):
-        raise ModelError("configuration: is_causal is false: models with bidirectional attention are not supported")
+        raise ModelError(f"configuration: is_causal is {config.is_causal}: bidirectional attention is not supported")
     if getattr(config, "is_heterogeneous", False):
         raise ModelError("configuration: per_layer_config: layers of different shapes are not supported")
     if weights := getattr(config, "transformers_weights", None):

@@ -15,6 +15,7 @@ from chunkattn.errors import ModelError
 from chunkattn.json_files import read_object
 from chunkattn.models.gguf_file import GGUF_SUFFIX, find_gguf, open_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
+from chunkattn.models.local_files import cause_of, is_present
 from chunkattn.models.sentencepiece_backend import CONTROL, UNKNOWN, USER_DEFINED, Pieces, sentencepiece_backend
 
 if TYPE_CHECKING:
@@ -64,11 +65,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return tokenizer_from_gguf(open_gguf(folder))
     if not folder.is_dir():
         folder = _from_hub(name)
-    configs = {file: read_object(folder / file, ModelError) for file in _CONFIGS if (folder / file).exists()}
+    configs = {file: read_object(folder / file, ModelError) for file in _CONFIGS if is_present(folder / file)}
     config = configs.get(_CONFIG, {})
-    if (folder / _JSON).exists():
+    if is_present(folder / _JSON):
         tokenizer = _from_json(folder)
-    elif (folder / _SENTENCEPIECE).exists():
+    elif is_present(folder / _SENTENCEPIECE):
         tokenizer = _from_sentencepiece(folder, {**configs.get("special_tokens_map.json", {}), **config})
     elif (folder / _VOCAB).exists() or (folder / _MERGES).exists():
         tokenizer = _from_merges(folder, config)
@@ -95,7 +96,8 @@ def check_rows(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> None
         ModelError: an id is beyond the embedding.
     """
     vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
-    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    needed = {token: i for token, i in tokenizer.get_vocab().items() if token in (tokenizer.bos_token, tokenizer.eos_token)}
+    token, largest = max((vocabulary | needed).items(), key=lambda item: item[1])
     if largest >= rows:
         raise ModelError(
             f"the tokenizer of {name} gives {token!r} the id {largest}, and the model embeds {rows} tokens; {_ADVICE}"
@@ -122,11 +124,13 @@ def _from_json(folder: Path) -> PreTrainedTokenizerBase:
     witness.no_padding()
     if not witness.get_vocab_size(with_added_tokens=False):
         raise ModelError(f"{file} has an empty vocabulary; get it again, or {_ADVICE}")
-    options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
+    options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False, "split_special_tokens": False}
     tokenizer = _load(file, lambda: PreTrainedTokenizerFast.from_pretrained(folder, **options))
+    special = [token.content for token in witness.get_added_tokens_decoder().values() if token.special]
     _compare(
         tokenizer,
         file,
+        (*_PROBES, " a".join(special[:8])),
         lambda text: witness.encode(text, add_special_tokens=False).ids,
         lambda ids: witness.decode(ids, skip_special_tokens=False),
     )
@@ -188,10 +192,11 @@ def _from_sentencepiece(folder: Path, config: dict[str, Any]) -> PreTrainedToken
             vocab_file="",
             trust_remote_code=False,
             clean_up_tokenization_spaces=False,
+            split_special_tokens=False,
             **options,
         ),
     )
-    _compare(tokenizer, file, witness.encode, witness.decode)
+    _compare(tokenizer, file, _PROBES, witness.encode, witness.decode)
     return tokenizer
 
 
@@ -237,20 +242,18 @@ def _load(file: Path, load: Callable[[], _T]) -> _T:
     try:
         return load()
     except Exception as error:
-        with file.open("rb") as stream:
-            head = stream.read(40)
-        what = "it is a pointer of Git LFS: run `git lfs pull`" if head.startswith(b"version https://git-lfs") else error
-        raise ModelError(f"{file} cannot be read: {what}; get it again, or {_ADVICE}") from error
+        raise ModelError(f"{file} cannot be read: {cause_of(file, error)}; get it again, or {_ADVICE}") from error
 
 
 def _compare(
     tokenizer: PreTrainedTokenizerBase,
     file: Path,
+    probes: Sequence[str],
     encode: Callable[[str], Sequence[int]],
     decode: Callable[[list[int]], str],
 ) -> None:
-    """Raise an error if the ids or the decoded texts of `_PROBES` differ from those of the file's own tokenizer."""
-    for text in _PROBES:
+    """Raise an error if the ids or the decoded texts of `probes` differ from those of the file's own tokenizer."""
+    for text in probes:
         ids, expected = tokenizer(text, add_special_tokens=False)["input_ids"], list(encode(text))
         if ids != expected:
             raise ModelError(

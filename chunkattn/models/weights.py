@@ -41,9 +41,15 @@ def checkpoint_name(path: Iterable[Any]) -> str:
 
 
 class TensorSource(Protocol):
-    """Tensors of one checkpoint, by their names in Hugging Face checkpoints."""
+    """Tensors of one checkpoint, by their names in Hugging Face checkpoints.
+
+    Attributes:
+        path: folder or file.
+        needs_all: whether every tensor changes the model's answers, so that one without a place is an error.
+    """
 
     path: Path
+    needs_all: bool
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors."""
@@ -170,6 +176,8 @@ def _check_names(source: TensorSource, spec: DecoderSpec, names: Iterable[str]) 
         why = source.why_missing(first)
         raise ModelError(f"{source.path}: tensor {first!r}{more} that {spec.architecture} needs is missing ({why})")
     unused = {n for n in found - wanted if n not in (_HEAD, _EMBEDDING) and not n.endswith("rotary_emb.inv_freq")}
+    if unused and source.needs_all:
+        raise ModelError(f"{source.path}: {spec.architecture} has no place for tensor {min(unused)!r}, {len(unused)} in all")
     if unused:
         logger.warning("%s: %d tensors are not used by %s, e.g. %r", source.path, len(unused), spec.architecture, min(unused))
 

@@ -174,10 +174,11 @@ def plan_rerank(
     given = [document_of(document, index) for index, document in enumerate(documents)]
     if instruction is not None and not isinstance(instruction, str):
         raise RequestError(f"instruction must be a string, got {type(instruction).__name__}", param="instruction")
-    _check_count("top_n", top_n)
+    if top_n != 0 or given:  # clients send the number of documents
+        _check_count("top_n", top_n)
     _check_count("max_tokens_per_doc", max_tokens_per_doc)
     if truncate_prompt_tokens != -1:
-        _check_count("truncate_prompt_tokens", truncate_prompt_tokens)
+        _check_count("truncate_prompt_tokens", truncate_prompt_tokens, " or -1")
     plain = PlainEncoder(encode, ControlTokens(encode.tokenizer, {}) if special_tokens else encode.added)
     parts = template.split(query, instruction)
     gap = plain(parts.gap) if parts.gap else []
@@ -227,6 +228,6 @@ def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str) -> tupl
     return tuple(found)
 
 
-def _check_count(name: str, value: Any) -> None:
+def _check_count(name: str, value: Any, other: str = "") -> None:
     if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
-        raise RequestError(f"{name} must be an integer of at least 1, got {value!r}", param=name)
+        raise RequestError(f"{name} must be an integer of at least 1{other}, got {value!r}", param=name)

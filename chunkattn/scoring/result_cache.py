@@ -1,4 +1,4 @@
-"""`ResultCache`: the results of scored items, so that an item scored before after the same query is not computed again."""
+"""`ResultCache`: the results of scored items, so that an equal call is not computed again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ENTRY_BYTES = 256
 def item_keys(job: QueryItems, labels: Sequence[int], algorithm: str, cache_salt: str | None, raw: bool = False) -> list[bytes]:
     """Return a key for each item. Items of equal keys have equal results.
 
-    The key is a cryptographic digest of everything that the result depends on in one engine, so no chosen text can get the
-    result of another text.
+    The key covers all items of the call, because they decide the layout and so the bits. The key is a cryptographic digest of
+    everything that the result depends on in one engine, so no chosen text can get the result of another text.
 
     Args:
         job: query and items.
@@ -34,10 +34,14 @@ def item_keys(job: QueryItems, labels: Sequence[int], algorithm: str, cache_salt
     form = (cache_salt, algorithm, raw, job.item_first, list(labels), len(job.leading), len(job.query))
     shared = blake2b(repr(form).encode(), digest_size=32)
     shared.update(np.asarray(job.prefix, np.int64).tobytes())
+    items = [np.asarray(item, np.int64).tobytes() for item in job.items]
+    shared.update(np.asarray([len(item) for item in items], np.int64).tobytes())
+    for item in items:
+        shared.update(item)
     keys = []
-    for item in job.items:
+    for item in items:
         own = shared.copy()
-        own.update(np.asarray(item, np.int64).tobytes())
+        own.update(item)
         keys.append(own.digest())
     return keys
 
