@@ -42,7 +42,7 @@ def dense_numpy(q, k, v, visible, scale):
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.telling) for seed in (2, 3))])
 def test_chunk_attention_is_the_definition(backend, seed):
     rng = np.random.default_rng(seed)
     layout = random_layout(rng, most_chunks=8, longest=30)

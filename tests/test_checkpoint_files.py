@@ -32,6 +32,10 @@ def edit(folder, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+QUICK = "llama", "qwen3"
+ONCE = [pytest.param(family, marks=() if family in QUICK else pytest.mark.telling) for family in FAMILIES]
+
+
 @pytest.fixture(scope="module")
 def model():
     """Tensors and keys of a family, made once."""
@@ -56,7 +60,7 @@ REFUSED = {
 """Errors by the name of the case: for every family, or by family."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONCE)
 @pytest.mark.parametrize("case", KEYS)
 def test_a_key_means_what_the_family_s_class_makes_of_it(family, case, model, tmp_path):
     tensors, keys = model(family)
@@ -258,7 +262,7 @@ def test_tied_and_untied_heads(tied, head, prefix, model, tmp_path):
         assert found == "equal"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONCE)
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("prefix", ["model.", ""])
 def test_classifiers_with_and_without_the_prefix(family, labels, prefix, tmp_path):

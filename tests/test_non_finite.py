@@ -240,7 +240,7 @@ def test_requests_that_wait_for_a_spoilt_chunk_fail_by_themselves(slow_core, ora
         check_greedy(oracle("llama").chunked(message.layout, tokens), len(message.layout), tokens)
 
 
-@pytest.mark.parametrize("left", [1, 2])
+@pytest.mark.parametrize("left", [1, pytest.param(2, marks=pytest.mark.telling)])
 def test_who_leaves_in_flight_leaves_nothing_spoilt(slow_core, oracle, left):
     """A step that reads nothing still runs when its request is aborted. The same id may be used again at once."""
     chunk = [*OTHER[:4], BAD, *GOOD, *OTHER]
