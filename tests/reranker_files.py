@@ -9,7 +9,7 @@ from tests.checkpoints import make_checkpoint
 
 # Qwen's rule of what words are.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How the authors of Qwen3-Reranker write a prompt, as one text.
+# Prompt of Qwen3-Reranker as its authors write it, in one text.
 OFFICIAL = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note "
     'that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n'

@@ -208,7 +208,7 @@ def test_folders_without_weights_say_what_to_do(files, message, model, tmp_path)
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", SINGLE, INDEX])
 def test_links_without_a_target_are_no_missing_files(name, model, tmp_path):
-    """Of a copied hub cache, the links may arrive without the files."""
+    """A copy of the hub's cache may hold its links without the files that they point to."""
     folder = write(tmp_path / "model", *model())
     if name == INDEX:
         (folder / SINGLE).unlink()

@@ -291,7 +291,7 @@ def test_nothing_spoilt_stays_on_disk(checkpoint, tmp_path):
     llm.close()
 
 
-# What callers see
+# Errors in Python, on the command line and over HTTP
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_copies_are_scored_once(algorithm, engine, oracle, repeated):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_earlier_calls_change_no_bit(algorithm, engine, repeated):
-    """Of a call whose items were scored before in other calls, nothing is taken from them: the layout decides the bits."""
+    """Score a call anew although other calls scored its items before, because the layout decides the bits."""
     query, different, _ = repeated
     options = {"label_token_ids": LABELS, "algorithm": algorithm}
     fresh = engine("qwen3").score(query, different, **options, cache_salt=f"fresh {algorithm}")
