@@ -136,9 +136,11 @@ class Runner:
             scores = [*self.class_logits(hidden, reads.score_rows, bad)]
         elif reads.score_rows:
             scores = self.label_logprobs(hidden, reads.score_rows, reads.labels, bad)
-            if any(reads.raw):
-                logits = self.label_logits(hidden, reads.score_rows, reads.labels)
-                scores = [own if raw else logprobs for own, raw, logprobs in zip(logits, reads.raw, scores, strict=True)]
+            if places := [place for place, raw in enumerate(reads.raw) if raw]:
+                rows, labels = [reads.score_rows[place] for place in places], [reads.labels[place] for place in places]
+                scores = [*scores]
+                for place, logits in zip(places, self.label_logits(hidden, rows, labels), strict=True):
+                    scores[place] = logits
         targets = self.token_logprobs(hidden, reads.target_rows, reads.targets, bad) if reads.target_rows else None
         finite = np.array(states.finite)
         finite[bad] = False
