@@ -40,6 +40,10 @@ class RequestError(ChunkAttnError, ValueError):
         return type(self)(self.message, param=param, part=part)
 
 
+class MissingError(RequestError):
+    """Request without an argument that it needs."""
+
+
 class CapacityError(RequestError):
     """Well-formed request that can never fit the configured limits."""
 

@@ -114,12 +114,15 @@ class RerankResult:
         index: place of the document in the request.
         relevance_score: probability of the positive label, normalised over the two labels, or the sigmoid of a single logit.
         document: text of the document, or its token ids if they were given.
+        logit: log-odds of the relevance, whose sigmoid is `relevance_score`: the single logit, or the difference of the two
+            labels' logits.
         truncated: whether the document was cut, by `max_tokens_per_doc` or `truncate_prompt_tokens`.
     """
 
     index: int
     relevance_score: float
     document: str | list[int]
+    logit: float
     truncated: bool = False
 
 

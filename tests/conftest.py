@@ -18,6 +18,7 @@ from hypothesis import settings
 from chunkattn import LLM
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
 from tests.costs import Costs
+from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
 collect_ignore = ["gpu", "vllm"]  # need environments with a newer JAX, and with vLLM
 
@@ -81,6 +82,16 @@ def engine(checkpoint):
 def demo() -> LLM:
     """The bundled demo model."""
     return LLM(enable_chunk_aware=True, kv_cache_memory_bytes=32 << 20, max_num_batched_tokens=512)
+
+
+@pytest.fixture(scope="session")
+def demo_server():
+    """Server of the bundled demo model in a process of its own."""
+    made = ServerProcess(*SMALL)
+    yield made
+    with made.client() as http:
+        wait_until(lambda: is_idle(http))
+    assert made.close() == 0
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chunkattn import ChunkedPrompt, SamplingParams
 from chunkattn.server.texts import TokenTexts
-from tests.server_helpers import CACHE, SMALL, ServerProcess, is_idle, wait_until
+from tests.server_helpers import CACHE, is_idle, wait_until
 
 PROMPT = "Read the notes. # # Ana lives in Oslo. # # Ben lives in Rome. # # Where does Ana live? Answer:"
 PARTS = ChunkedPrompt("Read the notes.", ["Ana lives in Oslo # # .", "Ben lives in Rome."], "Where does Ana live? Answer:")
@@ -29,12 +29,8 @@ MODEL = "chunkattn-demo"
 
 
 @pytest.fixture(scope="module")
-def server():
-    made = ServerProcess(*SMALL)
-    yield made
-    with made.client() as http:
-        wait_until(lambda: is_idle(http))
-    assert made.close() == 0
+def server(demo_server):
+    return demo_server
 
 
 @pytest.fixture(scope="module")
@@ -316,30 +312,30 @@ BAD = [
     (CHAT, {"messages": [USER] * 4097}, "messages", "invalid_value"),
     (CHAT, {"messages": [USER], "documents": [{"text": "x", "url": "y"}]}, "url", "unsupported_parameter"),
     (CHAT, {}, "messages", "missing_required_parameter"),
-    (CHAT, {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, None, "invalid_value"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs", "invalid_value"),
     (COMPLETION, {"prompt": "x", "temperature": "hot"}, "temperature", "invalid_value"),
     (COMPLETION, {"prompt": "x", "temperature": -1}, "temperature", "invalid_value"),
     (COMPLETION, {"prompt": "x", "n": True}, "n", "invalid_value"),
-    (COMPLETION, {"prompt": "x", "max_tokens": 0}, None, "invalid_value"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 0}, "max_tokens", "invalid_value"),
     (COMPLETION, {"prompt": "x", "max_tokens": -1}, "max_tokens", "invalid_value"),
     (COMPLETION, {"prompt": [{}] * 100_000}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
-    (COMPLETION, {"prompt": "x", "stream": True, "prompt_logprobs": 1}, None, "invalid_value"),
+    (COMPLETION, {"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "invalid_value"),
     (COMPLETION, {"prompt": "x", "max_tokens": 10**6}, "max_tokens", "context_length_exceeded"),
     (COMPLETION, {"prompt": "x " * 2000}, "prompt", "context_length_exceeded"),
-    (COMPLETION, {"prompt": "x", "chunks": CHUNKS}, None, "invalid_value"),
+    (COMPLETION, {"prompt": "x", "chunks": CHUNKS}, "prompt", "invalid_value"),
     (COMPLETION, {"chunks": {"documents": ["a"], "question": ""}}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": [10**6]}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": [-1]}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": []}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": ["x", ""]}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": ["x"] * 2000}, "prompt", "invalid_value"),
-    (COMPLETION, {"prompt": "x", "stream_options": {"include_usage": True}}, None, "invalid_value"),
+    (COMPLETION, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     (COMPLETION, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
     (COMPLETION, {"prompt": "x", "logprobs": 1000}, "logprobs", "invalid_value"),
     (COMPLETION, {"prompt": "\ud800"}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": "x", "\ud800": 1}, "?", "unsupported_parameter"),
-    (SCORE, {"query": "x", "items": ["y"]}, "label_token_ids", "invalid_value"),
+    (SCORE, {"query": "x", "items": ["y"]}, "label_token_ids", "missing_required_parameter"),
     (SCORE, {"query": "", "items": ["y"], "labels": ["yes"]}, "query", "invalid_value"),
     (SCORE, {"query": "x", "items": ["y"], "labels": ["two words"]}, "labels", "invalid_value"),
     (SCORE, {"query": "x", "items": ["y"], "labels": ["yes"], "algorithm": "magic"}, "algorithm", "invalid_value"),
@@ -352,12 +348,12 @@ BAD = [
         "documents",
         "invalid_value",
     ),
-    (SCORE, {"text_1": "x"}, None, "invalid_value"),
-    (SCORE, {"text_1": ["x", "y"], "text_2": ["a", "b", "c"]}, None, "invalid_value"),
+    (SCORE, {"text_1": "x"}, "text_1", "invalid_value"),
+    (SCORE, {"text_1": ["x", "y"], "text_2": ["a", "b", "c"]}, "text_1", "invalid_value"),
     (RERANK, {"query": "x", "documents": ["y"], "top_n": -1}, "top_n", "invalid_value"),
     (RERANK, {"query": "x", "documents": [1]}, "documents", "invalid_value"),
     ("/detokenize", {"tokens": [10**9]}, "tokens", "invalid_value"),
-    ("/tokenize", {}, "prompt", "invalid_value"),
+    ("/tokenize", {}, "prompt", "missing_required_parameter"),
 ]
 
 

@@ -122,6 +122,8 @@ def generate_job(
 
 
 def _renamed(error: RequestError, prompt: ParsedPrompt) -> RequestError:
-    """Return an error about a chunk under the name that the prompt's caller has for it."""
+    """Return an error about a prompt or its chunk under the names that the prompt's caller has for them."""
     kind, _, number = (error.part or "").partition(" ")
-    return error.renamed(f"{prompt.chunk_name} {number}", prompt.chunk_param) if kind == "chunk" else error
+    if kind == "chunk":
+        return error.renamed(f"{prompt.chunk_name} {number}", prompt.chunk_param)
+    return error.renamed(error.part, prompt.param) if error.param == "prompt" else error

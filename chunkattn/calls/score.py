@@ -11,7 +11,7 @@ import numpy as np
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Taken
 from chunkattn.engine.messages import EngineOutput, PrecomputeResult, ScoreResult
-from chunkattn.errors import CapacityError, RequestError
+from chunkattn.errors import CapacityError, MissingError, RequestError
 from chunkattn.outputs import RerankOutput, ScoreOutput
 from chunkattn.parsers.arguments import as_list, check_ids, salt_key
 from chunkattn.parsers.delimited import check_no_delimiter, parse_delimited
@@ -306,7 +306,8 @@ def _tokenized(
 ) -> tuple[list[int], list[list[int]], list[int]]:
     """Return the token ids of the query, of the items, and of the leading special tokens if query and items are text."""
     if query is None or items is None:
-        raise RequestError("score needs a query and items", param="query" if query is None else "items")
+        missing = "query" if query is None else "items"
+        raise MissingError(f"{missing} is missing: score needs a query and items", param=missing)
     given, items = id(items), as_list(items, "items")
     frontend.check_count(len(items), "items")
     kinds = {isinstance(part, str) for part in (query, *items)}
@@ -333,7 +334,7 @@ def _check(frontend: Frontend, query: list[int], items: list[list[int]], leading
     for name, ids, param in named:
         total = len(leading) + len(query) + (len(ids) if name != "query" else 0)
         if name != "query" and len(ids) > longest:
-            raise RequestError(f" has {len(ids)} tokens, max_chunk_len is {longest}", param=param, part=name)
+            raise CapacityError(f" has {len(ids)} tokens, max_chunk_len is {longest}", param=param, part=name)
         if total > limits.max_model_len:
             text = f" of {len(ids)} tokens needs {total} positions with the query, max_model_len is {limits.max_model_len}"
             raise CapacityError(text, param=param, part=name)

@@ -15,7 +15,7 @@ import yaml
 from chunkattn.cli.common import app, command
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError
-from chunkattn.server.options import ServerConfig
+from chunkattn.server.options import TEXTS, ServerConfig
 
 _PANELS = {
     "Model": "tokenizer revision skip_tokenizer_init dtype attention_backend seed max_logprobs",
@@ -33,7 +33,7 @@ _PANELS = {
     "KV cache": ("block_size kv_cache_dtype kv_cache_memory_bytes enable_prefix_caching kv_store kv_store_max_bytes"),
 }
 _PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
-_TYPES = {"str": str, "int": int, "float": float, "bool": bool}
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool, TEXTS: list[str]}
 
 
 def _help_texts(cls: type) -> dict[str, str]:
@@ -44,7 +44,7 @@ def _help_texts(cls: type) -> dict[str, str]:
 
 
 def _parameter(option: Field[Any], panel: str, text: str) -> inspect.Parameter:
-    kind = _TYPES[str(option.type).partition(" | ")[0]]
+    kind: Any = _TYPES[str(option.type).partition(" | ")[0]]
     info = typer.Option(
         f"--{option.name.replace('_', '-')}" + (f"/--no-{option.name.replace('_', '-')}" if kind is bool else ""),
         help=text[:1].upper() + text[1:],
@@ -52,10 +52,10 @@ def _parameter(option: Field[Any], panel: str, text: str) -> inspect.Parameter:
         rich_help_panel=panel,
         show_envvar=False,
     )
-    wanted: Any = kind | None if "None" in str(option.type) else kind
-    return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[wanted, info]
-    )
+    wanted = kind | None if "None" in str(option.type) else kind
+    default: Any = option.default
+    default = list(default) if option.type == TEXTS else default
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[wanted, info])
 
 
 def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
@@ -74,8 +74,12 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
     if unknown := sorted(set(named) - known):
         raise typer.BadParameter(f"unknown option {unknown[0]!r} in {file}")
     for name, value in named.items():
-        is_boolean = next(getattr(p, "is_flag", False) for p in options if p.name == name)
-        if isinstance(value, (list, dict)) or (value is not None and isinstance(value, bool) != is_boolean):
+        option = next(p for p in options if p.name == name)
+        if option.multiple and value is not None:
+            named[name] = value if isinstance(value, list) else [value]
+        elif isinstance(value, (list, dict)) or (
+            value is not None and isinstance(value, bool) != getattr(option, "is_flag", False)
+        ):
             raise typer.BadParameter(f"{name} in {file} cannot be {value!r}")
     ctx.default_map = {**(ctx.default_map or {}), **named}
     return file

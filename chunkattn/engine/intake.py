@@ -156,7 +156,7 @@ class Intake:
             name = "prompt" if layout.is_plain else segment.name
             self._check_ids(name, layout.part(segment), param="prompt")
             if segment.chunk_id >= 0 and segment.end - segment.start > self.config.max_chunk_len:
-                raise RequestError(
+                raise CapacityError(
                     f" has {segment.end - segment.start} tokens, max_chunk_len is {self.config.max_chunk_len}",
                     param="prompt",
                     part=name,

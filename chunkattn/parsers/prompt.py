@@ -70,6 +70,7 @@ class ParsedPrompt:
         cache_salt: salt of the cache; prompts of one salt share cached K/V.
         chunk_name: name of a chunk in error messages, before its number.
         chunk_param: name of the argument that holds the chunks, for error messages.
+        param: name of the argument that holds the prompt, for error messages.
     """
 
     layout: ChunkLayout
@@ -77,6 +78,7 @@ class ParsedPrompt:
     cache_salt: str | None = None
     chunk_name: str = "chunk"
     chunk_param: str = "prompt"
+    param: str = "prompt"
 
 
 class PromptParser:
@@ -204,15 +206,16 @@ class PromptParser:
     ) -> ParsedPrompt:
         if self.encode.tokenizer is None:
             raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
+        _check_unicode(messages)
         control = self.encode.special
         pieces = split_chat(self.encode.tokenizer, messages, control, self._is_trusted, **template_options)
         prefix, question = map("".join, pieces)
         if documents is None:
             ids = self._plain.fill([*pieces[0][:-1], pieces[0][-1] + pieces[1][0], *pieces[1][1:]], "messages", "messages")
-            return ParsedPrompt(self._layout([[], ids]), prefix + question)
+            return ParsedPrompt(self._layout([[], ids]), prefix + question, param="messages")
         chunks = [self.documents(document, number) for number, document in enumerate(documents)]
         first, last = (self._plain.fill(p, "messages", "messages") for p in pieces)
-        return self._with_documents((first, prefix), chunks, (last, question))
+        return replace(self._with_documents((first, prefix), chunks, (last, question)), param="messages")
 
     def _is_trusted(self, role: Any) -> bool:
         """Return whether contents of this role may become special tokens."""
@@ -250,16 +253,17 @@ class PromptParser:
         first, *chunks, _ = (layout.part(s).tolist() for s in layout.segments)
         return first, chunks
 
-    def text(self, text: str) -> list[int]:
+    def text(self, text: str, name: str = "the text") -> list[int]:
         """Return the token ids of a text that begins a prompt, after the tokenizer's leading special tokens.
 
         Args:
             text: text that the caller vouches for.
+            name: name of the text, for error messages.
 
         Raises:
             RequestError: the text cannot be tokenized (see `PartEncoder`).
         """
-        return [*self.encode.leading_ids, *self.prompts(text, param="prompt")]
+        return [*self.encode.leading_ids, *self.prompts(text, name, "prompt")]
 
     def _dict(self, prompt: Mapping[str, Any], split: bool) -> ParsedPrompt:
         given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
@@ -309,6 +313,8 @@ class PromptParser:
 
     def _ids(self, ids: TokenIds, split: bool) -> ParsedPrompt:
         ids = check_ids(ids, "prompt_token_ids")
+        if not ids:
+            raise RequestError("the prompt is empty", param="prompt")
         if split and not self._separator_ids:
             raise RequestError("splitting token ids at the separator needs a tokenizer; send a ChunkedPrompt", param="prompt")
         if split:
@@ -325,7 +331,7 @@ class PromptParser:
         if isinstance(ends[0], str) and isinstance(ends[1], str):
             if not ends[1]:
                 raise RequestError("the question is empty", param="prompt")
-            first, last = self.text(ends[0]), self.prompts(ends[1], param="prompt")
+            first, last = self.text(ends[0], "the prefix"), self.prompts(ends[1], "the question", "prompt")
             return self._with_documents((first, ends[0]), chunks, (last, ends[1]))
         first, last = check_ids(ends[0], "prefix"), check_ids(ends[1], "question")
         return self._with_documents((first, None), chunks, (last, None))
@@ -354,7 +360,8 @@ class PromptParser:
                 raise RequestError("the question is empty", param="prompt")
             first, *middle, last = texts
             chunks = [self._chunks(text, f"chunk {i}", "prompt") for i, text in enumerate(middle)]
-            return ParsedPrompt(self._layout([self.text(first), *chunks, self.prompts(last, param="prompt")]), "".join(texts))
+            ends = self.text(first, "the prefix"), self.prompts(last, "the question", "prompt")
+            return ParsedPrompt(self._layout([ends[0], *chunks, ends[1]]), "".join(texts))
         if texts:
             raise RequestError("the parts of a ChunkedPrompt must be all text or all token ids", param="prompt")
         names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "question"]
@@ -365,3 +372,20 @@ class PromptParser:
         if not question:
             raise RequestError("the question is empty", param="prompt")
         return make_layout(prefix, chunks, question, self.strategy, self.gap)
+
+
+def _check_unicode(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Check the contents that are text.
+
+    Raises:
+        RequestError: a content is not valid Unicode; the error names the message.
+    """
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, str):
+            continue
+        try:
+            content.encode()
+        except UnicodeError:  # a lone surrogate from undecodable bytes
+            text = f"message {number} {content[:40]!r} cannot be tokenized; is it valid Unicode?"
+            raise RequestError(text, param="messages") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 
 from chunkattn.config import MAX_LABELS, check_size
-from chunkattn.errors import RequestError
+from chunkattn.errors import MissingError, RequestError
 from chunkattn.parsers.arguments import check_ids
 from chunkattn.parsers.encode import PartEncoder
 
@@ -24,9 +24,10 @@ def resolve_labels(
         RequestError: both or neither of `labels` and `label_token_ids` are given, the number of labels is 0 or above
             `MAX_LABELS`, or a label is not exactly one token.
     """
-    if (labels is None) == (label_token_ids is None):
-        which = "not both" if labels is not None else "e.g. labels=['yes', 'no']"
-        raise RequestError(f"give either labels or label_token_ids, {which}", param="label_token_ids")
+    if labels is None and label_token_ids is None:
+        raise MissingError("give either labels or label_token_ids, e.g. labels=['yes', 'no']", param="label_token_ids")
+    if labels is not None and label_token_ids is not None:
+        raise RequestError("give either labels or label_token_ids, not both", param="label_token_ids")
     given = "labels" if label_token_ids is None else "label_token_ids"
     if isinstance(sized := labels if label_token_ids is None else label_token_ids, Sized):
         check_size(given, sized, MAX_LABELS)

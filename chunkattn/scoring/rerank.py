@@ -129,7 +129,10 @@ class RerankPlan:
         """
         relevance = [row[column] for row in result.scores]
         order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[: self.top_n]
-        results = [RerankResult(i, relevance[i], self.documents[i], self.truncated[i]) for i in order]
+        # A single logit is the log-odds already; of two classes or labels, the odds are the ratio of their probabilities.
+        raw = result.logprobs if result.logits is None else result.logits
+        logits = [row[0] if len(row) == 1 else row[column] - row[1 - column] for row in raw or []]
+        results = [RerankResult(i, relevance[i], self.documents[i], logits[i], self.truncated[i]) for i in order]
         return RerankOutput(results, self.template, result.algorithm, result.usage)
 
 
@@ -186,7 +189,12 @@ def plan_rerank(
         plain(parts.gap + document, f"document {index}", "documents") if isinstance(document, str) else [*gap, *document]
         for index, document in enumerate(given)
     ]
-    leading, prefix = encode.leading_ids, [token for part in parts.shared for token in plain.fill(part)]
+    try:
+        leading, prefix = encode.leading_ids, [token for part in parts.shared for token in plain.fill(part)]
+    except RequestError:
+        for name, own in (("query", query), ("instruction", instruction or "")):
+            plain(own, name, name)  # raises for the text at fault
+        raise
     prefix = prefix if prefix[: len(leading)] == leading else leading + prefix
     end = [token for part in parts.tail for token in plain.fill([part])]
     most = max_tokens_per_doc

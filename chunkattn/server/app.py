@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 import chunkattn
 from chunkattn.server import errors
@@ -12,6 +13,7 @@ from chunkattn.server.middleware import Gate
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.protocol.errors import answers
 from chunkattn.server.routes import documents, generation, page, scoring, status, tokens
+from chunkattn.server.routing import HeadAsGet, RouteTable
 from chunkattn.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -61,8 +63,19 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         responses=answers(401, 403, 413, 500),
     )
     app.state.server = state
-    errors.install(app)
+    routers = [module.router for module in (generation, scoring, documents, tokens, status, page)]
+    errors.install(app, RouteTable(routers).refusal)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, config=state.config, metrics=state.metrics, keys=state.keys, shares=state.shares)
+    if origins := state.config.allowed_origins:  # outside the gate: a preflight request carries no API key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=state.config.allowed_methods,
+            allow_headers=state.config.allowed_headers,
+            allow_credentials=state.config.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     work = answers(400, 404, 429, 503, 504)
     app.include_router(generation.router, responses=_STREAM | work)
     for module in (scoring, documents):

@@ -210,7 +210,7 @@ class Documents:
         """
         if not self._can_store:
             text = "documents can be cached one by one only under position_strategy 'shared'; else their K/V is of one prompt"
-            raise ApiError(400, text, code="unsupported_parameter")
+            raise ApiError(400, text, param="documents", code="unsupported_parameter")
         if (count := len(texts)) > (most := self.llm.config.max_items_per_request):
             text = f"{count} documents exceed max_items_per_request {most}"
             raise ApiError(400, text, param="documents", code="invalid_value")
@@ -472,7 +472,8 @@ class Documents:
 
 
 def _missing(document_id: str) -> ApiError:
-    return ApiError(404, f"there is no document {document_id!r} under this salt", code="document_not_found")
+    text = f"there is no document {document_id!r} under this salt"
+    return ApiError(404, text, param="document_id", code="document_not_found")
 
 
 def _bytes(ids: Sequence[int]) -> bytes:

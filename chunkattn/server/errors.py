@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +18,7 @@ from chunkattn.errors import (
     ChunkAttnError,
     DeadlineExceededError,
     EngineDeadError,
+    MissingError,
     NonFiniteError,
     QueueFullError,
     RequestError,
@@ -27,6 +29,11 @@ logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _LONGEST_TEXT = 500
+UNKNOWN_FIELD = "unknown_field"
+"""Type of pydantic's error for a name that the body has no field for; the context holds the name."""
+_WORD = re.compile(r"\w+")
+_FIELD = re.compile(r"[a-z_][a-z0-9_]*|\d+")
+_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "none", "dict", "list"})
 
 
 class ApiError(Exception):
@@ -64,6 +71,8 @@ def api_error(error: Exception, request_id: str) -> ApiError:
             return error
         case CapacityError():
             return ApiError(400, _short(error), param=error.param, code="context_length_exceeded")
+        case MissingError():
+            return ApiError(400, _short(error), param=error.param, code="missing_required_parameter")
         case RequestError():
             return ApiError(400, _short(error), param=error.param, code="invalid_value")
         case QueueFullError():
@@ -78,7 +87,7 @@ def api_error(error: Exception, request_id: str) -> ApiError:
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), code=_code(error.status_code), **(error.headers or {}))
         case RequestValidationError():
-            return _validation_error(error.errors())
+            return _validation_error(error.errors(), error.body)
     logger.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"the request failed in the server; its id is {request_id}", code="internal_error")
 
@@ -87,27 +96,53 @@ def _code(status: int) -> str | None:
     return {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(status)
 
 
-def _validation_error(found: Sequence[Any]) -> ApiError:
-    """Return the answer to pydantic's errors: the first error, under the field's name."""
-    first = next((error for error in found if error["type"] == "extra_forbidden"), found[0])
-    where = [str(part) for part in first["loc"][1:]]  # the first part is "body", "query" or "path"
-    # Every branch of a union reports an error. The first names are fields; union branches follow them.
-    name = where[0] if where else None
-    match first["type"]:
-        case "json_invalid":
-            reason = first.get("ctx", {}).get("error", "")
-            return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-        case "missing" if name is None:
-            return ApiError(400, "the request has no body", code="missing_required_parameter")
-        case "missing":
-            return ApiError(400, f"{'.'.join(where)} is missing", param=name, code="missing_required_parameter")
-        case "extra_forbidden":
-            unknown = where[-1]
-            return ApiError(400, f"{unknown} is not supported by this server", param=unknown, code="unsupported_parameter")
-        case "model_attributes_type" | "dict_type" if name is None:
-            return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
-    text = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, _short(f"{'.'.join(where)}: {text}" if where else text), param=name, code="invalid_value")
+def _validation_error(found: Sequence[Any], body: Any) -> ApiError:
+    """Return the answer to pydantic's errors: one error, with the field's name and its place in the body.
+
+    Args:
+        found: the errors; every branch of a union reports its own.
+        body: content of the request.
+    """
+    unknown = next((error for error in found if error["type"] in ("extra_forbidden", UNKNOWN_FIELD)), None)
+    if unknown is not None:
+        own = unknown["type"] == UNKNOWN_FIELD
+        field = str(unknown["ctx"]["name"] if own else unknown["loc"][-1])
+        path = ".".join(map(str, [*_place(unknown["loc"] if own else unknown["loc"][:-1]), field]))
+        return ApiError(
+            400, _short(f"{path} is not supported by this server"), param=_short(field), code="unsupported_parameter"
+        )
+    first = found[0]
+    name = next(iter(_place(first["loc"])), None)
+    if name is None and first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
+    if name is None and first["type"] == "missing":
+        return ApiError(400, "the request has no body", code="missing_required_parameter")
+    if name is None and first["type"] in ("model_attributes_type", "dict_type"):
+        return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+    # Of a union, the branch that read furthest is about the form that was sent.
+    places = [(place, error) for error in found if next(iter(place := _place(error["loc"])), None) == name]
+    where = max((place for place, _ in places), key=lambda place: ([p for p in place if isinstance(p, int)], len(place)))
+    path = ".".join(map(str, where))
+    deepest = [error for place, error in places if place == where]
+    if all(error["type"] == "missing" for error in deepest):
+        return ApiError(400, f"{path} is missing", param=str(name), code="missing_required_parameter")
+    texts = dict.fromkeys(error["msg"].removeprefix("Value error, ").removeprefix("Input should be ") for error in deepest)
+    text = " or ".join(texts).replace("a valid dictionary or object to extract fields from", "an object")
+    if deepest[0]["msg"].startswith("Input should be "):
+        text = f"Input should be {text}"
+    if name is None:  # a check of several fields: its text begins with the field at fault
+        fields = body if isinstance(body, dict) else {}
+        return ApiError(
+            400, _short(text), param=next((w for w in _WORD.findall(text) if w in fields), None), code="invalid_value"
+        )
+    return ApiError(400, _short(f"{path}: {text}"), param=str(name), code="invalid_value")
+
+
+def _place(parts: Sequence[str | int]) -> list[str | int]:
+    """Return the fields and indices that lead to an error, without the names of a union's branches."""
+    # The first part is "body", "query" or "path". Branches are named after types: `str`, `list[int]`, `DocumentOrId`.
+    return [part for part in parts[1:] if isinstance(part, int) or (_FIELD.fullmatch(part) and part not in _TYPE_NAMES)]
 
 
 def _clean(text: str) -> str:
@@ -133,11 +168,19 @@ def _release(error: BaseException) -> None:
             found += [one.__cause__, one.__context__]
 
 
-def install(app: FastAPI) -> None:
-    """Register handlers that answer every error of a route in the format of `ApiError`."""
+def install(app: FastAPI, refuse_route: Callable[[int, str, str], ApiError]) -> None:
+    """Register handlers that answer every error of a route in the format of `ApiError`.
+
+    Args:
+        app: the app.
+        refuse_route: returns the answer to a request that no route takes, from status, method and path.
+    """
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
-        refusal = api_error(error, request.state.request_id)
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            refusal = refuse_route(error.status_code, request.scope["method"], request.scope["path"])
+        else:
+            refusal = api_error(error, request.state.request_id)
         _release(error)
         return JSONResponse(refusal.body, refusal.status, refusal.headers)
 

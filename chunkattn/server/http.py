@@ -158,12 +158,20 @@ class BoundedHttp(HttpToolsProtocol):
             else:
                 self._await("body")
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP request, and close."""
+        self._refuse(400, msg, "invalid_http")
+
     def _refuse(self, status: int, text: str, code: str) -> None:
         """Answer with an error and close; close alone if another answer has begun."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             kind = "invalid_request_error" if status < 500 else "server_error"
             body = json.dumps({"error": {"message": text, "type": kind, "param": None, "code": code}}).encode()
-            line = {408: b"HTTP/1.1 408 Request Timeout\r\n", 503: b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n"}
+            line = {
+                400: b"HTTP/1.1 400 Bad Request\r\n",
+                408: b"HTTP/1.1 408 Request Timeout\r\n",
+                503: b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n",
+            }
             head = b"content-type: application/json\r\nx-content-type-options: nosniff\r\nconnection: close\r\n"
             self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (line[status], head, len(body), body))
         self.transport.close()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from chunkattn.errors import ConfigError
 
 LOG_FORMATS = ("text", "json")
+TEXTS = "tuple[str, ...]"
+"""Type of the options that hold several texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +22,8 @@ class ServerConfig:
         port: port to listen on; 0 picks a free port.
         api_key: key that clients must send as bearer token, or as the password of HTTP Basic. A server without
             any key accepts every client.
-        served_model_name: model name in `/v1/models`, requests and answers; by default the hub id, or the path's last part.
+        served_model_name: names of the model in `/v1/models` and in requests; answers carry the first. By default the hub id,
+            or the path's last part.
         request_timeout_s: time limit of a request in seconds; a longer request is aborted and answered with 504.
         max_body_bytes: size limit of a request body in bytes; a longer body is answered with 413.
         max_prompts_per_request: number of prompts, or of queries, that one request may hold.
@@ -45,12 +50,17 @@ class ServerConfig:
             x log-probabilities.
         write_timeout_s: period in seconds in which a client must read 256 bytes of its answer per second on average; a slower
             client is disconnected.
+        allowed_origins: origins whose pages may call the server from a browser (CORS), such as `https://app.example`; `*` for
+            every page. By default no page of another origin may.
+        allowed_methods: methods that such pages may use.
+        allowed_headers: request headers that such pages may send.
+        allow_credentials: let such pages send the credentials that the browser keeps for the server. Needs origins by name.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
-    served_model_name: str | None = None
+    served_model_name: tuple[str, ...] = ()
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 << 20
     max_prompts_per_request: int = 128
@@ -69,11 +79,21 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
     max_answer_values: int = 1_000_000
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
-        for name in ("api_key", "served_model_name", "api_key_file"):
+        for option in fields(self):
+            if option.type == TEXTS:
+                object.__setattr__(self, option.name, _texts(option.name, getattr(self, option.name)))
+        if self.allow_credentials and "*" in self.allowed_origins:
+            text = "allow_credentials with allowed_origins * would let every web page use the credentials of its visitors"
+            raise ConfigError(f"{text}; name the origins")
+        for name in ("api_key", "api_key_file"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; leave it out instead")
         if self.log_format not in LOG_FORMATS:
@@ -87,3 +107,26 @@ class ServerConfig:
                 raise ConfigError(f"{option.name} must be above 0, got {value}")
             if "_share" in option.name and value > 1:
                 raise ConfigError(f"{option.name} must be at most 1, got {value}")
+
+
+def _texts(name: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the entries of an option that holds several texts.
+
+    Args:
+        name: name of the option.
+        given: a text or a list of texts. A text may be a JSON list, the form that vLLM's flags take.
+
+    Raises:
+        ConfigError: an entry is no text, or empty.
+    """
+    found: list[str] = []
+    for entry in [given] if isinstance(given, str) else given:
+        try:
+            found += json.loads(entry) if isinstance(entry, str) and entry.startswith("[") else [entry]
+        except ValueError as error:
+            raise ConfigError(f"{name} {entry!r} is no JSON list: {error}") from None
+    if not all(isinstance(entry, str) for entry in found):
+        raise ConfigError(f"{name} must hold texts, got {found!r}")
+    if "" in found:
+        raise ConfigError(f"{name} must not be empty; leave it out instead")
+    return tuple(found)

@@ -76,7 +76,12 @@ class ServerState:
         model = self.llm.config.model
         if model is not None and (local := Path(model).expanduser()).exists():
             model = local.resolve().name if local.is_dir() else local.stem
-        return self.config.served_model_name or model or DEMO_NAME
+        return next(iter(self.config.served_model_name), None) or model or DEMO_NAME
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Return all names that requests may give the model, the name in answers first."""
+        return self.config.served_model_name or (self.model_name,)
 
     @property
     def most_prompts(self) -> int:
@@ -92,8 +97,8 @@ class ServerState:
         Raises:
             ApiError: 404, the server serves another model.
         """
-        if name is not None and name != self.model_name:
-            text = f"the model {name!r} is not served here; it is {self.model_name!r}"
+        if name is not None and name not in self.model_names:
+            text = f"the model {name!r} is not served here; it is {' or '.join(map(repr, self.model_names))}"
             raise ApiError(404, text, param="model", code="model_not_found")
 
     def check_priority(self, priority: int, default: int = 0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from chunkattn.config import (
     MAX_LABELS,
@@ -15,7 +16,7 @@ from chunkattn.config import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from chunkattn.server.errors import ApiError
+from chunkattn.server.errors import UNKNOWN_FIELD
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -56,8 +57,8 @@ class Strict(Entry):
         given = {name: value for name, value in body.items() if value is not None}
         for name in given:
             if name not in cls.model_fields:
-                text = f"{name} is not supported by this server"
-                raise ApiError(400, text, param=name, code="unsupported_parameter")
+                shown = str(name).encode("utf-8", "replace").decode()  # pydantic's context takes no lone surrogate
+                raise PydanticCustomError(UNKNOWN_FIELD, "{name} is not supported by this server", {"name": shown})
         return given
 
 

@@ -43,7 +43,7 @@ class CacheBody(Body):
         if self.messages is not None and self.prefix:
             raise ValueError("prefix and messages exclude each other")
         if not self.documents:
-            raise ValueError("there is no document")
+            raise ValueError("documents hold no document")
         for number, name in enumerate(self.ids()):
             if name is not None and not _ID.fullmatch(name):
                 raise ValueError(f"documents.{number}: an id has 1 to 128 letters, digits or any of _.:@-")

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
+from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.base import Entry, Sampling, Strict, TemplateOptions, Texts, TokenIds, TokenLists
 
 
@@ -142,6 +143,13 @@ class CompletionBody(Sampling):
             raise ValueError("max_tokens 0 generates nothing; it needs echo or prompt_logprobs")
         if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs are part of logprobs under echo; ask for one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_given(self) -> CompletionBody:
+        if self.chunks is None and "prompt" not in self.model_fields_set:
+            text = "prompt is missing; give prompt or chunks"
+            raise ApiError(400, text, param="prompt", code="missing_required_parameter")
         return self
 
     def named(self) -> dict[int, str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from chunkattn.errors import RequestError
 from chunkattn.outputs import RerankOutput, ScoreOutput, ScoreUsage
-from chunkattn.server.answers import json_answer
+from chunkattn.server.answers import JsonResponse, json_answer
 from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller
@@ -91,38 +92,54 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
 @router.post("/v2/rerank", include_in_schema=False)
 @router.post("/v1/rerank")
 async def rerank(body: RerankBody, request: Request, state: State, caller: CallerOf) -> Response:
-    """Rank documents by their relevance to a query, the best first."""
+    """Rank documents by their relevance to a query, the best first.
+
+    A body with `documents` gets the answer of Cohere, Jina and SiliconFlow, a body with `texts` the list of TEI.
+    """
     _check(state, body)
+    if body.max_query_length is not None:
+        await asyncio.to_thread(_check_query, state, body.query_text, body.max_query_length)
     stored = state.documents.named(body.named(), caller.salt(body.cache_salt))
-    documents = body.texts({number: document.source for number, document in stored.items()})
+    documents = body.contents({number: document.source for number, document in stored.items()})
     caller.take(1)
-    output = await unless_gone(
-        request,
-        state.llm.rerank(
-            body.query,
-            documents,
-            body.top_n,
-            **_relevance(body),
-            **_how(body, state, caller),
-        ),
-    )
+    try:
+        output = await unless_gone(
+            request,
+            state.llm.rerank(
+                body.query_text,
+                documents,
+                body.top_n,
+                **_relevance(body),
+                **_how(body, state, caller),
+            ),
+        )
+    except RequestError as error:
+        raise error.renamed(error.part, body.own_name(error.param)) from None
+    scores = [result.logit if body.raw_scores else result.relevance_score for result in output.results]
+    if body.texts is not None:
+        ranks = [
+            {"index": result.index, "score": value} | ({"text": body.texts[result.index]} if body.return_text else {})
+            for result, value in zip(output.results, scores, strict=True)
+        ]
+        return JsonResponse(ranks)
     results = []
-    for result in output.results:
-        fields: dict[str, Any] = {"index": result.index, "relevance_score": result.relevance_score}
+    for result, value in zip(output.results, scores, strict=True):
+        fields: dict[str, Any] = {"index": result.index, "relevance_score": value}
         if result.truncated:
             fields["truncated"] = True
         if body.return_documents:
-            given, found = body.documents[result.index], stored.get(result.index)
+            given, found = body.given[result.index], stored.get(result.index)
             if found is not None:
                 fields["document"] = {"id": found.id} | ({} if found.text is None else {"text": found.text})
             else:
                 fields["document"] = {"text": given} if isinstance(given, str) else given.model_dump(exclude_unset=True)
         results.append(fields)
-    name = new_id("rerank")
-    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+    tokens = {"input_tokens": output.usage.prompt_tokens, "output_tokens": 0}
+    version = "1" if request.url.path.startswith("/v1/") else "2"
+    meta = {"api_version": {"version": version}, "billed_units": {"search_units": 1, **tokens}, "tokens": tokens}
     usage = _usage([output.usage])
     answer = {
-        "id": name,
+        "id": body.request_id or new_id("rerank"),
         "model": state.model_name,
         "results": results,
         "usage": usage,
@@ -148,9 +165,9 @@ def _check_size(state: ServerState, body: ScoreBody) -> None:
     state.check_answer_values(values, "items or labels at once", "items")
 
 
-def _check_queries(state: ServerState, count: int) -> None:
+def _check_queries(state: ServerState, count: int, param: str = "query") -> None:
     if count > (limit := state.most_prompts):
-        raise ApiError(400, f"{count} queries exceed the {limit} of one request", param="query", code="invalid_value")
+        raise ApiError(400, f"{count} queries exceed the {limit} of one request", param=param, code="invalid_value")
 
 
 def _how(body: GenerativeScoringBody | ScoreBody | RerankBody, state: ServerState, caller: Caller) -> dict[str, Any]:
@@ -161,9 +178,25 @@ def _how(body: GenerativeScoringBody | ScoreBody | RerankBody, state: ServerStat
 
 def _relevance(body: ScoreBody | RerankBody) -> dict[str, Any]:
     """Return the arguments of calls that judge relevance."""
-    arguments = {"instruction": body.instruction, "template": body.template}
-    cut = {"max_tokens_per_doc": body.max_tokens_per_doc, "truncate_prompt_tokens": body.truncate_prompt_tokens}
-    return {**arguments, **cut}
+    instruction, cuts = body.instruction, (body.max_tokens_per_doc, body.truncate_prompt_tokens)
+    if isinstance(body, RerankBody):
+        instruction, cuts = instruction if instruction is not None else body.instruct, body.cuts
+    arguments = {"instruction": instruction, "template": body.template}
+    return {**arguments, "max_tokens_per_doc": cuts[0], "truncate_prompt_tokens": cuts[1]}
+
+
+def _check_query(state: ServerState, query: str, most: int) -> None:
+    """Check the length of a query against the request's own limit.
+
+    Raises:
+        ApiError: 400, the query has more than `most` tokens.
+    """
+    # A text far above the limit is not worth tokenizing: few tokens have more than 64 characters.
+    is_long = len(query) > 64 * most
+    count = len(query) if is_long else len(state.llm.frontend.parser.encode(query, "query", "query"))
+    if count > most:
+        text = f"the query has {count} {'characters' if is_long else 'tokens'}, max_query_length is {most} tokens"
+        raise ApiError(400, f"{text}; shorten the query, it is never cut", param="query", code="context_length_exceeded")
 
 
 def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankBody) -> None:
@@ -177,12 +210,9 @@ def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankB
 
 async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict[str, Any]:
     """Return the relevance of each document to its query under the rerank template."""
-    stored = state.documents.named(body.named(), caller.salt(body.cache_salt))
-    try:
-        queries, documents = body.pairs({number: document.source for number, document in stored.items()})
-    except ValueError as error:
-        raise ApiError(400, str(error), code="invalid_value") from None
-    _check_queries(state, len(queries))
+    stored, names = state.documents.named(body.named(), caller.salt(body.cache_salt)), body.pair_names
+    queries, documents = body.pairs({number: document.source for number, document in stored.items()})
+    _check_queries(state, len(queries), names["query"])
     caller.take(len(queries) or 1)
 
     places: dict[str, list[int]] = {}  # of the documents of each query
@@ -191,17 +221,20 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
     if len(queries) == 1:
         places = {queries[0]: [*range(len(documents))]}
 
-    async def ranked(query: str, own: list[Any]) -> RerankOutput:
-        return await state.llm.rerank(
-            query,
-            own,
-            **_relevance(body),
-            **_how(body, state, caller),
-        )
+    async def ranked(query: str, own: list[int]) -> RerankOutput:
+        try:
+            return await state.llm.rerank(
+                query,
+                [documents[place] for place in own],
+                **_relevance(body),
+                **_how(body, state, caller),
+            )
+        except RequestError as error:  # translate to the names and places of this call
+            raise _renamed(error, query, own, body) from None
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(ranked(q, [documents[p] for p in own])) for q, own in places.items()]
+            tasks = [group.create_task(ranked(query, own)) for query, own in places.items()]
     except* Exception as several:
         raise several.exceptions[0] from None
     outputs = [task.result() for task in tasks]
@@ -212,6 +245,24 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
         if result.truncated:
             fields["truncated"] = True
     return listed
+
+
+def _renamed(error: RequestError, query: str, places: Sequence[int], body: ScoreBody) -> RequestError:
+    """Return an error of one query's documents under the request's names and places.
+
+    Args:
+        error: error of `rerank`.
+        query: the query.
+        places: places of the documents in the request.
+        body: body of the request.
+    """
+    names, first = body.pair_names, body.text_1 if body.text_1 is not None else body.queries
+    kind, _, number = (error.part or "").partition(" ")
+    if kind == "document" and number.isdecimal():
+        return error.renamed(f"document {places[int(number)]}", names["documents"])
+    if error.param == "query" and isinstance(first, list) and len(first) > 1:
+        return type(error)(f"query {first.index(query)}: {error}", param=names["query"])
+    return error.renamed(error.part, names.get(error.param or "", error.param))
 
 
 def _listed(state: ServerState, values: Sequence[float], usages: Sequence[ScoreUsage], kind: str) -> dict[str, Any]:

@@ -24,21 +24,21 @@ _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"s
 
 @router.get("/v1/models")
 async def models(state: State) -> dict[str, Any]:
-    """List the served model."""
-    return {"object": "list", "data": [_model(state)]}
+    """List the served model, once for each of its names."""
+    return {"object": "list", "data": [_model(state, name) for name in state.model_names]}
 
 
 @router.get("/v1/models/{name:path}", responses=answers(404))
 async def model(name: str, state: State) -> dict[str, Any]:
     """Return the model of a name."""
     state.check_model(name)
-    return _model(state)
+    return _model(state, name)
 
 
-def _model(state: ServerState) -> dict[str, Any]:
+def _model(state: ServerState, name: str) -> dict[str, Any]:
     limits = state.llm.client.limits
     return {
-        "id": state.model_name,
+        "id": name,
         "object": "model",
         "created": state.started,
         "owned_by": "chunkattn",
@@ -73,6 +73,29 @@ async def metrics(state: State) -> Response:
     except EngineDeadError:
         text = ""
     return Response(text + generate_latest(state.metrics.registry).decode(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+@router.get("/info", responses=answers(503))
+async def info(state: State) -> dict[str, Any]:
+    """Describe the model and the limits in the form of text-embeddings-inference (TEI)."""
+    state.check_ready()
+    limits, config = state.llm.client.limits, state.llm.config
+    assert limits is not None
+    label = "LABEL_0"  # a reranker of TEI has one label
+    return {
+        "model_id": state.model_name,
+        "model_sha": None,
+        "model_dtype": config.dtype,
+        "model_type": {"reranker": {"id2label": {"0": label}, "label2id": {label: 0}}},
+        "max_concurrent_requests": config.max_queued_requests,
+        "max_input_length": limits.max_model_len,
+        "max_batch_tokens": config.max_num_batched_tokens,
+        "max_batch_requests": config.max_num_seqs,
+        "max_client_batch_size": config.max_items_per_request,
+        "auto_truncate": False,
+        "tokenization_workers": 1,
+        "version": chunkattn.__version__,
+    }
 
 
 @router.get("/version")

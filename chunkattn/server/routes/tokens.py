@@ -52,8 +52,10 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
     """Return the token ids of a text, or of a conversation under the chat template."""
     state.check_model(body.model)
     state.check_ready()
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give prompt or messages", param="prompt", code="invalid_value")
+    if body.prompt is None and body.messages is None:
+        raise ApiError(400, "give prompt or messages", param="prompt", code="missing_required_parameter")
+    if body.prompt is not None and body.messages is not None:
+        raise ApiError(400, "prompt and messages exclude each other", param="prompt", code="invalid_value")
     parser = state.llm.frontend.parser
 
     def ids() -> list[int]:
@@ -102,7 +104,10 @@ async def inspect(body: InspectBody, state: State, caller: CallerOf) -> Response
     state.check_model(body.model)
     state.check_ready()
     if body.chunks is not None and body.prompt:
-        raise ApiError(400, "prompt and chunks exclude each other; leave prompt out or empty", code="invalid_value")
+        text = "prompt and chunks exclude each other; leave prompt out or empty"
+        raise ApiError(400, text, param="prompt", code="invalid_value")
+    if body.chunks is None and "prompt" not in body.model_fields_set:
+        raise ApiError(400, "prompt is missing; give prompt or chunks", param="prompt", code="missing_required_parameter")
     given: Prompt = body.prompt if isinstance(body.prompt, str) else {"prompt_token_ids": body.prompt}
     prompt = given
     if body.chunks is not None:
