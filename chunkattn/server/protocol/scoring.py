@@ -213,7 +213,7 @@ class RerankBody(Body):
         Field(min_length=1, max_length=64, description="Fields of document objects to rank by, in this order."),
     ] = None
     max_tokens_per_doc: MaxTokensPerDoc = None
-    max_doc_length: Annotated[int | None, Field(description="Another name of `max_tokens_per_doc`.")] = None
+    max_doc_length: Annotated[int | None, Field(ge=1, description="Another name of `max_tokens_per_doc`.")] = None
     max_query_length: Annotated[
         int | None, Field(ge=1, description="Limit on the tokens of the query. A longer query is an error; it is not cut.")
     ] = None
