@@ -20,7 +20,7 @@ from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
 from tests.costs import Costs
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
-collect_ignore = ["gpu", "vllm"]  # need environments with a newer JAX, and with vLLM
+collect_ignore = ["gpu", "vllm", "clients"]  # need environments with a newer JAX, with vLLM, and with many clients
 
 
 # Fixed seeds, and no time limit for an example.

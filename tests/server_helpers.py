@@ -23,8 +23,8 @@ class ServerProcess:
         log: what it has written so far.
     """
 
-    def __init__(self, *options: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "chunkattn", "serve", "--port=0", *options]
+    def __init__(self, *options: str, python: str = sys.executable, **environment: str) -> None:
+        command = [python, "-m", "chunkattn", "serve", "--port=0", *options]
         variables = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(CACHE), **environment}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | variables
