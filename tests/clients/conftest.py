@@ -3,7 +3,7 @@ from pathlib import Path
 
 # Nothing here may call home or wait for a hub.
 os.environ |= {
-    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_OFFLINE": "0",  # else huggingface_hub refuses to ask a server on this machine
     "HAYSTACK_TELEMETRY_ENABLED": "False",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LANGSMITH_TRACING": "false",
@@ -21,9 +21,10 @@ NAMES = (
     "gpt-3.5-turbo",
     "gpt-5-mini",
     "BAAI/bge-reranker-v2-m3",
-    "rerank-english-v2.0",
+    "rerank-english-v3.0",
     "rerank-v3.5",
     "jina-reranker-v1-base-en",
+    "dummy",  # huggingface_hub's, without a model
 )
 
 
@@ -32,7 +33,7 @@ def server():
     """Server of the demo model, started with the main environment's Python."""
     python = Path(os.environ.get("SERVER_PYTHON", ".venv/bin/python")).absolute()
     names = [f"--served-model-name={name}" for name in NAMES]
-    made = ServerProcess(*SMALL, *names, python=str(python))
+    made = ServerProcess(*SMALL, *names, python=str(python), HF_HUB_OFFLINE="1")
     yield made.url
     assert made.close() == 0
 

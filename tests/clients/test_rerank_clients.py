@@ -131,9 +131,7 @@ def test_haystack_tei(raw, server, scores, documents, post):
     check([(d.content, d.score) for d in found], scores, 4)
 
 
-@pytest.mark.parametrize(
-    ("provider", "path"), [("cohere", "/v1/rerank"), ("jina_ai", "/v1/rerank"), ("hosted_vllm", ""), ("infinity", "")]
-)
+@pytest.mark.parametrize(("provider", "path"), [("cohere", "/v1/rerank"), ("jina_ai", "/v1/rerank"), ("hosted_vllm", "")])
 def test_litellm(provider, path, server, scores):
     import litellm
 
@@ -147,7 +145,7 @@ def test_huggingface_hub_reads_tei_s_routes(server):
     """`InferenceClient` has no call for rankings; it reads the server's description and health."""
     from huggingface_hub import InferenceClient
 
-    client = InferenceClient(model=server)
+    client = InferenceClient(model=server, provider="hf-inference")
     assert client.get_endpoint_info()["model_id"] == "chunkattn-demo"
     assert client.health_check()
     assert not hasattr(client, "rerank")
