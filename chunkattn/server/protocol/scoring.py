@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from chunkattn.server.errors import ApiError
@@ -162,16 +163,18 @@ class RerankBody(Body):
     cache_salt: CacheSalt = None
     priority: int = 0
 
-    @model_validator(mode="after")
-    def _check_returned(self) -> RerankBody:
-        try:
-            if self.return_documents:
-                self.model_dump_json(include={"documents"})
-        except ValueError:
-            raise ApiError(
-                400, "a document holds text that JSON cannot carry back", param="documents", code="invalid_value"
-            ) from None
-        return self
+    def check_returned(self) -> None:
+        """Check that the documents can be returned.
+
+        Raises:
+            ApiError: 400, a document holds a lone surrogate.
+        """
+        for number, document in enumerate(self.documents):
+            try:
+                msgspec.json.encode(document if isinstance(document, str) else document.model_dump(exclude_unset=True))
+            except ValueError:
+                text = f"documents.{number} holds text that JSON cannot carry back"
+                raise ApiError(400, text, param="documents", code="invalid_value") from None
 
     def named(self) -> dict[int, str]:
         """Return the ids of the documents named by id, by their place."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from chunkattn.outputs import RerankOutput, ScoreOutput, ScoreUsage
+from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput, ScoreUsage
 from chunkattn.server.answers import json_answer
 from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError
@@ -18,6 +18,9 @@ from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody,
 from chunkattn.server.state import CallerOf, ServerState, State, new_id, unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["scoring"])
+
+_DOCUMENT_VALUES = 64
+"""Values that a returned document counts as: it may be an object of any size."""
 
 
 @router.post("/generative_scoring")
@@ -38,7 +41,7 @@ async def generative_scoring(body: GenerativeScoringBody, request: Request, stat
         ),
     )
     answer = _listed(state, [row[0] for row in output.scores], [output.usage], "generative-score")
-    return await json_answer(answer, len(output.scores))
+    return await json_answer(state.llm.threads, lambda: answer, len(output.scores))
 
 
 @router.post("/score", include_in_schema=False)
@@ -48,7 +51,7 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
     _check(state, body)
     if body.pairwise:
         listed = await unless_gone(request, _pairwise(body, state, caller))
-        return await json_answer(listed, len(listed["data"]))
+        return await json_answer(state.llm.threads, lambda: listed, len(listed["data"]))
     caller.take(1)
     if isinstance(body.query, list) and body.query and not isinstance(body.query[0], int):
         _check_queries(state, len(body.query))
@@ -84,7 +87,8 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
     }
     if body.return_logprobs:
         answer["logprobs"] = per_query([o.logprobs for o in outputs])
-    return await json_answer(answer, sum(len(o.scores) * len(o.scores[0]) for o in outputs if o.scores))
+    values = sum(len(o.scores) * len(o.scores[0]) for o in outputs if o.scores)
+    return await json_answer(state.llm.threads, lambda: answer, values)
 
 
 @router.post("/rerank", include_in_schema=False)
@@ -93,6 +97,8 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
 async def rerank(body: RerankBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Rank documents by their relevance to a query, the best first."""
     _check(state, body)
+    if body.return_documents:
+        await state.llm.threads.run(body.check_returned)
     stored = state.documents.named(body.named(), caller.salt(body.cache_salt))
     documents = body.texts({number: document.source for number, document in stored.items()})
     caller.take(1)
@@ -106,8 +112,8 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
             **_how(body, state, caller),
         ),
     )
-    results = []
-    for result in output.results:
+
+    def ranked(result: RerankResult) -> dict[str, Any]:
         fields: dict[str, Any] = {"index": result.index, "relevance_score": result.relevance_score}
         if result.truncated:
             fields["truncated"] = True
@@ -117,19 +123,18 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
                 fields["document"] = {"id": found.id} | ({} if found.text is None else {"text": found.text})
             else:
                 fields["document"] = {"text": given} if isinstance(given, str) else given.model_dump(exclude_unset=True)
-        results.append(fields)
-    name = new_id("rerank")
-    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-    usage = _usage([output.usage])
+        return fields
+
     answer = {
-        "id": name,
+        "id": new_id("rerank"),
         "model": state.model_name,
-        "results": results,
-        "usage": usage,
+        "results": map(ranked, output.results),
+        "usage": _usage([output.usage]),
         "template": output.template,
-        "meta": meta,
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
     }
-    return await json_answer(answer, len(results))
+    values = len(output.results) * (_DOCUMENT_VALUES if body.return_documents else 1)
+    return await json_answer(state.llm.threads, lambda: answer, values)
 
 
 def _check_size(state: ServerState, body: ScoreBody) -> None:
