@@ -19,6 +19,7 @@ from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, Scor
 from chunkattn.config import SamplingParams, make_config
 from chunkattn.engine.messages import EngineLimits, EngineOutput, Message
 from chunkattn.errors import EngineDeadError, RequestError
+from chunkattn.fair_threads import FairThreads
 from chunkattn.models.loader import open_files
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
@@ -154,6 +155,11 @@ class AsyncLLM:
         if self.client.limits is None:
             raise EngineDeadError("the engine has not been started")
         return self.client.limits
+
+    @property
+    def threads(self) -> FairThreads:
+        """Return the threads for the CPU work of calls. The work of each `chunkattn.fair_threads.OWNER` forms one queue."""
+        return self.client.threads
 
     async def metrics(self) -> str:
         """Return the engine's metrics in Prometheus' text format.
@@ -602,7 +608,7 @@ class AsyncLLM:
                 while stage is not None:
                     await call.finish(stage, partial(self._take, job))
                     stage = await call.prepare(next, stages, None)
-                return await asyncio.to_thread(job.result)
+                return await self.threads.run(job.result)
             except BaseException:
                 call.abort()  # before `unpin`, so that the engine pins nothing afterwards
                 self.client.unpin(job.pins)

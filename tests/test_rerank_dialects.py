@@ -215,5 +215,5 @@ def test_a_query_is_never_cut(http, demo):
     assert http.post("/rerank", json={"query": QUERY, **body, "max_query_length": tokens}).status_code == 200
     error = refused(http, {**body, "max_query_length": tokens - 2})
     assert (error["param"], error["code"]) == ("query", "context_length_exceeded")
-    error = refused(http, {**body, "query": "x" * 1000, "max_query_length": 4})
-    assert "1000 characters" in error["message"]
+    error = refused(http, {**body, "query": "x " * 100_000, "max_query_length": 4})
+    assert (error["param"], error["code"]) == ("query", "context_length_exceeded")

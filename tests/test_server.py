@@ -318,7 +318,7 @@ BAD = [
     (COMPLETION, {"prompt": "x", "n": True}, "n", "invalid_value"),
     (COMPLETION, {"prompt": "x", "max_tokens": 0}, "max_tokens", "invalid_value"),
     (COMPLETION, {"prompt": "x", "max_tokens": -1}, "max_tokens", "invalid_value"),
-    (COMPLETION, {"prompt": [{}] * 100_000}, "prompt", "invalid_value"),
+    (COMPLETION, {"prompt": [{}] * 30_000}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
     (COMPLETION, {"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "invalid_value"),
     (COMPLETION, {"prompt": "x", "max_tokens": 10**6}, "max_tokens", "context_length_exceeded"),

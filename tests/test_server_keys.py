@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
+from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.document_store import Documents
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller, Keys, Shares
@@ -108,7 +109,7 @@ def test_named_keys_are_read_again(key_file, caplog):
 
 
 def test_names_share_no_salt():
-    shares = Shares(4)
+    shares = Shares(4, BodyShares(1))
     ana, ben, anybody = Caller("ana", shares), Caller("ben", shares), Caller(None, shares)
     salts = [caller.salt(given) for caller in (ana, ben) for given in (None, "ana", "ben", "ana:ben")]
     assert len(set(salts)) == len(salts)
@@ -116,7 +117,7 @@ def test_names_share_no_salt():
 
 
 def test_a_name_holds_its_share_of_the_queue_and_no_more():
-    shares = Shares(4)
+    shares = Shares(4, BodyShares(1))
     first, second, other = Caller("ana", shares), Caller("ana", shares), Caller("ben", shares)
     first.take(3)
     with pytest.raises(ApiError) as refused:

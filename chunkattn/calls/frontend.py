@@ -41,17 +41,7 @@ class Frontend:
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self.config = config
         self.tokenizer, self.eos_token_ids, self.reranker = files.tokenizer, files.eos_token_ids, files.reranker
-        self.parser = PromptParser(
-            self.tokenizer,
-            separator=config.chunk_separator,
-            strategy=config.position_strategy,
-            gap=config.calibration.chunk_position_gap,
-            chunk_aware=config.enable_chunk_aware,
-            document_template=pick_template(config.document_template, self.tokenizer),
-            special_tokens_in_documents=config.special_tokens_in_documents,
-            special_tokens_in_prompts=config.special_tokens_in_prompts,
-            max_chunks=config.max_chunks_per_prompt,
-        )
+        self.parser = self.make_parser()
         if config.multi_item_scoring_delimiter is not None:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
         self.decode = token_decoder(self.tokenizer)
@@ -63,6 +53,21 @@ class Frontend:
             except RequestError as error:
                 raise ConfigError(f"rerank_template: {error}") from error
 
+    def make_parser(self) -> PromptParser:
+        """Return a parser as `parser` is, without the bounds of the engine."""
+        config = self.config
+        return PromptParser(
+            self.tokenizer,
+            separator=config.chunk_separator,
+            strategy=config.position_strategy,
+            gap=config.calibration.chunk_position_gap,
+            chunk_aware=config.enable_chunk_aware,
+            document_template=pick_template(config.document_template, self.tokenizer),
+            special_tokens_in_documents=config.special_tokens_in_documents,
+            special_tokens_in_prompts=config.special_tokens_in_prompts,
+            max_chunks=config.max_chunks_per_prompt,
+        )
+
     @cached_property
     def rerank_template(self) -> RerankTemplate:
         """Return the template of reranks that name none. If no trait tells of a reranker, the first use warns."""
@@ -72,6 +77,7 @@ class Frontend:
         """Store the limits of an engine with an empty cache."""
         self.limits = limits
         self.intake = Intake(self.config, limits)
+        self.parser.bound(limits.max_model_len, limits.max_table_pages * limits.block_size)
         self.scores.connect(limits)
 
     def new_id(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar
 
 import numpy as np
@@ -313,7 +314,8 @@ def _tokenized(
     kinds = {isinstance(part, str) for part in (query, *items)}
     if len(kinds) > 1:
         raise RequestError("query and items must be all text or all token ids", param="items")
-    read, name = (check_ids, "items[{}]") if kinds == {False} else (frontend.parser.prompts, "item {}")
+    ids = partial(check_ids, most=max_request_tokens(frontend.limits))
+    read, name = (ids, "items[{}]") if kinds == {False} else (frontend.parser.prompts, "item {}")
     query_ids = read(query, "query", "query")
     if given not in known:
         known[given] = [read(item, name.format(i), "items") for i, item in enumerate(items)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from chunkattn.config import MAX_SALT_CHARS
-from chunkattn.errors import RequestError
+from chunkattn.errors import CapacityError, RequestError
 
 
 def as_list(values: Any, name: str) -> list[Any]:
@@ -86,19 +86,24 @@ def salt_key(salt: Any) -> str | None:
     return None if checked is None else hashlib.blake2b(checked.encode(), digest_size=16).hexdigest()
 
 
-def check_ids(ids: Any, name: str, param: str = "prompt") -> list[int]:
+def check_ids(ids: Any, name: str, param: str = "prompt", *, most: int | None = None) -> list[int]:
     """Return token ids as a list of ints that fit int32. The engine checks them against the vocabulary.
 
     Args:
         ids: argument of the caller.
         name: name of the ids, for error messages.
         param: name of the argument that holds the ids.
+        most: number of ids above which they can never be served, judged before any id; None for no limit.
 
     Raises:
         RequestError: `ids` is not a sequence of non-negative integers.
+        CapacityError: there are more than `most` ids.
     """
     if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
         raise RequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param=param)
+    if most is not None and len(ids) > most:
+        text = f" has {len(ids)} tokens, a prompt of this engine has at most {most}; send less or raise kv_cache_memory_bytes"
+        raise CapacityError(text, param=param, part=name)
     for index, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
             raise RequestError(f"[{index}] is not a token id: {token!r}", param=param, part=name)

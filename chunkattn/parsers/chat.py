@@ -74,7 +74,7 @@ def _untrusted_starts(
 
     The list is empty if the template or trusted contents wrote all control tokens.
     """
-    strings = [s for message, is_untrusted in zip(messages, untrusted, strict=True) if is_untrusted for s in _strings(message)]
+    strings = strings_of([message for message, is_untrusted in zip(messages, untrusted, strict=True) if is_untrusted])
     if not any(map(control.starts.search, strings)):
         return []
     taken = set(text)
@@ -114,13 +114,13 @@ def _marked(message: Mapping[str, Any], control: ControlTokens, mark: str) -> di
     return {**changed, "role": message.get("role")}
 
 
-def _strings(value: Any) -> list[str]:
+def strings_of(value: Any) -> list[str]:
     """Return all strings in a value, including keys of mappings."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        return [text for entry in value.items() for text in _strings(entry)]
-    return [text for entry in value for text in _strings(entry)] if isinstance(value, (list, tuple)) else []
+        return [text for entry in value.items() for text in strings_of(entry)]
+    return [text for entry in value for text in strings_of(entry)] if isinstance(value, (list, tuple)) else []
 
 
 def _map(value: Any, change: Callable[[str], str]) -> Any:

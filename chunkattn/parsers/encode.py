@@ -6,11 +6,20 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from chunkattn.errors import RequestError
+from chunkattn.errors import CapacityError, RequestError
+from chunkattn.fair_threads import check_wanted
 from chunkattn.parsers.special_tokens import ControlTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_PIECE = 1 << 14
+"""Characters of a long text that are tokenized at once to measure the text."""
+_CHARS_PER_TOKEN = 8
+"""Characters per token above which a text is measured before it is tokenized. Most texts have fewer."""
+_MARGIN = 1024
+"""Tokens that cutting a text into pieces may add to it, beside a factor of two."""
 
 
 class PartEncoder:
@@ -19,11 +28,15 @@ class PartEncoder:
     Attributes:
         tokenizer: tokenizer of the model, or None.
         leading_ids: special tokens that the tokenizer puts before a text.
+        limit: number of tokens above which a text can never be served; None for no limit.
+        limit_name: name of the limit, for error messages.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
         self.leading_ids = _leading_ids(tokenizer) if tokenizer is not None else []
+        self.limit: int | None = None
+        self.limit_name = "max_model_len"
 
     def __call__(self, text: str, name: str = "the text", param: str = "prompt") -> list[int]:
         """Return the token ids of one part, without special tokens.
@@ -35,14 +48,63 @@ class PartEncoder:
 
         Raises:
             RequestError: the engine has no tokenizer, or the text is not valid Unicode.
+            CapacityError: the text has far more tokens than `limit`.
+            AbandonedError: the caller has left.
         """
+        check_wanted()
         if self.tokenizer is None:
             raise RequestError("text needs a tokenizer and this engine has none; send token ids", param=param)
         try:
-            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            self.check_length(text, name, param)
+            return self._ids(text)
         except (TypeError, UnicodeError) as error:  # a lone surrogate from undecodable bytes
             message = f" {text[:40]!r} cannot be tokenized; is it valid Unicode?"
             raise RequestError(message, param=param, part=name) from error
+
+    def _ids(self, text: str) -> list[int]:
+        assert self.tokenizer is not None
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def check_length(self, text: str, name: str, param: str) -> None:
+        """Check that a text is not far too long, without tokenizing the whole text.
+
+        Args:
+            text: text of the part.
+            name: name of the part, for error messages.
+            param: name of the argument that holds the part.
+
+        Raises:
+            CapacityError: the text has far more tokens than `limit`.
+            AbandonedError: the caller has left.
+        """
+        if self.limit is None or (end := self._far_end(text, self.limit)) is None:
+            return
+        tokens = f" of {len(text)} characters has more than {self.limit} tokens in its first {end}"
+        raise CapacityError(f"{tokens}, {self.limit_name} is {self.limit}; shorten it", param=param, part=name)
+
+    def head(self, text: str) -> str:
+        """Return a text without its far end, for a caller that keeps at most `limit` tokens.
+
+        Args:
+            text: text that the caller cuts to its first tokens.
+        """
+        return text if self.limit is None else text[: self._far_end(text, self.limit)]
+
+    def _far_end(self, text: str, limit: int) -> int | None:
+        """Return a number of characters that surely have more than `limit` tokens; None if the text may be shorter.
+
+        No bound on characters per token holds for all tokenizers: some drop or merge characters without limit. The text is
+        therefore tokenized in pieces until the tokens exceed twice the limit.
+        """
+        if self.tokenizer is None or len(text) <= max(_PIECE, _CHARS_PER_TOKEN * limit):
+            return None
+        tokens = 0
+        for start in range(0, len(text), _PIECE):
+            check_wanted()
+            tokens += len(self._ids(text[start : start + _PIECE]))
+            if tokens > 2 * limit + _MARGIN:
+                return start + _PIECE
+        return None
 
     def parts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of consecutive parts. The first begins with the tokenizer's leading special tokens.

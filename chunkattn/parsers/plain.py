@@ -45,8 +45,9 @@ class PlainEncoder:
         Raises:
             RequestError: the pieces cannot be tokenized, for a reason of `__call__`.
         """
-        own = [token for piece in pieces[::2] for token in self.control.find(piece)]
         whole = "".join(pieces)
+        self._encode.check_length(whole, name, param)
+        own = [token for piece in pieces[::2] for token in self.control.find(piece)]
         if own == self.control.find(whole):
             ids = self._encode(whole, name, param)
             if self.control.follows(ids, own):

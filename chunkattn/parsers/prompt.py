@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from chunkattn.errors import ConfigError, RequestError
+from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers.arguments import check_ids, check_salt
-from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat
+from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat, strings_of
 from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
@@ -21,6 +21,8 @@ from chunkattn.rope.positions import get_strategy, make_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 TokenIds = Sequence[int]
 
@@ -129,11 +131,22 @@ class PromptParser:
         self._place(strategy, gap)
         self.chunk_aware = chunk_aware
         self.max_chunks = max_chunks
+        self._max_tokens: int | None = None
         self._separator_ids = self.encode(separator) if tokenizer is not None else []
 
     def _place(self, strategy: str, gap: int) -> None:
         get_strategy(strategy)
         self.strategy, self.gap = strategy, gap
+
+    def bound(self, part_tokens: int, prompt_tokens: int, *, name: str = "max_model_len") -> None:
+        """Set the sizes that no prompt of an engine may exceed, so that longer text is refused before it is tokenized whole.
+
+        Args:
+            part_tokens: limit on the tokens of one part.
+            prompt_tokens: limit on the tokens of all parts together.
+            name: name of the limit on a part, for error messages.
+        """
+        self.encode.limit, self.encode.limit_name, self._max_tokens = part_tokens, name, prompt_tokens
 
     def with_positions(self, strategy: str, gap: int) -> PromptParser:
         """Return a parser that differs in its positions alone.
@@ -207,13 +220,14 @@ class PromptParser:
         if self.encode.tokenizer is None:
             raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
         _check_unicode(messages)
+        self.encode.check_length("".join(strings_of(messages)), "the text of all messages", "messages")
         control = self.encode.special
         pieces = split_chat(self.encode.tokenizer, messages, control, self._is_trusted, **template_options)
         prefix, question = map("".join, pieces)
         if documents is None:
             ids = self._plain.fill([*pieces[0][:-1], pieces[0][-1] + pieces[1][0], *pieces[1][1:]], "messages", "messages")
             return ParsedPrompt(self._layout([[], ids]), prefix + question, param="messages")
-        chunks = [self.documents(document, number) for number, document in enumerate(documents)]
+        chunks = self._encoded_documents(documents)
         first, last = (self._plain.fill(p, "messages", "messages") for p in pieces)
         return replace(self._with_documents((first, prefix), chunks, (last, question)), param="messages")
 
@@ -312,7 +326,7 @@ class PromptParser:
         return self._chunked(ChunkedPrompt(texts[0], texts[1:-1], texts[-1]))
 
     def _ids(self, ids: TokenIds, split: bool) -> ParsedPrompt:
-        ids = check_ids(ids, "prompt_token_ids")
+        ids = check_ids(ids, "prompt_token_ids", most=self._max_tokens)
         if not ids:
             raise RequestError("the prompt is empty", param="prompt")
         if split and not self._separator_ids:
@@ -327,14 +341,35 @@ class PromptParser:
         ends = prompt.prefix, prompt.question
         if isinstance(ends[0], str) != isinstance(ends[1], str):
             raise RequestError("prefix and question must be both text or both token ids", param="prompt")
-        chunks = [self.documents(document, number) for number, document in enumerate(prompt.documents)]
+        chunks = self._encoded_documents(prompt.documents)
         if isinstance(ends[0], str) and isinstance(ends[1], str):
             if not ends[1]:
                 raise RequestError("the question is empty", param="prompt")
             first, last = self.text(ends[0], "the prefix"), self.prompts(ends[1], "the question", "prompt")
             return self._with_documents((first, ends[0]), chunks, (last, ends[1]))
-        first, last = check_ids(ends[0], "prefix"), check_ids(ends[1], "question")
+        first, last = (check_ids(e, n, most=self._max_tokens) for e, n in zip(ends, ("prefix", "question"), strict=True))
         return self._with_documents((first, None), chunks, (last, None))
+
+    def _encoded_documents(self, documents: Sequence[str | TokenIds]) -> list[tuple[list[int], str | None]]:
+        """Return the token ids and the text of each document."""
+        encoded = (self.documents(document, number) for number, document in enumerate(documents))
+        return list(self._bounded(encoded, lambda chunk: len(chunk[0]), "documents"))
+
+    def _bounded(self, chunks: Iterable[T], size: Callable[[T], int], param: str) -> Iterator[T]:
+        """Yield chunks until they exceed the tokens of a prompt.
+
+        Raises:
+            CapacityError: the chunks have more tokens than a prompt may have.
+        """
+        tokens = 0
+        for number, chunk in enumerate(chunks):
+            if self._max_tokens is not None and (tokens := tokens + size(chunk)) > self._max_tokens:
+                raise CapacityError(
+                    f"the first {number + 1} chunks have {tokens} tokens, a prompt of this engine has at most "
+                    f"{self._max_tokens}; send less or raise kv_cache_memory_bytes",
+                    param=param,
+                )
+            yield chunk
 
     def _with_documents(
         self,
@@ -359,13 +394,16 @@ class PromptParser:
             if not prompt.question:
                 raise RequestError("the question is empty", param="prompt")
             first, *middle, last = texts
-            chunks = [self._chunks(text, f"chunk {i}", "prompt") for i, text in enumerate(middle)]
+            encoded = (self._chunks(text, f"chunk {i}", "prompt") for i, text in enumerate(middle))
+            chunks = list(self._bounded(encoded, len, "prompt"))
             ends = self.text(first, "the prefix"), self.prompts(last, "the question", "prompt")
             return ParsedPrompt(self._layout([ends[0], *chunks, ends[1]]), "".join(texts))
         if texts:
             raise RequestError("the parts of a ChunkedPrompt must be all text or all token ids", param="prompt")
         names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "question"]
-        return ParsedPrompt(self._layout([check_ids(p, n) for p, n in zip(parts, names, strict=True)]), None)
+        return ParsedPrompt(
+            self._layout([check_ids(p, n, most=self._max_tokens) for p, n in zip(parts, names, strict=True)]), None
+        )
 
     def _layout(self, parts: Sequence[TokenIds]) -> ChunkLayout:
         prefix, *chunks, question = parts

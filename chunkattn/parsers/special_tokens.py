@@ -161,7 +161,7 @@ class _Renamed(NamedTuple):
         Raises:
             ControlTokenError: the model forms a control token from the text and from its single characters.
         """
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=False)  # `encode` would hold the GIL
         formed = control - self.real.keys()
         if formed.isdisjoint(encoding.ids):
             return [self.real.get(token, token) for token in encoding.ids]

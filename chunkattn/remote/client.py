@@ -25,6 +25,7 @@ from chunkattn.engine.messages import (
     TokenOutput,
 )
 from chunkattn.errors import ChunkAttnError, EngineDeadError, QueueFullError, RequestError
+from chunkattn.fair_threads import FairThreads
 from chunkattn.remote.control_messages import (
     Abort,
     CacheQuery,
@@ -76,6 +77,7 @@ class EngineClient:
         warmup: parts of the engine's warm-up that are done and the total (see `WarmUp`); None before the first part.
         import_s: seconds that the imports of the engine's process took.
         restarts: number of engines started after the first.
+        threads: threads for the CPU work of calls.
     """
 
     def __init__(self, config: EngineConfig, on_ready: Callable[[EngineLimits], None]) -> None:
@@ -85,6 +87,7 @@ class EngineClient:
         self.warmup: tuple[int, int] | None = None
         self.import_s = 0.0
         self.restarts = 0
+        self.threads = FairThreads()
         self._context = zmq.Context()
         self._launched: WorkerProcess | None = None
         self._worker: WorkerProcess | None = None
@@ -139,6 +142,7 @@ class EngineClient:
         """
         was_ready, self.state, self.reason = self.is_ready, "closed", "the engine is closed"
         self._fail_all()
+        self.threads.close()
         launched, self._launched = self._launched, None
         if launched is not None:
             launched.dispose()

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
 from chunkattn.errors import DeadlineExceededError
+from chunkattn.fair_threads import FairThreads
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,6 +21,8 @@ Take = Callable[[Any], bool]
 class Sender(Protocol):
     """The engine's client as its callers' requests see it; see `EngineClient` for the methods."""
 
+    @property
+    def threads(self) -> FairThreads: ...  # noqa: D102
     def hold(self, requests: InflightRequests, /) -> None: ...  # noqa: D102
     def release(self, requests: InflightRequests, /) -> None: ...  # noqa: D102
     def send_requests(self, owner: InflightRequests, requests: Sequence[Message], /) -> None: ...  # noqa: D102
@@ -61,13 +64,13 @@ class InflightRequests:
             self._timer.cancel()
 
     async def prepare(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Run a function in a thread, waiting at most until these requests fail.
+        """Run a function in a thread, waiting at most until these requests fail. A caller that leaves ends the work early.
 
         Raises:
             DeadlineExceededError, EngineDeadError: the requests have failed meanwhile.
             Exception: any error of the function.
         """
-        work = asyncio.ensure_future(asyncio.to_thread(function, *args, **options))
+        work = asyncio.ensure_future(self._client.threads.run(function, *args, **options))
 
         def wake(done: asyncio.Future[T]) -> None:
             self._changed.set()

@@ -185,8 +185,11 @@ def plan_rerank(
     plain = PlainEncoder(encode, ControlTokens(encode.tokenizer, {}) if special_tokens else encode.added)
     parts = template.split(query, instruction)
     gap = plain(parts.gap) if parts.gap else []
+    cuts = max_tokens_per_doc is not None or truncate_prompt_tokens is not None
     ids = [
-        plain(parts.gap + document, f"document {index}", "documents") if isinstance(document, str) else [*gap, *document]
+        plain(parts.gap + (encode.head(document) if cuts else document), f"document {index}", "documents")
+        if isinstance(document, str)
+        else [*gap, *document]
         for index, document in enumerate(given)
     ]
     try:
@@ -214,7 +217,7 @@ def plan_rerank(
         items=[own[:most] + end for own in ids],
         labels=() if classifier else _label_ids(plain, template, parts.tail[-1]),
         tail=len(end),
-        cuts=max_tokens_per_doc is not None or truncate_prompt_tokens is not None,
+        cuts=cuts,
         truncated=[most is not None and len(own) > most for own in ids],
         top_n=top_n,
     )

@@ -1,18 +1,23 @@
-"""JSON responses. Large bodies are encoded in a thread, so the event loop stays free."""
+"""JSON responses. Large answers are encoded in a thread and sent in pieces, so the event loop stays free."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import Response
+from starlette.background import BackgroundTask
+from starlette.types import Receive, Scope, Send
+
+from chunkattn.fair_threads import FairThreads
 
 _LARGE = 4096
-"""Number of values above which an answer is encoded in a thread."""
+"""Number of values above which an answer is built and encoded in a thread."""
 _PIECE = 16_384
 """Values encoded per call. The encoder holds the GIL for one call, and the event loop waits for the GIL."""
+_SENT = 1 << 18
+"""Bytes handed to the connection at once; the next piece waits until the client has read."""
 
 
 class JsonResponse(Response):
@@ -25,25 +30,87 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-async def json_answer(body: dict[str, Any], values: int) -> Response:
-    """Return a JSON response; encode a large body in a thread.
+class PiecesResponse(Response):
+    """JSON response whose body is in pieces, sent one after the other as the client reads.
 
     Args:
-        body: content of the answer.
-        values: approximate count of numbers in `body`; more than 4096 select the thread.
+        pieces: parts of the body, in order.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = list(pieces)
+        super().__init__(b"", headers={"Content-Length": str(sum(map(len, self._pieces)))})
+        self.background: BackgroundTask | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._pieces.reverse()
+        while self._pieces:
+            piece = self._pieces.pop()  # freed as soon as it is sent
+            for start in range(0, len(piece), _SENT):
+                await send({"type": "http.response.body", "body": piece[start : start + _SENT], "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def json_answer(threads: FairThreads, build: Callable[[], Mapping[str, Any]], values: int) -> Response:
+    """Return a JSON response; a large answer is built and encoded in a thread.
+
+    Args:
+        threads: threads of the server.
+        build: function that returns the content of the answer. Its lists are encoded in pieces; they may be generators.
+        values: approximate count of values in the answer; more than 4096 select the thread.
     """
     if values <= _LARGE:
-        return JsonResponse(body)
-
-    def build() -> Response:
-        return JsonResponse({name: _in_pieces(v) if isinstance(v, list) else v for name, v in body.items()})
-
-    return await asyncio.to_thread(build)
+        return JsonResponse({name: list(v) if isinstance(v, Iterator) else v for name, v in build().items()})
+    return PiecesResponse(await threads.run(lambda: list(_pieces(build()))))
 
 
-def _in_pieces(rows: Sequence[Any]) -> msgspec.Raw:
-    """Encode a list in pieces of at most `_PIECE` values each."""
-    width = max(1, len(rows[0])) if rows and isinstance(rows[0], list) else 1
-    step = max(1, _PIECE // width)
-    parts = [msgspec.json.encode(rows[n : n + step])[1:-1] for n in range(0, len(rows), step)]
-    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+async def json_list(threads: FairThreads, build: Callable[[], Iterator[Any]], values: int) -> Response:
+    """Return a JSON response that is a list; as `json_answer`.
+
+    Args:
+        threads: threads of the server.
+        build: function that returns the entries of the list.
+        values: approximate count of values in the answer; more than 4096 select the thread.
+    """
+    if values <= _LARGE:
+        return JsonResponse(list(build()))
+    return PiecesResponse(await threads.run(lambda: list(_list_pieces(build()))))
+
+
+def _pieces(body: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield the JSON text of an object, each of its long values in several pieces."""
+    before = b"{"
+    for name, value in body.items():
+        yield before + msgspec.json.encode(name) + b":"
+        if isinstance(value, (list, Iterator)):
+            yield from _list_pieces(value)
+        else:
+            yield msgspec.json.encode(value)
+        before = b","
+    yield b"{}" if before == b"{" else b"}"
+
+
+def _list_pieces(rows: Sequence[Any] | Iterator[Any]) -> Iterator[bytes]:
+    """Yield the JSON text of a list in pieces of about `_PIECE` values."""
+    before, group, values = b"[", list[Any](), 0
+    for row in rows:
+        group.append(row)
+        values += _count(row)
+        if values >= _PIECE:
+            yield before + msgspec.json.encode(group)[1:-1]
+            before, group, values = b",", [], 0
+    if group:
+        yield before + msgspec.json.encode(group)[1:-1]
+        before = b","
+    yield b"[]" if before == b"[" else b"]"
+
+
+def _count(value: Any) -> int:
+    """Return the approximate number of values in a value: of an object more than of its own level."""
+    if isinstance(value, dict):
+        return 1 + sum(map(_count, value.values()))
+    return 1 + (len(value) * _count(value[0]) if value else 0) if isinstance(value, list) else 1

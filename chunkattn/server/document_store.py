@@ -214,7 +214,7 @@ class Documents:
         if (count := len(texts)) > (most := self.llm.config.max_items_per_request):
             text = f"{count} documents exceed max_items_per_request {most}"
             raise ApiError(400, text, param="documents", code="invalid_value")
-        names, contents = await asyncio.to_thread(self._prepare, prefix, texts, ids, cache_salt, options)
+        names, contents = await self.llm.threads.run(self._prepare, prefix, texts, ids, cache_salt, options)
         new = sum((cache_salt, name) not in self._stored for name in names)
         self._check_count(owner, new)
         if pin:
@@ -451,7 +451,7 @@ class Documents:
         while content in self._owed and content not in self._wanted:
             try:
                 async with self._turn:
-                    requests = await asyncio.to_thread(self._requests, content)
+                    requests = await self.llm.threads.run(self._requests, content)
                     if content in self._wanted or content not in self._owed:
                         return
                     # No await between this check and the sending, so a later request reaches the engine later.

@@ -92,6 +92,15 @@ def api_error(error: Exception, request_id: str) -> ApiError:
     return ApiError(500, f"the request failed in the server; its id is {request_id}", code="internal_error")
 
 
+def too_large(most: int) -> ApiError:
+    """Return the refusal of a body.
+
+    Args:
+        most: limit on the bytes of a body.
+    """
+    return ApiError(413, f"the body exceeds max_body_bytes {most}", code="request_too_large")
+
+
 def _code(status: int) -> str | None:
     return {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(status)
 

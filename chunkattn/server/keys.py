@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import logging
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chunkattn.errors import ConfigError
+from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -102,30 +104,36 @@ def _digest(key: str) -> bytes:
 
 @dataclass
 class Shares:
-    """Queue places held by each name.
+    """Queue places and bytes of bodies held by each name.
 
     Attributes:
         most: number of places that one name may hold at once; without names, the limit of one request.
+        bodies: bytes of bodies held by each client.
         held: places held now, by name.
     """
 
     most: int
+    bodies: BodyShares
     held: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
 class Caller:
-    """Client of one HTTP request: the name of its key, and the queue places it holds until the answer ends.
+    """Client of one HTTP request: the name of its key, and what it holds until the answer ends.
 
     Attributes:
         name: name of the API key; None for a server without a key file.
-        shares: queue places of all clients.
+        shares: queue places and bytes of all clients.
+        owner: client for whom the request's work is done: the name, or the address of a client without one.
         places: number of queue places that this request holds.
+        num_bytes: number of bytes of its body that this request holds.
     """
 
     name: str | None
     shares: Shares
+    owner: str | None = None
     places: int = 0
+    num_bytes: int = 0
 
     def salt(self, given: str | None) -> str | None:
         """Return the engine's cache salt: unique to the name of the key and the given salt.
@@ -160,8 +168,37 @@ class Caller:
         if self.name is not None:
             self.shares.held[self.name] += places
 
+    async def hold_bytes(self, size: int, timeout: float) -> None:
+        """Wait until this request's body may be held in memory, instead of the body held before; `leave` gives it back.
+
+        Args:
+            size: number of bytes.
+            timeout: limit on the wait in seconds.
+
+        Raises:
+            ApiError: 429, other bodies of this client take the room until the timeout.
+        """
+        self._give_bytes()
+        bodies = self.shares.bodies
+        try:
+            async with asyncio.timeout(timeout):
+                await bodies.take(self.owner, size)
+        except TimeoutError:
+            text = (
+                f"the request bodies of one client may hold {bodies.most} bytes at once (max_body_bytes_per_client); "
+                "send fewer large bodies at once, or try again"
+            )
+            raise ApiError(429, text, code="queue_share_exceeded", **{"Retry-After": "1"}) from None
+        self.num_bytes = size
+
+    def _give_bytes(self) -> None:
+        if self.num_bytes:
+            self.shares.bodies.give(self.owner, self.num_bytes)
+        self.num_bytes = 0
+
     def leave(self) -> None:
-        """Return all queue places of this request."""
+        """Return all queue places and bytes of this request."""
+        self._give_bytes()
         if self.name is not None:
             self.shares.held[self.name] -= self.places
             if not self.shares.held[self.name]:

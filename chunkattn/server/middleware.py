@@ -10,11 +10,11 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chunkattn.server.errors import ApiError, api_error
+from chunkattn.fair_threads import OWNER
+from chunkattn.server.errors import ApiError, api_error, too_large
 from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.options import ServerConfig
 
@@ -73,7 +73,9 @@ class Gate:
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         name = self.keys.name_of(headers.get("authorization", "")) if self.keys.needed else None
         # Names separate clients only if a file defines several.
-        caller = Caller(name if self.config.api_key_file is not None else None, self.shares)
+        named = name if self.config.api_key_file is not None else None
+        caller = Caller(named, self.shares, owner=named or (scope.get("client") or ("",))[0])
+        OWNER.set(caller.owner)
         scope.setdefault("state", {}).update(request_id=request_id, caller=caller)
         received = 0
 
@@ -82,7 +84,7 @@ class Gate:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self.config.max_body_bytes:
-                raise self._too_large()
+                raise too_large(self.config.max_body_bytes)
             return message
 
         async def noted(message: Message) -> None:
@@ -120,11 +122,8 @@ class Gate:
             return ApiError(403, text, code="host_not_allowed")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.config.max_body_bytes:
-            return api_error(self._too_large(), "")
+            return too_large(self.config.max_body_bytes)
         return None
-
-    def _too_large(self) -> HTTPException:
-        return HTTPException(413, f"the body exceeds max_body_bytes {self.config.max_body_bytes}")
 
     def _note(self, scope: Scope, status: int, request_id: str, seconds: float) -> None:
         # Label by route: clients choose paths freely, and the number of routes is bounded. 499 is a client that left.

@@ -26,6 +26,8 @@ class ServerConfig:
             or the path's last part.
         request_timeout_s: time limit of a request in seconds; a longer request is aborted and answered with 504.
         max_body_bytes: size limit of a request body in bytes; a longer body is answered with 413.
+        max_body_bytes_per_client: bytes of the large request bodies (over 64 KiB) that one client may hold in memory at once;
+            further requests of the client wait. A client is a named API key or, without a key file, an address.
         max_prompts_per_request: number of prompts, or of queries, that one request may hold.
         max_cached_documents: number of documents that `/v1/cache/documents` stores at once.
         priority_range: largest absolute priority that a request may set; 0 allows only the default priority.
@@ -63,6 +65,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 << 20
+    max_body_bytes_per_client: int = 32 << 20
     max_prompts_per_request: int = 128
     max_cached_documents: int = 10_000
     priority_range: int = 0

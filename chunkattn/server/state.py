@@ -16,6 +16,8 @@ from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
+from chunkattn.parsers import PromptParser
+from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.document_store import Documents
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller, Keys, Shares
@@ -56,8 +58,9 @@ class ServerState:
 
     @cached_property
     def shares(self) -> Shares:
-        """Return the queue places that each API key holds."""
-        return Shares(max(1, int(self.config.max_queue_share * self.llm.config.max_queued_requests)))
+        """Return the queue places and the bytes of bodies that each client holds."""
+        places = max(1, int(self.config.max_queue_share * self.llm.config.max_queued_requests))
+        return Shares(places, BodyShares(self.config.max_body_bytes_per_client))
 
     @cached_property
     def documents(self) -> Documents:
@@ -82,6 +85,14 @@ class ServerState:
     def model_names(self) -> tuple[str, ...]:
         """Return all names that requests may give the model, the name in answers first."""
         return self.config.served_model_name or (self.model_name,)
+
+    @cached_property
+    def tokenizing_parser(self) -> PromptParser:
+        """Return the parser of texts that need not fit the engine, but one answer. The engine must have been started."""
+        parser = self.llm.frontend.make_parser()
+        most = self.config.max_answer_values
+        parser.bound(most, most, name="max_answer_values")
+        return parser
 
     @property
     def most_prompts(self) -> int:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from chunkattn.errors import RequestError
@@ -154,7 +155,8 @@ class RerankDocument(BaseModel):
         Raises:
             ValueError: the document has neither a text, nor one of the fields to rank by, nor an id alone.
         """
-        if names is not None and not (self.fields(names) or self.stored_id):
+        values = {"title": self.title, "text": self.text, **self.__pydantic_extra__}
+        if names is not None and not self.stored_id and all(values.get(name) is None for name in names):
             raise ValueError(f"documents.{number} has none of rank_fields {list(names)}")
         if names is None and self.text is None and self.stored_id is None:
             raise ValueError(f"documents.{number} needs a text, or the id of a stored document and nothing else")
@@ -259,15 +261,19 @@ class RerankBody(Body):
                 raise ValueError(f"documents.{number} is a text and has none of rank_fields {self.rank_fields}")
         return self
 
-    @model_validator(mode="after")
-    def _check_returned(self) -> RerankBody:
-        try:
-            if self.return_documents or self.return_text:
-                self.model_dump_json(include={"documents", "texts"})
-        except ValueError:
-            text = "a document holds text that JSON cannot carry back"
-            raise ApiError(400, text, param=self.own_name("documents"), code="invalid_value") from None
-        return self
+    def check_returned(self) -> None:
+        """Check that the documents can be returned.
+
+        Raises:
+            ApiError: 400, a document holds a lone surrogate.
+        """
+        name = self.own_name("documents")
+        for number, document in enumerate(self.given):
+            try:
+                msgspec.json.encode(document if isinstance(document, str) else document.model_dump(exclude_unset=True))
+            except ValueError:
+                text = f"{name}.{number} holds text that JSON cannot carry back"
+                raise ApiError(400, text, param=name, code="invalid_value") from None
 
     def own_name(self, name: str | None) -> str | None:
         """Return the name under which this request has an argument of `LLM.rerank`.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from chunkattn.async_llm import snapshot
 from chunkattn.calls.generate import COST, GenerateJob, generate_job
@@ -21,7 +18,7 @@ from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server import logprobs
-from chunkattn.server.answers import JsonResponse
+from chunkattn.server.answers import json_answer
 from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError, api_error
 from chunkattn.server.keys import Caller
@@ -99,13 +96,18 @@ class Answer(ABC):
         Raises:
             ApiError: 400, prompts x samples x tokens x log-probabilities exceed `max_answer_values`.
         """
+        self.state.check_answer_values(self.answer_values, "tokens, samples or log-probabilities", "logprobs")
+
+    @property
+    def answer_values(self) -> int:
+        """Return a bound on the log-probabilities in the answer."""
         values = 0
         if self.params.logprobs is not None:
             tokens = self.num_prompts * self.params.n * (self.params.max_tokens or self.state.llm.limits.max_model_len)
             values += tokens * (1 + self.params.logprobs)
         if self.params.prompt_logprobs is not None:
             values += self.prompt_size * self.params.n * (1 + self.params.prompt_logprobs)
-        self.state.check_answer_values(values, "tokens, samples or log-probabilities", "logprobs")
+        return values
 
     @property
     def num_prompts(self) -> int:
@@ -164,8 +166,8 @@ class Completion(Answer):
         """Return the characters or token ids of all prompts."""
         if isinstance(prompt := next(iter(self.prompts), None), DocumentPrompt):
             return len(prompt.prefix) + len(prompt.question) + self.documents_size(prompt.documents)
-        listed = self.body.prompt if isinstance(self.body.prompt, list) else [self.body.prompt]
-        return sum(1 if isinstance(part, int) else len(part) for part in listed)
+        listed: list[Any] = self.body.prompt if isinstance(self.body.prompt, list) else [self.body.prompt]
+        return len(listed) if listed and isinstance(listed[0], int) else sum(map(len, listed))
 
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """Return a generator of outputs per prompt."""
@@ -177,7 +179,7 @@ class Completion(Answer):
         self.caller.take(len(prompts))
         llm, timeout = self.state.llm, self.state.config.request_timeout_s
         if len(prompts) > 1:  # check all prompts before the first begins
-            jobs = await asyncio.to_thread(self._jobs, prompts)
+            jobs = await llm.threads.run(self._jobs, prompts)
             return [llm.stream(job, timeout=timeout, snapshots=False) for job in jobs]
         return [
             llm.generate(
@@ -374,19 +376,13 @@ async def _whole(answer: Answer) -> Response:
     last = {number: output async for number, output in merged(await answer.streams())}
     ordered = [last[number] for number in sorted(last)]
 
-    def build() -> Response:
-        choices = [answer.choice(i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o)]
-        return JSONResponse({**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)})
+    def build() -> dict[str, Any]:
+        choices = (answer.choice(i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o))
+        return {**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)}
 
-    def build_large() -> Response:
-        # Encode one choice per call: the encoder holds the GIL for a call, and the event loop waits for the GIL.
-        numbered = ((i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o))
-        choices = b",".join(msgspec.json.encode(answer.choice(*one)) for one in numbered)
-        body = {**answer.common(answer.object_name), "choices": msgspec.Raw(b"[" + choices + b"]")}
-        return JsonResponse({**body, "usage": answer.usage(ordered)})
-
+    tokens = sum(len(sample.token_ids) for output in ordered for sample in output.outputs)
     has_logprobs = answer.params.prompt_logprobs is not None or answer.params.logprobs is not None
-    return await asyncio.to_thread(build_large) if has_logprobs else build()
+    return await json_answer(answer.state.llm.threads, build, answer.answer_values if has_logprobs else tokens)
 
 
 async def _events(
@@ -408,7 +404,7 @@ async def _events(
     async def events(number: int, output: RequestOutput) -> Iterable[str]:
         if number not in last and answer.params.prompt_logprobs is not None:
             copy = snapshot(output)  # the engine keeps extending the original
-            return await asyncio.to_thread(lambda: list(made(number, copy)))  # many log-probabilities, as in `_whole`
+            return await answer.state.llm.threads.run(lambda: list(made(number, copy)))  # many log-probabilities
         return made(number, output)
 
     def made(number: int, output: RequestOutput) -> Iterator[str]:

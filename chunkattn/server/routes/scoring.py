@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from chunkattn.errors import RequestError
-from chunkattn.outputs import RerankOutput, ScoreOutput, ScoreUsage
-from chunkattn.server.answers import JsonResponse, json_answer
+from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput, ScoreUsage
+from chunkattn.server.answers import json_answer, json_list
 from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller
@@ -19,6 +19,9 @@ from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody,
 from chunkattn.server.state import CallerOf, ServerState, State, new_id, unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["scoring"])
+
+_DOCUMENT_VALUES = 64
+"""Values that a returned document counts as: it may be an object of any size."""
 
 
 @router.post("/generative_scoring")
@@ -39,7 +42,7 @@ async def generative_scoring(body: GenerativeScoringBody, request: Request, stat
         ),
     )
     answer = _listed(state, [row[0] for row in output.scores], [output.usage], "generative-score")
-    return await json_answer(answer, len(output.scores))
+    return await json_answer(state.llm.threads, lambda: answer, len(output.scores))
 
 
 @router.post("/score", include_in_schema=False)
@@ -49,7 +52,7 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
     _check(state, body)
     if body.pairwise:
         listed = await unless_gone(request, _pairwise(body, state, caller))
-        return await json_answer(listed, len(listed["data"]))
+        return await json_answer(state.llm.threads, lambda: listed, len(listed["data"]))
     caller.take(1)
     if isinstance(body.query, list) and body.query and not isinstance(body.query[0], int):
         _check_queries(state, len(body.query))
@@ -85,7 +88,8 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
     }
     if body.return_logprobs:
         answer["logprobs"] = per_query([o.logprobs for o in outputs])
-    return await json_answer(answer, sum(len(o.scores) * len(o.scores[0]) for o in outputs if o.scores))
+    values = sum(len(o.scores) * len(o.scores[0]) for o in outputs if o.scores)
+    return await json_answer(state.llm.threads, lambda: answer, values)
 
 
 @router.post("/rerank", include_in_schema=False)
@@ -98,9 +102,12 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
     """
     _check(state, body)
     if body.max_query_length is not None:
-        await asyncio.to_thread(_check_query, state, body.query_text, body.max_query_length)
+        await state.llm.threads.run(_check_query, state, body.query_text, body.max_query_length)
+    if body.return_documents or body.return_text:
+        await state.llm.threads.run(body.check_returned)
     stored = state.documents.named(body.named(), caller.salt(body.cache_salt))
-    documents = body.contents({number: document.source for number, document in stored.items()})
+    sources = {number: document.source for number, document in stored.items()}
+    documents = body.contents(sources) if body.rank_fields is None else await state.llm.threads.run(body.contents, sources)
     caller.take(1)
     try:
         output = await unless_gone(
@@ -115,16 +122,21 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
         )
     except RequestError as error:
         raise error.renamed(error.part, body.own_name(error.param)) from None
-    scores = [result.logit if body.raw_scores else result.relevance_score for result in output.results]
-    if body.texts is not None:
-        ranks = [
-            {"index": result.index, "score": value} | ({"text": body.texts[result.index]} if body.return_text else {})
-            for result, value in zip(output.results, scores, strict=True)
-        ]
-        return JsonResponse(ranks)
-    results = []
-    for result, value in zip(output.results, scores, strict=True):
-        fields: dict[str, Any] = {"index": result.index, "relevance_score": value}
+    values = len(output.results) * (_DOCUMENT_VALUES if body.return_documents or body.return_text else 1)
+
+    def score(result: RerankResult) -> float:
+        return result.logit if body.raw_scores else result.relevance_score
+
+    if (texts := body.texts) is not None:
+
+        def rank(result: RerankResult) -> dict[str, Any]:
+            shown = {"text": texts[result.index]} if body.return_text else {}
+            return {"index": result.index, "score": score(result)} | shown
+
+        return await json_list(state.llm.threads, lambda: map(rank, output.results), values)
+
+    def ranked(result: RerankResult) -> dict[str, Any]:
+        fields: dict[str, Any] = {"index": result.index, "relevance_score": score(result)}
         if result.truncated:
             fields["truncated"] = True
         if body.return_documents:
@@ -133,20 +145,19 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
                 fields["document"] = {"id": found.id} | ({} if found.text is None else {"text": found.text})
             else:
                 fields["document"] = {"text": given} if isinstance(given, str) else given.model_dump(exclude_unset=True)
-        results.append(fields)
+        return fields
+
     tokens = {"input_tokens": output.usage.prompt_tokens, "output_tokens": 0}
     version = "1" if request.url.path.startswith("/v1/") else "2"
-    meta = {"api_version": {"version": version}, "billed_units": {"search_units": 1, **tokens}, "tokens": tokens}
-    usage = _usage([output.usage])
     answer = {
         "id": body.request_id or new_id("rerank"),
         "model": state.model_name,
-        "results": results,
-        "usage": usage,
+        "results": map(ranked, output.results),
+        "usage": _usage([output.usage]),
         "template": output.template,
-        "meta": meta,
+        "meta": {"api_version": {"version": version}, "billed_units": {"search_units": 1, **tokens}, "tokens": tokens},
     }
-    return await json_answer(answer, len(results))
+    return await json_answer(state.llm.threads, lambda: answer, values)
 
 
 def _check_size(state: ServerState, body: ScoreBody) -> None:
@@ -191,12 +202,10 @@ def _check_query(state: ServerState, query: str, most: int) -> None:
     Raises:
         ApiError: 400, the query has more than `most` tokens.
     """
-    # A text far above the limit is not worth tokenizing: few tokens have more than 64 characters.
-    is_long = len(query) > 64 * most
-    count = len(query) if is_long else len(state.llm.frontend.parser.encode(query, "query", "query"))
+    count = len(state.llm.frontend.parser.encode(query, "query", "query"))
     if count > most:
-        text = f"the query has {count} {'characters' if is_long else 'tokens'}, max_query_length is {most} tokens"
-        raise ApiError(400, f"{text}; shorten the query, it is never cut", param="query", code="context_length_exceeded")
+        text = f"the query has {count} tokens, max_query_length is {most}; shorten the query, it is never cut"
+        raise ApiError(400, text, param="query", code="context_length_exceeded")
 
 
 def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankBody) -> None:

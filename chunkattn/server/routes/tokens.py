@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request, Response
 
 from chunkattn.parsers.prompt import Prompt
+from chunkattn.server.answers import json_answer
 from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.base import Body, CacheSalt, TemplateOptions, TokenIds
 from chunkattn.server.protocol.generation import Chunks, Messages, named_documents
-from chunkattn.server.state import CallerOf, ServerState, State
+from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
 _MAX_SHOWN_TOKENS = 1 << 16
 """Limit on the tokens that one answer may show as text."""
+_IN_A_THREAD = 1 << 20
+"""Values of an answer that is built in a thread, whatever its size, because building it tokenizes a text."""
 
 
 class TokenizeBody(Body):
@@ -48,7 +50,7 @@ class InspectBody(Body):
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, state: State) -> Response:
+async def tokenize(body: TokenizeBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Return the token ids of a text, or of a conversation under the chat template."""
     state.check_model(body.model)
     state.check_ready()
@@ -56,7 +58,8 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
         raise ApiError(400, "give prompt or messages", param="prompt", code="missing_required_parameter")
     if body.prompt is not None and body.messages is not None:
         raise ApiError(400, "prompt and messages exclude each other", param="prompt", code="invalid_value")
-    parser = state.llm.frontend.parser
+    caller.take(1)
+    parser = state.tokenizing_parser
 
     def ids() -> list[int]:
         if body.messages is not None:
@@ -66,19 +69,20 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
         text = body.prompt or ""
         return parser.text(text) if body.add_special_tokens else parser.prompts(text, param="prompt")
 
-    def answer() -> Response:
+    def fields() -> dict[str, Any]:
         tokens = ids()
-        fields = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
+        state.check_answer_values(len(tokens), "tokens", "prompt")
+        found = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             _check_shown(len(tokens), "prompt")
-            fields["token_strs"] = [state.texts.piece(t) for t in tokens]
-        return JSONResponse(fields)
+            found["token_strs"] = [state.texts.piece(t) for t in tokens]
+        return found
 
-    return await asyncio.to_thread(answer)
+    return await unless_gone(request, json_answer(state.llm.threads, fields, _IN_A_THREAD))
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
+async def detokenize(body: DetokenizeBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """Return the text of token ids."""
     state.check_model(body.model)
     state.check_ready()
@@ -92,11 +96,12 @@ async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
         return state.texts.whole(body.tokens)
 
     _check_shown(len(body.tokens), "tokens")
-    return {"prompt": await asyncio.to_thread(text)}
+    caller.take(1)
+    return {"prompt": await unless_gone(request, state.llm.threads.run(text))}
 
 
 @router.post("/inspect")
-async def inspect(body: InspectBody, state: State, caller: CallerOf) -> Response:
+async def inspect(body: InspectBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Return the parts of a prompt, their tokens and position ids, and which tokens each token sees.
 
     Token `i` sees token `k` if `k <= i`, and `k < prefix_len` or `k >= row_start[i]`.
@@ -114,7 +119,9 @@ async def inspect(body: InspectBody, state: State, caller: CallerOf) -> Response
         names, salt = named_documents(body.chunks.documents), caller.salt(body.cache_salt)
         stored = state.documents.named(names, salt, field="chunks.documents")
         prompt = body.chunks.prompt({number: document.chunk for number, document in stored.items()})
-    return await asyncio.to_thread(_inspected, state, prompt, body.chunk_aware)
+    caller.take(1)
+    answer = partial(_inspected, state, prompt, body.chunk_aware)
+    return await unless_gone(request, json_answer(state.llm.threads, answer, _IN_A_THREAD))
 
 
 def _check_shown(tokens: int, param: str) -> None:
@@ -128,7 +135,7 @@ def _check_shown(tokens: int, param: str) -> None:
         raise ApiError(400, text, param=param, code="invalid_value")
 
 
-def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None) -> Response:
+def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None) -> dict[str, Any]:
     (parsed,) = state.llm.frontend.parse([prompt], chunk_aware)
     layout, parts = parsed.layout, []
     _check_shown(len(layout), "prompt")
@@ -137,7 +144,7 @@ def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None) -> 
             ids, positions = layout.part(segment).tolist(), layout.positions[segment.start : segment.end].tolist()
             tokens = [{"id": t, "text": state.texts.piece(t), "position": p} for t, p in zip(ids, positions, strict=True)]
             parts.append({"name": segment.name, "first": segment.start, "tokens": tokens})
-    answer = {
+    return {
         "chunked": not layout.is_plain,
         "num_tokens": len(layout),
         "max_position": layout.max_position,
@@ -145,4 +152,3 @@ def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None) -> 
         "row_start": layout.row_start.tolist(),
         "parts": parts,
     }
-    return JSONResponse(answer)
