@@ -198,7 +198,14 @@ def codes():
     return found | set(re.findall(r'\d{3}: "(\w+)"', (SERVER / "errors.py").read_text())) - {"authentication_error"}
 
 
-WITHOUT_A_FIELD = {"invalid_json", "invalid_host", "no_tokenizer", "missing_required_parameter"}
+WITHOUT_A_FIELD = {
+    "invalid_json",
+    "invalid_encoding",
+    "body_too_complex",
+    "invalid_host",
+    "no_tokenizer",
+    "missing_required_parameter",
+}
 """Codes of errors about the whole request. Of a missing field, `param` is None only if there is no body."""
 
 

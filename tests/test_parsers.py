@@ -129,7 +129,7 @@ def test_ids_are_split_at_the_separator_s_own_ids(bpe):
         (f"a{SEP}b{SEP}", "question is empty"),
         (ChunkedPrompt("a", ["b"], ""), "question is empty"),
         (ChunkedPrompt([1], [[2]], []), "question is empty"),
-        ({"prompt_token_ids": []}, "question is empty"),
+        ({"prompt_token_ids": []}, "prompt is empty"),
         (ChunkedPrompt("a", [[1]], "b"), "all text or all token ids"),
         (ChunkedPrompt("a", "text", "b"), "list of parts"),
         (ChunkedPrompt([1], 5, [2]), "list of parts"),

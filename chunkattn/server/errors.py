@@ -87,7 +87,7 @@ def api_error(error: Exception, request_id: str) -> ApiError:
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), code=_code(error.status_code), **(error.headers or {}))
         case RequestValidationError():
-            return _validation_error(error.errors(), error.body)
+            return _validation_error(error.errors())
     logger.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"the request failed in the server; its id is {request_id}", code="internal_error")
 
@@ -105,12 +105,11 @@ def _code(status: int) -> str | None:
     return {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(status)
 
 
-def _validation_error(found: Sequence[Any], body: Any) -> ApiError:
+def _validation_error(found: Sequence[Any]) -> ApiError:
     """Return the answer to pydantic's errors: one error, with the field's name and its place in the body.
 
     Args:
         found: the errors; every branch of a union reports its own.
-        body: content of the request.
     """
     unknown = next((error for error in found if error["type"] in ("extra_forbidden", UNKNOWN_FIELD)), None)
     if unknown is not None:
@@ -141,10 +140,9 @@ def _validation_error(found: Sequence[Any], body: Any) -> ApiError:
     if deepest[0]["msg"].startswith("Input should be "):
         text = f"Input should be {text}"
     if name is None:  # a check of several fields: its text begins with the field at fault
-        fields = body if isinstance(body, dict) else {}
-        return ApiError(
-            400, _short(text), param=next((w for w in _WORD.findall(text) if w in fields), None), code="invalid_value"
-        )
+        fields = deepest[0].get("input")
+        param = next((w for w in _WORD.findall(text) if w in fields), None) if isinstance(fields, dict) else None
+        return ApiError(400, _short(text), param=param, code="invalid_value")
     return ApiError(400, _short(f"{path}: {text}"), param=str(name), code="invalid_value")
 
 
