@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEMO_NAME = "chunkattn-demo"
+_MAX_TOKENIZED = 1 << 17
+"""Limit on the tokens of a text that is only tokenized, or the model's own if it is larger. A token takes 0.5 KiB meanwhile."""
 
 
 @dataclass
@@ -83,10 +85,10 @@ class ServerState:
 
     @cached_property
     def tokenizing_parser(self) -> PromptParser:
-        """Return the parser of texts that need not fit the engine, but one answer. The engine must have been started."""
+        """Return the parser of texts that need not fit the engine. The engine must have been started."""
         parser = self.llm.frontend.make_parser()
-        most = self.config.max_answer_values
-        parser.bound(most, most, name="max_answer_values")
+        most = max(_MAX_TOKENIZED, self.llm.limits.max_model_len)
+        parser.bound(most, most, name="the limit of /tokenize")
         return parser
 
     @property

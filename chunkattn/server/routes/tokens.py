@@ -69,7 +69,6 @@ async def tokenize(body: TokenizeBody, request: Request, state: State, caller: C
 
     def fields() -> dict[str, Any]:
         tokens = ids()
-        state.check_answer_values(len(tokens), "tokens", "prompt")
         found = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             _check_shown(len(tokens), "prompt")
