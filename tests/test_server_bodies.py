@@ -75,6 +75,7 @@ BROKEN = {
     "deep": (b'{"chat_template_kwargs": {"a": ' + b"[" * 70 + b"]" * 70 + b"}}", None, 400, "body_too_complex"),
     "deep and cut": (b"[" * 20_000, None, 400, "body_too_complex"),
     "many objects": (json.dumps({"prompt": [{}] * 50_000}).encode(), None, 400, "body_too_complex"),
+    "many values": (b'{"prompt": [' + b"1," * 110_000 + b"1]}", None, 400, "body_too_complex"),
     "many texts": (b'{"prompt": [' + b'"",' * 80_000 + b'""]}', None, 400, "body_too_complex"),
 }
 
@@ -84,6 +85,8 @@ def test_broken_bodies_are_refused(client, name, monkeypatch):
     body, coding, status, code = BROKEN[name]
     if name == "many texts":
         monkeypatch.setattr("chunkattn.server.bodies._STRINGS_PER_ITEM", 1)
+    if name == "many values":
+        monkeypatch.setattr("chunkattn.server.bodies._MAX_VALUES", 100_000)
     answer = post(client, body, coding)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
 

@@ -16,6 +16,7 @@ from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
+from chunkattn.fair_threads import FairThreads
 from chunkattn.parsers import PromptParser
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.document_store import Documents
@@ -63,6 +64,11 @@ class ServerState:
         """Return the queue places and the bytes of bodies that each client holds."""
         places = max(1, int(self.config.max_queue_share * self.llm.config.max_queued_requests))
         return Shares(places, BodyShares(self.config.max_body_bytes_per_client))
+
+    @cached_property
+    def decoder(self) -> FairThreads:
+        """Return the one thread that decodes large bodies: work that holds the GIL is no faster in several threads."""
+        return FairThreads(1)
 
     @cached_property
     def documents(self) -> Documents:
