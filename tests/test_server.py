@@ -299,7 +299,7 @@ COMPLETION, CHAT, SCORE, RERANK = "/v1/completions", "/v1/chat/completions", "/v
 BAD = [
     (COMPLETION, {"prompt": "x", "tools": []}, "tools", "unsupported_parameter"),
     (COMPLETION, {"prompt": "x", "best_of": 2}, "best_of", "unsupported_parameter"),
-    (COMPLETION, {"prompt": "x", "suffix": "y"}, "suffix", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "suffix": "y"}, "suffix", "unsupported_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
     (
         CHAT,
@@ -311,7 +311,8 @@ BAD = [
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"documents": []}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": []}, "messages", "invalid_value"),
-    (CHAT, {"messages": [{**USER, "tool_calls": []}]}, "tool_calls", "unsupported_parameter"),
+    (CHAT, {"messages": [{**USER, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages", "invalid_value"),
+    (CHAT, {"messages": [{**USER, "audio": {"id": "x"}}]}, "audio", "unsupported_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "a": 1}]}]}, "a", "unsupported_parameter"),
     (CHAT, {"messages": [USER] * 4097}, "messages", "invalid_value"),
     (CHAT, {"messages": [USER], "documents": [{"text": "x", "url": "y"}]}, "url", "unsupported_parameter"),
@@ -352,6 +353,7 @@ BAD = [
         "documents",
         "invalid_value",
     ),
+    (SCORE, {"query": "x", "items": 5, "labels": ["yes"]}, "items", "invalid_value"),
     (SCORE, {"text_1": "x"}, None, "invalid_value"),
     (SCORE, {"text_1": ["x", "y"], "text_2": ["a", "b", "c"]}, None, "invalid_value"),
     (RERANK, {"query": "x", "documents": ["y"], "top_n": -1}, "top_n", "invalid_value"),

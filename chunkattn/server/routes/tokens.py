@@ -44,6 +44,7 @@ class InspectBody(Body):
     prompt: str | TokenIds = ""
     chunks: Chunks | None = None
     chunk_aware: bool | None = None
+    add_special_tokens: bool = True
     cache_salt: CacheSalt = None
 
 
@@ -109,7 +110,7 @@ async def inspect(body: InspectBody, state: State, caller: CallerOf) -> Response
         names, salt = named_documents(body.chunks.documents), caller.salt(body.cache_salt)
         stored = state.documents.named(names, salt, field="chunks.documents")
         prompt = body.chunks.prompt({number: document.chunk for number, document in stored.items()})
-    return await asyncio.to_thread(_inspected, state, prompt, body.chunk_aware)
+    return await asyncio.to_thread(_inspected, state, prompt, body.chunk_aware, body.add_special_tokens)
 
 
 def _check_shown(tokens: int, param: str) -> None:
@@ -123,8 +124,8 @@ def _check_shown(tokens: int, param: str) -> None:
         raise ApiError(400, text, param=param, code="invalid_value")
 
 
-def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None) -> Response:
-    (parsed,) = state.llm.frontend.parse([prompt], chunk_aware)
+def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None, add_special_tokens: bool) -> Response:
+    (parsed,) = state.llm.frontend.parse([prompt], chunk_aware, add_special_tokens=add_special_tokens)
     layout, parts = parsed.layout, []
     _check_shown(len(layout), "prompt")
     for segment in layout.segments:
