@@ -205,6 +205,12 @@ def test_scores_in_every_dialect(http, demo):
     assert flat(named["scores"]) == pytest.approx(flat(offline.scores), abs=1e-6)
     several = http.post("/v1/score", json={**asked, "query": [query, "Who?"]}).json()
     assert flat(several["scores"][0]) == pytest.approx(flat(offline.scores), abs=1e-6)
+    for asked_query, rows in ((query, 1), ([query, query], 2)):
+        one = http.post("/v1/score", json={**asked, "query": asked_query, "items": items[0]}).json()["scores"]
+        one = flat(one) if rows == 2 else one
+        assert flat(one) == pytest.approx(offline.scores[0] * rows, abs=1e-6)
+    listed = http.post("/generative_scoring", json={**asked, "items": items[0]}).json()
+    assert [d["score"] for d in listed["data"]] == pytest.approx(shares[:1], abs=1e-6)
 
 
 def test_pairs_are_reranked(http, demo):

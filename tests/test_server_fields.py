@@ -9,8 +9,11 @@ import openai.types
 import openai.types.chat
 import pytest
 
+from chunkattn import SamplingParams
+from chunkattn.calls.generate import generate_job
+from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.engine.messages import CachedTokens, GenerateRequest, PromptLogprobsOutput, TokenLogprobs, TokenOutput
-from chunkattn.errors import ConfigError
+from chunkattn.errors import CapacityError, ConfigError
 from chunkattn.remote.control_messages import Abort
 from chunkattn.server.app import create_app
 from chunkattn.server.events import event_of
@@ -301,6 +304,24 @@ def test_log_probabilities_of_a_prompt_as_long_as_the_model(post, llm):
         assert answer.json()["usage"]["prompt_tokens"] == size - most
         answer = post(COMPLETION, {"prompt": [5] * (size - most + 1), "max_tokens": most, **body})
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_prompt_as_long_as_the_model_is_read_by_the_engine(demo):
+    """The log-probabilities are those of two shorter prompts: of its tokens, and of its last tokens as an answer."""
+    ids = [5 + n * 7 % 300 for n in range(demo.limits.max_model_len)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (found,) = demo.run(
+        generate_job(demo.frontend, demo.frontend.parse([{"prompt_token_ids": ids}], None), params, prompt_only=True)
+    )
+    (short,) = demo.generate([{"prompt_token_ids": ids[:-1]}], params)
+    values = [entry[token].logprob for token, entry in zip(ids[1:], found.prompt_logprobs[1:])]
+    expected = [entry[token].logprob for token, entry in zip(ids[1:-1], short.prompt_logprobs[1:])]
+    assert values[:-1] == pytest.approx(expected, abs=1e-4)
+    prompt = demo.frontend.parse([{"prompt_token_ids": ids[:-2]}], None)
+    (answer,) = demo.run(likelihood_job(demo.frontend, prompt, [ids[-2:]]))
+    assert values[-2:] == pytest.approx(answer.tolist(), abs=1e-4)
+    with pytest.raises(CapacityError, match="max_model_len"):
+        likelihood_job(demo.frontend, prompt, [[*ids[-2:], 5]])
 
 
 def test_log_probabilities_without_max_tokens_count_what_can_be_generated(post, llm):

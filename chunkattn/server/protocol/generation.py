@@ -10,7 +10,14 @@ from pydantic import AfterValidator, Field, model_validator
 from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.errors import ApiError
-from chunkattn.server.protocol.accepted import ChatNoEffect, CompletionNoEffect, MessageNoEffect, ShallowObject, no_effect
+from chunkattn.server.protocol.accepted import (
+    AN_OBJECT,
+    ChatNoEffect,
+    CompletionNoEffect,
+    MessageNoEffect,
+    ShallowObject,
+    no_effect,
+)
 from chunkattn.server.protocol.base import Entry, Sampling, Strict, TemplateOptions, Texts, TokenIds, TokenLists
 
 
@@ -176,8 +183,8 @@ class ContentPart(Entry):
 
     type: Literal["text"]
     text: str
-    cache_control: Annotated[ShallowObject, no_effect("an object", "caching is automatic")] = None
-    prompt_cache_breakpoint: Annotated[ShallowObject, no_effect("an object", "caching is automatic")] = None
+    cache_control: Annotated[ShallowObject, no_effect(AN_OBJECT, "caching is automatic")] = None
+    prompt_cache_breakpoint: Annotated[ShallowObject, no_effect(AN_OBJECT, "caching is automatic")] = None
 
 
 class CalledFunction(Entry):
