@@ -240,6 +240,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: the conversation has no user message, the chat template is missing or unusable, or as `generate`.
+            NotRenderedError: the chat template leaves out a message or a part of it.
             ChunkAttnError: as `generate`.
         """
 
