@@ -40,6 +40,10 @@ class RequestError(ChunkAttnError, ValueError):
         return type(self)(self.message, param=param, part=part)
 
 
+class NotRenderedError(RequestError):
+    """Chat message that the chat template leaves out, so the model would not see it."""
+
+
 class CapacityError(RequestError):
     """Well-formed request that can never fit the configured limits."""
 

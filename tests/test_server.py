@@ -205,6 +205,12 @@ def test_scores_in_every_dialect(http, demo):
     assert flat(named["scores"]) == pytest.approx(flat(offline.scores), abs=1e-6)
     several = http.post("/v1/score", json={**asked, "query": [query, "Who?"]}).json()
     assert flat(several["scores"][0]) == pytest.approx(flat(offline.scores), abs=1e-6)
+    for asked_query, rows in ((query, 1), ([query, query], 2)):
+        one = http.post("/v1/score", json={**asked, "query": asked_query, "items": items[0]}).json()["scores"]
+        one = flat(one) if rows == 2 else one
+        assert flat(one) == pytest.approx(offline.scores[0] * rows, abs=1e-6)
+    listed = http.post("/generative_scoring", json={**asked, "items": items[0]}).json()
+    assert [d["score"] for d in listed["data"]] == pytest.approx(shares[:1], abs=1e-6)
 
 
 def test_pairs_are_reranked(http, demo):
@@ -299,7 +305,7 @@ COMPLETION, CHAT, SCORE, RERANK = "/v1/completions", "/v1/chat/completions", "/v
 BAD = [
     (COMPLETION, {"prompt": "x", "tools": []}, "tools", "unsupported_parameter"),
     (COMPLETION, {"prompt": "x", "best_of": 2}, "best_of", "unsupported_parameter"),
-    (COMPLETION, {"prompt": "x", "suffix": "y"}, "suffix", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "suffix": "y"}, "suffix", "unsupported_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
     (
         CHAT,
@@ -311,7 +317,8 @@ BAD = [
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"documents": []}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": []}, "messages", "invalid_value"),
-    (CHAT, {"messages": [{**USER, "tool_calls": []}]}, "tool_calls", "unsupported_parameter"),
+    (CHAT, {"messages": [{**USER, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages", "invalid_value"),
+    (CHAT, {"messages": [{**USER, "audio": {"id": "x"}}]}, "audio", "unsupported_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "a": 1}]}]}, "a", "unsupported_parameter"),
     (CHAT, {"messages": [USER] * 4097}, "messages", "invalid_value"),
     (CHAT, {"messages": [USER], "documents": [{"text": "x", "url": "y"}]}, "url", "unsupported_parameter"),
@@ -352,6 +359,7 @@ BAD = [
         "documents",
         "invalid_value",
     ),
+    (SCORE, {"query": "x", "items": 5, "labels": ["yes"]}, "items", "invalid_value"),
     (SCORE, {"text_1": "x"}, None, "invalid_value"),
     (SCORE, {"text_1": ["x", "y"], "text_2": ["a", "b", "c"]}, None, "invalid_value"),
     (RERANK, {"query": "x", "documents": ["y"], "top_n": -1}, "top_n", "invalid_value"),

@@ -18,6 +18,7 @@ from chunkattn.errors import (
     DeadlineExceededError,
     EngineDeadError,
     NonFiniteError,
+    NotRenderedError,
     QueueFullError,
     RequestError,
 )
@@ -64,6 +65,8 @@ def api_error(error: Exception, request_id: str) -> ApiError:
             return error
         case CapacityError():
             return ApiError(400, _short(error), param=error.param, code="context_length_exceeded")
+        case NotRenderedError():
+            return ApiError(400, _short(error), param=error.param, code="message_not_rendered")
         case RequestError():
             return ApiError(400, _short(error), param=error.param, code="invalid_value")
         case QueueFullError():
