@@ -137,13 +137,15 @@ def test_a_client_that_falls_behind_says_so():
         if record.due == arrivals[4]:
             loop.now += 0.45  # the client's own work, during which nothing else runs
         await asyncio.sleep(0.01)
+        record.tokens.append(loop.time())
         record.status = OK
 
     observed = observe(arrivals, answer)
     late = [r.sent - r.due for r in observed.records]
     assert late == pytest.approx([0.0] * 5 + [0.35, 0.25, 0.15, 0.05] + [0.0] * 11, abs=1e-6)
     assert observed.records[5].ended - observed.records[5].due == pytest.approx(0.36)
-    found = figures(observed, max_lag_ms=400)
+    found = figures(observed, streamed=True, max_lag_ms=400)
+    assert found.latency_ms == found.ttft_ms == Spread(*map(pytest.approx, (10, 260, 460, 460)))  # 15 of 20 have 10 ms
     assert found.lag_ms.max == pytest.approx(350)
     assert 429 < found.loop_lag_ms < 451  # the last sample was at most one interval before
     assert any("fell behind" in note for note in found.notes)
@@ -460,6 +462,33 @@ def test_connections_are_opened_again():
     assert (first.status, second.status, connections) == (OK, OK, 2)
 
 
+def test_an_abandoned_request_closes_its_connection():
+    async def work():
+        arrived, left = asyncio.Event(), asyncio.Event()
+
+        async def serve(reader, writer):
+            await reader.readuntil(b"\r\n\r\n{}")
+            writer.write(HEAD + b"%x\r\n%s\r\n" % (len(TEXT_A), TEXT_A))
+            arrived.set()
+            await reader.read()  # until the client leaves
+            left.set()
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            caller, record = Caller(Client(f"http://127.0.0.1:{port}"), "/x", None), Record(0.0)
+            task = asyncio.create_task(caller(b"{}", record))
+            await arrived.wait()
+            while not record.tokens:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait_for(left.wait(), 30)
+            return record
+
+    record = asyncio.run(work())
+    assert (record.status, len(record.tokens)) == ("unanswered", 1)
+
+
 def test_no_server_is_a_failed_request():
     async def work():
         record = Record(0.0)
@@ -525,7 +554,9 @@ def invoke(url, *options):
 def test_a_sweep(tmp_path):
     with fake_server() as (server, url):
         file = tmp_path / "runs.json"
-        result = invoke(url, "--api-key", "secret", "--rates", "200,400", "--slo-latency-ms", "60000", "--json", str(file))
+        result = invoke(
+            f"{url}/v1/", "--api-key", "secret", "--rates", "200,400", "--slo-latency-ms", "60000", "--json", str(file)
+        )
     assert result.exit_code == 0, result.output
     assert len(server.asked) == 2 + (1 + 6) * 2  # warm-up, and one more before each rate
     assert {path for path, _ in server.asked} == {"/base/v1/rerank"}
@@ -610,6 +641,13 @@ def test_bad_options(options, message):
     result = CliRunner().invoke(app, ["bench", "serve", *options])
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+def test_a_queue_beyond_the_limit_on_open_files(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1024))
+    result = CliRunner().invoke(app, ["bench", "serve", "--url", "http://localhost"])
+    assert result.exit_code == 2
+    assert "--max-in-flight 512 needs 576 open files, and this process may have 256" in result.stderr
 
 
 @pytest.mark.telling

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from chunkattn.bench.load.workloads import Form, Workload
 
 _WORKLOADS = ("rag-8x100", "rerank-10x300")
+_OTHER_FILES = 64
+"""Files that the client may have open beside its connections."""
 _SERVER, _REQUESTS, _GOOD, _BOUNDS = "Server", "Requests", "Objective", "Bounds"
 
 
@@ -154,6 +156,7 @@ def serve(
     workloads = tuple(Workload.parse(name) for name in dict.fromkeys(workload or _WORKLOADS))
     _check_choices(generation, scoring, document_pool, workloads)
     _check_server(url, model, geometry, server_option, api_key)
+    _check_open_files(max_in_flight)
     seed = random_seed() if seed is None else seed
     objective = Objective(slo_latency_ms, slo_ttft_ms, slo_tpot_ms)
     plan = Plan(workloads, _rates(rates), seconds, requests, seed, max_in_flight, drain_s, warm_up_s, max_lag_ms, objective)
@@ -232,6 +235,19 @@ def _check_server(
             raise ConfigError(f"unknown geometry {geometry!r}; choose one of {', '.join(GEOMETRIES)}")
     if wrong := [option for option in options or () if not option.startswith("--")]:
         raise ConfigError(f"--server-option takes one option of `chunkattn serve`, such as --max-num-seqs=32; got {wrong[0]!r}")
+
+
+def _check_open_files(max_in_flight: int) -> None:
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
+    except ImportError:  # Windows has no such limit
+        return
+    needed, (allowed, _) = max_in_flight + _OTHER_FILES, getrlimit(RLIMIT_NOFILE)
+    if allowed != RLIM_INFINITY and needed > allowed:
+        raise ConfigError(
+            f"--max-in-flight {max_in_flight} needs {needed} open files, and this process may have {allowed}; "
+            "lower it, or raise the limit with `ulimit -n`"
+        )
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -368,7 +384,8 @@ def _notes(run: Summary) -> list[str]:
 def _line(run: Summary) -> str:
     """Return the line of progress of a finished run."""
     times = ", ".join(f"{name} {_cell(run.latency_ms, name) or 'unknown'} ms" for name in ("p50", "p99"))
-    return f"{run.workload} at {run.rate:g}/s: {run.succeeded} of {run.scheduled} in {run.seconds:.1f} s, {times}"
+    overloaded = ", overloaded" if run.is_overloaded else ""
+    return f"{run.workload} at {run.rate:g}/s: {run.succeeded} of {run.scheduled} in {run.seconds:.1f} s, {times}{overloaded}"
 
 
 def _cell(spread: Spread | None, name: str) -> str:
