@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.random_model import name_all_ids
 from chunkattn.bench.load.answers import Caller
 from chunkattn.bench.load.client import Client
 from chunkattn.bench.load.open_loop import OK, Record, Run, poisson, run
 from chunkattn.bench.load.summary import Objective, Spread, summarize
 from chunkattn.bench.load.workloads import WORDS, Form, Source, Texts, Workload
 from chunkattn.cli import app
+from chunkattn.models.loader import load_tokenizer
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
 from tests.virtual_time import run_virtually
@@ -340,6 +342,16 @@ def test_texts_have_the_tokens_of_a_real_tokenizer(demo):
     for wanted in (5, 20, 100, 300):
         found = len(demo.tokenizer(texts.draw(rng, wanted), add_special_tokens=False).input_ids)
         assert abs(found - wanted) <= 2
+
+
+def test_a_random_model_has_a_text_for_every_id(demo, tmp_path):
+    demo.tokenizer.save_pretrained(tmp_path)
+    name_all_ids(tmp_path / "tokenizer.json", 2000)
+    named = load_tokenizer(str(tmp_path))
+    assert len(named) == 2000
+    assert all(named.decode([number]) for number in range(len(demo.tokenizer), 2000))
+    for text in (WORDS, "Nila lives in Tunise. <id 1999>"):
+        assert named(text).input_ids == demo.tokenizer(text).input_ids
 
 
 # Answers over HTTP

@@ -357,17 +357,26 @@ def _show(report: Report, json_file: str | None) -> None:
 
 def _table(runs: list[Summary]) -> Table:
     streamed = any(run.ttft_ms for run in runs)
-    columns = ["rate", "done", "good", "p50", "p90", "p99", *(["TTFT", "p99", "token", "p99"] if streamed else [])]
+    judged = any(run.goodput is not None for run in runs)
+    columns = [
+        "rate",
+        "done",
+        *(["good"] if judged else []),
+        "p50",
+        "p90",
+        "p99",
+        *(["TTFT", "p99", "token", "p99"] if streamed else []),
+    ]
     title = f"{runs[0].workload}: {_mean(runs[0].prompt_tokens)} prompt tokens"
     table = Table(*columns, "failed", title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in table.columns:
         column.no_wrap, column.justify = True, "right"
     for run in runs:
-        rates = [f"{run.rate:g}", f"{run.achieved_rate:.3g}", "" if run.goodput is None else f"{run.goodput:.3g}"]
+        rates = [run.rate, run.achieved_rate, *([] if run.goodput is None else [run.goodput])]
         times = [_cell(run.latency_ms, name) for name in ("p50", "p90", "p99")]
         if streamed:
             times += [_cell(spread, name) for spread in (run.ttft_ms, run.tpot_ms) for name in ("p50", "p99")]
-        table.add_row(*rates, *times, str(run.scheduled - run.succeeded))
+        table.add_row(*(f"{rate:.3g}" for rate in rates), *times, str(run.scheduled - run.succeeded))
     return table
 
 

@@ -199,7 +199,7 @@ def _notes(run: Run, counted: int, unanswered: int, lags: Sequence[float], max_l
         )
     if (late := 1000 * max([run.loop_lag_s, *lags])) > max_lag_ms:
         notes.append(
-            f"the client fell behind by up to {late:.0f} ms (--max-lag-ms {max_lag_ms:g}); its figures are too high by so much"
+            f"the client fell behind by up to {late:.0f} ms (--max-lag-ms {max_lag_ms:g}); times may be too long by as much"
         )
     if 0 < counted < _FEW:
         notes.append(f"{counted} requests: p99 is the maximum")
