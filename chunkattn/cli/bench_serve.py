@@ -59,7 +59,10 @@ def serve(
     ] = None,
     server_option: Annotated[
         list[str] | None,
-        typer.Option(help="Option of the server to start, such as --max-num-seqs=32; repeatable.", rich_help_panel=_SERVER),
+        typer.Option(
+            help="Option of `chunkattn serve` for the server to start, with = and its value; repeatable.",
+            rich_help_panel=_SERVER,
+        ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="API key of the server at --url.", rich_help_panel=_SERVER)] = None,
     tokenizer: Tokenizer = None,
@@ -179,7 +182,7 @@ def serve(
 
 @dataclass
 class Report:
-    """What the command writes.
+    """Results of the command, as its JSON holds them.
 
     Attributes:
         facts: server, machine and versions.
@@ -284,7 +287,7 @@ def _server(url: str | None, model: str | None, geometry: str | None, options: l
 
             say(f"writing a model of the shape of {geometry}")
             save_model(geometry, Path(folder))
-            model = folder
+            model, options = folder, [f"--served-model-name={geometry}", *options]
         say("starting a server")
         server = Server(*([model] if model else []), *options)
         try:
@@ -358,15 +361,8 @@ def _show(report: Report, json_file: str | None) -> None:
 def _table(runs: list[Summary]) -> Table:
     streamed = any(run.ttft_ms for run in runs)
     judged = any(run.goodput is not None for run in runs)
-    columns = [
-        "rate",
-        "done",
-        *(["good"] if judged else []),
-        "p50",
-        "p90",
-        "p99",
-        *(["TTFT", "p99", "token", "p99"] if streamed else []),
-    ]
+    columns = ["rate", "done", *(["good"] if judged else []), "p50", "p90", "p99"]
+    columns += ["TTFT", "p99", "token", "p99"] if streamed else []
     title = f"{runs[0].workload}: {_mean(runs[0].prompt_tokens)} prompt tokens"
     table = Table(*columns, "failed", title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in table.columns:

@@ -23,7 +23,7 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a sweep sends.
+    """Workloads, rates and limits of a sweep.
 
     Attributes:
         workloads: workloads, one after the other.
