@@ -17,8 +17,10 @@ import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from chunkattn import ChunkedPrompt, SamplingParams
+from chunkattn.cli import app
 from chunkattn.server.texts import TokenTexts
 from tests.server_helpers import CACHE, SMALL, ServerProcess, is_idle, wait_until
 
@@ -547,6 +549,31 @@ def test_documented_calls(server, page):
         command = call.replace("localhost:8000", server.url)
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
         assert "error" not in json.loads(done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("generation", ["chunks", "prompt", "chat"])
+def test_load_of_streams(server, generation):
+    options = ["--generation", generation, "--workload", "rag-2x10", "--output-tokens", "6", "--document-pool", "4"]
+    (run,) = bench(server, *options, "--prefix-tokens", "5", "--question-tokens", "5")
+    assert (run["statuses"], run["completion_tokens"]) == ({"200": 4}, 6)
+    assert run["latency_ms"]["max"] > run["ttft_ms"]["p50"] > 0
+    assert run["gap_ms"]["p50"] > 0
+    assert 30 <= run["prompt_tokens"] < 80
+
+
+@pytest.mark.parametrize("scoring", ["rerank", "score", "pairs", "generative_scoring"])
+def test_load_of_scores(server, scoring):
+    (run,) = bench(server, "--scoring", scoring, "--workload", "rerank-3x20", "--item-tokens", "5")
+    assert run["statuses"] == {"200": 4}
+    assert run["prompt_tokens"] >= 20 + 3 * 5
+
+
+def bench(server, *options):
+    """The runs of `chunkattn bench serve` on a server."""
+    common = ["--url", server.url, "--rates", "20", "--requests", "4", "--seconds", "60", "--json", "-"]
+    result = CliRunner().invoke(app, ["bench", "serve", *common, *options])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["runs"]
 
 
 @pytest.mark.slow
