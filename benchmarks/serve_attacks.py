@@ -1,11 +1,18 @@
 """Measure the cost of each route's worst requests to other clients: gaps between tokens of streams, and latency of `/health`.
 
     python -m benchmarks.serve_attacks [--streams 16] [--only NAME] [--json FILE|-] [-- OPTION...]
+    python -m benchmarks.serve_attacks --clients 12 [--seconds 20] [--streams 2] ...
 
-`chunkattn serve` runs the demo model with its default options, or with the options after `--`. While 16 streams run and
+`chunkattn serve` runs the demo model with its default options, or with the options after `--`. While the streams run and
 `/health` is requested every 100 ms without waiting for the last answer, each request is sent by itself and given 30
 seconds. A gap is the time between two events of a stream. The target: no gap beyond `max_decode_gap_s` + 1 s, and `/health`
 within 250 ms at the 99th percentile and 1.5 s at most.
+
+With `--clients`, that many clients under one API key repeat a request for some seconds, in a process of their own. They
+read every answer, or hang up as soon as they have sent the body. The streams and a bystander, which asks for one token again
+and again, use another key. The table has the bystander's median and longest time, and the growth of the server process in
+MiB. The target: the bystander's longest time is at most three times its quiet time plus 1 s, and the process grows by at
+most 512 MiB.
 """
 
 from __future__ import annotations
@@ -13,8 +20,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gzip
 import http.client
 import json
+import multiprocessing
+import socket
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +38,9 @@ import numpy as np
 from benchmarks.serving import PATH, Server, greedy
 
 ATTACK_S, HEALTH_S, CALM_S = 30.0, 0.1, 1.0
+BYSTANDER_S, MEMORY_S = 0.3, 0.05
+ATTACKER, BYSTANDER = "attacker", "bystander"
+"""API keys, which are also their names."""
 BODY = 7 << 20
 """Bytes of a large body; the server's default limit is 8 MiB."""
 WORDS = "Zenuso lives in Kirora and works as a baker. "
@@ -71,25 +86,71 @@ def attacks() -> Iterator[tuple[str, str, Body]]:
     yield "a body of another shape", PATH, {"prompt": "a", "stop": [[]] * (BODY // 4)}
 
 
+def floods() -> Iterator[tuple[str, str, Body, bool]]:
+    """Yield name, route and body of every attack of many clients, and whether they hang up after sending."""
+    text, large = WORDS * ((2 << 20) // len(WORDS)), WORDS * (BODY // len(WORDS))
+    nested: Any = 1
+    for _ in range(60):
+        nested = {"a": nested, "b": [1, 2, 3]}
+    options = {f"k{n}": nested for n in range(BODY // 1500)}
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    question = {"prefix": "Read.", "question": "Who?"}
+    yield "tokenizing, hung up", "/tokenize", {"prompt": text}, True
+    yield "tokenizing", "/tokenize", {"prompt": text}, False
+    yield "inspecting, hung up", "/inspect", {"prompt": text}, True
+    yield "a long prompt, hung up", PATH, {"prompt": large, "max_tokens": 1}, True
+    yield "a long prompt", PATH, {"prompt": large, "max_tokens": 1}, False
+    yield "a long message", "/v1/chat/completions", {**chat, "messages": [{"role": "user", "content": "<" * BODY}]}, False
+    yield "long documents", PATH, {"chunks": {**question, "documents": [large[: BODY // 2000]] * 2000}}, False
+    yield "ids of documents", PATH, {"chunks": {**question, "documents": [{"id": "n"}] * 640_000}}, False
+    yield "lists of one id", "/v1/score", {"query": [5], "items": [[5]] * (BODY // 5), "label_token_ids": [3]}, False
+    yield "token ids", PATH, {"prompt": [5] * (BODY // 3), "max_tokens": 1}, False
+    yield "texts", PATH, {"prompt": ["ab"] * 300_000, "max_tokens": 1}, False
+    documents = [{"text": f"{n} is a baker.", "title": "t", "other": {"page": n}} for n in range(9_000)]
+    ranked = {"query": "a baker", "documents": documents, "return_documents": True, "max_tokens_per_doc": 1}
+    yield "objects to rank", "/v1/rerank", ranked, False
+    yield "nested options", "/v1/chat/completions", {**chat, "chat_template_kwargs": options}, False
+    yield "one deep option", "/v1/chat/completions", b'{"messages": ' + b'{"a":' * (BODY // 5), False
+    yield "a gzip bomb", PATH, gzip.compress(b"[" * (1 << 30), 9), False
+    yield "a gzip bomb of text", PATH, gzip.compress(json.dumps({"prompt": large}).encode()), False
+
+
 class Watch:
-    """Endless streams, and polls of the server's health.
+    """Endless streams, polls of the server's health, and a bystander that asks for one token again and again.
 
     Attributes:
         gap: longest time in seconds between two events of a stream since `reset`.
         health: seconds of each answer of `/health` since `reset`.
+        asked: seconds of each of the bystander's requests since `reset`.
+        memory: largest resident memory of the server process in MiB since `reset`.
     """
 
-    def __init__(self, client: httpx.AsyncClient, streams: int) -> None:
-        self._client = client
+    def __init__(self, client: httpx.AsyncClient, streams: int, pid: int) -> None:
+        self._client, self._pid = client, pid
         self._tasks = [asyncio.create_task(self._stream(n)) for n in range(streams)]
-        self._tasks.append(asyncio.create_task(self._poll()))
+        self._tasks += [asyncio.create_task(watch) for watch in (self._poll(), self._stand_by(), self._weigh())]
         self._asked: set[asyncio.Task[None]] = set()
         self._last: dict[int, float] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forget the measurements so far."""
-        self.gap, self.health = 0.0, list[float]()
+        self.gap, self.health, self.asked = 0.0, list[float](), list[float]()
+        self.memory = resident(self._pid)
+
+    async def _stand_by(self) -> None:
+        body = {"prompt": "Where does Zenuso live?", **greedy(1)}
+        while True:
+            began = time.perf_counter()
+            with contextlib.suppress(httpx.HTTPError):
+                (await self._client.post(PATH, json=body)).raise_for_status()
+                self.asked.append(time.perf_counter() - began)
+            await asyncio.sleep(BYSTANDER_S)
+
+    async def _weigh(self) -> None:
+        while True:
+            self.memory = max(self.memory, resident(self._pid))
+            await asyncio.sleep(MEMORY_S)
 
     async def _stream(self, number: int) -> None:
         body = {"prompt": f"Question {number}. {WORDS}", "stream": True, **greedy(400), "ignore_eos": True}
@@ -130,7 +191,7 @@ def send(url: httpx.URL, path: str, body: bytes) -> str:
     """Send one request and discard its answer. Return the status, or the way the request ended."""
     connection = http.client.HTTPConnection(url.host, url.port or 80, timeout=ATTACK_S)
     try:
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        connection.request("POST", path, body, {"Content-Type": "application/json", "Authorization": f"Bearer {ATTACKER}"})
         answer, until = connection.getresponse(), time.monotonic() + ATTACK_S
         while answer.read(1 << 20):
             if time.monotonic() > until:
@@ -142,23 +203,86 @@ def send(url: httpx.URL, path: str, body: bytes) -> str:
         connection.close()
 
 
-async def measure(url: str, streams: int, only: str | None, show: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def resident(pid: int) -> float:
+    """Return the resident memory of a process in MiB; NaN where `/proc` does not tell it."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return float("nan")
+    return pages * 4096 / (1 << 20)
+
+
+def flood(url: httpx.URL, path: str, body: bytes, clients: int, hangs_up: bool, seconds: float, counts: Any) -> None:
+    """Repeat one request from many clients. Runs in a process of its own.
+
+    Args:
+        url: address of the server.
+        path: route.
+        body: body of every request.
+        clients: number of clients.
+        hangs_up: whether the clients close their connections as soon as they have sent the body.
+        seconds: time in seconds after which no request begins.
+        counts: counts the statuses of the answers, and "left" and "failed" requests.
+    """
+    coding = "Content-Encoding: gzip\r\n" if body.startswith(b"\x1f\x8b") else ""
+    head = f"POST {path} HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {ATTACKER}\r\nConnection: close\r\n{coding}"
+    request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    until, lock = time.monotonic() + seconds, threading.Lock()
+
+    def attack() -> None:
+        while time.monotonic() < until:
+            ended = "failed"
+            with contextlib.suppress(OSError), socket.create_connection((url.host, url.port), timeout=ATTACK_S) as connection:
+                connection.sendall(request)
+                ended = "left"
+                if not hangs_up:
+                    ended = connection.recv(1 << 16).split()[1].decode()
+                    while connection.recv(1 << 20):
+                        pass
+            with lock:
+                counts[ended] = counts.get(ended, 0) + 1
+            time.sleep(0.01)
+
+    threads = [threading.Thread(target=attack, daemon=True) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until + ATTACK_S - time.monotonic()))
+
+
+async def flooded(url: str, path: str, body: bytes, clients: int, hangs_up: bool, seconds: float) -> str:
+    """Run `flood` in a process and return the counts of the ends of its requests."""
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        counts = manager.dict()
+        attackers = context.Process(target=flood, args=(httpx.URL(url), path, body, clients, hangs_up, seconds, counts))
+        attackers.start()
+        await asyncio.to_thread(attackers.join, seconds + 2 * ATTACK_S)
+        attackers.kill()
+        return " ".join(f"{count}x{end}" for end, count in sorted(counts.items()))
+
+
+async def measure(url: str, pid: int, args: argparse.Namespace, show: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """Run every attack and return their rows."""
     rows = []
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        watch = Watch(client, streams)
+    limits, headers = httpx.Limits(max_connections=None), {"Authorization": f"Bearer {BYSTANDER}"}
+    chosen = floods() if args.clients else ((name, path, body, False) for name, path, body in attacks())
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, headers=headers) as client:
+        watch = Watch(client, args.streams, pid)
         await asyncio.sleep(3 * CALM_S)
-        for name, path, body in [("nothing", "", b""), *attacks()]:
-            if only and only not in name:
+        for name, path, body, hangs_up in [("nothing", "", b"", False), *chosen]:
+            if path and args.only and args.only not in name:
                 continue
             data = body if isinstance(body, bytes) else await asyncio.to_thread(lambda b=body: json.dumps(b).encode())
             await asyncio.sleep(CALM_S)
             watch.reset()
-            began = time.perf_counter()
-            status = await asyncio.to_thread(send, httpx.URL(url), path, data) if path else "-"
+            before, began, status = watch.memory, time.perf_counter(), "-"
+            if path and args.clients:
+                status = await flooded(url, path, data, args.clients, hangs_up, args.seconds)
+            elif path:
+                status = await asyncio.to_thread(send, httpx.URL(url), path, data)
             seconds = time.perf_counter() - began
-            await asyncio.sleep(CALM_S if path else 5 * CALM_S)
+            await asyncio.sleep(CALM_S if path else 10 * CALM_S)
             row = {
                 "request": name,
                 "route": path,
@@ -167,6 +291,9 @@ async def measure(url: str, streams: int, only: str | None, show: Callable[[dict
                 "gap": watch.gap,
                 "health_p99": float(np.percentile(watch.health, 99)),
                 "health_max": max(watch.health),
+                "bystander_median": float(np.median(watch.asked or [float("nan")])),
+                "bystander_max": max(watch.asked, default=float("nan")),
+                "memory_mib": watch.memory - before,
             }
             show(row)
             rows.append(row)
@@ -177,8 +304,9 @@ async def measure(url: str, streams: int, only: str | None, show: Callable[[dict
 def show(row: dict[str, Any]) -> None:
     """Print a line of the table."""
     print(
-        f"{row['request']:28} {row['answer']:>14} {row['seconds']:7.2f} {row['gap']:7.2f} "
-        f"{1000 * row['health_p99']:8.0f} {1000 * row['health_max']:8.0f}",
+        f"{row['request']:28} {row['seconds']:7.2f} {row['gap']:7.2f} "
+        f"{1000 * row['health_p99']:8.0f} {1000 * row['health_max']:8.0f} {1000 * row['bystander_median']:8.0f} "
+        f"{1000 * row['bystander_max']:8.0f} {row['memory_mib']:6.0f}  {row['answer']}",
         flush=True,
     )
 
@@ -187,18 +315,24 @@ def main() -> None:
     """Run, print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--clients", type=int, default=0, help="clients under one key that repeat each request at once")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time of each attack of many clients")
     parser.add_argument("--only", help="run only requests whose name contains this")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("options", nargs="*", help="options of the server, after --")
     args = parser.parse_args()
-    server = Server(*args.options)
-    try:
-        print(f"{'request':28} {'answer':>14} {'s':>7} {'gap s':>7} {'p99 ms':>8} {'max ms':>8}")
-        rows = asyncio.run(measure(server.url, args.streams, args.only, show))
-        for fault in server.faults():
-            print(fault)
-    finally:
-        server.end()
+    with tempfile.NamedTemporaryFile("w", suffix=".keys", encoding="utf-8") as keys:
+        keys.write(f"{ATTACKER}:{ATTACKER}\n{BYSTANDER}:{BYSTANDER}\n")
+        keys.flush()
+        server = Server("--api-key-file", keys.name, *args.options)
+        try:
+            heads = f"{'s':>7} {'gap s':>7} {'p99 ms':>8} {'max ms':>8} {'other ms':>8} {'max ms':>8} {'MiB':>6}"
+            print(f"{'request':28} {heads}  answer", flush=True)
+            rows = asyncio.run(measure(server.url, server.process.pid, args, show))
+            for fault in server.faults():
+                print(fault)
+        finally:
+            server.end()
     if args.json:
         report = json.dumps(rows, indent=1)
         print(report) if args.json == "-" else Path(args.json).write_text(report, encoding="utf-8")

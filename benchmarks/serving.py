@@ -1,4 +1,4 @@
-"""A server in a process of its own and a lightweight client, shared by the server benchmarks."""
+"""A lightweight client and a server in a process of its own, shared by the server benchmarks."""
 
 from __future__ import annotations
 
@@ -6,71 +6,16 @@ import asyncio
 import json
 import math
 import re
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import httpx
 
-START_S, END_S = 900, 60
+from chunkattn.bench.load.server import Server as Server
+
 PATH = "/v1/completions"
-
-
-class Server:
-    """`chunkattn serve` on a free port, in a process of its own.
-
-    Its log goes to a file, because a pipe would wake the reader at every line.
-
-    Args:
-        arguments: arguments of the command.
-
-    Attributes:
-        url: base URL of the server.
-        process: process of the server.
-
-    Raises:
-        RuntimeError: the server did not start.
-    """
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "chunkattn", "serve", "--port=0", *arguments]
-        self._log = TemporaryFile("w+")  # noqa: SIM115, open for the server's lifetime
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
-        late = threading.Timer(START_S, self.process.kill)
-        late.start()
-        assert self.process.stdout is not None
-        ready = re.search(r"is ready at (http://\S+)", self.process.stdout.readline())
-        if ready is None:
-            late.cancel()
-            self.process.kill()
-            raise RuntimeError("the server did not start:\n" + "".join(self.log()[-30:]))
-        self.url = ready[1]
-        while "--no-warmup" not in arguments and not httpx.get(f"{self.url}/readyz").json()["warm"]:
-            time.sleep(0.1)
-        late.cancel()
-
-    def log(self) -> list[str]:
-        """Return the lines of the log so far."""
-        with open(f"/dev/fd/{self._log.fileno()}", encoding="utf-8") as log:  # opened anew for a read position of its own
-            return log.readlines()
-
-    def faults(self) -> list[str]:
-        """Return the log lines that report errors."""
-        return [line.rstrip() for line in self.log() if re.search(r"\b(ERROR|CRITICAL)\b|Traceback", line)]
-
-    def end(self) -> int | None:
-        """Send SIGTERM. Return the exit code, or None if the server had to be killed."""
-        self.process.terminate()
-        try:
-            return self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return None
 
 
 def greedy(tokens: int) -> dict[str, Any]:

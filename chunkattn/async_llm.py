@@ -246,6 +246,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: the conversation has no user message, the chat template is missing or unusable, or as `generate`.
+            NotRenderedError: the chat template leaves out a message or a part of it.
             ChunkAttnError: as `generate`.
         """
 
@@ -256,12 +257,12 @@ class AsyncLLM:
         return self._generate(make, request_id, timeout, snapshots)
 
     def stream(
-        self, job: GenerateJob, *, timeout: float | None = None, snapshots: bool = True
+        self, job: GenerateJob | Callable[[], GenerateJob], *, timeout: float | None = None, snapshots: bool = True
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a job of one prompt made by `generate_job`, and yield outputs as `generate` does.
 
         Args:
-            job: job made with this engine's `frontend`.
+            job: job made with this engine's `frontend`, or a function that makes the job off the event loop.
             timeout: see `generate`.
             snapshots: see `generate`.
 

@@ -44,6 +44,10 @@ class MissingError(RequestError):
     """Request without an argument that it needs."""
 
 
+class NotRenderedError(RequestError):
+    """Chat message that the chat template leaves out, so the model would not see it."""
+
+
 class CapacityError(RequestError):
     """Well-formed request that can never fit the configured limits."""
 

@@ -134,6 +134,7 @@ class LLM:
 
         Raises:
             RequestError: a conversation has no user message, the chat template is missing or unusable, or as `generate`.
+            NotRenderedError: the chat template leaves out a message or a part of it.
             EngineError: a step failed.
         """
         parsed = self.frontend.parse_chat(messages, documents, chat_template_kwargs)

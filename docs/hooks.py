@@ -160,10 +160,32 @@ def _body_table(name: str) -> str:
     schema = bodies()[name].model_json_schema()
     rows = [("field", "type", "default", "meaning")]
     for field, about in schema["properties"].items():
+        if "accepted" in about:  # `_no_effect_table` has it
+            continue
         default = "required" if field in schema.get("required", ()) else _default(about.get("default"))
         text = _MEANINGS.get(f"{name}.{field}") or about.get("description") or _MEANINGS.get(field) or texts.get(field, "")
         rows.append((f"`{field}`", _kind(about), default, text[:1].upper() + text[1:]))
     return _table(*rows)
+
+
+def _no_effect_table() -> str:
+    """Fields that are accepted and have no effect, and the bodies and objects that take them."""
+    from chunkattn.server.protocol.generation import ContentPart, Message
+
+    places = {
+        "completions": bodies()["CompletionBody"],
+        "chats": bodies()["ChatBody"],
+        "messages": Message,
+        "parts": ContentPart,
+    }
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for place, model in places.items():
+        for name, field in model.model_fields.items():
+            extra = field.json_schema_extra or {}
+            if "accepted" in extra:
+                found.setdefault((name, extra["accepted"], extra["effect"]), []).append(place)
+    rows = ((f"`{name}`", ", ".join(where), accepted, reason) for (name, accepted, reason), where in found.items())
+    return _table(("field", "in", "accepted values", "why it has no effect"), *rows)
 
 
 _MEANINGS = {
@@ -174,7 +196,6 @@ _MEANINGS = {
     "include_stop_str_in_output": "Leave the stop string in the text.",
     "chat_template_kwargs": "Variables of the chat template.",
     "add_generation_prompt": "End the prompt with the beginning of the answer.",
-    "CompletionBody.suffix": "Not supported; must be null.",
     "ChatBody.logprobs": "Whether log-probabilities are returned.",
     "ChatBody.top_logprobs": "Number of likeliest tokens at each step; needs `logprobs`.",
     "ChatBody.max_completion_tokens": "Another name of `max_tokens`.",
@@ -206,6 +227,7 @@ _MEANINGS = {
     "InspectBody.prompt": "Text or token ids; this or `chunks`.",
     "InspectBody.chunks": "The prompt in parts; this or `prompt`.",
     "InspectBody.cache_salt": "Salt of the stored documents that the chunks name.",
+    "InspectBody.add_special_tokens": "Begin a text with the tokenizer's leading special tokens.",
     "InspectBody.chunk_aware": "Split the prompt at the separator; the engine's default when absent.",
 }
 """Meanings of fields that the code does not describe, by field, or by `body.field`; a `body.field` entry comes first."""
@@ -224,12 +246,13 @@ TABLES: dict[str, Callable[[str], str]] = {
     "metrics": lambda _: _metrics_table(),
     "routes": lambda _: _routes_table(),
     "body": _body_table,
+    "no-effect": lambda _: _no_effect_table(),
 }
 
 
 def expand(markdown: str) -> str:
     """Return a page with its tables."""
-    return re.sub(r"<!-- table: (\w+) ?(.*?) ?-->", lambda found: TABLES[found[1]](found[2]), markdown)
+    return re.sub(r"<!-- table: ([\w-]+) ?(.*?) ?-->", lambda found: TABLES[found[1]](found[2]), markdown)
 
 
 def on_files(files: Any, *, config: Any) -> Any:

@@ -38,6 +38,13 @@ def faulty(self, batch):
         time.sleep(0.05)
     return forward(self, batch)
 Runner.forward = faulty
+from chunkattn.parsers.encode import PartEncoder
+ids = PartEncoder._ids
+def stuck(self, text):
+    while "never ends" in text:
+        time.sleep(1)
+    return ids(self, text)
+PartEncoder._ids = stuck
 """
 
 

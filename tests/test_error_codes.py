@@ -108,9 +108,9 @@ def test_a_fault_in_a_message_is_named_by_its_place(place, post):
         assert (error["code"], error["param"]) == ("invalid_value", "messages")
         assert re.search(r"\b1\b", error["message"]), error
     path, body = MESSAGES[place]("b")
-    del body["messages"][1]["content"]
+    del body["messages"][1]["role"]
     error = post(path, body)
-    assert (error["code"], error["message"]) == ("missing_required_parameter", "messages.1.content is missing")
+    assert (error["code"], error["message"]) == ("missing_required_parameter", "messages.1.role is missing")
     body["messages"][1] = {**said("b"), "zz": 1}
     assert post(path, body)["message"] == "messages.1.zz is not supported by this server"
 

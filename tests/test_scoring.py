@@ -256,12 +256,14 @@ def test_delimited_sequences(engine):
     plain = engine("qwen3").score([5, 6], [[7], [], [8, 9]], label_token_ids=[3])
     packed = llm.score(packed_ids=[5, 6, 0, 7, 0, 0, 8, 9, 0], label_token_ids=[3])
     assert packed.logprobs == plain.logprobs
-    with pytest.warns(UserWarning, match="item_first is ignored"):
-        flipped = llm.score([5, 6], [[7], [], [8, 9]], label_token_ids=[3], item_first=True)
-    assert flipped.logprobs == plain.logprobs
+    flipped = llm.score([5, 6], [[7], [], [8, 9]], label_token_ids=[3], item_first=True)
+    items_first = engine("qwen3").score([5, 6], [[7], [], [8, 9]], label_token_ids=[3], item_first=True)
+    assert (flipped.logprobs, flipped.algorithm) == (items_first.logprobs, "serial")
+    assert flipped.logprobs != plain.logprobs
     for arguments, message in (
         ({"packed_ids": [5, 6, 7], "label_token_ids": [3]}, "no delimiter"),
         ({"packed_ids": [5, 0], "query": [1], "label_token_ids": [3]}, "instead of query"),
+        ({"packed_ids": [5, 0, 6, 0], "item_first": True, "label_token_ids": [3]}, "item_first needs query and items"),
         ({"query": [5], "items": [[6], [0]], "label_token_ids": [3]}, "item 1 contains the delimiter"),
         ({"query": [5, 0], "items": [[6]], "label_token_ids": [3]}, "query contains the delimiter"),
     ):

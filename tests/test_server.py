@@ -17,8 +17,10 @@ import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from chunkattn import ChunkedPrompt, SamplingParams
+from chunkattn.cli import app
 from chunkattn.server.texts import TokenTexts
 from tests.server_helpers import CACHE, is_idle, wait_until
 
@@ -201,6 +203,12 @@ def test_scores_in_every_dialect(http, demo):
     assert flat(named["scores"]) == pytest.approx(flat(offline.scores), abs=1e-6)
     several = http.post("/v1/score", json={**asked, "query": [query, "Who?"]}).json()
     assert flat(several["scores"][0]) == pytest.approx(flat(offline.scores), abs=1e-6)
+    for asked_query, rows in ((query, 1), ([query, query], 2)):
+        one = http.post("/v1/score", json={**asked, "query": asked_query, "items": items[0]}).json()["scores"]
+        one = flat(one) if rows == 2 else one
+        assert flat(one) == pytest.approx(offline.scores[0] * rows, abs=1e-6)
+    listed = http.post("/generative_scoring", json={**asked, "items": items[0]}).json()
+    assert [d["score"] for d in listed["data"]] == pytest.approx(shares[:1], abs=1e-6)
 
 
 def test_pairs_are_reranked(http, demo):
@@ -295,7 +303,7 @@ COMPLETION, CHAT, SCORE, RERANK = "/v1/completions", "/v1/chat/completions", "/v
 BAD = [
     (COMPLETION, {"prompt": "x", "tools": []}, "tools", "unsupported_parameter"),
     (COMPLETION, {"prompt": "x", "best_of": 2}, "best_of", "unsupported_parameter"),
-    (COMPLETION, {"prompt": "x", "suffix": "y"}, "suffix", "invalid_value"),
+    (COMPLETION, {"prompt": "x", "suffix": "y"}, "suffix", "unsupported_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
     (
         CHAT,
@@ -307,7 +315,8 @@ BAD = [
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"documents": []}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": []}, "messages", "invalid_value"),
-    (CHAT, {"messages": [{**USER, "tool_calls": []}]}, "tool_calls", "unsupported_parameter"),
+    (CHAT, {"messages": [{**USER, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages", "invalid_value"),
+    (CHAT, {"messages": [{**USER, "audio": {"id": "x"}}]}, "audio", "unsupported_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "a": 1}]}]}, "a", "unsupported_parameter"),
     (CHAT, {"messages": [USER] * 4097}, "messages", "invalid_value"),
     (CHAT, {"messages": [USER], "documents": [{"text": "x", "url": "y"}]}, "url", "unsupported_parameter"),
@@ -348,6 +357,7 @@ BAD = [
         "documents",
         "invalid_value",
     ),
+    (SCORE, {"query": "x", "items": 5, "labels": ["yes"]}, "items", "invalid_value"),
     (SCORE, {"text_1": "x"}, "text_1", "invalid_value"),
     (SCORE, {"text_1": ["x", "y"], "text_2": ["a", "b", "c"]}, "text_1", "invalid_value"),
     (RERANK, {"query": "x", "documents": ["y"], "top_n": -1}, "top_n", "invalid_value"),
@@ -535,6 +545,31 @@ def test_documented_calls(server, page):
         command = call.replace("localhost:8000", server.url)
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
         assert "error" not in json.loads(done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("generation", ["chunks", "prompt", "chat"])
+def test_load_of_streams(server, generation):
+    options = ["--generation", generation, "--workload", "rag-2x10", "--output-tokens", "6", "--document-pool", "4"]
+    (run,) = bench(server, *options, "--prefix-tokens", "5", "--question-tokens", "5")
+    assert (run["statuses"], run["completion_tokens"]) == ({"200": 4}, 6)
+    assert run["latency_ms"]["max"] > run["ttft_ms"]["p50"] > 0
+    assert run["gap_ms"]["p50"] > 0
+    assert 30 <= run["prompt_tokens"] < 80
+
+
+@pytest.mark.parametrize("scoring", ["rerank", "score", "pairs", "generative_scoring"])
+def test_load_of_scores(server, scoring):
+    (run,) = bench(server, "--scoring", scoring, "--workload", "rerank-3x20", "--item-tokens", "5")
+    assert run["statuses"] == {"200": 4}
+    assert run["prompt_tokens"] >= 20 + 3 * 5
+
+
+def bench(server, *options):
+    """The runs of `chunkattn bench serve` on a server."""
+    common = ["--url", server.url, "--rates", "20", "--requests", "4", "--seconds", "60", "--json", "-"]
+    result = CliRunner().invoke(app, ["bench", "serve", *common, *options])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["runs"]
 
 
 @pytest.mark.slow

@@ -84,12 +84,15 @@ class Frontend:
         """Return a new request id."""
         return str(next(self._ids))
 
-    def parse(self, prompts: Prompt | Sequence[Prompt], chunk_aware: bool | None) -> list[ParsedPrompt]:
+    def parse(
+        self, prompts: Prompt | Sequence[Prompt], chunk_aware: bool | None, *, add_special_tokens: bool = True
+    ) -> list[ParsedPrompt]:
         """Parse one prompt or many.
 
         Args:
             prompts: prompt or list of prompts.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
+            add_special_tokens: begin prompts given as text with the tokenizer's leading special tokens.
 
         Raises:
             RequestError: a prompt is malformed, or the checkpoint is a sequence classifier.
@@ -98,7 +101,8 @@ class Frontend:
         if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
             prompts = [prompts]
         listed = as_list(prompts, "prompts")
-        return [self.parser.parse(p, chunk_aware) for p in listed]
+        parser = self.parser if add_special_tokens else self.parser.without_leading()
+        return [parser.parse(p, chunk_aware) for p in listed]
 
     def parse_chat(
         self,

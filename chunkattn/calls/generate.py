@@ -78,6 +78,7 @@ def generate_job(
     cache_salt: str | None = None,
     final_only: bool = False,
     weighing: tuple[float, float] | None = None,
+    prompt_only: bool = False,
 ) -> GenerateJob:
     """Check the arguments of `generate`, and return the job with its requests.
 
@@ -89,6 +90,7 @@ def generate_job(
         cache_salt: salt of the prompts that have none of their own.
         final_only: see `AsyncLLM.generate`.
         weighing: chunk temperature and scale instead of the engine's; only for an engine built with other values than 1.
+        prompt_only: whether the caller reads the prompt's log-probabilities alone and discards the generated token.
 
     Raises:
         RequestError: an argument is invalid, or the lists differ in length.
@@ -111,6 +113,7 @@ def generate_job(
             salt_key(prompt.cache_salt or salt),
             rank,
             weighing,
+            prompt_only=prompt_only,
         )
         try:
             frontend.intake.check(request)

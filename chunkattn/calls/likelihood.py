@@ -77,7 +77,12 @@ def likelihood_job(
             raise RequestError(f"answer {number} is empty", param="answers")
         start = len(prompt.layout)
         request = GenerateRequest(
-            frontend.new_id(), _extended(prompt.layout, ids), params, weighing=weighing, logprobs_from=start
+            frontend.new_id(),
+            _extended(prompt.layout, ids),
+            params,
+            weighing=weighing,
+            logprobs_from=start,
+            prompt_only=True,
         )
         frontend.intake.check(request)
         requests.append(request)

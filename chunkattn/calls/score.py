@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar
@@ -278,6 +277,8 @@ def tokenize_query(
     """
     delimiter = frontend.config.multi_item_scoring_delimiter
     if packed_ids is not None:
+        if item_first:
+            raise RequestError("packed_ids begin with the query; item_first needs query and items", param="item_first")
         query_ids, item_ids = _packed(frontend, query, items, packed_ids)
         leading: list[int] = []
     else:
@@ -285,9 +286,7 @@ def tokenize_query(
         if delimited and delimiter is not None:
             check_no_delimiter(query_ids, item_ids, delimiter)
     _check(frontend, query_ids, item_ids, leading, labels)
-    if item_first and delimiter is not None:
-        warnings.warn("item_first is ignored: this engine has a multi_item_scoring_delimiter", stacklevel=4)
-    return frontend.scores.query_items(query_ids, item_ids, leading, item_first and delimiter is None)
+    return frontend.scores.query_items(query_ids, item_ids, leading, item_first)
 
 
 def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int]) -> tuple[list[int], list[list[int]]]:

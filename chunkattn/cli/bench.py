@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from chunkattn.bench.rag import Case
 
-group = typer.Typer(no_args_is_help=True, help="Run benchmarks that compare methods in one process.")
+group = typer.Typer(no_args_is_help=True, help="Compare methods in one process, or load a server.")
 app.add_typer(group, name="bench")
 
 Geometry = Annotated[str, typer.Option(help="Model shape, with random weights: qwen3-0.6b or small.")]

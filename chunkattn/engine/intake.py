@@ -103,6 +103,14 @@ class Intake:
             "eos_token_ids": frozenset(message.eos_token_ids),
         }
 
+    def max_tokens(self, message: GenerateRequest) -> int:
+        """Return the number of tokens that a sample of a checked request may have.
+
+        Args:
+            message: request that has been checked.
+        """
+        return self._max_tokens(message, footprint_of(message, self.limits.block_size))
+
     def _max_tokens(self, message: GenerateRequest, footprint: Footprint) -> int:
         """Return the limit on generated tokens: the caller's limit, or as many as positions and pages allow."""
         room = self.limits.max_model_len - message.layout.next_position
@@ -191,7 +199,7 @@ class Intake:
         if message.weighing not in (None, (1.0, 1.0)) and not self.weighs:
             raise RequestError("this engine was built without chunk_temperature and chunk_scale", param="weighing")
         room = self.limits.max_model_len - layout.next_position
-        if room < (params.max_tokens or 1):
+        if room < (0 if message.prompt_only else params.max_tokens or 1):
             wanted = f"max_tokens {params.max_tokens}" if params.max_tokens else "one more token"
             raise CapacityError(
                 f"the prompt reaches position {layout.next_position - 1}; {wanted} would exceed max_model_len "

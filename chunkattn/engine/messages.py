@@ -25,6 +25,8 @@ class GenerateRequest:
         weighing: chunk temperature and scale of the question (see `chunkattn.calibration`); None takes the engine's.
         logprobs_from: token index in the question from which prompt log-probabilities are read. Earlier parts may then come
             from the cache. None reads them all, and every prompt token is computed.
+        prompt_only: whether the caller discards the generated token, which then needs no position below `max_model_len`.
+            `sampling.max_tokens` is 1.
     """
 
     request_id: str
@@ -35,6 +37,7 @@ class GenerateRequest:
     priority: int = 0
     weighing: tuple[float, float] | None = None
     logprobs_from: int | None = None
+    prompt_only: bool = False
 
     @property
     def distinct(self) -> bool:

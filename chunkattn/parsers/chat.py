@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from chunkattn.errors import RequestError
+from chunkattn.parsers.messages import check_rendered, read_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,25 +40,26 @@ def split_chat(
         in pieces for `PlainEncoder.fill`.
 
     Raises:
-        RequestError: there is no user message or no usable template, the template moves the content, or it changes contents
-            that hold a control token.
+        RequestError: a message is malformed, there is no user message or no usable template, the template moves the content,
+            or it changes contents that hold a control token.
+        NotRenderedError: the template leaves out a message or a part of it.
     """
-    if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
-        raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
+    given, messages = messages, read_messages(tokenizer, messages, template_options)
     first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
     if first is None:
         raise RequestError("messages hold no user message", param="messages")
-    if not isinstance(messages[first].get("content"), str):
-        raise RequestError("the content of a user message must be a string", param="messages")
-    marked = copy.deepcopy(list(map(dict, messages)))
     mark = f"\u2063{uuid4().hex}\u2063"  # random, so no text contains it
-    marked[first]["content"] = mark
+    marked = [*messages[:first], {**messages[first], "content": mark}, *messages[first + 1 :]]
     text, probe = (_render(tokenizer, m, template_options) for m in (messages, marked))
     cut = probe.find(mark)
     if cut < 0 or text[:cut] != probe[:cut]:
         raise RequestError("the chat template does not render the first user message in place", param="messages")
+    check_rendered(messages, [m["role"] for m in given], lambda probe: _render(tokenizer, probe, template_options))
     untrusted = [not is_trusted(message.get("role")) for message in messages]
-    bounds = _untrusted_starts(tokenizer, messages, untrusted, text, control, template_options)
+    try:
+        bounds = _untrusted_starts(tokenizer, messages, untrusted, text, control, template_options)
+    except RecursionError:
+        raise RequestError("messages are nested too deeply", param="messages") from None
     return _pieces(text, 0, cut, bounds), _pieces(text, cut, len(text), bounds)
 
 

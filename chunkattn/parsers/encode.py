@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 14
 """Characters of a long text that are tokenized at once to measure the text."""
-_CHARS_PER_TOKEN = 8
-"""Characters per token above which a text is measured before it is tokenized. Most texts have fewer."""
+_CHARS_PER_TOKEN = 4
+"""Characters per token of most texts. A text that has more for each token of the limit is measured before it is tokenized."""
 _MARGIN = 1024
-"""Tokens that cutting a text into pieces may add to it, beside a factor of two."""
+"""Tokens that cutting a text into pieces may add to it, beside a quarter of the limit."""
 
 
 class PartEncoder:
@@ -94,7 +94,7 @@ class PartEncoder:
         """Return a number of characters that surely have more than `limit` tokens; None if the text may be shorter.
 
         No bound on characters per token holds for all tokenizers: some drop or merge characters without limit. The text is
-        therefore tokenized in pieces until the tokens exceed twice the limit.
+        therefore tokenized in pieces until the tokens are more than the cuts between the pieces can explain.
         """
         if self.tokenizer is None or len(text) <= max(_PIECE, _CHARS_PER_TOKEN * limit):
             return None
@@ -102,7 +102,7 @@ class PartEncoder:
         for start in range(0, len(text), _PIECE):
             check_wanted()
             tokens += len(self._ids(text[start : start + _PIECE]))
-            if tokens > 2 * limit + _MARGIN:
+            if tokens > limit + limit // 4 + _MARGIN:
                 return start + _PIECE
         return None
 

@@ -122,6 +122,7 @@ class PromptParser:
         if not separator:
             raise ConfigError("chunk_separator must not be empty")
         self.encode = PartEncoder(tokenizer)
+        self._leading = self.encode.leading_ids
         self._in_documents, self._in_prompts = special_tokens_in_documents, special_tokens_in_prompts
         self._plain = PlainEncoder(self.encode, self.encode.special)
         self.prompts = self.encode if special_tokens_in_prompts else self._plain
@@ -160,6 +161,12 @@ class PromptParser:
         """
         parser = copy(self)
         parser._place(strategy, gap)
+        return parser
+
+    def without_leading(self) -> PromptParser:
+        """Return a parser that puts no special tokens before a text."""
+        parser = copy(self)
+        parser._leading = []
         return parser
 
     def parse(self, prompt: Prompt, chunk_aware: bool | None = None) -> ParsedPrompt:
@@ -277,7 +284,7 @@ class PromptParser:
         Raises:
             RequestError: the text cannot be tokenized (see `PartEncoder`).
         """
-        return [*self.encode.leading_ids, *self.prompts(text, name, "prompt")]
+        return [*self._leading, *self.prompts(text, name, "prompt")]
 
     def _dict(self, prompt: Mapping[str, Any], split: bool) -> ParsedPrompt:
         given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]

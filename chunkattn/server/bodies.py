@@ -23,7 +23,7 @@ SMALL_BODY = 1 << 16
 """Size in bytes up to which a body is decoded on the event loop, by `json`, whose errors name the position of the fault."""
 _PIECE = 1 << 16
 """Bytes inflated at once."""
-_MAX_DEPTH = 64
+_MAX_DEPTH, _MAX_VALUES = 64, 1 << 20
 _STRINGS_PER_ITEM, _CONTAINERS_PER_ITEM = 32, 4
 _CODINGS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 """Window bits of zlib for each content coding (RFC 9110, 8.4.1)."""
@@ -32,8 +32,8 @@ _CODINGS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate
 class JsonRoute(APIRoute):
     """Route whose body is a JSON object; pass the class to a router as `route_class`.
 
-    A large body is decoded and validated in a thread of its client's share. One call of a decoder holds the GIL, which the
-    event loop needs as well, so the number of a body's values is bounded before the body becomes objects.
+    Large bodies are decoded and validated in one thread, in which clients take turns. One call of a decoder holds the GIL,
+    which the event loop needs as well, so the number of a body's values is bounded before the body becomes objects.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -75,7 +75,7 @@ async def _read(request: Request, field: Any) -> None:
             raise RequestValidationError(errors)
         return value
 
-    request._json = read() if len(body) <= SMALL_BODY else await threads.run(read)
+    request._json = read() if len(body) <= SMALL_BODY else await state.decoder.run(read)
 
 
 async def _received(request: Request, caller: Caller, config: ServerConfig) -> bytes:
@@ -171,11 +171,10 @@ def _check_shape(body: bytes, items: int) -> None:
     Raises:
         ApiError: 400, a limit is exceeded.
     """
-    limits = Shape(_CONTAINERS_PER_ITEM * items, _STRINGS_PER_ITEM * items, len(body), _MAX_DEPTH)
+    limits = Shape(_CONTAINERS_PER_ITEM * items, _STRINGS_PER_ITEM * items, _MAX_VALUES, _MAX_DEPTH)
     opened = body.count(b"[") + body.count(b"{")
-    if opened <= min(limits.depth, limits.containers) and body.count(b'"') <= 2 * limits.strings:
-        return  # bounds that count the characters within strings, too
-    shape = measure(body)
+    bounds = Shape(opened, body.count(b'"') // 2, body.count(b","), opened)  # they count the characters in strings, too
+    shape = bounds if all(found <= most for found, most in zip(bounds, limits)) else measure(body)
     for name, found, most in zip(("objects and lists", "texts", "values", "levels"), shape, limits, strict=True):
         if found > most:
             text = f"the body has {found} {name}, at most {most} are read; send less at once"

@@ -20,6 +20,7 @@ from chunkattn.errors import (
     EngineDeadError,
     MissingError,
     NonFiniteError,
+    NotRenderedError,
     QueueFullError,
     RequestError,
 )
@@ -73,6 +74,8 @@ def api_error(error: Exception, request_id: str) -> ApiError:
             return ApiError(400, _short(error), param=error.param, code="context_length_exceeded")
         case MissingError():
             return ApiError(400, _short(error), param=error.param, code="missing_required_parameter")
+        case NotRenderedError():
+            return ApiError(400, _short(error), param=error.param, code="message_not_rendered")
         case RequestError():
             return ApiError(400, _short(error), param=error.param, code="invalid_value")
         case QueueFullError():

@@ -46,18 +46,25 @@ def _by_text(token: int, entry: dict[int, Logprob], num_top: int, decode: Callab
     return found
 
 
-def chat(token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], num_top: int, texts: TokenTexts) -> dict[str, Any]:
+def chat(
+    token_ids: Sequence[int],
+    entries: Sequence[dict[int, Logprob]],
+    num_top: int,
+    texts: TokenTexts,
+    decode: Callable[[int], str],
+) -> dict[str, Any]:
     """Return the `logprobs` of a chat choice.
 
     Args:
         token_ids: generated tokens.
         entries: log-probabilities by token id for each token.
         num_top: number of likeliest tokens requested.
-        texts: texts of the tokens.
+        texts: texts of the tokens, for their bytes.
+        decode: function from a token id to its name.
     """
 
     def described(token: int, value: Logprob) -> dict[str, Any]:
-        return {"token": texts.piece(token), "logprob": value.logprob, "bytes": list(texts.raw(token))}
+        return {"token": decode(token), "logprob": value.logprob, "bytes": list(texts.raw(token))}
 
     content = []
     for token, entry in zip(token_ids, entries, strict=True):

@@ -11,6 +11,7 @@ from chunkattn.errors import ConfigError
 LOG_FORMATS = ("text", "json")
 TEXTS = "tuple[str, ...]"
 """Type of the options that hold several texts."""
+_FROM_ZERO = ("priority_range", "stream_heartbeat_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class ServerConfig:
             client is answered with 408.
         max_answer_values: number of values that one answer may hold: queries x items x labels, or prompts x samples x tokens
             x log-probabilities.
+        stream_heartbeat_s: time in seconds after which a silent stream gets a comment line, so that proxies keep it open; 0
+            sends none. An error within that time of a request's start has its HTTP status, a later error is an event.
         write_timeout_s: period in seconds in which a client must read 256 bytes of its answer per second on average; a slower
             client is disconnected.
         allowed_origins: origins whose pages may call the server from a browser (CORS), such as `https://app.example`; `*` for
@@ -82,6 +85,7 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
     max_answer_values: int = 1_000_000
+    stream_heartbeat_s: float = 0.0
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -103,9 +107,9 @@ class ServerConfig:
             raise ConfigError(f"log_format {self.log_format!r} is unknown; choose one of {', '.join(LOG_FORMATS)}")
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.name == "priority_range" and value < 0:
-                raise ConfigError(f"priority_range must be at least 0, got {value}")
-            counts = option.type in ("int", "float") and option.name not in ("port", "priority_range")
+            if option.name in _FROM_ZERO and not 0 <= value < float("inf"):
+                raise ConfigError(f"{option.name} must be at least 0, got {value}")
+            counts = option.type in ("int", "float") and option.name not in ("port", *_FROM_ZERO)
             if counts and not 0 < value < float("inf"):
                 raise ConfigError(f"{option.name} must be above 0, got {value}")
             if "_share" in option.name and value > 1:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -87,12 +88,16 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
         EngineDeadError: the engine process died three times during start.
     """
     _set_up_logs(config.log_format)
-    listening = _listen(config)
+    listening, llm = _listen(config), AsyncLLM(**options)
     try:
         run = asyncio.run if uvloop is None else uvloop.run
-        run(_serve(AsyncLLM(**options), config, listening))
+        run(_serve(llm, config, listening))
     finally:
         listening.close()
+    if llm.threads.busy:  # work of clients that left; a thread in native code may crash an interpreter that ends around it
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
-from fastapi.responses import StreamingResponse
-from starlette.types import Send
 
+from chunkattn.fair_threads import FairThreads
 from chunkattn.parsers import PromptParser
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.document_store import Documents
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEMO_NAME = "chunkattn-demo"
+_MAX_TOKENIZED = 1 << 17
+"""Limit on the tokens of a text that is only tokenized, or the model's own if it is larger. A token takes 0.5 KiB meanwhile."""
 
 
 @dataclass
@@ -63,6 +63,11 @@ class ServerState:
         return Shares(places, BodyShares(self.config.max_body_bytes_per_client))
 
     @cached_property
+    def decoder(self) -> FairThreads:
+        """Return the one thread that decodes large bodies: work that holds the GIL is no faster in several threads."""
+        return FairThreads(1)
+
+    @cached_property
     def documents(self) -> Documents:
         """Return the registry of stored documents."""
         return Documents(self.llm, self.config)
@@ -88,10 +93,10 @@ class ServerState:
 
     @cached_property
     def tokenizing_parser(self) -> PromptParser:
-        """Return the parser of texts that need not fit the engine, but one answer. The engine must have been started."""
+        """Return the parser of texts that need not fit the engine. The engine must have been started."""
         parser = self.llm.frontend.make_parser()
-        most = self.config.max_answer_values
-        parser.bound(most, most, name="max_answer_values")
+        most = max(_MAX_TOKENIZED, self.llm.limits.max_model_len)
+        parser.bound(most, most, name="the limit of /tokenize")
         return parser
 
     @property
@@ -216,62 +221,3 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         watcher.cancel()
         if gone:
             here.uncancel()
-
-
-class EventStream(StreamingResponse):
-    """Response of server-sent events. A client's disconnection closes the generators at once, before garbage collection.
-
-    Args:
-        events: generator of event texts, made from `source`.
-        source: generator that has begun already, so it must be closed even if `events` never begins.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[str, None], source: AsyncGenerator[Any, None]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._events, self._source = events, source
-
-    async def stream_response(self, send: Send) -> None:
-        """Send all events, then close both generators."""
-        async with aclosing(self._source), aclosing(self._events):
-            await super().stream_response(send)
-
-
-async def merged(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the values of several generators as they arrive, each with its generator's index. The first error ends all.
-
-    Args:
-        streams: generators; all are closed at the end.
-    """
-    if len(streams) == 1:  # one generator needs no task per value
-        async with aclosing(streams[0]):
-            async for value in streams[0]:
-                yield 0, value
-        return
-    pending: dict[asyncio.Task[T], int] = {}
-    try:
-        pending = {_next(stream): number for number, stream in enumerate(streams)}
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                number = pending.pop(task)
-                try:
-                    value = task.result()
-                except StopAsyncIteration:
-                    continue
-                yield number, value
-                pending[_next(streams[number])] = number
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
-
-
-def _next(stream: AsyncGenerator[T, None]) -> asyncio.Task[T]:
-    async def step() -> T:
-        return await anext(stream)
-
-    return asyncio.create_task(step())

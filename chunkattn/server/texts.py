@@ -52,7 +52,7 @@ class Offsets:
         """Add a token and return its offset."""
         begin = self.end
         if self._text is None:
-            self.end += len(_name(token))
+            self.end += len(token_name(token))
         else:
             self._text.add((token,))
             self.end = self._begin + len(self._text.text)
@@ -66,8 +66,8 @@ class Offsets:
         return self.end
 
 
-def _name(token: int) -> str:
-    """Return the text of a token for an engine without a tokenizer."""
+def token_name(token: int) -> str:
+    """Return the name of a token by its id, as vLLM writes it."""
     return f"token_id:{token}"
 
 
@@ -88,7 +88,7 @@ class TokenTexts:
 
     def _piece(self, token: int) -> str:
         if self.tokenizer is None:
-            return _name(token)
+            return token_name(token)
         return str(self.tokenizer.decode([*self._before, token])).removeprefix(self._text_before)
 
     def _raw(self, token: int) -> bytes:
@@ -113,17 +113,19 @@ class TokenTexts:
             raise ApiError(400, "this engine has no tokenizer, so there is no text of tokens", code="no_tokenizer")
         return str(self.tokenizer.decode(list(token_ids)))
 
-    def prompt_offsets(self, output: RequestOutput) -> tuple[list[int], int]:
+    def prompt_offsets(self, output: RequestOutput, *, add_special_tokens: bool = True) -> tuple[list[int], int]:
         """Return the offset of each prompt token, and the end of the last token.
 
         Each part of a text prompt is decoded by itself, as it was tokenized.
 
         Args:
             output: output with the prompt's token ids and log-probabilities.
+            add_special_tokens: whether the tokenizer's leading special tokens, which have no text, stand before a text.
         """
         ids, entries = output.prompt_token_ids, output.prompt_logprobs or []
         is_text = output.prompt is not None
-        leading = len(self._leading) if is_text and ids[: len(self._leading)] == self._leading else 0
+        has_leading = is_text and add_special_tokens and ids[: len(self._leading)] == self._leading
+        leading = len(self._leading) if has_leading else 0
         offsets, growing = [0] * leading, Offsets(self.tokenizer)
         for token, entry in zip(ids[leading:], entries[leading:], strict=True):
             if entry is None and is_text:

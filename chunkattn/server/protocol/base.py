@@ -117,6 +117,7 @@ class StreamOptions(Strict):
 
     include_usage: Annotated[bool, Field(description="Send a last event without choices that holds the usage.")] = False
     continuous_usage_stats: Annotated[bool, Field(description="Include the usage so far in every event.")] = False
+    include_obfuscation: Annotated[bool, Field(description="No effect: events carry no obfuscation.")] = False
 
 
 class Sampling(Body):
@@ -142,6 +143,9 @@ class Sampling(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt = None
+    return_tokens_as_token_ids: Annotated[
+        bool, Field(description="Name the tokens of log-probabilities `token_id:N` instead of by their texts.")
+    ] = False
     priority: Annotated[int, Field(description="Requests of lower priority values are scheduled first.")] = 0
     return_chunk_usage: Annotated[bool, Field(description="Report the cached tokens of every chunk in the usage.")] = False
 

@@ -10,6 +10,14 @@ from pydantic import AfterValidator, Field, model_validator
 from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.errors import ApiError
+from chunkattn.server.protocol.accepted import (
+    AN_OBJECT,
+    ChatNoEffect,
+    CompletionNoEffect,
+    MessageNoEffect,
+    ShallowObject,
+    no_effect,
+)
 from chunkattn.server.protocol.base import Entry, Sampling, Strict, TemplateOptions, Texts, TokenIds, TokenLists
 
 
@@ -119,7 +127,7 @@ def prompts_of(prompt: str | Sequence[Any]) -> list[Prompt]:
     return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompt]
 
 
-class CompletionBody(Sampling):
+class CompletionBody(Sampling, CompletionNoEffect):
     """Request body of `/v1/completions`."""
 
     prompt: Annotated[
@@ -133,7 +141,9 @@ class CompletionBody(Sampling):
     max_tokens: int = 16
     echo: Annotated[bool, Field(description="Return the prompt before the text, with its log-probabilities if asked.")] = False
     logprobs: Annotated[int | None, Field(description="Number of likeliest tokens to report per token.")] = None
-    suffix: None = None
+    add_special_tokens: Annotated[
+        bool, Field(description="Begin prompts given as text with the tokenizer's leading special tokens.")
+    ] = True
 
     @model_validator(mode="after")
     def _check(self) -> CompletionBody:
@@ -143,6 +153,9 @@ class CompletionBody(Sampling):
             raise ValueError("max_tokens 0 generates nothing; it needs echo or prompt_logprobs")
         if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs are part of logprobs under echo; ask for one of them")
+        if self.best_of not in (None, self.n):
+            text = f"best_of is not supported by this server; leave it out, or send the value of n, {self.n}"
+            raise ApiError(400, text, param="best_of", code="unsupported_parameter")
         return self
 
     @model_validator(mode="after")
@@ -168,6 +181,8 @@ class CompletionBody(Sampling):
 
 
 MAX_MESSAGES = 4096
+MAX_TOOL_CALLS = 128
+"""Limit on the calls of one message, as OpenAI's limit on tools."""
 
 
 class ContentPart(Entry):
@@ -175,20 +190,61 @@ class ContentPart(Entry):
 
     type: Literal["text"]
     text: str
+    cache_control: Annotated[ShallowObject, no_effect(AN_OBJECT, "caching is automatic")] = None
+    prompt_cache_breakpoint: Annotated[ShallowObject, no_effect(AN_OBJECT, "caching is automatic")] = None
 
 
-class Message(Strict):
+class CalledFunction(Entry):
+    """Function that an assistant called, with its arguments as the text of a JSON object or as an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Entry):
+    """Call of a tool by an assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call for the chat template. `index` numbers the calls of a stream and is left out."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {**({} if self.id is None else {"id": self.id}), "type": "function", "function": function}
+
+
+class Message(MessageNoEffect):
     """Message of a conversation."""
 
     role: str
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     type: Literal["text"] | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOL_CALLS)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the number of characters of the content."""
+        return sum(len(p.text) for p in self.content) if isinstance(self.content, list) else len(self.content or "")
 
     def plain(self) -> dict[str, Any]:
         """Return the message for the chat template, with its content as one text."""
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
-        return {"role": self.role, "content": text, **({"name": self.name} if self.name is not None else {})}
+        text = "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content
+        calls = None if self.tool_calls is None else [call.plain() for call in self.tool_calls]
+        thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls,
+            "reasoning_content": thoughts,
+        }
+        given = {name: value for name, value in optional.items() if value is not None}
+        return {"role": self.role, "content": text, **given}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -200,7 +256,7 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
-class ChatBody(Sampling):
+class ChatBody(Sampling, ChatNoEffect):
     """Request body of `/v1/chat/completions`."""
 
     messages: Messages

@@ -37,7 +37,7 @@ class GenerativeScoringBody(Body):
     """Request body of vLLM's `/generative_scoring`: one query and many items, scored by the first label."""
 
     query: str | TokenIds
-    items: Texts | TokenLists
+    items: Texts | TokenLists | str
     label_token_ids: LabelIds
     apply_softmax: bool = True
     item_first: bool = False
@@ -54,7 +54,7 @@ class ScoreBody(Body):
     ] = None
     items: Annotated[
         Texts | TokenLists | ManyTexts | ManyTokenLists | str | None,
-        Field(description="Texts or token ids. A list of queries may come with a list of items per query."),
+        Field(description="Texts or token ids, or one text. A list of queries may come with a list of items per query."),
     ] = None
     labels: Annotated[LabelTexts | None, Field(description="Labels as texts of one token each; or label_token_ids.")] = None
     label_token_ids: LabelIds | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -21,12 +21,13 @@ from chunkattn.server import logprobs
 from chunkattn.server.answers import json_answer
 from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError, api_error
+from chunkattn.server.events import HEARTBEAT, EventStream, Timed, event_of, merged
 from chunkattn.server.keys import Caller
 from chunkattn.server.logprobs import Entry
 from chunkattn.server.protocol.base import Sampling
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody, named_documents
-from chunkattn.server.state import EventStream, ServerState, State, merged, new_id, unless_gone
-from chunkattn.server.texts import Offsets, Part, Tail, usage
+from chunkattn.server.state import ServerState, State, new_id, unless_gone
+from chunkattn.server.texts import Offsets, Part, Tail, token_name, usage
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
@@ -91,7 +92,9 @@ class Answer(ABC):
         """Return a choice with the new part of a sample."""
 
     def check_size(self) -> None:
-        """Check the number of log-probabilities in the answer.
+        """Check the number of log-probabilities in the answer, before any work.
+
+        Without `max_tokens`, generated tokens are counted by `check_generated`.
 
         Raises:
             ApiError: 400, prompts x samples x tokens x log-probabilities exceed `max_answer_values`.
@@ -102,12 +105,30 @@ class Answer(ABC):
     def answer_values(self) -> int:
         """Return a bound on the log-probabilities in the answer."""
         values = 0
-        if self.params.logprobs is not None:
-            tokens = self.num_prompts * self.params.n * (self.params.max_tokens or self.state.llm.limits.max_model_len)
-            values += tokens * (1 + self.params.logprobs)
+        if self.params.logprobs is not None and self.params.max_tokens is not None:
+            values += self.num_prompts * self.params.n * self.params.max_tokens * (1 + self.params.logprobs)
         if self.params.prompt_logprobs is not None:
             values += self.prompt_size * self.params.n * (1 + self.params.prompt_logprobs)
         return values
+
+    def check_generated(self, job: GenerateJob) -> None:
+        """Check the number of log-probabilities of all tokens that fit behind the prompt, for a request without `max_tokens`.
+
+        Args:
+            job: job of the request's only prompt.
+
+        Raises:
+            ApiError: as `check_size`.
+        """
+        if self.params.logprobs is None or self.params.max_tokens is not None:
+            return
+        (requests,) = job.stages()
+        values = 0
+        for request in requests:
+            values += self.params.n * self.state.llm.frontend.intake.max_tokens(request) * (1 + self.params.logprobs)
+            if self.params.prompt_logprobs is not None:
+                values += self.params.n * len(request.layout) * (1 + self.params.prompt_logprobs)
+        self.state.check_answer_values(values, "tokens, samples or log-probabilities (max_tokens)", "logprobs")
 
     @property
     def num_prompts(self) -> int:
@@ -123,6 +144,11 @@ class Answer(ABC):
         """Return the characters or token ids of documents, with their template."""
         template = self.state.llm.frontend.parser.documents.size
         return sum(len(document) + (template if isinstance(document, str) else 0) for document in documents)
+
+    @property
+    def token_name(self) -> Callable[[int], str]:
+        """Return the function from a token id to its name in log-probabilities."""
+        return token_name if self.options.return_tokens_as_token_ids else self.state.texts.piece
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Return the usage of the request."""
@@ -171,7 +197,7 @@ class Completion(Answer):
 
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """Return a generator of outputs per prompt."""
-        body, limit, prompts = self.body, self.state.most_prompts, self.prompts
+        limit, prompts = self.state.most_prompts, self.prompts
         if not 0 < len(prompts) <= limit:
             raise ApiError(
                 400, f"there are {len(prompts)} prompts; give between 1 and {limit}", param="prompt", code="invalid_value"
@@ -181,30 +207,32 @@ class Completion(Answer):
         if len(prompts) > 1:  # check all prompts before the first begins
             jobs = await llm.threads.run(self._jobs, prompts)
             return [llm.stream(job, timeout=timeout, snapshots=False) for job in jobs]
-        return [
-            llm.generate(
-                prompts[0],
-                self.params,
-                chunk_aware=body.chunk_aware,
-                cache_salt=self.caller.salt(body.cache_salt),
-                priority=body.priority,
-                timeout=timeout,
-                final_only=not body.stream,
-                snapshots=False,
-            )
-        ]
+        return [llm.stream(lambda: self._job(prompts[0]), timeout=timeout, snapshots=False)]
+
+    def _job(self, prompt: Prompt) -> GenerateJob:
+        """Return the job of one prompt."""
+        frontend, body = self.state.llm.frontend, self.body
+        parsed = frontend.parse([prompt], body.chunk_aware, add_special_tokens=body.add_special_tokens)
+        salt, final_only = self.caller.salt(body.cache_salt), not body.stream
+        return generate_job(
+            frontend,
+            parsed,
+            self.params,
+            body.priority,
+            cache_salt=salt,
+            final_only=final_only,
+            prompt_only=not body.max_tokens,
+        )
 
     def _jobs(self, prompts: Sequence[Prompt]) -> list[GenerateJob]:
         """Return a job for each prompt. Errors name the prompt by its number."""
-        frontend, body, jobs = self.state.llm.frontend, self.body, []
-        options: dict[str, Any] = {"cache_salt": self.caller.salt(body.cache_salt), "final_only": not body.stream}
+        jobs = []
         for number, prompt in enumerate(prompts):
             try:
-                parsed = frontend.parse([prompt], body.chunk_aware)
-                jobs.append(generate_job(frontend, parsed, self.params, body.priority, **options))
+                jobs.append(self._job(prompt))
             except RequestError as error:
                 raise type(error)(f"prompt {number}: {error}", param=error.param) from None
-        frontend.check_tokens(sum(job.tokens for job in jobs), COST, "prompt")
+        self.state.llm.frontend.check_tokens(sum(job.tokens for job in jobs), COST, "prompt")
         return jobs
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
@@ -278,7 +306,9 @@ class Completion(Answer):
     def _prompt_offsets(self, output: RequestOutput) -> tuple[list[int], int]:
         """Return the offsets of the prompt's tokens and their end; all samples share them."""
         if output.request_id not in self._known_offsets:
-            self._known_offsets[output.request_id] = self.texts.prompt_offsets(output)
+            self._known_offsets[output.request_id] = self.texts.prompt_offsets(
+                output, add_special_tokens=self.body.add_special_tokens
+            )
         return self._known_offsets[output.request_id]
 
     def _offsets(self, output: RequestOutput, begin: int) -> Offsets:
@@ -287,7 +317,7 @@ class Completion(Answer):
         return Offsets(self.texts.tokenizer, begin, output.prompt_token_ids, skip_special_tokens=skip)
 
     def _logprobs(self, ids: list[int], entries: Sequence[Entry], offsets: list[int]) -> dict[str, Any]:
-        return logprobs.legacy(ids, entries, self.body.logprobs or 0, offsets, self.texts.piece)
+        return logprobs.legacy(ids, entries, self.body.logprobs or 0, offsets, self.token_name)
 
 
 class Chat(Answer):
@@ -306,24 +336,22 @@ class Chat(Answer):
     @property
     def prompt_size(self) -> int:
         """Return the characters of all messages and documents."""
-        return sum(len(m.plain()["content"]) for m in self.body.messages) + self.documents_size(self.documents or ())
+        return sum(m.size for m in self.body.messages) + self.documents_size(self.documents or ())
 
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """Return the generator of the conversation's outputs."""
-        body = self.body
         self.caller.take(1)
-        conversation = self.state.llm.chat(
-            [m.plain() for m in body.messages],
-            self.params,
-            documents=self.documents,
-            cache_salt=self.caller.salt(body.cache_salt),
-            priority=body.priority,
-            timeout=self.state.config.request_timeout_s,
-            final_only=not body.stream,
-            snapshots=False,
-            chat_template_kwargs=body.template_options(),
-        )
-        return [conversation]
+        return [self.state.llm.stream(self._job, timeout=self.state.config.request_timeout_s, snapshots=False)]
+
+    def _job(self) -> GenerateJob:
+        """Return the job of the conversation."""
+        frontend, body = self.state.llm.frontend, self.body
+        messages = [m.plain() for m in body.messages]
+        parsed = frontend.parse_chat([messages], self.documents, body.template_options())
+        salt, final_only = self.caller.salt(body.cache_salt), not body.stream
+        job = generate_job(frontend, parsed, self.params, body.priority, cache_salt=salt, final_only=final_only)
+        self.check_generated(job)
+        return job
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """Return the choice of a finished sample."""
@@ -351,7 +379,7 @@ class Chat(Answer):
         return made if part.finish_reason is None else {**made, "stop_reason": part.stop_reason}
 
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
-        return logprobs.chat(token_ids, entries, self.body.top_logprobs or 0, self.texts)
+        return logprobs.chat(token_ids, entries, self.body.top_logprobs or 0, self.texts, self.token_name)
 
 
 async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, request: Request, state: ServerState) -> Response:
@@ -362,14 +390,20 @@ async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, req
     answer.check_size()
     if not answer.options.stream:
         return await unless_gone(request, _whole(answer))
-    # Await the first output before the response: errors up to there still get an HTTP status of their own.
-    first, rest = await unless_gone(request, _begun(answer))
-    return EventStream(_events(answer, first, rest, request.state.request_id), rest)
+    # Await the first output, or the first heartbeat, before the response: errors up to there still get an HTTP status.
+    outputs = Timed(_outputs(answer), state.config.stream_heartbeat_s or None)
+    try:
+        first = await unless_gone(request, outputs.next())
+    except BaseException:
+        await outputs.aclose()
+        raise
+    return EventStream(_events(answer, first, outputs, request.state.request_id), outputs)
 
 
-async def _begun(answer: Answer) -> tuple[tuple[int, RequestOutput], AsyncGenerator[tuple[int, RequestOutput], None]]:
-    outputs = merged(await answer.streams())
-    return await anext(outputs), outputs
+async def _outputs(answer: Answer) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async with aclosing(merged(await answer.streams())) as outputs:
+        async for numbered in outputs:
+            yield numbered
 
 
 async def _whole(answer: Answer) -> Response:
@@ -381,14 +415,14 @@ async def _whole(answer: Answer) -> Response:
         return {**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)}
 
     tokens = sum(len(sample.token_ids) for output in ordered for sample in output.outputs)
-    has_logprobs = answer.params.prompt_logprobs is not None or answer.params.logprobs is not None
-    return await json_answer(answer.state.llm.threads, build, answer.answer_values if has_logprobs else tokens)
+    values = max(answer.answer_values, tokens * (1 + (answer.params.logprobs or 0)))
+    return await json_answer(answer.state.llm.threads, build, values)
 
 
 async def _events(
     answer: Answer,
-    first: tuple[int, RequestOutput],
-    rest: AsyncGenerator[tuple[int, RequestOutput], None],
+    first: tuple[int, RequestOutput] | None,
+    outputs: Timed[tuple[int, RequestOutput]],
     request_id: str,
 ) -> AsyncGenerator[str, None]:
     last: dict[int, RequestOutput] = {}
@@ -399,7 +433,7 @@ async def _events(
         body = {**answer.common(answer.chunk_name), "choices": choices}
         if with_usage:
             body["usage"] = answer.usage([last[number] for number in sorted(last)])
-        return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+        return event_of(body)
 
     async def events(number: int, output: RequestOutput) -> Iterable[str]:
         if number not in last and answer.params.prompt_logprobs is not None:
@@ -420,13 +454,16 @@ async def _events(
 
     continuous = stream_options is not None and stream_options.continuous_usage_stats
     try:
-        for text in await events(*first):
-            yield text
-        async for number, output in rest:
-            for text in await events(number, output):
+        arrived = first
+        while True:
+            for text in [HEARTBEAT] if arrived is None else await events(*arrived):
                 yield text
+            try:
+                arrived = await outputs.next()
+            except StopAsyncIteration:
+                break
         if stream_options is not None and stream_options.include_usage:
             yield event([], with_usage=True)
     except Exception as error:
-        yield f"data: {json.dumps(api_error(error, request_id).body)}\n\n"
+        yield event_of(api_error(error, request_id).body)
     yield "data: [DONE]\n\n"

@@ -28,13 +28,14 @@ _DOCUMENT_VALUES = 64
 async def generative_scoring(body: GenerativeScoringBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Score items by the probability of the first label after query and item."""
     _check(state, body)
-    state.check_answer_values(len(body.items) * len(body.label_token_ids), "items or labels at once", "items")
+    items: Any = [body.items] if isinstance(body.items, str) else body.items
+    state.check_answer_values(len(items) * len(body.label_token_ids), "items or labels at once", "items")
     caller.take(1)
     output = await unless_gone(
         request,
         state.llm.score(
             body.query,
-            body.items,
+            items,
             label_token_ids=body.label_token_ids,
             apply_softmax=body.apply_softmax,
             item_first=body.item_first,
@@ -58,7 +59,7 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
         _check_queries(state, len(body.query))
     _check_size(state, body)
     query: Any = body.query
-    items: Any = body.items
+    items: Any = [body.items] if isinstance(body.items, str) else body.items
     output: ScoreOutput | list[ScoreOutput] = await unless_gone(
         request,
         state.llm.score(

@@ -46,6 +46,7 @@ class InspectBody(Body):
     prompt: str | TokenIds = ""
     chunks: Chunks | None = None
     chunk_aware: bool | None = None
+    add_special_tokens: bool = True
     cache_salt: CacheSalt = None
 
 
@@ -71,7 +72,6 @@ async def tokenize(body: TokenizeBody, request: Request, state: State, caller: C
 
     def fields() -> dict[str, Any]:
         tokens = ids()
-        state.check_answer_values(len(tokens), "tokens", "prompt")
         found = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             _check_shown(len(tokens), "prompt")
@@ -120,7 +120,7 @@ async def inspect(body: InspectBody, request: Request, state: State, caller: Cal
         stored = state.documents.named(names, salt, field="chunks.documents")
         prompt = body.chunks.prompt({number: document.chunk for number, document in stored.items()})
     caller.take(1)
-    answer = partial(_inspected, state, prompt, body.chunk_aware)
+    answer = partial(_inspected, state, prompt, body.chunk_aware, body.add_special_tokens)
     return await unless_gone(request, json_answer(state.llm.threads, answer, _IN_A_THREAD))
 
 
@@ -135,8 +135,8 @@ def _check_shown(tokens: int, param: str) -> None:
         raise ApiError(400, text, param=param, code="invalid_value")
 
 
-def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None) -> dict[str, Any]:
-    (parsed,) = state.llm.frontend.parse([prompt], chunk_aware)
+def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None, add_special_tokens: bool) -> dict[str, Any]:
+    (parsed,) = state.llm.frontend.parse([prompt], chunk_aware, add_special_tokens=add_special_tokens)
     layout, parts = parsed.layout, []
     _check_shown(len(layout), "prompt")
     for segment in layout.segments:

@@ -1,0 +1,206 @@
+"""Requests of a workload: random texts of known token counts, as bodies for the routes of several servers."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from chunkattn.errors import ConfigError
+
+WORDS = (
+    "apple river stone cloud garden window paper silver winter summer doctor teacher market bridge forest island "
+    "letter music number orange picture road school table village water yellow book city door engine farm "
+    "glass house iron key lake moon night ocean people queen rain ship tree voice wind year"
+)
+GENERATIONS = {"chunks": "/v1/completions", "prompt": "/v1/completions", "chat": "/v1/chat/completions"}
+SCORINGS = {
+    "rerank": "/v1/rerank",
+    "score": "/v1/score",
+    "pairs": "/v1/score",
+    "generative_scoring": "/generative_scoring",
+}
+LABELS = ("yes", "no")
+_TEMPLATE = "Document: {document}\n\n"
+"""The engine's default template of documents, for servers that take one prompt."""
+_REPEATS = 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Kind and size of the requests.
+
+    Attributes:
+        name: name on the command line, such as `rag-8x100` or `rerank-10x300`.
+        is_rerank: whether the requests ask for scores.
+        count: number of documents, or of items.
+        tokens: tokens of a document, or of the query.
+    """
+
+    name: str
+    is_rerank: bool
+    count: int
+    tokens: int
+
+    @classmethod
+    def parse(cls, name: str) -> Workload:
+        """Return the workload of a name.
+
+        Raises:
+            ConfigError: the name is not of the form `rag-DOCUMENTSxTOKENS` or `rerank-ITEMSxTOKENS`, or a count is 0.
+        """
+        found = re.fullmatch(r"(rag|rerank)-([1-9]\d{0,5})x([1-9]\d{0,6})", name)
+        if found is None:
+            raise ConfigError(
+                f"unknown workload {name!r}; give rag-DOCUMENTSxTOKENS or rerank-ITEMSxTOKENS, "
+                "such as rag-8x100 or rerank-10x300 (10 items behind a query of 300 tokens)"
+            )
+        return cls(name, found[1] == "rerank", int(found[2]), int(found[3]))
+
+
+@dataclass(frozen=True)
+class Form:
+    """Sizes and wire format that all requests of a command share.
+
+    Attributes:
+        model: name of the served model.
+        generation: key of `GENERATIONS`.
+        scoring: key of `SCORINGS`.
+        prefix_tokens: tokens of the prefix of all prompts with documents.
+        question_tokens: tokens of a question; each is new.
+        output_tokens: tokens to generate.
+        item_tokens: tokens of an item.
+        document_pool: number of documents to draw from; 0 makes new documents for every request.
+        ignore_eos: whether exactly `output_tokens` are generated, by a field that vLLM and this project have.
+        label_ids: token ids of the labels; empty where the route takes none.
+    """
+
+    model: str
+    generation: str
+    scoring: str
+    prefix_tokens: int
+    question_tokens: int
+    output_tokens: int
+    item_tokens: int
+    document_pool: int
+    ignore_eos: bool
+    label_ids: tuple[int, ...] = ()
+
+    def path(self, workload: Workload) -> str:
+        """Return the route of a workload."""
+        return SCORINGS[self.scoring] if workload.is_rerank else GENERATIONS[self.generation]
+
+
+class Texts:
+    """Random texts of plain words.
+
+    Args:
+        costs: tokens of each word after a space.
+    """
+
+    def __init__(self, costs: dict[str, int]) -> None:
+        self._words = sorted(costs.items(), key=lambda entry: entry[1])
+
+    @classmethod
+    async def measured(cls, count: Callable[[str], Awaitable[int]]) -> Texts:
+        """Measure the tokens of every word.
+
+        Args:
+            count: returns the number of tokens of a text.
+        """
+        costs = {}
+        for word in WORDS.split():
+            one, many = await count(word), await count(" ".join([word] * (1 + _REPEATS)))
+            costs[word] = max(1, round((many - one) / _REPEATS))
+        return cls(costs)
+
+    def draw(self, rng: random.Random, tokens: int) -> str:
+        """Return a text of at most `tokens` tokens, and less by the shortest word at most."""
+        words, left = [], tokens
+        known = self._words
+        while known and left:
+            word, cost = rng.choice(known)
+            if cost > left:
+                known = [entry for entry in known if entry[1] <= left]
+            else:
+                words.append(word)
+                left -= cost
+        return " ".join(words)
+
+
+class Source:
+    """Bodies of one workload, without end.
+
+    Args:
+        workload: kind and size of the requests.
+        form: wire format.
+        texts: maker of texts.
+        seed: seed of the texts.
+    """
+
+    def __init__(self, workload: Workload, form: Form, texts: Texts, seed: int) -> None:
+        self._workload, self._form, self._texts = workload, form, texts
+        self._rng = random.Random(f"{seed} {workload.name}")
+        self._prefix = texts.draw(self._rng, form.prefix_tokens)
+        size = 0 if workload.is_rerank else form.document_pool
+        self._pool = [texts.draw(self._rng, workload.tokens) for _ in range(size)]
+
+    def warm_up(self) -> Iterator[bytes]:
+        """Yield requests that contain every document of the pool once, and at least two requests."""
+        count = self._workload.count
+        pooled = [self._pool[at : at + count] for at in range(0, len(self._pool), count)]
+        for documents in pooled:
+            missing = count - len(documents)
+            yield self._generation([*documents, *self._pool[:missing]])
+        for _ in range(2 - len(pooled)):
+            yield next(self)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        """Return the body of a new request."""
+        if self._workload.is_rerank:
+            return self._scoring()
+        count = self._workload.count
+        if self._pool:
+            return self._generation(self._rng.sample(self._pool, count))
+        return self._generation([self._texts.draw(self._rng, self._workload.tokens) for _ in range(count)])
+
+    def _generation(self, documents: list[str]) -> bytes:
+        form, question = self._form, self._texts.draw(self._rng, self._form.question_tokens)
+        body: dict[str, Any] = {
+            "model": form.model,
+            "max_tokens": form.output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if form.ignore_eos:
+            body["ignore_eos"] = True
+        joined = "".join(_TEMPLATE.format(document=document) for document in documents) + question
+        if form.generation == "chunks":
+            body["chunks"] = {"prefix": self._prefix, "documents": documents, "question": question}
+        elif form.generation == "prompt":
+            body["prompt"] = f"{self._prefix}\n\n{joined}"
+        else:
+            body["messages"] = [{"role": "system", "content": self._prefix}, {"role": "user", "content": joined}]
+        return json.dumps(body).encode()
+
+    def _scoring(self) -> bytes:
+        form, workload = self._form, self._workload
+        query = self._texts.draw(self._rng, workload.tokens)
+        items = [self._texts.draw(self._rng, form.item_tokens) for _ in range(workload.count)]
+        body: dict[str, Any] = {"model": form.model}
+        if form.scoring == "rerank":
+            body |= {"query": query, "documents": items}
+        elif form.scoring == "pairs":
+            body |= {"text_1": query, "text_2": items}
+        else:
+            # The space keeps the last word of the query and the first word of an item apart.
+            body |= {"query": query, "items": [f" {item}" for item in items]}
+            body |= {"label_token_ids": list(form.label_ids), "apply_softmax": True}
+        return json.dumps(body).encode()

@@ -1,0 +1,186 @@
+"""Bodies of requests: their encodings, their bounds, and the memory that a client may hold."""
+
+import asyncio
+import gzip
+import json
+import zlib
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkattn.server import json_shape
+from chunkattn.server.app import create_app
+from chunkattn.server.bodies import SMALL_BODY
+from chunkattn.server.body_shares import BodyShares
+from chunkattn.server.json_shape import Shape, measure
+from chunkattn.server.options import ServerConfig
+
+pytest_plugins = ["tests.told_engine"]
+
+LIMIT = 1 << 18
+
+
+@pytest.fixture
+def client(llm):
+    return TestClient(create_app(llm, ServerConfig(max_body_bytes=LIMIT)), base_url="http://localhost")
+
+
+def post(client, body, coding=None, path="/tokenize"):
+    """Send a body as JSON."""
+    headers = {"Content-Type": "application/json"} | ({} if coding is None else {"Content-Encoding": coding})
+    return client.post(path, content=body, headers=headers)
+
+
+def raw_deflate(data):
+    """Deflate without zlib's header, as some clients send it."""
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(data) + packer.flush()
+
+
+TEXTS = {"small": "Héllo wörld ", "large": "Where does Ana live? " * (3 * SMALL_BODY // 21)}
+CHARSETS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be")
+CODINGS = {None: bytes, "identity": bytes, "gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress}
+CODINGS |= {"Deflate": raw_deflate, "gzip, deflate": lambda data: zlib.compress(gzip.compress(data))}
+
+
+@pytest.mark.parametrize("size", TEXTS)
+def test_every_charset_and_coding_is_read_alike(client, demo, size):
+    body = {"prompt": TEXTS[size][:20_000], "user": TEXTS[size][: SMALL_BODY // 2 if size == "large" else 5]}
+    expected = demo.tokenizer(body["prompt"]).input_ids
+    plain = json.dumps(body, ensure_ascii=False)
+    for charset in CHARSETS:
+        answer = post(client, plain.encode(charset))
+        assert answer.status_code == 200, (charset, answer.text)
+        assert answer.json()["tokens"] == expected
+    for coding, encode in CODINGS.items():
+        answer = post(client, encode(plain.encode()), coding)
+        assert answer.status_code == 200, (coding, answer.text)
+        assert answer.json()["tokens"] == expected
+
+
+BROKEN = {
+    "unknown coding": (b"{}", "br", 415, "unsupported_encoding"),
+    "not gzip": (b'{"prompt": "a"}', "gzip", 400, "invalid_encoding"),
+    "cut": (gzip.compress(b'{"prompt": "a"}')[:-9], "gzip", 400, "invalid_encoding"),
+    "more after the end": (gzip.compress(b"{}") + b"x", "gzip", 400, "invalid_encoding"),
+    "a bomb": (gzip.compress(b" " * (64 * LIMIT)), "gzip", 413, "request_too_large"),
+    "two bombs": (gzip.compress(gzip.compress(b" " * (64 * LIMIT))), "gzip, gzip", 413, "request_too_large"),
+    "not UTF-16": ('{"a"}'.encode("utf-16") + b"x", None, 400, "invalid_json"),
+    "not UTF-8": (b'{"prompt": "\xff"}', None, 400, "invalid_json"),
+    "not UTF-8, large": (b'{"prompt": "\xff' + b"a" * SMALL_BODY + b'"}', None, 400, "invalid_json"),
+    "not JSON": (b'{"prompt": ', None, 400, "invalid_json"),
+    "not JSON, large": (b'{"prompt": "' + b"a" * SMALL_BODY, None, 400, "invalid_json"),
+    "deep": (b'{"chat_template_kwargs": {"a": ' + b"[" * 70 + b"]" * 70 + b"}}", None, 400, "body_too_complex"),
+    "deep and cut": (b"[" * 20_000, None, 400, "body_too_complex"),
+    "many objects": (json.dumps({"prompt": [{}] * 50_000}).encode(), None, 400, "body_too_complex"),
+    "many values": (b'{"prompt": [' + b"1," * 110_000 + b"1]}", None, 400, "body_too_complex"),
+    "many texts": (b'{"prompt": [' + b'"",' * 80_000 + b'""]}', None, 400, "body_too_complex"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_bodies_are_refused(client, name, monkeypatch):
+    body, coding, status, code = BROKEN[name]
+    if name == "many texts":
+        monkeypatch.setattr("chunkattn.server.bodies._STRINGS_PER_ITEM", 1)
+    if name == "many values":
+        monkeypatch.setattr("chunkattn.server.bodies._MAX_VALUES", 100_000)
+    answer = post(client, body, coding)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+
+
+def test_large_bodies_are_validated_as_small_ones(client):
+    """The same fault is told in the same words, whether it is found on the event loop or in a thread."""
+    for fault in ({"prompt": 1}, {"nonsense": 1, "prompt": "a"}, {"prompt": "a", "messages": []}, {}, [1]):
+        small = post(client, json.dumps(fault))
+        padded = json.dumps(fault)[:-1] + " " * SMALL_BODY + json.dumps(fault)[-1]
+        large = post(client, padded)
+        assert small.status_code == large.status_code == 400
+        assert small.json() == large.json()
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('a\\",[]{}é', max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a\\"', max_size=3), inner, max_size=3),
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(VALUES, st.sampled_from([1, 2, 3, 5, 64]))
+def test_the_shape_of_json_counts_its_values(value, piece):
+    """In whatever pieces the text is measured."""
+
+    def counted(value, depth=0):
+        if isinstance(value, str):
+            return Shape(0, 1, 0, depth)
+        if not isinstance(value, (list, dict)):
+            return Shape(0, 0, 0, depth)
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        parts = [counted(one, depth + 1) for one in inner]
+        deepest = max([depth + 1, *(part.depth for part in parts)])
+        commas = max(len(value) - 1, 0) + sum(part.values for part in parts)
+        return Shape(1 + sum(p.containers for p in parts), sum(p.strings for p in parts), commas, deepest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_shape, "_PIECE", piece)
+        assert measure(json.dumps(value).encode()) == counted(value)
+
+
+def test_a_client_waits_for_room_and_others_do_not():
+    """In the order of arrival; a body beyond the share passes alone; a client that leaves takes nothing."""
+
+    async def main():
+        shares, admitted = BodyShares(10), []
+
+        async def take(name, owner, size):
+            await shares.take(owner, size)
+            admitted.append(name)
+
+        async def settle():
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        await take("first", "a", 6)
+        tasks = [asyncio.create_task(take(*one)) for one in (("big", "a", 30), ("small", "a", 1), ("other", "b", 10))]
+        await settle()
+        assert admitted == ["first", "other"]
+        shares.give("a", 6)
+        await settle()
+        assert admitted == ["first", "other", "big"]
+        shares.give("a", 30)
+        await settle()
+        assert admitted == ["first", "other", "big", "small"]
+        gone = asyncio.create_task(take("gone", "a", 20))
+        last = asyncio.create_task(take("last", "a", 9))
+        await settle()
+        gone.cancel()
+        await settle()
+        assert admitted[-1] == "last"
+        shares.give("a", 1)
+        shares.give("a", 9)
+        late = asyncio.create_task(take("late", "b", 1))
+        await settle()
+        shares.give("b", 10)
+        late.cancel()  # its turn has come, and it has not run yet
+        await asyncio.gather(*tasks, last, gone, late, return_exceptions=True)
+        assert not shares.held
+        assert not shares._waiting
+
+    asyncio.run(main())
+
+
+def test_large_bodies_of_one_client_wait_for_each_other(llm):
+    """A request that holds its body keeps the next large one out until its time is over; a small one passes."""
+    app = create_app(llm, ServerConfig(max_body_bytes_per_client=1, request_timeout_s=0.2))
+    client = TestClient(app, base_url="http://localhost")
+    held = app.state.server.shares.bodies.held
+    held["testclient"] = 1
+    body = json.dumps({"prompt": "a" + " " * SMALL_BODY})
+    answer = post(client, body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_share_exceeded")
+    assert post(client, json.dumps({"prompt": "a"})).status_code == 200
+    held.clear()
+    assert post(client, body).status_code == 200
+    assert not held
