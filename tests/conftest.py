@@ -89,6 +89,7 @@ def demo_server():
     """Server of the bundled demo model in a process of its own."""
     made = ServerProcess(*SMALL)
     yield made
+    assert made.process.poll() is None, "the server has ended:\n" + "".join(made.log[-40:])
     with made.client() as http:
         wait_until(lambda: is_idle(http))
     assert made.close() == 0
