@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from chunkattn.cli.common import app, check_file, command, console
+from chunkattn.cli.common import check_file, command, command_group, console
 from chunkattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from chunkattn.bench.rag import Case
 
-group = typer.Typer(no_args_is_help=True, help="Run benchmarks that compare methods in one process.")
-app.add_typer(group, name="bench")
+group = command_group("bench", "Run benchmarks that compare methods in one process.")
 
 Geometry = Annotated[str, typer.Option(help="Model shape, with random weights: qwen3-0.6b or small.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens per KV page, a power of two. Default: the engine's.")]
