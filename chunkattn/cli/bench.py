@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from chunkattn.cli.common import check_file, command, command_group, console
+from chunkattn.cli.progress import Rounds
 from chunkattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,11 +50,8 @@ def rag(
     longest = prefix_tokens + max(workload.documents) * max(workload.document_tokens) + question_tokens
     if longest >= (limit := GEOMETRIES[geometry].max_position_embeddings):
         raise ConfigError(f"a plain prompt of {longest} tokens is longer than the {limit} of {geometry}")
-    cases: list[Case] = []
-    with console.status("measuring", spinner="dots") as status:
-        for case in run(geometry, workload, dtype=dtype):
-            cases.append(case)
-            status.update(f"measured {case.documents} x {case.document_tokens}, {case.mode}")
+    with Rounds() as rounds:
+        cases = list(run(geometry, workload, dtype=dtype, progress=rounds))
     records = json.dumps(as_records(cases), indent=2)
     if json_file == "-":
         print(records)
