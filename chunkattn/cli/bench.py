@@ -128,7 +128,7 @@ def _check_picture(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'chunkattn[plot]'") from error
+        raise ConfigError("a picture needs matplotlib: pip install matplotlib") from error
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise ConfigError(f"pictures end in one of {', '.join(sorted(known))}; got {path.name!r}")

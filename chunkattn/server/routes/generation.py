@@ -23,6 +23,7 @@ from chunkattn.parsers.prompt import Prompt
 from chunkattn.server import logprobs
 from chunkattn.server.answers import JsonResponse
 from chunkattn.server.bodies import JsonRoute
+from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError, api_error
 from chunkattn.server.keys import Caller
 from chunkattn.server.logprobs import Entry
@@ -61,6 +62,7 @@ class Answer(ABC):
         object_name: `object` of a whole answer.
         chunk_name: `object` of a stream's event.
         params: sampling parameters of all prompts.
+        stored: documents that the request names by id, by the number of their chunk.
     """
 
     kind: str
@@ -70,6 +72,8 @@ class Answer(ABC):
 
     def __init__(self, body: Sampling, state: ServerState, caller: Caller) -> None:
         self.options, self.state, self.caller = body, state, caller
+        self.stored: dict[int, StoredDocument] = {}
+        self._moved: list[int] | None = None
         self.id, self.created = new_id(self.kind), int(time.time())
 
     @abstractmethod
@@ -124,7 +128,13 @@ class Answer(ABC):
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Return the usage of the request."""
-        return usage(outputs, chunks=self.options.return_chunk_usage)
+        return usage(outputs, chunks=self.options.return_chunk_usage, moved=self.moved(outputs))
+
+    def moved(self, outputs: list[RequestOutput]) -> list[int]:
+        """Return the numbers of the documents named by id whose stored K/V is of another prefix than the prompt's."""
+        if self._moved is None:
+            self._moved = [n for n, document in self.stored.items() if not document.follows(outputs[0])]
+        return self._moved
 
     def common(self, name: str) -> dict[str, Any]:
         """Return the fields common to all objects of the answer.
@@ -148,8 +158,8 @@ class Completion(Answer):
     def __init__(self, body: CompletionBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
-        stored = state.documents.named(body.named(), caller.salt(body.cache_salt), field="chunks.documents")
-        self.prompts = body.prompts({number: document.chunk for number, document in stored.items()})
+        self.stored = state.documents.named(body.named(), caller.salt(body.cache_salt), field="chunks.documents")
+        self.prompts = body.prompts({number: document.chunk for number, document in self.stored.items()})
         self._known_offsets: dict[str, tuple[list[int], int]] = {}
         echoed = body.logprobs if body.echo else None
         self.params = body.sampling(max_tokens=body.max_tokens or 1, logprobs=body.logprobs, prompt_logprobs=echoed)
@@ -208,7 +218,7 @@ class Completion(Answer):
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Return the usage; max_tokens 0 reports no completion tokens."""
         generated = None if self.body.max_tokens else 0  # the engine generates one token to read the prompt's logprobs
-        return usage(outputs, generated=generated, chunks=self.body.return_chunk_usage)
+        return usage(outputs, generated=generated, chunks=self.body.return_chunk_usage, moved=self.moved(outputs))
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """Return the choice of a finished sample."""
@@ -296,8 +306,8 @@ class Chat(Answer):
     def __init__(self, body: ChatBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
-        stored = state.documents.named(named_documents(body.documents), caller.salt(body.cache_salt))
-        self.documents = body.chunks({number: document.chunk for number, document in stored.items()})
+        self.stored = state.documents.named(named_documents(body.documents), caller.salt(body.cache_salt))
+        self.documents = body.chunks({number: document.chunk for number, document in self.stored.items()})
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         self.params = body.sampling(max_tokens=body.limit, logprobs=wanted)
 
