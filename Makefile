@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-llama test-clients test-all lint docs eval clean
+.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-llama test-clients test-all lint reference docs eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -81,6 +81,9 @@ lint: .venv/.installed-test  ## style, types and the direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+reference: .venv/.installed  ## write the reference tables of docs/ from the code
+	$(BIN)/python docs/hooks.py
 
 docs: .venv/.installed-docs  ## the documentation in build/docs; a broken link or anchor fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends import AttentionBatch, AttentionSpec, make_backend
+from chunkattn.cli.progress import timed
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
 
@@ -57,11 +58,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = [
-        {"backend": b, "kind": kind, "tokens": n, "temporary_mib": round(temporary_bytes(b, n, kind) / 2**20, 1)}
-        for b, kind in (("xla", "plain"), ("xla", "chunks"), ("packed_dense", "chunks"), ("reference", "plain"))
-        for n in (2048, 4096, 8192)
-    ]
+    rows = []
+    for backend, kind in (("xla", "plain"), ("xla", "chunks"), ("packed_dense", "chunks"), ("reference", "plain")):
+        for tokens in (2048, 4096, 8192):
+            with timed(f"{backend}, {kind}, {tokens} tokens"):
+                mib = round(temporary_bytes(backend, tokens, kind) / 2**20, 1)
+            rows.append({"backend": backend, "kind": kind, "tokens": tokens, "temporary_mib": mib})
     if args.json:
         print(json.dumps(rows, indent=2))
         return

@@ -24,6 +24,8 @@ from chunkattn.backends.base import AttentionBatch, AttentionSpec, Weighing
 from chunkattn.backends.cpu import library
 from chunkattn.backends.cpu import linear as few_rows
 from chunkattn.backends.registry import get_backend
+from chunkattn.bench.rounds import round_name
+from chunkattn.cli.progress import timed
 from chunkattn.models import linear
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 16
@@ -117,21 +119,22 @@ def product(rows: int, name: str, multiply: Callable[..., jax.Array]) -> Callabl
     return lambda: program(weights(name)).block_until_ready()
 
 
-def times(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def times(case: str, calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of each call, which take turns; the first round is left out."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            if number:
-                found[name].append(1e3 * (time.perf_counter() - began))
+        with timed(f"{case}, {round_name(number, rounds)}"):
+            for name, call in calls.items():
+                began = time.perf_counter()
+                call()
+                if number:
+                    found[name].append(1e3 * (time.perf_counter() - began))
     return found
 
 
 def compare(name: str, calls: Mapping[str, Callable[[], None]], rounds: int, per: int = 1) -> None:
     """Print the medians of two calls, and their ratio with its quartiles over the rounds."""
-    (first, ours), (second, theirs) = times(calls, rounds).items()
+    (first, ours), (second, theirs) = times(name, calls, rounds).items()
     low, ratio, high = np.quantile(np.divide(theirs, ours), (0.25, 0.5, 0.75))
     medians = [statistics.median(of) / per for of in (ours, theirs)]
     print(f"{name:34} {first} {medians[0]:8.2f} ms   {second} {medians[1]:8.2f} ms   ratio {ratio:.2f} ({low:.2f}-{high:.2f})")

@@ -19,6 +19,8 @@ from transformers import Qwen3Config
 import chunkattn.backends.softmax as softmax
 import chunkattn.backends.xla as xla
 from chunkattn.bench.geometry import GEOMETRIES, make_core
+from chunkattn.bench.rounds import round_name
+from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest
@@ -63,15 +65,17 @@ def main() -> None:
     for setting in settings:
         choose(*setting)
         options = {"max_num_batched_tokens": 2048, "max_num_seqs": max(8, args.batch), "kv_cache_dtype": args.kv_cache_dtype}
-        cores.append(make_core(args.geometry, pages, dtype=args.dtype, **options))
-        start(cores[-1], args.batch, args.context, args.steps)
+        with timed(f"rows {setting[0]}, keys {setting[1]}, prompts of {args.batch} sequences"):
+            cores.append(make_core(args.geometry, pages, dtype=args.dtype, **options))
+            start(cores[-1], args.batch, args.context, args.steps)
     times: list[list[float]] = [[] for _ in cores]
-    for _ in range(args.steps):
-        for setting, core, taken in zip(settings, cores, times, strict=True):
-            choose(*setting)
-            began = time.perf_counter()
-            core.step()
-            taken.append(time.perf_counter() - began)
+    for number in range(args.steps):
+        with timed(f"all settings, {round_name(number + 1, args.steps)}"):
+            for setting, core, taken in zip(settings, cores, times, strict=True):
+                choose(*setting)
+                began = time.perf_counter()
+                core.step()
+                taken.append(time.perf_counter() - began)
     rows_ms = [
         {"decode_rows": rows, "keys": keys, "median_step_ms": round(1000 * statistics.median(taken), 2)}
         for (rows, keys), taken in zip(settings, times, strict=True)

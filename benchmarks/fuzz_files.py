@@ -19,6 +19,7 @@ from pathlib import Path
 
 import transformers
 
+from chunkattn.cli.progress import say
 from tests.fuzz import gguf_draws
 from tests.fuzz.draws import Draw
 from tests.fuzz.folders import FAMILIES, judge, judge_tokenizer
@@ -40,6 +41,7 @@ def main() -> int:
         counts["equal" if found == "equal" else "refused"] += 1
 
     for family in FAMILIES:
+        say(f"{family}: {args.folders} folders from seed {args.seed}, after {time.monotonic() - began:.1f} s")
         for seed in range(args.seed, args.seed + args.folders):
             place = Path(tempfile.mkdtemp())
             drawn = Draw(place / "model", family, seed)
@@ -50,6 +52,7 @@ def main() -> int:
                 counts["wrong"] += 1
                 print(f"{type(error).__name__}: {error}: {'; '.join(drawn.story)}", flush=True)
             shutil.rmtree(place)
+    say(f"{args.gguf} GGUF files from seed {args.seed}, after {time.monotonic() - began:.1f} s")
     for seed in range(args.seed, args.seed + args.gguf):
         place = Path(tempfile.mkdtemp())
         try:

@@ -35,6 +35,7 @@ from typing import Any
 
 from benchmarks.nvidia.workloads import calls, settings
 from chunkattn.bench.peers import NOT_FOUND, find_python
+from chunkattn.cli.progress import timed
 
 PARTS = "kernels", "flex", "gen", "score"
 TIMEOUT_S = {"check": 1800, "kernels": 600, "flex": 1800, "gen": 7200, "score": 3600}
@@ -178,7 +179,8 @@ def kernels(options: Options) -> dict[str, Any]:
     for number, setting in enumerate(settings(small=options.small)):
         broken = []
         try:
-            said = run(*command, "--setting", str(number), timeout_s=TIMEOUT_S["kernels"])
+            with timed(f"kernels, setting {number}"):
+                said = run(*command, "--setting", str(number), timeout_s=TIMEOUT_S["kernels"])
         except PartError as error:
             said, name = error.output, _unfinished(error.stderr)
             broken = [setting.facts() | {"call": name} | failure(error)]

@@ -136,8 +136,7 @@ def main() -> None:
     results = []
     for result in compile_all(kernels, steps):
         results.append(result)
-        if args.json != "-":
-            print("\n".join(describe(result)), flush=True)
+        print("\n".join(describe(result)), flush=True, file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json == "-":
         print(json.dumps(results, indent=2))
     else:

@@ -15,6 +15,7 @@ import time
 import numpy as np
 
 from chunkattn.bench.geometry import make_core
+from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest
@@ -41,14 +42,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     cores = [make_core(args.geometry, pages, dtype=args.dtype, max_num_batched_tokens=1024) for pages in args.pages]
-    for core in cores:
-        start(core, args.steps)
+    for core, pages in zip(cores, args.pages, strict=True):
+        with timed(f"{pages} pages, prompts"):
+            start(core, args.steps)
     times: list[list[float]] = [[], []]
-    for _ in range(args.steps):
-        for core, taken in zip(cores, times, strict=True):
-            began = time.perf_counter()
-            core.step()
-            taken.append(time.perf_counter() - began)
+    with timed(f"{args.steps} steps of both pools"):
+        for _ in range(args.steps):
+            for core, taken in zip(cores, times, strict=True):
+                began = time.perf_counter()
+                core.step()
+                taken.append(time.perf_counter() - began)
     rows = []
     for core, pages, taken in zip(cores, args.pages, times, strict=True):
         pool = sum(a.nbytes for layer in core.runner.pool.caches for a in layer)

@@ -18,7 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from chunkattn.bench.rounds import round_name
 from chunkattn.bench.score import EXTEND, ScoreBench, Workload, pool_tokens
+from chunkattn.cli.progress import timed
 from chunkattn.scoring.algorithms import AUTO
 
 TOLERANCE, WANTED = 1.15, 0.9
@@ -57,7 +59,8 @@ def measure(bench: ScoreBench, query: Query, workload: Workload, repeats: int, s
             if query.cached:
                 bench.run(known, [bench.ids(1)], EXTEND)  # earlier runs may have evicted the query
             used = items[:sample] if name == "serial" else items
-            taken = bench.run(asked, used, name).seconds * len(items) / len(used)
+            with timed(f"{workload.name}, {name}, {round_name(number, repeats)}"):
+                taken = bench.run(asked, used, name).seconds * len(items) / len(used)
             if number:  # skip the round that compiles
                 seconds[name].append(taken)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
@@ -116,8 +119,9 @@ def main() -> None:
     for tokens, items in ((1000, 100), (100, 10), (1, 300)):  # the engine learns its rates from these
         for name in AUTO:
             warm = Workload(tokens, items, 20)
-            for _ in range(2):
-                bench.run(bench.ids(tokens), bench.items(warm)[: 10 if name == "serial" else None], name)
+            for number in range(2):
+                with timed(f"{warm.name}, {name}, warm-up {number + 1} of 2"):
+                    bench.run(bench.ids(tokens), bench.items(warm)[: 10 if name == "serial" else None], name)
     rows = []
     if args.json != "-":
         print(f"{'query':>12} {'items':>9}  " + "".join(f"{SHORT[name]:>10}" for name in AUTO) + "   best    auto    ratio")

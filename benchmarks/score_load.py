@@ -28,6 +28,7 @@ import numpy as np
 from chunkattn import LLM, SamplingParams
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.bench.memory import resident_bytes
+from chunkattn.cli.progress import say, timed
 from chunkattn.errors import DeadlineExceededError
 
 SIZES = {3: 0.5, 30: 0.35, 500: 0.15}
@@ -137,6 +138,14 @@ async def watch(llm: AsyncLLM, load: Load, seconds: float) -> None:
         load.memory.append((resident_bytes(llm.client.pid), resident_bytes()))
 
 
+async def progress(load: Load, seconds: float, callers: int) -> None:
+    """Print the number of requests on stderr at every tenth of the time."""
+    for tenth in range(1, 11):
+        await asyncio.sleep(seconds / 10)
+        asked = sum(map(len, load.latencies.values()))
+        say(f"{callers} callers, {tenth * seconds / 10:.0f} of {seconds:.0f} s: {asked} requests, {load.aborted} aborted")
+
+
 async def all_free(llm: AsyncLLM) -> bool:
     """Return whether no page is held, once the last abort has arrived."""
     for _ in range(100):
@@ -148,14 +157,15 @@ async def all_free(llm: AsyncLLM) -> bool:
 
 async def run(llm: AsyncLLM, jobs: dict[int, list[Job]], callers: int, args: argparse.Namespace) -> dict[str, Any]:
     """Run `callers` callers for the requested time and return the results."""
-    await asyncio.gather(*(ask(llm, job, Load(), None) for listed in jobs.values() for job in listed))
+    with timed(f"{callers} callers, warm-up"):
+        await asyncio.gather(*(ask(llm, job, Load(), None) for listed in jobs.values() for job in listed))
     load, seconds = Load(), args.seconds or 60 * args.minutes
     began, restarts = time.perf_counter(), llm.client.restarts
     until = began + seconds
     tasks = [call(llm, jobs, load, until, args.aborts, random.Random(number)) for number in range(callers)]
     if args.stream:
         tasks.append(stream(llm, load, until))
-    await asyncio.gather(watch(llm, load, seconds), *tasks)
+    await asyncio.gather(watch(llm, load, seconds), progress(load, seconds, callers), *tasks)
     taken = time.perf_counter() - began
     if llm.client.restarts > restarts:
         load.errors["the engine was started again"] += llm.client.restarts - restarts
@@ -207,7 +217,8 @@ def show(result: dict[str, Any]) -> None:
 
 async def main(args: argparse.Namespace) -> int:
     options = {"max_num_batched_tokens": args.budget}
-    jobs = await asyncio.to_thread(make_jobs, args.variants, options)
+    with timed("expected scores"):
+        jobs = await asyncio.to_thread(make_jobs, args.variants, options)
     results = []
     async with AsyncLLM(dtype="float32", **options) as llm:
         for callers in args.callers:

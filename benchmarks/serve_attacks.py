@@ -25,6 +25,7 @@ import http.client
 import json
 import multiprocessing
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -327,10 +328,11 @@ def main() -> None:
         server = Server("--api-key-file", keys.name, *args.options)
         try:
             heads = f"{'s':>7} {'gap s':>7} {'p99 ms':>8} {'max ms':>8} {'other ms':>8} {'max ms':>8} {'MiB':>6}"
-            print(f"{'request':28} {heads}  answer", flush=True)
-            rows = asyncio.run(measure(server.url, server.process.pid, args, show))
-            for fault in server.faults():
-                print(fault)
+            with contextlib.redirect_stdout(sys.stderr) if args.json == "-" else contextlib.nullcontext():
+                print(f"{'request':28} {heads}  answer", flush=True)
+                rows = asyncio.run(measure(server.url, server.process.pid, args, show))
+                for fault in server.faults():
+                    print(fault)
         finally:
             server.end()
     if args.json:

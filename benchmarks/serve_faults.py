@@ -28,6 +28,8 @@ from typing import Any
 import httpx
 
 from benchmarks.serving import PATH, Server, greedy
+from chunkattn.bench.rounds import round_name
+from chunkattn.cli.progress import timed
 
 WAYS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 HANG_S = 2
@@ -112,10 +114,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             load.longest = 0.0
             clients = asyncio.gather(*(load.call(n) for n in range(args.clients)))
             faults: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-            for _ in range(args.repeats):
+            for repeat in range(args.repeats):
                 for way, number in WAYS.items():
                     hit = asyncio.create_task(fault(server, load, number))
-                    await asyncio.wait({hit, clients}, return_when=asyncio.FIRST_COMPLETED)
+                    with timed(f"engine {way}, {round_name(repeat + 1, args.repeats)}"):
+                        await asyncio.wait({hit, clients}, return_when=asyncio.FIRST_COMPLETED)
                     if clients.done():
                         hit.cancel()
                         await clients  # raises the client's error

@@ -38,6 +38,7 @@ from benchmarks.score_load import GROWTH, SETTLED, mib, percentile
 from benchmarks.serving import Server
 from chunkattn import LLM, ChunkedPrompt, RequestOutput, SamplingParams
 from chunkattn.bench.memory import resident_bytes
+from chunkattn.cli.progress import say, timed
 from chunkattn.server.state import DEMO_NAME
 from training.world import PREFIX, World
 
@@ -256,9 +257,14 @@ async def call(client: Client, catalogue: dict[str, list[Job]], load: Load, unti
 # Leftovers
 
 
-async def watch(pid: int, load: Load, until: float) -> None:
-    """Sample the memory of a process and its children, where the system reports it (Linux does)."""
-    while time.perf_counter() < until:
+async def watch(pid: int, load: Load, seconds: float, until: float) -> None:
+    """Sample the memory of a process and its children (Linux reports it), and print what has ended ten times."""
+    tenths = 0
+    while (left := until - time.perf_counter()) > 0:
+        if (now := int(10 * (seconds - left) / seconds)) > tenths:
+            tenths = now
+            ended = ", ".join(f"{sum(load.counts[kind, end] for kind in KINDS)} {end}" for end in ENDS)
+            say(f"{seconds - left:.0f} of {seconds:.0f} s: {ended}; {sum(load.errors.values())} errors")
         with suppress(OSError):
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             load.memory.append(sum(resident_bytes(process) or 0 for process in (pid, *map(int, children))))
@@ -294,7 +300,7 @@ async def run(server: Server, catalogue: dict[str, list[Job]], clients: int, sec
     async with httpx.AsyncClient(base_url=server.url, timeout=ANSWER_S, limits=LIMITS) as http:
         client, until = Client(http, server.url), began + seconds
         callers = (call(client, catalogue, load, until, random.Random(number)) for number in range(clients))
-        await asyncio.gather(watch(server.process.pid, load, until), *callers)
+        await asyncio.gather(watch(server.process.pid, load, seconds, until), *callers)
         taken, metrics = time.perf_counter() - began, await settle(http)
     load.errors.update(f"{name} is {metrics.get(name)} in the end" for name in HELD if metrics.get(name) != 0)
     growth = grown(load.memory)
@@ -336,7 +342,8 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    catalogue = make_catalogue()
+    with timed("expected answers"):
+        catalogue = make_catalogue()
     options = {
         "max-num-batched-tokens": BUDGET,
         "kv-cache-memory-bytes": POOL_BYTES,

@@ -50,6 +50,8 @@ import uvloop
 from benchmarks.serving import Job, Server, connected, greedy
 from chunkattn import LLM, AsyncLLM, SamplingParams
 from chunkattn.bench.geometry import GEOMETRIES, save_model
+from chunkattn.bench.rounds import round_name
+from chunkattn.cli.progress import timed as told
 from chunkattn.engine.messages import EngineLimits
 
 NAMES = ("Nila", "Rumi", "Siku", "Zenuso", "Lezudo", "Tunise", "Kirora", "Pegelu")
@@ -145,7 +147,8 @@ async def throughput(
     for turn in range(args.repeats + 1):
         jobs = draw(rng, args.requests if turn else args.clients, args.prompt_tokens, args.tokens)
         for name in rng.sample(list(ways), len(ways)):
-            speed = await ways[name](jobs)
+            with told(f"throughput of {name}, {round_name(turn, args.repeats)}"):
+                speed = await ways[name](jobs)
             if turn:  # the first turn warms up
                 speeds[name].append(speed)
     return speeds
@@ -196,7 +199,8 @@ async def first_tokens(engine: AsyncLLM, url: httpx.URL, jobs: list[Job]) -> dic
         ]
         for number, job in enumerate(jobs):
             for name, way, metrics in ways[:: 1 if number % 2 else -1]:
-                seconds, before = await way(job), counted[name]
+                with told(f"first token of {name}, {round_name(number, len(jobs) - 1)}"):
+                    seconds, before = await way(job), counted[name]
                 counted[name] = engine_first_tokens(await metrics())
                 if number:  # the first request warms up
                     found[name].append(First(1000 * seconds, 1000 * (seconds - (counted[name] - before))))

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from chunkattn.bench.geometry import make_core
+from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
 from chunkattn.engine.batch import StepPlan
 from chunkattn.engine.messages import GenerateRequest
@@ -135,8 +136,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    steps = textbook()
-    host = host_share(args.geometry, args.running, args.context, args.steps, args.chunks)
+    with timed("spans of two prompts"):
+        steps = textbook()
+    with timed(f"{args.running} sequences, {args.steps} steps"):
+        host = host_share(args.geometry, args.running, args.context, args.steps, args.chunks)
     if args.json:
         print(json.dumps({"textbook": steps, "host": host}, indent=2))
         return

@@ -107,7 +107,7 @@ def draw(path: Path) -> None:
         from matplotlib.figure import Figure
         from PIL import Image  # matplotlib needs it
     except ImportError as error:
-        raise ConfigError("--png needs matplotlib: pip install 'chunkattn[plot]'") from error
+        raise ConfigError("--png needs matplotlib: pip install matplotlib") from error
     plan = plan_slots(LAYOUT, BLOCK, aligned=True)
     found = walks(batch_of(plan))
     # Show the tile with the most ranges and, among these, the tile with the most unmasked tiles.

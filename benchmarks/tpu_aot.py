@@ -141,8 +141,7 @@ def main() -> None:
     results = []
     for result in compile_all(calls, plain):
         results.append(result)
-        if args.json != "-":
-            print(describe(result), flush=True)
+        print(describe(result), flush=True, file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json == "-":
         print(json.dumps(results, indent=2))
     else:

@@ -30,6 +30,8 @@ from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.backend import PallasMetadata, PallasTpuBackend
 from chunkattn.backends.pallas_tpu.blocks import TABLE, Blocks
 from chunkattn.backends.pallas_tpu.write import DEPTH
+from chunkattn.bench.rounds import round_name
+from chunkattn.cli.progress import timed
 from chunkattn.testing import TOLERANCE, check_backend
 
 SMALL = Blocks(512, 128, 2)
@@ -168,8 +170,10 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it instead of the table")
     args = parser.parse_args()
     results = []
-    for seed, setting in enumerate(SETTINGS[: 2 if args.quick else None]):
-        results.append(run(setting, seed))
+    settings = SETTINGS[: 2 if args.quick else None]
+    for seed, setting in enumerate(settings):
+        with timed(f"{setting.tiles} tiles, {setting.chip}, {round_name(seed + 1, len(settings))}"):
+            results.append(run(setting, seed))
         if args.json != "-":
             r = results[-1]
             asked = ", ".join(f"{k} {v}" for k, v in setting.options.items()) or "defaults"

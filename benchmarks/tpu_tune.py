@@ -29,6 +29,7 @@ from chunkattn.backends import AttentionBatch  # noqa: E402
 from chunkattn.backends.pallas_tpu import kernel  # noqa: E402
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend  # noqa: E402
 from chunkattn.backends.pallas_tpu.blocks import Blocks  # noqa: E402
+from chunkattn.cli.progress import timed  # noqa: E402
 
 FOLDED, SLOTS, TOGETHER = (256, 512), (256, 512, 1024), (1, 4)
 HEADS = {64: (14, 2), 128: (16, 8), 256: (16, 8)}
@@ -134,7 +135,8 @@ def main() -> None:
         for block_size in PAGES:
             found, tiles = [], set()
             for blocks in map(Blocks._make, product(args.folded or FOLDED, args.slots or SLOTS, args.together or TOGETHER)):
-                result = measure(chip, head_dim, block_size, blocks)
+                with timed(f"{chip}, head_dim {head_dim}, pages of {block_size}, {blocks}"):
+                    result = measure(chip, head_dim, block_size, blocks)
                 if result and result["tile"] not in tiles:
                     tiles.add(result["tile"])
                     found.append(result)

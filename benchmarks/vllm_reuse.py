@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from chunkattn.cli.progress import say
+
 GEOMETRIES = {
     "medium": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
     "large": {
@@ -120,20 +122,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     composed(tokens(options.question))
     load = Clock(worker, "_load")
     warm, full, again, loads = [], [], [], []
-    for _ in range(options.rounds):
+
+    def told(case: str, number: int, call: Callable[[], Any]) -> float:
+        taken = seconds(call)
+        say(f"{case}, round {number + 1} of {options.rounds}: {taken:.1f} s")
+        return taken
+
+    for number in range(options.rounds):
         rng.shuffle(documents)
         question = tokens(options.question)
         llm.llm.reset_prefix_cache()
         load.calls.clear()
-        warm.append(seconds(lambda q=question: composed(q)))
+        warm.append(told("composed", number, lambda q=question: composed(q)))
         loads.append(sum(load.calls))
-        again.append(seconds(lambda: composed(tokens(options.question))))
+        again.append(told("same order", number, lambda: composed(tokens(options.question))))
         llm.llm.reset_prefix_cache()
-        full.append(seconds(lambda q=question: plain(q)))
+        full.append(told("plain", number, lambda q=question: plain(q)))
     load.remove()
 
     parts: dict[str, list[float]] = {"rotate": [], "write": [], "whole": []}
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
         rng.shuffle(documents)
         llm.llm.reset_prefix_cache()
         clocks = {
@@ -141,7 +149,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "write": Clock(worker._layout, "write"),
             "whole": Clock(worker, "_load"),
         }
-        composed(tokens(options.question))
+        told("parts of a load", number, lambda: composed(tokens(options.question)))
         for name, clock in clocks.items():
             clock.remove()
             parts[name].append(sum(clock.calls))

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from chunkattn import startup as startup  # starts its clock before the slow imports
+from chunkattn.logs import hide_pytorch_advice
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from chunkattn.scoring.rerank_template import RerankTemplate
 
 __version__ = version("chunkattn")
+
+hide_pytorch_advice()  # before any module imports transformers
 
 # Module of each public name, imported at first use: tools that need no JAX start without it.
 _HOMES = {

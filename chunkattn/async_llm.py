@@ -470,7 +470,8 @@ class AsyncLLM:
         """Compute the K/V of a prefix and documents ahead of use. Cached and pinned blocks are lost when the engine dies.
 
         Args:
-            prefix: text or token ids exactly as in the later prompts, or the messages before the first user message.
+            prefix: text or token ids exactly as in the later prompts, or the messages before the first user message; an empty
+                list before texts for chats without any.
             documents: texts or token ids, of the same kind as the prefix. Texts get the engine's `document_template`, as in
                 `chat` and `DocumentPrompt`.
             pin: keep the blocks until `unpin`, even when other requests need pages.

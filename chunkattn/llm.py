@@ -156,7 +156,7 @@ class LLM:
 
         Args:
             prefix: text or token ids exactly as in the later prompts; for `chat`, the messages before the first user message,
-                such as the system message.
+                such as the system message; an empty list before texts for chats without any.
             documents: texts or token ids, of the same kind as the prefix. Texts get the engine's `document_template`, as in
                 `chat` and `DocumentPrompt`.
             pin: keep the blocks until `unpin`, even when other requests need pages.

@@ -1,4 +1,4 @@
-"""Format of log lines, in the server's process and the engine's."""
+"""Format of log lines, in the server's process and the engine's, and the line of transformers that is not shown."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ class JsonFormatter(logging.Formatter):
             **({"exception": self.formatException(record.exc_info)} if record.exc_info else {}),
         }
         return json.dumps(fields, ensure_ascii=False)
+
+
+def hide_pytorch_advice() -> None:
+    """Hide the advice of transformers to install PyTorch, which this package does not need. Its other lines stay."""
+    logging.getLogger("transformers").addFilter(_needs_no_pytorch)
+
+
+def _needs_no_pytorch(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("PyTorch was not found")
 
 
 def make_handler() -> logging.Handler:

@@ -56,6 +56,7 @@ class RequestOutput:
         chunk_lens: tokens of each chunk; empty for a plain prompt.
         num_cached_tokens: prompt tokens whose K/V came from the cache or from a concurrent request.
         num_cached_chunk_tokens: cached tokens of each chunk.
+        prefix_len: tokens of the prefix; 0 for a plain prompt.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class RequestOutput:
     chunk_lens: tuple[int, ...] = ()
     num_cached_tokens: int = 0
     num_cached_chunk_tokens: tuple[int, ...] = ()
+    prefix_len: int = 0
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def plot_layout(layout: ChunkLayout, path: Path) -> None:
         from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'chunkattn[plot]'") from error
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
     tokens = len(layout)
     if tokens > MOST_PLOTTED:
         raise ConfigError(f"a picture of {tokens} tokens would not be readable; the limit is {MOST_PLOTTED}")

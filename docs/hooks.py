@@ -1,15 +1,23 @@
-"""MkDocs hooks: reference tables made from the code, and pages made from the files beside `docs/`.
+"""Reference tables, which `make reference` writes into the pages from the code, and hooks of MkDocs.
 
-A line `<!-- table: NAME -->` in a page becomes the table `NAME`. `tests/test_docs.py` uses the same functions without MkDocs.
+A line `<!-- table: NAME -->` begins the table `NAME` of a page, and a line `<!-- end of table -->` ends it. What is between the
+two lines is generated: after a merge conflict in it, run `make reference`. `tests/test_docs.py` checks that the pages are up to
+date.
 """
 
 from __future__ import annotations
 
+import html
+import importlib
 import inspect
+import json
 import re
+import shlex
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import typer
 
@@ -77,8 +85,21 @@ def _first_line(text: str | None) -> str:
     return (text or "").strip().partition("\n")[0]
 
 
+def _code_with_pipes(span: str) -> str:
+    """Return a code span as HTML, since renderers disagree about an escaped pipe within backticks."""
+    return f"<code>{html.escape(span, quote=False).replace('|', '&#124;')}</code>"
+
+
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", r"\|").split())
+    """Return a text as a table cell; a line break stays one."""
+    lines = [" ".join(line.split()) for line in text.strip().split("\n")]
+    parts = re.split(r"`([^`]*)`", "<br>".join(lines))
+    for place, part in enumerate(parts):
+        if place % 2:
+            parts[place] = _code_with_pipes(part) if "|" in part else f"`{part}`"
+        else:
+            parts[place] = re.sub(r"<(?!br>)", "&lt;", part).replace("|", r"\|")
+    return "".join(parts)
 
 
 def _table(*rows: tuple[str, ...]) -> str:
@@ -86,30 +107,111 @@ def _table(*rows: tuple[str, ...]) -> str:
     return "\n".join([head, "|" + " --- |" * len(rows[0]), *body])
 
 
+def _sentence(text: str | None) -> str:
+    text = " ".join((text or "").split())
+    return text[:1].upper() + text[1:]
+
+
 def _default(value: Any) -> str:
-    shown = str(value) if isinstance(value, Path) else value
-    return "" if value is None or callable(value) else f"`{shown!r}`"
+    """Return the default of a Python argument; None gives an empty text."""
+    return "" if value is None or callable(value) else f"`{value!r}`"
+
+
+def _flag_default(value: Any) -> str:
+    """Return the default of a flag, as one would type it; None gives an empty text."""
+    if value is None or callable(value):
+        return ""
+    return f"`{'on' if value is True else 'off' if value is False else shlex.quote(str(value))}`"
+
+
+def _json_default(value: Any) -> str:
+    """Return the default of a field of a body; null gives an empty text."""
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def _python_type(annotation: Any) -> str:
+    """Describe an annotation, such as `str | None` or `Annotated[list[int] | None, ...]`, in code spans."""
+    while "Annotated" in str(get_origin(annotation)):
+        annotation = get_args(annotation)[0]
+    if isinstance(annotation, type) and not get_args(annotation):
+        return f"`{annotation.__name__}`"
+    return " or ".join(f"`{re.sub(r'[a-z_]+[.](?=[A-Z])', '', kind)}`" for kind in str(annotation).split(" | "))
+
+
+def _types(command: Any) -> dict[str, str]:
+    """Return the type of every parameter of a command. An absent parameter is None, which the type does not repeat."""
+    parameters = inspect.signature(command.callback, eval_str=True).parameters
+    return {name: _python_type(p.annotation).removesuffix(" or `None`") for name, p in parameters.items()}
+
+
+def _flags(parameter: Any) -> str:
+    return ", ".join(f"`{flag}`" for flag in (*parameter.opts, *parameter.secondary_opts))
 
 
 def _command_table(name: str) -> str:
     """Arguments and flags of one command."""
-    command = commands()[name]
-    rows = [("argument or flag", "default", "meaning")]
+    command, rows = commands()[name], [("argument or flag", "type", "default", "meaning")]
+    types, texts = _types(command), _option_texts() if name == "serve" else {}
     for parameter in command.params:
-        flags = ", ".join(f"`{flag}`" for flag in (*parameter.opts, *parameter.secondary_opts))
-        if parameter.param_type_name == "argument":
-            flags = f"`{parameter.name.upper()}`"
-        rows.append((flags, _default(parameter.default), parameter.help or ""))
+        flags = f"`{parameter.name.upper()}`" if parameter.param_type_name == "argument" else _flags(parameter)
+        default = "required" if parameter.required else _flag_default(parameter.default)
+        text = _sentence(texts[parameter.name]) if parameter.name in texts else parameter.help or ""
+        rows.append((flags, types[parameter.name], default, text))
     return "\n\n".join([_first_line(command.help), _table(*rows) if len(rows) > 1 else "It takes no flags."])
 
 
+def _option_texts() -> dict[str, str]:
+    """Return the description of every option of engine and server; the help of `chunkattn serve` has no code spans."""
+    from chunkattn.config import EngineConfig
+    from chunkattn.server.options import ServerConfig
+
+    return _described(ServerConfig) | _described(EngineConfig)
+
+
 def _options_table(panel: str) -> str:
-    """Options of one group of `chunkattn serve`."""
-    rows = [("option", "default", "meaning")]
+    """Options of one group of `chunkattn serve`, as its dataclass has them."""
+    from chunkattn.config import EngineConfig
+    from chunkattn.server.options import ServerConfig
+
+    options = {option.name: option for cls in (ServerConfig, EngineConfig) for option in fields(cls)}
+    texts = _option_texts()
+    rows = [("option", "type", "default", "meaning")]
     for parameter in commands()["serve"].params:
         if getattr(parameter, "rich_help_panel", None) == panel:
-            flags = " ".join(f"`{flag}`" for flag in (*parameter.opts, *parameter.secondary_opts))
-            rows.append((f"`{parameter.name}`<br>{flags}", _default(parameter.default), parameter.help or ""))
+            option = options[parameter.name]
+            name = f"`{option.name}`\n{_flags(parameter)}"
+            rows.append((name, _python_type(option.type), _default(option.default), _sentence(texts[option.name])))
+    return _table(*rows)
+
+
+def _fields_table(path: str) -> str:
+    """Fields of a dataclass, such as `chunkattn.SamplingParams`."""
+    cls = _imported(path)
+    texts, rows = _described(cls), [("field", "type", "default", "meaning")]
+    for field in fields(cls):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        shown = "required" if default is MISSING else _default(default)
+        rows.append((f"`{field.name}`", _python_type(field.type), shown, _sentence(texts[field.name])))
+    return _table(*rows)
+
+
+def _imported(path: str) -> Any:
+    """Return the module, or the member of a module, at a dotted path."""
+    module, _, name = path.rpartition(".")
+    found = getattr(importlib.import_module(module), name, None)
+    return importlib.import_module(path) if found is None else found
+
+
+def _names_table() -> str:
+    """Names of the page `reference/python.md` that need no vLLM, and the errors."""
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    rows = [("name", "purpose", "source")]
+    for path in re.findall(r"^::: (?!chunkattn\.integrations)(\S+)$", page, flags=re.MULTILINE):
+        thing = _imported(path)
+        members = [thing] if callable(thing) else [v for v in vars(thing).values() if inspect.getmodule(v) is thing]
+        for member in members:
+            source = Path(inspect.getsourcefile(member) or "").relative_to(ROOT)
+            rows.append((f"`{member.__name__}`", _first_line(member.__doc__), f"`{source}`"))
     return _table(*rows)
 
 
@@ -137,7 +239,8 @@ def _kind(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_kind(s) for s in schema["anyOf"] if s.get("type") != "null")) or "null"
     if schema.get("type") == "array":
-        return f"list of ({_kind(schema.get('items', {}))})"
+        entry = _kind(schema.get("items", {}))
+        return f"list of ({entry})" if " or " in entry else f"list of {entry}"
     return str(schema.get("type", "any"))
 
 
@@ -162,9 +265,9 @@ def _body_table(name: str) -> str:
     for field, about in schema["properties"].items():
         if "accepted" in about:  # `_no_effect_table` has it
             continue
-        default = "required" if field in schema.get("required", ()) else _default(about.get("default"))
+        default = "required" if field in schema.get("required", ()) else _json_default(about.get("default"))
         text = _MEANINGS.get(f"{name}.{field}") or about.get("description") or _MEANINGS.get(field) or texts.get(field, "")
-        rows.append((f"`{field}`", _kind(about), default, text[:1].upper() + text[1:]))
+        rows.append((f"`{field}`", _kind(about), default, _sentence(text)))
     return _table(*rows)
 
 
@@ -243,16 +346,34 @@ def _described(thing: Any) -> dict[str, str]:
 TABLES: dict[str, Callable[[str], str]] = {
     "command": _command_table,
     "options": _options_table,
+    "fields": _fields_table,
+    "names": lambda _: _names_table(),
     "metrics": lambda _: _metrics_table(),
     "routes": lambda _: _routes_table(),
     "body": _body_table,
     "no-effect": lambda _: _no_effect_table(),
 }
+_END = "<!-- end of table -->"
+_TABLE = re.compile(rf"<!-- table: ([\w-]+) ?(.*?) ?-->\n(?:(?:(?!<!-- table:).)*?{_END}\n)?", re.DOTALL)
 
 
 def expand(markdown: str) -> str:
-    """Return a page with its tables."""
-    return re.sub(r"<!-- table: ([\w-]+) ?(.*?) ?-->", lambda found: TABLES[found[1]](found[2]), markdown)
+    """Return a page with its tables as the code has them now."""
+
+    def table(found: re.Match[str]) -> str:
+        name = f"{found[1]} {found[2]}".strip()
+        return f"<!-- table: {name} -->\n\n{TABLES[found[1]](found[2])}\n\n{_END}\n"
+
+    return _TABLE.sub(table, markdown)
+
+
+def main() -> None:
+    """Write the tables of all pages, and print the pages that change."""
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (expanded := expand(text)) != text:
+            page.write_text(expanded, encoding="utf-8")
+            print(f"{page.relative_to(ROOT)}: written")
 
 
 def on_files(files: Any, *, config: Any) -> Any:
@@ -268,8 +389,21 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Make the tables of a page, and turn links to the repository's own pages into links within the site."""
+    """Check the tables of a page, and turn links to the repository's own pages into links within the site.
+
+    Raises:
+        PluginError: a table differs from the code.
+    """
+    from mkdocs.exceptions import PluginError
+
+    if expand(markdown) != markdown:
+        raise PluginError(f"the tables of docs/{page.file.src_uri} are out of date; run `make reference`")
     up = "../" * page.file.src_uri.count("/")
     for source, target in REPOSITORY_PAGES.items():
         markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(source)}", f"]({up}{target}", markdown)
-    return expand(markdown)
+    return re.sub(rf"<!-- table: .*? -->\n|{_END}\n", "", markdown)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

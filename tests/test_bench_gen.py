@@ -1,6 +1,7 @@
 """`chunkattn bench gen`: its jobs, its rounds in turns with vLLM, and its table. No figure is asserted."""
 
 import json
+import re
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -234,8 +235,10 @@ def test_table_and_json(tmp_path):
 
 def test_json_alone_of_one_case():
     result = CliRunner().invoke(app, ["bench", "gen", *SMALL, "--case", "decode", "--json", "-"])
-    report = json.loads(result.output)
+    report = json.loads(result.stdout)
     assert [case["name"] for case in report["cases"]] == ["decode 1", "decode 3"]
+    told = [re.fullmatch(r"(.*): \d+\.\d s", line)[1] for line in result.stderr.splitlines()]
+    assert told == [f"{case}, {n}" for case in ("decode 1", "decode 3") for n in ("warm-up", "round 1 of 2", "round 2 of 2")]
     assert report["cases"][0]["peer_median"] is None
     assert "peer" not in report["facts"]
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -116,7 +117,10 @@ def test_table_json_and_picture(tmp_path):
 def test_json_alone(tmp_path):
     options = [*SMALL, "--items", "4", "--algorithm", "packed_segment", "--json", "-", "--png", str(tmp_path / "bars.png")]
     result = CliRunner().invoke(app, ["bench", "score", *options])
-    (case,) = json.loads(result.output)["cases"]
+    (case,) = json.loads(result.stdout)["cases"]
+    told = re.findall(r"^query \d+, 4 x \d+, packed_segment, (.*): \d+\.\d s$", result.stderr, flags=re.MULTILINE)
+    assert told == ["warm-up", *(f"round {n} of {len(told) - 1}" for n in range(1, len(told)))]
+    assert len(result.stderr.splitlines()) == len(told) > 1
     assert case["algorithm"] == "packed_segment"
     assert case["speedup"] is None
     assert (tmp_path / "bars.png").exists()

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import chunkattn
 from chunkattn.cli import app
-from chunkattn.config import EngineConfig
+from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.server.middleware import HttpMetrics
 from chunkattn.server.options import ServerConfig
@@ -43,8 +43,7 @@ def read(page):
 
 
 def reference(name):
-    """A page of the reference, with its tables."""
-    return hooks.expand(read(f"docs/reference/{name}.md"))
+    return read(f"docs/reference/{name}.md")
 
 
 def blocks(page, language):
@@ -228,9 +227,44 @@ def test_the_site_builds(tmp_path):
     for page in pages:  # nothing is fetched from elsewhere
         assert re.findall(r"<(?:script|img|link rel=.stylesheet.)[^>]*(?:src|href)=.https?:", page) == []
         assert "<!-- table:" not in page
+        assert "<!-- end of table" not in page
 
 
 # Reference
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_tables_are_up_to_date(page):
+    assert hooks.expand(read(page)) == read(page), "run `make reference`"
+
+
+def test_a_table_that_differs_is_written_again():
+    page = "# Title\n\n<!-- table: metrics -->\n\nAbove.\n\n<!-- table: routes -->\n\nBelow.\n"
+    written = hooks.expand(page)
+    assert written.count(hooks._END) == 2
+    assert hooks.expand(written) == written
+    row = re.search(r"^\| `chunkattn_steps_total` .*\n", written, flags=re.MULTILINE)[0]
+    conflict = f"<<<<<<< ours\n=======\n{row}{row}>>>>>>> theirs\n"
+    assert hooks.expand(written.replace(row, "").replace("| --- |\n", "| --- |\n" + conflict)) == written
+    assert [text in written for text in ("# Title\n", "\nAbove.\n", "\nBelow.\n")] == [True] * 3
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_rows_have_the_columns_of_their_table(page):
+    """GitHub drops what a row has beyond the columns of the head, and reads `<word>` as HTML."""
+    head = None
+    for line in re.sub(r"```.*?```", "", read(page), flags=re.DOTALL).splitlines():
+        cells = len(re.split(r"(?<!\\)\|", line)) if line.startswith("|") else None
+        assert head is None or cells in (None, head), line
+        head = cells
+    for table in re.findall(r"<!-- table: .*?<!-- end of table -->", read(page), flags=re.DOTALL):
+        assert set(re.findall(r"<\w+", re.sub(r"`[^`]*`", "", table))) <= {"<br", "<code"}
+
+
+def test_a_cell_keeps_pipes_and_angle_brackets_readable():
+    assert hooks._cell("P(label | query), `a | b<c>`, <int>, `x`\nnext  line") == (
+        r"P(label \| query), <code>a &#124; b&lt;c&gt;</code>, &lt;int>, `x`<br>next line"
+    )
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
@@ -240,6 +274,16 @@ def test_every_option_is_on_its_page(config):
         assert f"`{option.name}`" in page
         if option.name != "model":  # the argument of the command
             assert f"`--{option.name.replace('_', '-')}`" in page
+
+
+def test_types_and_defaults_are_on_the_page_of_options():
+    rows = re.findall(r"^\| `(\w+)`(?:<br>[^|]*)? \| ([^|]*) \| ([^|]*) \| [^|]", reference("options"), flags=re.MULTILINE)
+    options = [f for cls in (ServerConfig, EngineConfig, SamplingParams) for f in fields(cls) if f.name != "model"]
+    assert len(rows) == len(options)
+    for option in options:
+        default = {} if option.name == "logit_bias" else option.default
+        shown = "" if default is None else f"`{default!r}`"
+        assert (option.name, option.type.replace(" | ", "` or `").join("``"), shown) in rows
 
 
 def test_every_command_and_flag_is_on_its_page():
@@ -285,7 +329,8 @@ def test_every_body_and_field_is_on_its_page():
     text = read("docs/reference/http.md")
     for name in hooks.bodies():
         assert f"<!-- table: body {name} -->" in text
-        rows = hooks.expand(f"<!-- table: body {name} -->").splitlines()[2:]
+        rows = text.partition(f"<!-- table: body {name} -->\n")[2].partition(hooks._END)[0].splitlines()[3:]
+        assert len(rows) > 1
         assert [row for row in rows if row.endswith("|  |")] == []
 
 

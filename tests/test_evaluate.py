@@ -795,7 +795,7 @@ def test_commands_refuse_bad_options(tmp_path, monkeypatch):
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ir_measures", None)
-    with pytest.raises(ConfigError, match=r"pip install 'chunkattn\[eval\]'"):
+    with pytest.raises(ConfigError, match=r"pip install ir-measures"):
         ranking_measures([0], [1])
 
 

@@ -1,8 +1,11 @@
 """Documents kept by the real server, driven over HTTP."""
 
+import json
 import os
+import re
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -222,6 +225,7 @@ def test_bad_documents(http, body, param, said):
     assert http.get(URL).json()["data"] == []
 
 
+OF_CHAT = {"max_tokens": 1, "return_chunk_usage": True}
 CHAT_PREFIX = "Read the documents and answer the question."
 """Text that the demo's chat template writes before a first user message."""
 
@@ -279,6 +283,55 @@ def test_a_stored_document_behind_another_prefix_is_computed(http):
     (made,) = put(http, [{"id": "a", "text": TEXTS[0]}])
     assert cached_chunks(completion(http, [{"id": "a"}], "Another prefix.")) == [(0, made["tokens"])]
     assert cached_chunks(completion(http, [{"id": "a"}], "Another prefix.")) == [(made["tokens"], made["tokens"])]
+
+
+def test_the_usage_tells_that_a_document_was_stored_after_another_prefix(http):
+    put(http, [{"id": "a", "text": TEXTS[0]}])
+    put(http, [{"id": "b", "text": TEXTS[1]}], prefix=CHAT_PREFIX)
+    documents = [{"id": "a"}, TEXTS[2], {"id": "b"}]
+    for answer, moved in ((chat(http, documents), [0]), (completion(http, documents), [2])):
+        details = answer.json()["usage"]["prompt_tokens_details"]
+        assert details["other_prefix_documents"] == 1
+        assert [n for n, chunk in enumerate(details["chunks"]) if chunk.get("other_prefix")] == moved
+    usage = chat(http, documents, return_chunk_usage=False).json()["usage"]["prompt_tokens_details"]
+    assert (usage["other_prefix_documents"], "chunks" in usage) == (1, False)
+    lines = chat(http, documents, stream=True, stream_options={"include_usage": True}).text.splitlines()
+    last = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
+    assert last["usage"]["prompt_tokens_details"]["other_prefix_documents"] == 1
+    for answer in (chat(http, [{"id": "b"}, TEXTS[0]]), completion(http, [{"id": "a"}, *TEXTS])):
+        details = answer.json()["usage"]["prompt_tokens_details"]
+        assert "other_prefix" not in json.dumps(details)
+    # A prefix that begins with the stored one is another prefix.
+    details = completion(http, [{"id": "a"}], f"{PREFIX} Be brief.").json()["usage"]["prompt_tokens_details"]
+    assert details["other_prefix_documents"] == 1
+
+
+def test_the_list_shows_each_prefix(http):
+    system = {"role": "system", "content": "Answer from the documents."}
+    put(http, [{"id": "a", "text": TEXTS[0]}])
+    put(http, [{"id": "b", "text": TEXTS[1]}], prefix="", messages=[system])
+    put(http, [{"id": "c", "text": TEXTS[1]}], prefix="bees " * 150)
+    shown = {d["id"]: d["prefix"] for d in http.get(URL).json()["data"]}
+    assert PREFIX in shown["a"]
+    assert system["content"] in shown["b"]
+    assert 100 < shown["c"].count("bees") < 150
+    assert http.get(f"{URL}/a").json()["prefix"] == shown["a"]
+    # Of the caller's own salt alone.
+    put(http, [{"id": "d", "text": TEXTS[0]}], prefix="A secret of the tenant.", cache_salt="tenant")
+    assert "secret" not in http.get(URL).text
+
+
+def test_the_example_of_the_reference_finds_its_documents(http):
+    """The bodies of the section that names a document by its id, as a reader would send them."""
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "http.md").read_text(encoding="utf-8")
+    section = page.partition("### Name a stored document by its id")[2].partition("\n## ")[0]
+    calls = re.findall(r"localhost:8000(\S+) .*?-d '(.*?)'\n", section, flags=re.DOTALL)
+    assert [path for path, _ in calls] == [URL, "/v1/chat/completions", "/v1/rerank"]
+    answers = [http.post(path, json={**json.loads(body), **more}) for (path, body), more in zip(calls, ({}, OF_CHAT, {}))]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    details = answers[1].json()["usage"]["prompt_tokens_details"]
+    assert details["chunks"][0]["cached_tokens"] == details["chunks"][0]["tokens"] > 0
+    assert "other_prefix_documents" not in details
 
 
 def test_documents_stored_as_token_ids(http):

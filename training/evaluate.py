@@ -15,6 +15,7 @@ import sys
 from dataclasses import asdict, dataclass
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
+from chunkattn.cli.progress import timed
 from training.world import PREFIX, World
 
 THRESHOLD = 0.95
@@ -101,7 +102,8 @@ def main() -> None:
     if not args.json:
         print("documents  exact answers  right yes/no  same in every order")
     for documents in range(2, 9):
-        result = evaluate(llm, documents, args.worlds, args.reordered, args.seed)
+        with timed(f"{documents} documents, {args.worlds} worlds"):
+            result = evaluate(llm, documents, args.worlds, args.reordered, args.seed)
         results.append(result)
         if not args.json:
             row = f"{result.documents:9}  {result.exact_answers:13.1%}  {result.right_judgements:12.1%}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import sleep
@@ -17,6 +18,7 @@ from chunkattn.bench.cases import CASES, GenerateBench, Job, Sample, Sizes
 from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.bench.memory import peak_bytes, reset_peak
 from chunkattn.bench.peers import NOT_FOUND, PeerError, VllmProcess, find_python
+from chunkattn.bench.rounds import Progress, round_name
 from chunkattn.bench.score import matmul_rate, read_mib, read_rate
 from chunkattn.errors import EngineError
 
@@ -90,7 +92,7 @@ def run(
     dtype: str = "bfloat16",
     repeats: int = 3,
     pythons: Sequence[Path] | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = nullcontext,
 ) -> Report:
     """Measure cases on random weights, and vLLM beside them.
 
@@ -101,15 +103,15 @@ def run(
         dtype: dtype of weights and K/V.
         repeats: number of timed rounds, after one round that compiles.
         pythons: interpreters, of which the first with vLLM runs it; None measures no peer.
-        progress: called with the name of the job under way.
+        progress: called with the name of each round; returns the context manager in which the round runs.
 
     Raises:
         EngineError: a step failed.
     """
     bench = GenerateBench(geometry, sizes, cases, dtype=dtype)
     if "score" in cases:
-        progress("score, warm-up")
-        bench.warm_up_score()
+        with progress("score, first requests"):
+            bench.warm_up_score()
     rows: list[_Row] = []
     matmul = read = 0.0
 
@@ -120,9 +122,9 @@ def run(
     with _Peer(geometry, sizes, cases, dtype, pythons, progress) as peer:
         for make in bench.makers():
             for job in make():
-                progress(f"{job.name}, warm-up")
-                job.measure()
-                peer.measure(job)
+                with progress(f"{job.name}, {round_name(0, repeats)}"):
+                    job.measure()
+                peer.measure(job, round_name(0, repeats))
             measure_rates()
             rows += _rounds(bench, make, peer, repeats, progress)
             measure_rates()
@@ -144,7 +146,7 @@ def _rounds(
     make: Callable[[], list[Job]],
     peer: _Peer,
     repeats: int,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[_Row]:
     """Measure the jobs of one case in timed rounds, chunkattn first."""
     rows: dict[str, _Row] = {}
@@ -152,13 +154,14 @@ def _rounds(
     reset_peak()
     for number in range(repeats):
         for job in make():
-            progress(f"{job.name}, round {number + 1} of {repeats}")
+            name = round_name(number + 1, repeats)
             row = rows.setdefault(job.name, _Row(job))
             before = compiles.total()
-            row.samples.append(job.measure())
+            with progress(f"{job.name}, {name}"):
+                row.samples.append(job.measure())
             row.compiles += compiles.total() - before
             row.peak = max(row.peak, peak_bytes())
-            if (value := peer.measure(job)) is not None:
+            if (value := peer.measure(job, name)) is not None:
                 row.peer_values.append(value)
     return list(rows.values())
 
@@ -208,9 +211,10 @@ class _Peer:
         cases: Sequence[str],
         dtype: str,
         pythons: Sequence[Path] | None,
-        progress: Callable[[str], None],
+        progress: Progress,
     ) -> None:
         self._process: VllmProcess | None = None
+        self._progress = progress
         self.name, self.note = "", ""
         if pythons is None:
             return
@@ -218,11 +222,11 @@ class _Peer:
         if (python := find_python(pythons, "vllm")) is None:
             self.note = NOT_FOUND
             return
-        progress("starting vllm")
         limit = min(sizes.longest(cases) + sizes.block_size, GEOMETRIES[geometry].max_position_embeddings)
         options = {"dtype": dtype, "max_model_len": limit, "max_num_batched_tokens": max(8192, limit)}
         try:
-            self._process = VllmProcess(python, geometry, **options)
+            with progress("start of vllm"):
+                self._process = VllmProcess(python, geometry, **options)
         except PeerError as error:
             self.note = f"failed: {error}"
         else:
@@ -236,13 +240,14 @@ class _Peer:
             self._process.close()
             self._process = None
 
-    def measure(self, job: Job) -> float | None:
-        """Return vLLM's value of a job, or None without a running vLLM."""
+    def measure(self, job: Job, number: str) -> float | None:
+        """Return vLLM's value of a job in a round, or None without a running vLLM."""
         if self._process is None:
             return None
         try:
             sleep(_PAUSE_S)
-            found = self._process.run(job.batches, job.max_tokens, 2 if job.items else None)
+            with self._progress(f"{job.name}, vllm, {number}"):
+                found = self._process.run(job.batches, job.max_tokens, 2 if job.items else None)
             sleep(_PAUSE_S)
         except PeerError as error:
             self.note = f"failed: {error}"

@@ -13,11 +13,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from chunkattn.bench.geometry import GEOMETRIES, make_core
+from chunkattn.bench.rounds import Progress, round_name
 from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
@@ -74,7 +76,14 @@ class Workload:
     repeats: int = 5
 
 
-def run(geometry: str, workload: Workload, *, dtype: str = "bfloat16", max_num_batched_tokens: int = 2048) -> Iterator[Case]:
+def run(
+    geometry: str,
+    workload: Workload,
+    *,
+    dtype: str = "bfloat16",
+    max_num_batched_tokens: int = 2048,
+    progress: Progress = nullcontext,
+) -> Iterator[Case]:
     """Yield every case of a workload, measured on random weights.
 
     Args:
@@ -82,6 +91,7 @@ def run(geometry: str, workload: Workload, *, dtype: str = "bfloat16", max_num_b
         workload: token counts and repeats.
         dtype: dtype of weights and K/V.
         max_num_batched_tokens: token budget of a step.
+        progress: called with the name of each round; returns the context manager in which the round runs.
 
     Raises:
         EngineError: a step failed.
@@ -92,7 +102,7 @@ def run(geometry: str, workload: Workload, *, dtype: str = "bfloat16", max_num_b
     bench = _Bench(core, GEOMETRIES[geometry].vocab_size)
     for count in workload.documents:
         for size in workload.document_tokens:
-            yield from bench.cases(count, size, workload)
+            yield from bench.cases(count, size, workload, progress)
 
 
 class _Bench:
@@ -103,20 +113,23 @@ class _Bench:
     def ids(self, count: int) -> list[int]:
         return self.rng.integers(0, self.vocab_size, count).tolist()
 
-    def cases(self, count: int, size: int, workload: Workload) -> Iterator[Case]:
+    def cases(self, count: int, size: int, workload: Workload, progress: Progress) -> Iterator[Case]:
         prefix, documents = self.ids(workload.prefix_tokens), [self.ids(size) for _ in range(count)]
         baseline = 0.0
         for mode in MODES:
             results: list[tuple[float, int, int, int]] = []
             # The first round compiles and is not counted. Slow modes are measured a fifth as often.
-            for _ in range(1 + (workload.repeats if mode == "chunks warm" else max(1, workload.repeats // 5))):
-                if mode != "chunks warm" or not results:
-                    self.core.reset_prefix_cache()
-                    if mode.endswith("warm"):
-                        self.request(_layout(mode, prefix, documents, self.ids(workload.question_tokens)))
-                chunked = mode.startswith("chunks")
-                other = [documents[i] for i in (self.rng.permutation(count) if chunked else np.roll(np.arange(count), -1))]
-                results.append(self.request(_layout(mode, prefix, other, self.ids(workload.question_tokens))))
+            rounds = workload.repeats if mode == "chunks warm" else max(1, workload.repeats // 5)
+            for number in range(1 + rounds):
+                with progress(f"{count} x {size}, {mode}, {round_name(number, rounds)}"):
+                    if mode != "chunks warm" or not results:
+                        self.core.reset_prefix_cache()
+                        if mode.endswith("warm"):
+                            self.request(_layout(mode, prefix, documents, self.ids(workload.question_tokens)))
+                    chunked = mode.startswith("chunks")
+                    order = self.rng.permutation(count) if chunked else np.roll(np.arange(count), -1)
+                    other = [documents[i] for i in order]
+                    results.append(self.request(_layout(mode, prefix, other, self.ids(workload.question_tokens))))
             ttft = statistics.median(r[0] for r in results[1:])
             baseline = baseline or ttft
             _, scheduled, padding, cached = results[-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 
 from chunkattn.bench.geometry import make_core
 from chunkattn.bench.memory import peak_bytes, reset_peak, resident_bytes
+from chunkattn.bench.rounds import Progress, round_name
 from chunkattn.engine.messages import GenerateRequest, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.engine.runner import Runner
 from chunkattn.errors import EngineError, RequestError
@@ -47,6 +49,11 @@ class Workload:
     query: int = 2000
     items: int = 500
     item_len: int = 20
+
+    @property
+    def name(self) -> str:
+        """Return the sizes."""
+        return f"query {self.query}, {self.items} x {self.item_len}"
 
 
 @dataclass(frozen=True)
@@ -300,6 +307,7 @@ def run(
     serial_items: int = 4,
     kv_tokens: int | None = None,
     block_size: int = BLOCK,
+    progress: Progress = nullcontext,
 ) -> Iterator[list[Case]]:
     """Yield the cases of each workload, measured on random weights.
 
@@ -312,6 +320,7 @@ def run(
         serial_items: number of items that `serial` is timed on.
         kv_tokens: size of the KV pool in tokens; None for `pool_tokens` of the longest query.
         block_size: slots per page.
+        progress: called with the name of each round; returns the context manager in which the round runs.
 
     Raises:
         EngineError: a step failed.
@@ -326,12 +335,13 @@ def run(
         served = [name for name in algorithms if name not in refused]
         if not served:
             raise RequestError(next(iter(refused.values())))
-        _round(bench, workload, served, serial_items)  # compiles
         runs: dict[Key, list[Run]] = {}
-        for _ in range(repeats):
-            matmul = max(matmul, matmul_rate(dtype))
-            for key, found in _round(bench, workload, served, serial_items):
-                runs.setdefault(key, []).append(found)
+        for number in range(1 + repeats):
+            if number:
+                matmul = max(matmul, matmul_rate(dtype))
+            for key, found in _round(bench, workload, served, serial_items, progress, round_name(number, repeats)):
+                if number:  # the first round compiles
+                    runs.setdefault(key, []).append(found)
         # Ask `auto` now that the cost model has measured the engine.
         picks = {False: bench.plan(query, items, "auto").output().algorithm}
         if EXTEND in served:
@@ -345,14 +355,18 @@ Key = tuple[str, bool]
 """Name of an algorithm, and whether the query is in the cache."""
 
 
-def _round(bench: ScoreBench, workload: Workload, algorithms: Sequence[str], serial_items: int) -> list[tuple[Key, Run]]:
+def _round(
+    bench: ScoreBench, workload: Workload, algorithms: Sequence[str], serial_items: int, progress: Progress, number: str
+) -> list[tuple[Key, Run]]:
     """Run every algorithm once; `prefill_extend` again with a cached query."""
     found = []
     for name in algorithms:
         query, items = bench.ids(workload.query), bench.items(workload)
-        found.append(((name, False), bench.run(query, items[:serial_items] if name == "serial" else items, name)))
+        with progress(f"{workload.name}, {name}, {number}"):
+            found.append(((name, False), bench.run(query, items[:serial_items] if name == "serial" else items, name)))
         if name == EXTEND:
-            found.append(((name, True), bench.run(query, bench.items(workload), name)))
+            with progress(f"{workload.name}, {name} cached, {number}"):
+                found.append(((name, True), bench.run(query, bench.items(workload), name)))
     return found
 
 

@@ -44,6 +44,7 @@ class OutputBuilder:
             outputs=[CompletionOutput(i) for i in range(params.n)],
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(layout),
             chunk_lens=layout.chunk_lens,
+            prefix_len=layout.prefix_len if layout.chunk_lens else 0,
         )
         self._text = [
             None

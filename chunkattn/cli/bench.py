@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from chunkattn.cli.common import app, check_file, command, console
+from chunkattn.cli.common import check_file, command, command_group, console
+from chunkattn.cli.progress import Rounds
 from chunkattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 
     from chunkattn.bench.rag import Case
 
-group = typer.Typer(no_args_is_help=True, help="Compare methods in one process, or load a server.")
-app.add_typer(group, name="bench")
+group = command_group("bench", "Compare methods in one process, or load a server.")
 
 Geometry = Annotated[str, typer.Option(help="Model shape, with random weights: qwen3-0.6b or small.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens per KV page, a power of two. Default: the engine's.")]
@@ -50,11 +50,8 @@ def rag(
     longest = prefix_tokens + max(workload.documents) * max(workload.document_tokens) + question_tokens
     if longest >= (limit := GEOMETRIES[geometry].max_position_embeddings):
         raise ConfigError(f"a plain prompt of {longest} tokens is longer than the {limit} of {geometry}")
-    cases: list[Case] = []
-    with console.status("measuring", spinner="dots") as status:
-        for case in run(geometry, workload, dtype=dtype):
-            cases.append(case)
-            status.update(f"measured {case.documents} x {case.document_tokens}, {case.mode}")
+    with Rounds() as rounds:
+        cases = list(run(geometry, workload, dtype=dtype, progress=rounds))
     records = json.dumps(as_records(cases), indent=2)
     if json_file == "-":
         print(records)
@@ -131,7 +128,7 @@ def _check_picture(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'chunkattn[plot]'") from error
+        raise ConfigError("a picture needs matplotlib: pip install matplotlib") from error
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise ConfigError(f"pictures end in one of {', '.join(sorted(known))}; got {path.name!r}")

@@ -17,6 +17,7 @@ import chunkattn
 from chunkattn.cli.bench import BlockSize, Geometry, JsonFile, check_options, group
 from chunkattn.cli.common import command, console
 from chunkattn.cli.environment import processor
+from chunkattn.cli.progress import Rounds
 from chunkattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def gen(
         raise ConfigError("a new order needs at least 2 documents, and a decode rate at least 2 tokens")
     if (longest := sizes.longest(cases)) > (limit := GEOMETRIES[geometry].max_position_embeddings):
         raise ConfigError(f"a sequence of {longest} tokens is longer than the {limit} of {geometry}")
-    with console.status("measuring", spinner="dots") as status:
+    with Rounds() as rounds:
         report = run(
             geometry,
             sizes,
@@ -88,7 +89,7 @@ def gen(
             dtype=dtype,
             repeats=repeats,
             pythons=(peer_python or []) if peers else None,
-            progress=status.update,
+            progress=rounds,
         )
     facts = _facts(report)
     records = json.dumps({"geometry": geometry, "dtype": dtype, "facts": facts, **asdict(report)}, indent=2)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from chunkattn.cli.bench import BlockSize, Geometry, JsonFile, check_options, group, save_picture
 from chunkattn.cli.common import command, console
+from chunkattn.cli.progress import Rounds
 from chunkattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,18 +73,16 @@ def score(
     names = [name for name in IN_ORDER if name in (algorithm or IN_ORDER)]
     cases: list[Case] = []
     others: list[PeerCase] = []
-    with console.status("measuring", spinner="dots") as status:
+    with Rounds() as rounds:
         pages = block_size or default_block_size(geometry)
         measure = partial(run, dtype=dtype, repeats=repeats, serial_items=serial_items, kv_tokens=kv_tokens, block_size=pages)
-        for found in measure(geometry, workloads, names):
+        for found in measure(geometry, workloads, names, progress=rounds):
             cases += found
-            status.update(f"measured {len(cases)} cases")
         for workload, peer in product(workloads, PEERS) if peers else ():
-            status.update(f"measuring {peer}")
             measured = min(workload.items, serial_items) if peer == "transformers" else workload.items
-            others.append(
-                time_peer(peer_python or [], peer, geometry, workload, measured_items=measured, repeats=min(repeats, 3))
-            )
+            repeated = min(repeats, 3)
+            with rounds(f"{workload.name}, {peer}, all rounds"):
+                others.append(time_peer(peer_python or [], peer, geometry, workload, measured_items=measured, repeats=repeated))
     report = {"geometry": geometry, "dtype": dtype, "cases": [*map(asdict, cases)], "peers": [*map(asdict, others)]}
     records = json.dumps(report, indent=2)
     if json_file == "-":

@@ -24,16 +24,15 @@ from chunkattn.cli.common import (
     Strategy,
     Tokenizer,
     Verbose,
-    app,
     command,
+    command_group,
     console,
     log_to_stderr,
     make_llm,
 )
 from chunkattn.errors import ConfigError, RequestError
 
-group = typer.Typer(no_args_is_help=True, help="Compute the K/V of documents ahead of use and keep it on disk.")
-app.add_typer(group, name="cache")
+group = command_group("cache", "Compute the K/V of documents ahead of use and keep it on disk.")
 
 Store = Annotated[Path, typer.Option("--kv-store", help="Folder that keeps the K/V.")]
 BATCH = 16

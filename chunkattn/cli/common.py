@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from chunkattn.cli.help_text import Command, Group
 from chunkattn.errors import ChunkAttnError, ConfigError, NonFiniteError, RequestError
 from chunkattn.parsers import DocumentPrompt
 
 if TYPE_CHECKING:
     from chunkattn.llm import LLM
 
-app = typer.Typer(
-    no_args_is_help=True,
+_new_group = partial(typer.Typer, no_args_is_help=True, cls=Group, rich_markup_mode=None)  # Rich's tables cut long flags
+app = _new_group(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Exact chunk-aware LLM inference: many independent pieces after one shared prefix.",
@@ -56,6 +57,18 @@ KVStore = Annotated[Path | None, typer.Option("--kv-store", help="Folder that ke
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")]
 
 
+def command_group(name: str, text: str) -> typer.Typer:
+    """Add a group of commands to the app.
+
+    Args:
+        name: name of the group.
+        text: help text of the group.
+    """
+    group = _new_group(help=text)
+    app.add_typer(group, name=name)
+    return group
+
+
 def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command of a group. Errors of this package become one line on stderr.
 
@@ -75,7 +88,7 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[.
                 print("error:", " ".join(str(error).split()), file=sys.stderr)
                 raise typer.Exit(1 if isinstance(error, NonFiniteError) else 2) from None
 
-        return group.command(name)(run)
+        return group.command(name, cls=Command)(run)
 
     return register
 

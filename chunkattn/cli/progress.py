@@ -1,9 +1,11 @@
-"""Progress of long commands on stderr."""
+"""Progress of long commands and benchmarks on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -78,6 +80,51 @@ class Steps:
         elif (tenth := 10 * self._done // self._total) > 10 * before // self._total:
             left = (time.monotonic() - self._began) / self._done * (self._total - self._done)
             say(f"{self._done} of {self._total} {self._name}, {10 * tenth}%, about {left / 60:.1f} minutes left")
+
+
+class Rounds:
+    """Progress of a benchmark on stderr: the round under way on a terminal, elsewhere a line with the seconds of each round.
+
+    A call returns the context manager of one round.
+    """
+
+    def __init__(self) -> None:
+        self._status = Console(stderr=True).status("measuring", spinner="dots") if sys.stderr.isatty() else None
+
+    def __enter__(self) -> Self:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._status:
+            self._status.stop()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time one round.
+
+        Args:
+            name: case and round, such as `decode 1, round 2 of 3`.
+        """
+        if self._status:
+            self._status.update(name)
+            yield
+        else:
+            with timed(name):
+                yield
+
+
+@contextmanager
+def timed(name: str) -> Iterator[None]:
+    """Print the seconds of a block on stderr when it has ended; an exception prints nothing.
+
+    Args:
+        name: case and round, such as `decode 1, round 2 of 3`.
+    """
+    began = time.perf_counter()
+    yield
+    say(f"{name}: {time.perf_counter() - began:.1f} s")
 
 
 def say(text: str) -> None:

@@ -94,7 +94,7 @@ def check_ranking_measures() -> None:
     try:
         import ir_measures  # noqa: F401
     except ImportError as error:
-        raise ConfigError("ranking measures need ir-measures: pip install 'chunkattn[eval]'") from error
+        raise ConfigError("ranking measures need ir-measures: pip install ir-measures") from error
 
 
 def ranking_measures(order: Sequence[int], relevance: Sequence[int]) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from chunkattn.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
-
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences advice to install PyTorch, which is not needed
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 DEMO_FOLDER = Path(__file__).parent / "demo"

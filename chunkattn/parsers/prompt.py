@@ -251,7 +251,8 @@ class PromptParser:
         """Return the token ids of a prefix and of documents, as prompts will contain them.
 
         Args:
-            prefix: text, token ids, or the chat messages before the first user message.
+            prefix: text, token ids, or the chat messages before the first user message. An empty list before texts stands for
+                a chat that begins with the user message.
             documents: all text or all token ids, as the prefix is; either after messages. Texts get the document template.
             template_options: variables of the chat template.
 
@@ -263,7 +264,8 @@ class PromptParser:
         # Parse a whole prompt with a placeholder question, so the same checks apply.
         if not isinstance(prefix, (str, Sequence, np.ndarray)):
             raise RequestError(f"the prefix must be text, token ids or messages, got {type(prefix).__name__}", param="prefix")
-        if not isinstance(prefix, str) and len(prefix) and isinstance(prefix[0], Mapping):
+        starts_chat = not isinstance(prefix, str) and not len(prefix) and any(isinstance(d, str) for d in documents)
+        if starts_chat or (not isinstance(prefix, str) and len(prefix) and isinstance(prefix[0], Mapping)):
             chat = [*cast("Sequence[Mapping[str, Any]]", prefix), {"role": "user", "content": "?"}]
             layout = self._chat(chat, cast("Sequence[str]", documents), template_options or {}).layout
         else:

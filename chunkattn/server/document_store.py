@@ -21,6 +21,7 @@ from chunkattn.server.options import ServerConfig
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
     from chunkattn.engine.messages import PrecomputeRequest
+    from chunkattn.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +77,20 @@ class StoredDocument:
         """Return the int32 token ids of the document's chunk, with the document template."""
         return np.frombuffer(self.content[2], np.int32)
 
+    def follows(self, output: RequestOutput) -> bool:
+        """Return whether the prompt of an output has the prefix that the document was stored after."""
+        prefix = self.content[1]
+        return len(prefix) == _ID_BYTES * output.prefix_len and prefix == _bytes(output.prompt_token_ids[: output.prefix_len])
+
     @property
     def source(self) -> str | np.ndarray:
         """Return the document without the document template: its text, or the token ids it was given as."""
         return self.chunk if self.text is None else self.text
+
+    @property
+    def prefix(self) -> np.ndarray:
+        """Return the int32 token ids of the prefix."""
+        return np.frombuffer(self.content[1], np.int32)
 
     @property
     def lens(self) -> tuple[int, int]:

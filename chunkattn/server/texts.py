@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -172,19 +172,32 @@ class Tail:
         return Part(text, ids, logprobs, sample.finish_reason, sample.stop_reason)
 
 
-def usage(outputs: Sequence[RequestOutput], *, generated: int | None = None, chunks: bool = False) -> dict[str, object]:
+def usage(
+    outputs: Sequence[RequestOutput],
+    *,
+    generated: int | None = None,
+    chunks: bool = False,
+    moved: Collection[int] = (),
+) -> dict[str, object]:
     """Return OpenAI's `usage` object.
 
     Args:
         outputs: output of each prompt.
         generated: completion tokens to report instead of the generated tokens.
         chunks: whether to report the cached tokens of every chunk.
+        moved: numbers of the chunks of the only prompt that are documents stored after another prefix.
     """
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
     completion = sum(len(s.token_ids) for o in outputs for s in o.outputs) if generated is None else generated
     details: dict[str, object] = {"cached_tokens": sum(o.num_cached_tokens for o in outputs)}
+    if moved:
+        details["other_prefix_documents"] = len(moved)
     if chunks:
-        counts = [[{"tokens": n, "cached_tokens": c} for n, c in zip(o.chunk_lens, o.num_cached_chunk_tokens)] for o in outputs]
+        counts: list[list[dict[str, int | bool]]] = [
+            [{"tokens": n, "cached_tokens": c} for n, c in zip(o.chunk_lens, o.num_cached_chunk_tokens)] for o in outputs
+        ]
+        for number in moved:
+            counts[0][number]["other_prefix"] = True
         details["chunks"] = counts[0] if len(counts) == 1 else counts
     return {
         "prompt_tokens": prompt,

@@ -225,6 +225,34 @@ def test_prompts_of_one_call_share_their_saves():
     assert [bool(r.kv_transfer_params["chunkattn"].get("bounds")) for r in engine.sent] == [False, False, True, True]
 
 
+def computed_keys(engine):
+    found = [r.kv_transfer_params["chunkattn"] for r in engine.sent]
+    return [set(fields.get("computed", ())) for fields in found if "bounds" in fields]
+
+
+def test_a_composed_request_names_what_was_computed_for_it():
+    engine = FakeEngine(100)
+    composer = Composer(engine)
+    first, second = (plan_prompt([1], [[10], [11], *more], [7]) for more in ([], [[12]]))
+    composer.run([PromptTask(first, None), PromptTask(first, None)])
+    composer.run([PromptTask(second, None)])
+    composer.save(plans(1))
+    composer.run([PromptTask(plan, None) for plan in plans(1)])
+    keys = set(second.composed.keys) - set(first.composed.keys)
+    assert len(keys) == 1
+    assert computed_keys(engine) == [set(first.composed.keys), set(), keys, set()]
+
+
+def test_a_lost_document_is_computed_for_the_prompt_that_lost_it():
+    engine = FakeEngine(100)
+    composer = Composer(engine)
+    (plan,) = plans(1)
+    composer.run([PromptTask(plan, None)])
+    engine.held.clear()
+    composer.run([PromptTask(plan, None)])
+    assert computed_keys(engine) == [set(plan.composed.keys), set(), set(plan.composed.keys)]
+
+
 def test_a_prompt_whose_documents_were_evicted_is_answered():
     engine = FakeEngine(3)  # the prefix and two documents: one prompt's
     composer = Composer(engine)

@@ -208,6 +208,22 @@ def test_a_warm_request_computes_its_question_alone(server, parser):
     assert (cold.prompt_tokens_details.cached_tokens if cold.prompt_tokens_details else 0) <= prefix
 
 
+def test_hits_are_loads_of_what_was_stored_before(server):
+    def counts():
+        return [server.metric(f"vllm:chunkattn_{name}_segments") for name in ("loaded", "hit")]
+
+    documents = ["Lelo bakes.", "Lelo has a mill.", "Lelo sings."]
+    grown, before = [], counts()
+    for asked in (documents, documents[1:], documents[:1]):
+        server.chat(asked)
+        after = counts()
+        grown.append([b - a for a, b in zip(before, after)])
+        before = after
+    (loads, hits), *later = grown
+    assert loads - hits in (3, 4)  # an earlier test may have stored the prefix
+    assert all(loads == hits > 0 for loads, hits in later)
+
+
 def test_order_does_not_matter(server):
     answers = [server.chat(docs, logprobs=True) for docs in (DOCUMENTS, DOCUMENTS[::-1], DOCUMENTS[1:] + DOCUMENTS[:1])]
     assert len({str(a.choices[0].logprobs) for a in answers}) == 1

@@ -95,6 +95,29 @@ def test_parse_refuses_every_wrong_type(value, place):
         parse_job(fields, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
 
 
+@pytest.mark.parametrize("value", [None, True, "a", {}, [1], [None], ["a"] * 3])
+def test_parse_refuses_wrong_computed_keys(value):
+    with pytest.raises(RequestRefused, match="computed"):
+        parse_job({"bounds": [1, 2], "positions": "shared", "computed": value}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
+
+
+def test_what_was_computed_for_the_prompt_is_no_hit():
+    side = scheduler(100)
+    plan = plan_prompt([1, 2], [[3, 4], [5, 6]], [7])
+    for key in plan.composed.keys:
+        side.index.add(key, 1)
+    hits = []
+    for name, computed in (("a", plan.composed.keys), ("b", plan.composed.keys[:1]), ("c", ())):
+        request = new_request(name, plan.composed.after(computed))
+        side.add(request)
+        loaded, _ = side.match(request, 0)
+        before = side.stats.data.get("hit_segments", 0)
+        side.allocated(request, [0], loaded)
+        hits.append(side.stats.data.get("hit_segments", 0) - before)
+    assert hits == [0, 2, 3]
+    assert side.stats.data["loaded_segments"] == 9
+
+
 def test_index_is_bounded_and_least_recently_used():
     index = StoreIndex(10)
     assert index.add("a", 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from chunkattn.errors import CapacityError
@@ -90,9 +90,14 @@ class PromptTask:
 
 
 class Costs:
-    """Prompt tokens that prefix and save requests computed for one prompt. vLLM counts them as cached in its answer."""
+    """Prompt tokens that prefix and save requests computed for one prompt. vLLM counts them as cached in its answer.
+
+    Attributes:
+        keys: content keys of what these requests save.
+    """
 
     def __init__(self) -> None:
+        self.keys = set[str]()
         self.prefix = 0
         self.chunks: dict[tuple[int, ...], int] = {}
 
@@ -208,6 +213,7 @@ class Composer:
         """
         stages: tuple[dict[tuple[str, ...], Submission], ...] = ({}, {})
         payers: dict[tuple[str, ...], int] = {}
+        costs, paid = {number: Costs() for number in range(len(tasks))}, set[str]()
         for number, task in enumerate(tasks):
             for requests in task.plan.missing(held):
                 for request in requests:
@@ -215,11 +221,13 @@ class Composer:
                     if task.priority < stage.setdefault(request.keys, submission).priority:
                         stage[request.keys] = submission
                     payers.setdefault(request.keys, number)
+                    costs[number].keys.update(key for key in request.keys if key not in held and key not in paid)
+            paid |= costs[number].keys
         saves = [submission for stage in stages for submission in stage.values()]
-        costs = {number: Costs() for number in range(len(tasks))}
         if not saves and not composed:
             return [], [], costs
-        outputs = self._send([*saves, *composed])
+        marked = [replace(one, request=one.request.after(costs[number].keys)) for number, one in enumerate(composed)]
+        outputs = self._send([*saves, *marked])
         for submission, output in zip(saves, outputs):
             costs[payers[submission.request.keys]].add(submission.request, output)
             if not ended_with_error(output):

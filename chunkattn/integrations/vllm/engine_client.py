@@ -115,7 +115,6 @@ class ChunkEngineClient:
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         ids, parts = prompt.layout.token_ids.tolist(), parts_of(prompt)
-        composed = submission_params(Submission(plan.composed, params))
         whole = params.output_kind == RequestOutputKind.FINAL_ONLY
         for attempt in range(RETRIES + 1):
             started = False
@@ -123,11 +122,13 @@ class ChunkEngineClient:
             async with AsyncExitStack() as gate:
                 if attempt:  # alone with its documents until they are loaded, so that no other prompt evicts them meanwhile
                     await gate.enter_async_context(self._gate)
-                    composed.output_kind = RequestOutputKind.CUMULATIVE if whole else params.output_kind
                 elif plan.missing(self._held):
                     async with self._gate:
                         pass
                 costs = await self._save(plan, options)
+                composed = submission_params(Submission(plan.composed.after(costs.keys), params))
+                if attempt:
+                    composed.output_kind = RequestOutputKind.CUMULATIVE if whole else params.output_kind
                 outputs = self._client.generate(_input(plan.composed, prompt.text), composed, request_id, **options)
                 async with aclosing(outputs):
                     async for output in outputs:
@@ -174,6 +175,7 @@ class ChunkEngineClient:
         save, priority = self._saves.get(request.keys), options.get("priority", 0)
         if save is None or not save.running or priority < save.priority:  # a lower value goes first
             self._counter += 1
+            costs.keys.update(key for key in request.keys if key not in self._held)
             task = asyncio.create_task(self._run(request, f"chunkattn-save-{self._counter}", options, costs))
             save = self._saves[request.keys] = _Save(task, priority)
             task.add_done_callback(partial(self._forget, request.keys, save))

@@ -6,7 +6,7 @@ A client of vLLM's HTTP server can send any JSON here, so every field is checked
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -54,11 +54,13 @@ class Job:
         loads: segments to load. They cover the tokens `[0, load_end)` without holes.
         saves: segments to save once the whole prompt is computed.
         layout: values that decide what the request's K/V means, beside its tokens: None if the K/V is that of a plain prompt.
+        computed: content keys whose K/V other requests computed for the same prompt.
     """
 
     loads: tuple[Segment, ...] = ()
     saves: tuple[Segment, ...] = ()
     layout: tuple[Any, ...] | None = None
+    computed: frozenset[str] = frozenset()
 
     @property
     def load_end(self) -> int:
@@ -94,11 +96,15 @@ def parse_job(fields: object, token_ids: Sequence[int], *, gap: int, cache_salt:
     if not isinstance(positions, str) or positions not in POSITIONS:
         raise _malformed(f"positions must be one of {', '.join(POSITIONS)}")
     gap = effective_gap(positions, gap)
-    kind = fields.keys() - {"positions"}
+    computed = fields.get("computed", [])
+    kind = fields.keys() - ({"positions", "computed"} if "bounds" in fields else {"positions"})
     if kind == {"save"}:
         return _save_job(fields["save"], token_ids, gap, cache_salt, adapter)
     if kind == {"bounds"}:
-        return _composed_job(fields["bounds"], positions, token_ids, gap, cache_salt, adapter)
+        job = _composed_job(fields["bounds"], positions, token_ids, gap, cache_salt, adapter)
+        if not isinstance(computed, list) or len(computed) > len(job.loads) or not all(isinstance(k, str) for k in computed):
+            raise _malformed(f"computed must be a list of at most {len(job.loads)} keys")
+        return replace(job, computed=frozenset(computed))
     raise _malformed("must hold positions and either save or bounds")
 
 

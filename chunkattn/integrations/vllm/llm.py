@@ -348,6 +348,7 @@ def _output(prompt: ParsedPrompt, answer: Answer) -> RequestOutput:
         chunk_lens=prompt.layout.chunk_lens,
         num_cached_tokens=cached,
         num_cached_chunk_tokens=by_chunk,
+        prefix_len=prompt.layout.prefix_len if prompt.layout.chunk_lens else 0,
     )
 
 

@@ -11,6 +11,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 COUNTERS = {
     "loads": "Requests whose K/V was loaded from the store.",
     "loaded_segments": "Prefixes and chunks loaded from the store.",
+    "hit_segments": "Loaded prefixes and chunks that were not computed for the prompt that loads them.",
     "loaded_bytes": "K/V bytes loaded from the store, over all ranks.",
     "load_seconds": "Time to read, rotate and write loaded K/V, summed over ranks.",
     "saved_segments": "Prefixes and chunks saved to the store.",

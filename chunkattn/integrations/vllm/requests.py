@@ -4,7 +4,8 @@ vLLM receives three kinds of requests, marked in `kv_transfer_params[PARAMS_KEY]
 
 - A *prefix request* computes the prefix and saves its K/V. It is needed only under a chunk gap.
 - A *save request* computes prefix + chunk and saves the chunk's K/V. Without a gap it saves the prefix, too.
-- A *composed request* holds prefix + chunks + question. It loads the K/V of prefix and chunks, and computes the question.
+- A *composed request* holds prefix + chunks + question. It loads the K/V of prefix and chunks, and computes the question. Its
+  list `computed` has the keys whose K/V other requests computed for this prompt: loads of these are no hits of the store.
 
 All of them carry the tenant's own `cache_salt`. The engine derives the keys of stored K/V from the requests that it computes,
 so a client cannot name foreign K/V. This module imports neither vLLM nor PyTorch: any HTTP client can use it.
@@ -15,8 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -98,6 +99,13 @@ class EngineRequest:
     cache_salt: str | None
     kv_transfer_params: dict[str, Any] | None
     keys: tuple[str, ...] = ()
+
+    def after(self, computed: Collection[str]) -> EngineRequest:
+        """Return this composed request, with the keys whose K/V other requests computed for its prompt."""
+        if self.kv_transfer_params is None or not computed:
+            return self
+        fields = {**self.kv_transfer_params[PARAMS_KEY], "computed": sorted(computed)}
+        return replace(self, kv_transfer_params={PARAMS_KEY: fields})
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ class SchedulerSide:
             self._loads.append(Load(block_ids[: -(-end // self._block_size)], start, end, segments))
             self.stats.count("loads")
             self.stats.count("loaded_segments", len(segments))
+            self.stats.count("hit_segments", sum(segment.key not in job.computed for segment in segments))
             self.stats.count("loaded_bytes", num_external * self._bytes_per_token)
 
     def build_step(self, output: SchedulerOutput) -> StepWork:

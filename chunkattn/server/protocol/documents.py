@@ -29,7 +29,7 @@ class CacheBody(Body):
     prefix: Annotated[str | TokenIds, Field(description="Prefix of the prompts that will use the documents.")] = ""
     messages: Annotated[
         Messages | None,
-        Field(description="Messages before the first user message, for chats; instead of prefix."),
+        Field(description="Messages before the first user message, for chats; instead of prefix. Empty for chats without any."),
     ] = None
     documents: Annotated[list[str | TokenIds | Document], Field(fail_fast=True)]
     pin: Annotated[bool, Field(description="Protect the documents' K/V from eviction.")] = False
@@ -44,6 +44,8 @@ class CacheBody(Body):
             raise ValueError("prefix and messages exclude each other")
         if not self.documents:
             raise ValueError("documents hold no document")
+        if self.messages == [] and all(isinstance(document, list) for document in self.documents):
+            raise ValueError("documents of an empty list of messages must be texts; give the prefix of token ids as prefix")
         for number, name in enumerate(self.ids()):
             if name is not None and not _ID.fullmatch(name):
                 raise ValueError(f"documents.{number}: an id has 1 to 128 letters, digits or any of _.:@-")

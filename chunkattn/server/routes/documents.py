@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -13,6 +13,9 @@ from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.documents import CacheBody, ChangeBody
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
+
+_SHOWN_TOKENS = 256
+"""Tokens of a prefix that an entry shows as text."""
 
 router = APIRouter(route_class=JsonRoute, tags=["cache"], prefix="/v1/cache/documents")
 
@@ -41,7 +44,8 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
             timeout=state.config.request_timeout_s,
         ),
     )
-    entries = [{**_entry(d, cached=True, pinned=body.pin), "was_cached": before} for d, before in added]
+    shown = _shown_prefixes(state, [document for document, _ in added])
+    entries = [{**_entry(d, shown, cached=True, pinned=body.pin), "was_cached": before} for d, before in added]
     prompt = entries[0]["prefix_tokens"] + sum(entry["tokens"] for entry in entries)
     return {
         "object": "list",
@@ -103,10 +107,18 @@ async def _entries(state: ServerState, documents: Sequence[StoredDocument]) -> l
     cached = await state.documents.cached(documents)
     # A failed step drops cached K/V, pinned documents included.
     pinned = [is_cached and state.documents.is_pinned(d) for d, is_cached in zip(documents, cached, strict=True)]
-    return [_entry(*found) for found in zip(documents, cached, pinned, strict=True)]
+    shown = _shown_prefixes(state, documents)
+    return [_entry(d, shown, cached=c, pinned=p) for d, c, p in zip(documents, cached, pinned, strict=True)]
 
 
-def _entry(document: StoredDocument, cached: bool, pinned: bool) -> dict[str, Any]:
+def _shown_prefixes(state: ServerState, documents: Sequence[StoredDocument]) -> dict[bytes, str | None]:
+    """Return the beginning of each prefix as text, by the bytes of its token ids; None without a tokenizer."""
+    prefixes = {d.content[1]: d.prefix[:_SHOWN_TOKENS].tolist() for d in documents}
+    texts = state.texts
+    return {content: None if texts.tokenizer is None else texts.whole(ids) for content, ids in prefixes.items()}
+
+
+def _entry(document: StoredDocument, shown: Mapping[bytes, str | None], *, cached: bool, pinned: bool) -> dict[str, Any]:
     prefix, tokens = document.lens
     return {
         "id": document.id,
@@ -114,6 +126,7 @@ def _entry(document: StoredDocument, cached: bool, pinned: bool) -> dict[str, An
         "created": int(document.created),
         "expires": document.expires,
         "tokens": tokens,
+        "prefix": shown[document.content[1]],
         "prefix_tokens": prefix,
         "bytes": document.num_bytes,
         "cached": cached,

@@ -20,6 +20,7 @@ from chunkattn.parsers.prompt import Prompt
 from chunkattn.server import logprobs
 from chunkattn.server.answers import json_answer
 from chunkattn.server.bodies import JsonRoute
+from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError, api_error
 from chunkattn.server.events import HEARTBEAT, EventStream, Timed, event_of, merged
 from chunkattn.server.keys import Caller
@@ -59,6 +60,7 @@ class Answer(ABC):
         object_name: `object` of a whole answer.
         chunk_name: `object` of a stream's event.
         params: sampling parameters of all prompts.
+        stored: documents that the request names by id, by the number of their chunk.
     """
 
     kind: str
@@ -68,6 +70,8 @@ class Answer(ABC):
 
     def __init__(self, body: Sampling, state: ServerState, caller: Caller) -> None:
         self.options, self.state, self.caller = body, state, caller
+        self.stored: dict[int, StoredDocument] = {}
+        self._moved: list[int] | None = None
         self.id, self.created = new_id(self.kind), int(time.time())
 
     @abstractmethod
@@ -152,7 +156,13 @@ class Answer(ABC):
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Return the usage of the request."""
-        return usage(outputs, chunks=self.options.return_chunk_usage)
+        return usage(outputs, chunks=self.options.return_chunk_usage, moved=self.moved(outputs))
+
+    def moved(self, outputs: list[RequestOutput]) -> list[int]:
+        """Return the numbers of the documents named by id whose stored K/V is of another prefix than the prompt's."""
+        if self._moved is None:
+            self._moved = [n for n, document in self.stored.items() if not document.follows(outputs[0])]
+        return self._moved
 
     def common(self, name: str) -> dict[str, Any]:
         """Return the fields common to all objects of the answer.
@@ -176,8 +186,8 @@ class Completion(Answer):
     def __init__(self, body: CompletionBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
-        stored = state.documents.named(body.named(), caller.salt(body.cache_salt), field="chunks.documents")
-        self.prompts = body.prompts({number: document.chunk for number, document in stored.items()})
+        self.stored = state.documents.named(body.named(), caller.salt(body.cache_salt), field="chunks.documents")
+        self.prompts = body.prompts({number: document.chunk for number, document in self.stored.items()})
         self._known_offsets: dict[str, tuple[list[int], int]] = {}
         echoed = body.logprobs if body.echo else None
         self.params = body.sampling(max_tokens=body.max_tokens or 1, logprobs=body.logprobs, prompt_logprobs=echoed)
@@ -238,7 +248,7 @@ class Completion(Answer):
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Return the usage; max_tokens 0 reports no completion tokens."""
         generated = None if self.body.max_tokens else 0  # the engine generates one token to read the prompt's logprobs
-        return usage(outputs, generated=generated, chunks=self.body.return_chunk_usage)
+        return usage(outputs, generated=generated, chunks=self.body.return_chunk_usage, moved=self.moved(outputs))
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """Return the choice of a finished sample."""
@@ -328,8 +338,8 @@ class Chat(Answer):
     def __init__(self, body: ChatBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
-        stored = state.documents.named(named_documents(body.documents), caller.salt(body.cache_salt))
-        self.documents = body.chunks({number: document.chunk for number, document in stored.items()})
+        self.stored = state.documents.named(named_documents(body.documents), caller.salt(body.cache_salt))
+        self.documents = body.chunks({number: document.chunk for number, document in self.stored.items()})
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         self.params = body.sampling(max_tokens=body.limit, logprobs=wanted)
 

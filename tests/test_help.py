@@ -1,0 +1,64 @@
+"""`--help` of every command: nothing is cut, whatever the width of the terminal."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import typer
+
+from chunkattn.cli import app
+
+
+def commands(command=None, *names) -> Iterator:
+    """Names and definition of every command and group."""
+    command = command or typer.main.get_command(app)
+    yield names, command
+    for name, subcommand in getattr(command, "commands", {}).items():
+        yield from commands(subcommand, *names, name)
+
+
+ALL = dict(commands())
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def check(command, shown, width):
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= width, max(lines, key=len)
+    assert "…" not in shown
+    for parameter in command.params:
+        assert words(parameter.help or "") in words(shown)
+        if parameter.param_type_name == "option":
+            starts = [line.strip() for line in lines if line.startswith("  -")]
+            for flag in (*parameter.opts, *parameter.secondary_opts):
+                assert any(flag in start.replace(",", "").split() for start in starts), flag
+    for subcommand in getattr(command, "commands", {}).values():
+        assert words(subcommand.help.partition("\n\n")[0]) in words(shown)
+
+
+@pytest.mark.parametrize("names", ALL, ids=lambda names: "-".join(names) or "chunkattn")
+@pytest.mark.parametrize("width", [None, 60, 80, 200])
+def test_help_cuts_nothing(names, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width)) if width else monkeypatch.delenv("COLUMNS", raising=False)
+    ALL[()].main([*names, "--help"], "chunkattn", standalone_mode=False)
+    check(ALL[names], capsys.readouterr().out, width or 80)
+
+
+def test_help_names_the_panels_of_serve(capsys):
+    ALL[()].main(["serve", "--help"], "chunkattn", standalone_mode=False)
+    shown = capsys.readouterr().out
+    titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[:3] == ["Arguments", "Options", "Server"]
+    assert {"Model", "Prompts and scoring", "Steps and warm-up", "KV cache"} == set(titles[3:])
+
+
+def test_help_without_a_terminal():
+    variables = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "chunkattn", "serve", "--help"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=variables, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    check(ALL["serve",], done.stdout, 80)
