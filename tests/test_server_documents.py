@@ -445,11 +445,11 @@ def tight():
 def test_documents_that_the_template_makes_too_long(tight):
     for call in (completion, chat):
         assert call(tight, ["a", "b"]).status_code == 200
-        said = refused(call(tight, ["a", "word " * 25]), 400, "invalid_value")
+        said = refused(call(tight, ["a", "word " * 25]), 400, "context_length_exceeded")
         assert said.startswith("document 1 has ")
         assert said.endswith("max_chunk_len is 96")
     posted = tight.post(URL, json={"documents": ["a", "word " * 25]})
-    assert refused(posted, 400, "invalid_value").startswith("document 1 has ")
+    assert refused(posted, 400, "context_length_exceeded").startswith("document 1 has ")
 
 
 def test_evicted_documents_are_computed_again(tight):
