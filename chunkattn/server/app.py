@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 import chunkattn
 from chunkattn.server import errors
-from chunkattn.server.middleware import Gate
+from chunkattn.server.middleware import METRICS_PATH, Gate
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.protocol.errors import answers
 from chunkattn.server.routes import documents, generation, page, scoring, status, tokens
@@ -37,10 +37,14 @@ class _App(FastAPI):
                 operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(name, None)
+        schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
+        security: list[dict[str, list[str]]] = [{name: []} for name in schemes]
         if self.state.server.keys.needed:
-            schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
             schema["components"]["securitySchemes"] = schemes
-            schema["security"] = [{name: []} for name in schemes]
+            schema["security"] = security
+        elif self.state.server.config.metrics_key is not None:
+            schema["components"]["securitySchemes"] = schemes
+            schema["paths"][METRICS_PATH]["get"]["security"] = security
         return schema
 
 

@@ -30,6 +30,7 @@ class ServerConfig:
         log_format: format of the log, "text" or "json", for the engine process too; one line per request in both formats.
         api_key_file: file of named API keys, one `name:key` per line, read again at SIGHUP. Clients of different names share no
             cache and no documents, and each name has its quotas. Without a key file, only `api_key` is accepted.
+        metrics_key: key that opens `/metrics` and no other route; API keys do not open `/metrics` then.
         max_queue_share: share of `max_queued_requests` that the requests of one named API key may hold; without a key file,
             the share of one request.
         max_pinned_share: share of the KV pool's pages that the pinned documents of all keys together may hold.
@@ -60,6 +61,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     log_format: str = "text"
     api_key_file: str | None = None
+    metrics_key: str | None = None
     max_queue_share: float = 0.5
     max_pinned_share: float = 0.5
     max_pinned_share_per_key: float = 0.25
@@ -73,7 +75,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
-        for name in ("api_key", "served_model_name", "api_key_file"):
+        for name in ("api_key", "served_model_name", "api_key_file", "metrics_key"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; leave it out instead")
         if self.log_format not in LOG_FORMATS:

@@ -52,7 +52,7 @@ class ServerState:
     @cached_property
     def keys(self) -> Keys:
         """Return the API keys."""
-        return Keys(self.config.api_key, self.config.api_key_file)
+        return Keys(self.config.api_key, self.config.api_key_file, self.config.metrics_key)
 
     @cached_property
     def shares(self) -> Shares:
