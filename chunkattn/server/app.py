@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 
 import chunkattn
+from chunkattn.errors import ConfigError
 from chunkattn.server import errors
 from chunkattn.server.middleware import METRICS_PATH, Gate
 from chunkattn.server.options import ServerConfig
@@ -54,8 +55,13 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     Args:
         llm: engine that serves the routes. Routes that need it answer 503 until it has started.
         config: options of the server. The app ignores `port`; `host` decides which Host headers it accepts.
+
+    Raises:
+        ConfigError: the options of server and engine contradict each other, or the key file is invalid.
     """
     state = ServerState(llm, config or ServerConfig())
+    if state.config.ready_when_warm and llm.config.warmup is False:
+        raise ConfigError("ready_when_warm needs the warm-up, and warmup is False; leave one of the two out")
     app = _App(
         title="chunkattn",
         version=chunkattn.__version__,

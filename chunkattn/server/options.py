@@ -27,6 +27,8 @@ class ServerConfig:
         allow_packed_dense: accept `algorithm: "packed_dense"`. The baseline is off by default, because each of its packs
             delays all other requests.
         drain_timeout_s: time in seconds that running requests have to finish after SIGTERM.
+        ready_when_warm: report readiness, in `/readyz`, `/health` and the output, only once every program is compiled. Requests
+            are accepted before that.
         log_format: format of the log, "text" or "json", for the engine process too; one line per request in both formats.
         api_key_file: file of named API keys, one `name:key` per line, read again at SIGHUP. Clients of different names share no
             cache and no documents, and each name has its quotas. Without a key file, only `api_key` is accepted.
@@ -59,6 +61,7 @@ class ServerConfig:
     priority_range: int = 0
     allow_packed_dense: bool = False
     drain_timeout_s: float = 30.0
+    ready_when_warm: bool = False
     log_format: str = "text"
     api_key_file: str | None = None
     metrics_key: str | None = None

@@ -123,8 +123,13 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
             gc.collect()
             gc.freeze()  # later collections skip the long-lived modules and model
             shown = f"[{address}]" if ":" in address else address
-            _log_start(llm)
-            print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
+            if config.ready_when_warm:
+                warming = asyncio.create_task(_wait_until_warm(llm))
+                await asyncio.wait({serving, warming}, return_when=asyncio.FIRST_COMPLETED)
+                warming.cancel()
+            if not serving.done():
+                _log_start(llm)
+                print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
             await serving
     finally:
         watching.cancel()
@@ -136,6 +141,11 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         await llm.close()
     if isinstance(ended[0], Exception):
         raise ended[0]
+
+
+async def _wait_until_warm(llm: AsyncLLM) -> None:
+    while not llm.is_warm:
+        await asyncio.sleep(0.1)
 
 
 def _log_start(llm: AsyncLLM) -> None:

@@ -134,8 +134,17 @@ class ServerState:
             return "draining"
         return {"starting": "starting", "ready": "ready"}.get(self.llm.state, "degraded")
 
+    def probe(self, *, warm: bool) -> str:
+        """Return the readiness for a health probe: `readiness`, or `"warming"` while programs are being compiled ahead.
+
+        Args:
+            warm: whether only a warm server counts as ready; with the option `ready_when_warm` it always does.
+        """
+        wanted = warm or self.config.ready_when_warm
+        return "warming" if wanted and self.readiness == "ready" and not self.llm.is_warm else self.readiness
+
     def check_ready(self) -> None:
-        """Check that the server accepts new work.
+        """Check that the server accepts new work, warm or not.
 
         Raises:
             ApiError: 503, the server is starting, degraded or draining.
