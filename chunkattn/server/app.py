@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 import chunkattn
 from chunkattn.errors import ConfigError
@@ -29,6 +30,12 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 class _App(FastAPI):
     """FastAPI app. Its schema lists 400 where FastAPI lists 422, and the API key if the server needs a key."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; the router takes `root_path` off paths that begin with it."""
+        if root_path := self.state.server.config.root_path:
+            scope["root_path"] = root_path
+        await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI schema of the routes."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 from chunkattn.errors import ConfigError
 
 LOG_FORMATS = ("text", "json")
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class ServerConfig:
         allow_packed_dense: accept `algorithm: "packed_dense"`. The baseline is off by default, because each of its packs
             delays all other requests.
         drain_timeout_s: time in seconds that running requests have to finish after SIGTERM.
+        root_path: path below which a proxy serves this server, such as "/llm". Requests may come with or without it.
         ready_when_warm: report readiness, in `/readyz`, `/health` and the output, only once every program is compiled. Requests
             are accepted before that.
         log_format: format of the log, "text" or "json", for the engine process too; one line per request in both formats.
@@ -61,6 +64,7 @@ class ServerConfig:
     priority_range: int = 0
     allow_packed_dense: bool = False
     drain_timeout_s: float = 30.0
+    root_path: str = ""
     ready_when_warm: bool = False
     log_format: str = "text"
     api_key_file: str | None = None
@@ -81,6 +85,8 @@ class ServerConfig:
         for name in ("api_key", "served_model_name", "api_key_file", "metrics_key"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; leave it out instead")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(f"root_path must begin with / and not end with it, such as '/llm', got {self.root_path!r}")
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log_format {self.log_format!r} is unknown; choose one of {', '.join(LOG_FORMATS)}")
         for option in fields(self):
