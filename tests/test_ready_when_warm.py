@@ -38,6 +38,10 @@ def test_probes_wait_for_the_warm_up(llm, path, option, query):
 def test_a_server_without_warm_up_cannot_wait_for_it():
     with pytest.raises(ConfigError, match="ready_when_warm"):
         create_app(AsyncLLM(warmup=False), ServerConfig(ready_when_warm=True))
+    client = TestClient(create_app(AsyncLLM(warmup=False)), base_url="http://localhost")
+    answer = client.get("/readyz?warm=1")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "warm")
+    assert client.get("/readyz").status_code == 503
 
 
 @pytest.mark.parametrize("option", [True, False])

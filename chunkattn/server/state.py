@@ -139,7 +139,13 @@ class ServerState:
 
         Args:
             warm: whether only a warm server counts as ready; with the option `ready_when_warm` it always does.
+
+        Raises:
+            ApiError: 400, the server never gets warm.
         """
+        if warm and self.llm.config.warmup is False:
+            text = "this server never gets warm, because its option warmup is False (--no-warmup); ask without warm"
+            raise ApiError(400, text, param="warm", code="invalid_value")
         wanted = warm or self.config.ready_when_warm
         return "warming" if wanted and self.readiness == "ready" and not self.llm.is_warm else self.readiness
 
