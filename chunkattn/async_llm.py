@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, generate_job
-from chunkattn.calls.job import Job
+from chunkattn.calls.job import AskingJob, Job
 from chunkattn.calls.precompute import precompute_job
 from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, rerank_job, score_job
 from chunkattn.config import SamplingParams, make_config
@@ -602,11 +602,16 @@ class AsyncLLM:
         def begin() -> tuple[Job[T], Iterator[Sequence[Message]], Sequence[Message] | None]:
             job = make()
             stages = iter(job.stages())
-            return job, stages, next(stages, None)
+            return job, stages, None if isinstance(job, AskingJob) and job.is_undecided else next(stages, None)
 
         with self.client.call(_check_timeout(timeout)) as call:
             job, stages, stage = await call.prepare(begin)
             try:
+                if isinstance(job, AskingJob) and job.is_undecided:
+                    lookups = job.lookups()
+                    while (asked := await call.prepare(next, lookups, None)) is not None:
+                        job.decide(asked, await call.ask(self.client.look_up(asked, forget=False)))
+                    stage = await call.prepare(next, stages, None)
                 while stage is not None:
                     await call.finish(stage, partial(self._take, job))
                     stage = await call.prepare(next, stages, None)

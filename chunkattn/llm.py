@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
-from chunkattn.calls.job import Job
+from chunkattn.calls.job import AskingJob, Job
 from chunkattn.calls.precompute import precompute_job
 from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, rerank_job, score_job
 from chunkattn.config import SamplingParams, make_config
@@ -149,6 +149,7 @@ class LLM:
         *,
         pin: bool = False,
         cache_salt: str | None = None,
+        priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> CacheReport:
@@ -161,6 +162,7 @@ class LLM:
                 `chat` and `DocumentPrompt`.
             pin: keep the blocks until `unpin`, even when other requests need pages.
             cache_salt: see `generate`.
+            priority: see `generate`.
             chat_template_kwargs: the same options as in the later calls of `chat`.
             use_tqdm: see `generate`.
 
@@ -174,7 +176,13 @@ class LLM:
             EngineError: a step failed.
         """
         job = precompute_job(
-            self.frontend, prefix, documents, cache_salt=cache_salt, pin=pin, template_options=chat_template_kwargs
+            self.frontend,
+            prefix,
+            documents,
+            cache_salt=cache_salt,
+            pin=pin,
+            template_options=chat_template_kwargs,
+            priority=priority,
         )
         return self.run(job, use_tqdm)
 
@@ -410,6 +418,10 @@ class LLM:
         """
         try:
             with _progress(job.total, use_tqdm, job.unit) as bar:
+                if isinstance(job, AskingJob):
+                    for asked in job.lookups():
+                        with self._lock:
+                            job.decide(asked, [self.core.look_up(request, checked=True) for request in asked])
                 for stage in job.stages():
                     self._run_stage(stage, job, bar)
             return job.result()

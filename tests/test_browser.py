@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.server_helpers import SMALL, ServerProcess
 pytestmark = pytest.mark.browser
 
 SEPARATOR = " # # "
+NO_RATE = "\N{EN DASH}"
 MARGIN = 30  # CSS pixels that the picture of the mask leaves to captions, at the left and at the top
 
 # Each width has its own people, so that neither finds documents of the other in the cache.
@@ -160,8 +162,23 @@ def server(programs):
     assert made.close() == 0
 
 
+@pytest.fixture(scope="module")
+def instruct(programs):
+    """The demo model as a checkpoint of a folder, which the page takes for an instruct model."""
+    made = ServerProcess(str(DEMO_FOLDER), *SMALL, "--root-path=/llm", CHUNKATTN_API_KEY="the-key")
+    yield made
+    assert made.close() == 0
+
+
 @pytest.fixture(params=[1400, 390], ids="{}px".format)
 def page(request, programs, server, tmp_path):
+    with opened(programs, server.url, server.url, request.param, tmp_path) as made:
+        yield made
+
+
+@contextmanager
+def opened(programs, address, url, width, tmp_path):
+    """The page at an address, whose requests all go below `url`."""
     chromium, chromedriver = programs
     folder = Path(os.environ.get("CHUNKATTN_SCREENSHOTS") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -185,13 +202,15 @@ def page(request, programs, server, tmp_path):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options, Service(chromedriver))
     try:
-        made = Page(driver, server.url, request.param, folder)
+        made = Page(driver, address, width, folder)
         yield made
         assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
-        urls = [event["request"]["url"] for event in made.network("Network.requestWillBeSent")]
-        assert f"{server.url}/static/app.js" in urls
+        sent = [event["request"]["url"] for event in made.network("Network.requestWillBeSent")]
+        assert [name for name in sent if "@" in name and re.search("/(v1|inspect|health|page.json)", name)] == []
+        urls = [re.sub("//[^/]*@", "//", name) for name in sent]
+        assert f"{url}/static/app.js" in urls
         # Others than these ask no host: data:, as the icon is.
-        assert [url for url in urls if re.match("(http|ws)s?:", url) and not url.startswith(f"{server.url}/")] == []
+        assert [name for name in urls if re.match("(http|ws)s?:", name) and not name.startswith(f"{url}/")] == []
     finally:
         driver.quit()
 
@@ -293,7 +312,65 @@ def test_score(page, server):
     for bar, index, score in zip(bars, order, shown, strict=True):
         assert bar["caption"] == f"{index} {items[index]}"
         assert bar["number"] == f"{score:.4f}"
+        each = page.find("bar")[order.index(index)].find_elements(By.CSS_SELECTOR, "[data-testid=label]")
+        assert [label.text for label in each] == [f"yes {score:.4f}", f"no {1 - score:.4f}"]
         assert bar["share"] == pytest.approx(score, abs=0.02)
 
     page.get("sort-scores").click()
     assert [bar.get_attribute("data-index") for bar in page.find("bar")] == [str(index) for index in range(len(items))]
+
+
+def shown_rate(page):
+    """The rate on the page, and the generated tokens."""
+    rate, tokens = page.run("return [1, 4].map((n) => document.querySelectorAll('#statistics dd')[n].textContent)")
+    return rate, int(tokens)
+
+
+@pytest.mark.parametrize("width", [1400, 390], ids="{}px".format)
+def test_an_instruct_model_below_a_path_behind_credentials(programs, instruct, width, tmp_path):
+    """The page sends messages, and no address of its own has the credentials, which `fetch` refuses."""
+    documents, question = STORIES[width][0], STORIES[width][1].removesuffix(" Answer:")
+    prefix = "Read the documents and answer the question."
+    messages = [{"role": "system", "content": prefix}, {"role": "user", "content": question}]
+    asked = {"messages": messages, "documents": documents, "max_tokens": 32, "temperature": 0, "cache_salt": "apart"}
+    with instruct.client(headers={"Authorization": "Bearer the-key"}) as http:
+        expected = http.post("/llm/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+    assert expected.strip()
+
+    address = instruct.url.replace("//", "//me:the-key@") + "/llm/"
+    with opened(programs, address, f"{instruct.url}/llm", width, tmp_path) as page:
+        page.get("tab-generate").click()
+        page.wait(lambda: page.get("chat").is_displayed())
+        assert page.get("chat").is_selected()
+        page.get("prompt-text").clear()
+        page.get("prompt-text").send_keys(SEPARATOR.join([prefix, *documents, question]))
+        text, hits = page.generate()
+        assert text == expected
+        assert len(hits) == len(documents)
+        page.keep("chat")
+        assert shown_rate(page) == (NO_RATE, 4)
+        for name, value in (("max-tokens", "64"), ("temperature", "9")):  # long and random answers
+            page.get(name).clear()
+            page.get(name).send_keys(value)
+        rates = []
+        while max((tokens for _, tokens in rates), default=0) < 30:
+            assert len(rates) < 30
+            page.generate()
+            rates.append(shown_rate(page))
+        assert all((rate == NO_RATE) or tokens > 8 for rate, tokens in rates)
+        assert re.fullmatch(r"\d+\.\d", max(rates, key=lambda found: found[1])[0])
+        runs = len(rates) + 1
+        page.get("temperature").clear()
+        page.get("temperature").send_keys("0")
+        page.get("chat").click()
+        page.get("prompt-text").send_keys(" Answer:")
+        page.generate()
+        page.get("tab-score").click()
+        page.get("score").click()
+        page.wait(lambda: page.find("bar"))
+        page.get("tab-prompt").click()
+        page.get("inspect").send_keys(Keys.ENTER)
+        page.wait(lambda: page.find("part"))
+        answers = [event["response"] for event in page.network("Network.responseReceived")]
+        kinds = [a["url"].removeprefix(f"{instruct.url}/llm/v1/") for a in answers if a["mimeType"] == "text/event-stream"]
+        assert kinds == ["chat/completions"] * runs + ["completions"]

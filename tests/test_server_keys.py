@@ -88,30 +88,38 @@ def key_file(tmp_path):
     return file
 
 
-def test_named_keys_are_read_again(key_file, caplog):
+def test_named_keys_are_read_again(key_file):
     keys = Keys("main", str(key_file))
-    assert [keys.name_of(f"Bearer {key}") for key in ("main", "key-of-ana", "key-of-ben")] == ["default", "ana", "ben"]
-    assert keys.name_of("Basic " + base64.b64encode(b"me:key-of-ben").decode()) == "ben"
+
+    def name_of(authorization):
+        holder = keys.holder(authorization)
+        return holder and holder.name
+
+    assert [name_of(f"Bearer {key}") for key in ("main", "key-of-ana", "key-of-ben")] == ["default", "ana", "ben"]
+    assert name_of("Basic " + base64.b64encode(b"me:key-of-ben").decode()) == "ben"
     for wrong in ("", "Bearer", "Bearer x", "key-of-ana", "Basic !", "Bearer ana:key-of-ana"):
-        assert keys.name_of(wrong) is None
+        assert name_of(wrong) is None
     for bad in ("ana", "ana:", ":x", "a b:x", "ana:x\nana:y", "ana:x\nben:x", "ana:main", "default:x"):
         key_file.write_text(bad)
-        keys.reload()
-        assert keys.name_of("Bearer key-of-ana") == "ana"
+        with pytest.raises(ConfigError):
+            keys.reload()
+        assert name_of("Bearer key-of-ana") == "ana"
         with pytest.raises(ConfigError) as error:
             Keys("main", str(key_file))
         assert ":x" not in str(error.value)
     key_file.write_text("cleo:new")
-    keys.reload()
-    assert (keys.name_of("Bearer key-of-ana"), keys.name_of("Bearer new")) == (None, "cleo")
+    assert {holder.name for holder in keys.reload()} == {"ana", "ben"}
+    assert (name_of("Bearer key-of-ana"), name_of("Bearer new")) == (None, "cleo")
     with pytest.raises(ConfigError):
         Keys(None, str(key_file) + ".not")
 
 
 def test_names_share_no_salt():
     shares = Shares(4, BodyShares(1))
-    ana, ben, anybody = Caller("ana", shares), Caller("ben", shares), Caller(None, shares)
-    salts = [caller.salt(given) for caller in (ana, ben) for given in (None, "ana", "ben", "ana:ben")]
+    ana, ben, anybody = Caller("ana", shares, tag="1"), Caller("ben", shares, tag="2"), Caller(None, shares)
+    again = Caller("ana", shares, tag="3")  # another key of the name
+    given = (None, "ana", "ben", "ana:ben", "ana:1", "1")
+    salts = [caller.salt(salt) for caller in (ana, ben, again) for salt in given]
     assert len(set(salts)) == len(salts)
     assert [anybody.salt(given) for given in (None, "x")] == [None, "x"]
 
@@ -227,3 +235,34 @@ def test_a_hangup_reads_the_keys_again(server):
         server.file.write_text(FILE + "cleo:key-of-cleo\n")
         server.signal(signal.SIGHUP)
         wait_until(lambda: status("key-of-cleo") == 200)
+
+
+def test_a_new_key_under_an_old_name_starts_empty(server):
+    url, document = "/v1/cache/documents", {"prefix": "See.", "documents": [{"id": "d", "text": "Rumi."}], "pin": True}
+    asked = {"chunks": {"prefix": "See.", "documents": ["Rumi."], "question": "Who?"}, "max_tokens": 1}
+
+    def status_of(path, key, **options):
+        return http.request("GET", path, headers={"Authorization": f"Bearer {key}"}, **options)
+
+    def cached(key):
+        answer = http.post("/v1/completions", json=asked, headers={"Authorization": f"Bearer {key}"})
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with server.client() as http:
+        for name in ("ana", "ben"):
+            headers = {"Authorization": f"Bearer key-of-{name}"}
+            assert http.post(url, json=document, headers=headers).status_code == 200
+            assert cached(f"key-of-{name}") > 0
+        server.file.write_text(FILE.replace("key-of-ana", "fresh"))
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: status_of(url, "fresh").status_code == 200)
+        assert status_of(url, "key-of-ana").status_code == 401
+        assert status_of(url, "fresh").json()["data"] == []
+        assert cached("fresh") == 0
+        assert [d["pinned"] for d in status_of(url, "key-of-ben").json()["data"] if d["id"] == "d"] == [True]
+        server.file.write_text(FILE)  # the first key again finds neither document nor K/V of the document
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: status_of(url, "key-of-ana").status_code == 200)
+        assert status_of(url, "key-of-ana").json()["data"] == []
+        page = 16
+        assert cached("key-of-ana") <= page

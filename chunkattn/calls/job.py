@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from chunkattn.engine.messages import EngineOutput, Message
+from chunkattn.engine.messages import CachedTokens, EngineOutput, Message, PrecomputeRequest
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -63,4 +63,26 @@ class Job(Protocol[T_co]):
 
     def result(self) -> T_co:
         """Return the result of the call, after every request has ended."""
+        ...
+
+
+@runtime_checkable
+class AskingJob(Protocol):
+    """Job whose stages depend on what is cached.
+
+    Before the first stage of an undecided job, the driver passes the engine's answer to each list of `lookups` to `decide`. A
+    driver that asks nothing gets stages that are right, and may be slower.
+    """
+
+    @property
+    def is_undecided(self) -> bool:
+        """Return whether `lookups` yields anything."""
+        ...
+
+    def lookups(self) -> Iterator[Sequence[PrecomputeRequest]]:
+        """Yield requests to look up in the cache; nothing is computed."""
+        ...
+
+    def decide(self, asked: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
+        """Process the cached tokens of each request."""
         ...

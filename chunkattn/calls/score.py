@@ -10,7 +10,7 @@ import numpy as np
 
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Taken
-from chunkattn.engine.messages import EngineOutput, PrecomputeResult, ScoreResult
+from chunkattn.engine.messages import CachedTokens, EngineOutput, PrecomputeRequest, PrecomputeResult, ScoreResult
 from chunkattn.errors import CapacityError, MissingError, RequestError
 from chunkattn.outputs import RerankOutput, ScoreOutput
 from chunkattn.parsers.arguments import as_list, check_ids, salt_key
@@ -22,6 +22,9 @@ from chunkattn.scoring.planner import max_request_tokens
 from chunkattn.scoring.queries import pair_queries
 from chunkattn.scoring.rerank import plan_rerank, relevance_class
 from chunkattn.scoring.rerank_template import RerankTemplate, pick_template
+
+_LOOKUP_BATCH = 32
+"""Queries per lookup. The engine answers a lookup between two steps."""
 
 T = TypeVar("T")
 
@@ -58,6 +61,7 @@ class ScoreJob(Generic[T]):
     def __init__(self, plans: Sequence[QueryPlan], result: Callable[[list[ScoreOutput]], T], max_stage_tokens: int) -> None:
         self._plans, self._result, self._max_stage_tokens = plans, result, max_stage_tokens
         self._by_id: dict[str, QueryPlan] = {}  # plans of the requests that have not ended
+        self._asking: dict[str, QueryPlan] = {}  # plans of the last lookups
         self.total, self.done = sum(plan.num_items for plan in plans), 0
         self.pins: Sequence[str] = ()
 
@@ -78,6 +82,25 @@ class ScoreJob(Generic[T]):
                     yield stage
         if waiting:
             yield waiting
+
+    @property
+    def is_undecided(self) -> bool:
+        """Return whether the algorithm of a query depends on what is cached."""
+        return any(plan.is_undecided for plan in self._plans)
+
+    def lookups(self) -> Iterator[list[PrecomputeRequest]]:
+        """Yield requests to look up in the cache: the queries whose algorithm depends on it."""
+        undecided = [plan for plan in self._plans if plan.is_undecided]
+        for first in range(0, len(undecided), _LOOKUP_BATCH):
+            group = undecided[first : first + _LOOKUP_BATCH]
+            asked = [plan.make_lookup() for plan in group]
+            self._asking = {request.request_id: plan for request, plan in zip(asked, group, strict=True)}
+            yield asked
+
+    def decide(self, asked: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
+        """Choose the algorithms of the queries that were looked up."""
+        for request, found in zip(asked, cached, strict=True):
+            self._asking.pop(request.request_id).decide(found)
 
     def take(self, output: EngineOutput) -> Taken:
         """Process the result of one request."""

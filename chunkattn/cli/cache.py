@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -49,6 +50,12 @@ def build(
     document_template: DocumentTemplate = None,
     pattern: Annotated[str, typer.Option(help="Glob pattern of the files, relative to the folder.")] = "**/*.txt",
     cache_salt: Annotated[str | None, typer.Option(help="Salt of the requests that may use the K/V.")] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(help="Key file of the server that will use the K/V.", envvar="CHUNKATTN_API_KEY_FILE")
+    ] = None,
+    api_key_name: Annotated[
+        str | None, typer.Option(help="Name in the key file; its requests without a cache_salt may use the K/V.")
+    ] = None,
     max_bytes: Annotated[int, typer.Option(help="Size limit of the K/V folder in bytes.")] = 16 << 30,
     position_strategy: Strategy = "shared",
     chunk_position_gap: Gap = None,
@@ -76,6 +83,8 @@ def build(
     if not files:
         raise RequestError(f"no file of {folder} matches {pattern!r}")
     documents = [_read(f) for f in files]
+    if api_key_name is not None:
+        cache_salt = _salt_of(api_key_name, api_key_file, cache_salt)
     llm = make_llm(
         model,
         tokenizer=tokenizer,
@@ -181,6 +190,22 @@ def gc(
             store.gc(max_bytes, None if max_age_days is None else 86400 * max_age_days, model)
         left, used = len(store.entries()), store.num_bytes
     console.print(f"{before - left} entries removed, {left} left, {_bytes(used)} in use")
+
+
+def _salt_of(name: str, file: str | None, cache_salt: str | None) -> str:
+    """Return the cache salt of a named API key.
+
+    Raises:
+        RequestError: there is no key file, or a salt is given too.
+        ConfigError: the file cannot be read, or has no such name.
+    """
+    from chunkattn.server.keys import Keys
+
+    if file is None:
+        raise RequestError("--api-key-name needs --api-key-file")
+    if cache_salt is not None:
+        raise RequestError("give one of --cache-salt and --api-key-name")
+    return Keys(os.environ.get("CHUNKATTN_API_KEY"), file).salt_of(name)
 
 
 def _open(folder: Path) -> KVStore:

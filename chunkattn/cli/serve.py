@@ -122,7 +122,8 @@ def serve(
     """
     from chunkattn.server.run import serve as run
 
-    if os.environ.get("CHUNKATTN_API_KEY") == "" and options["api_key"] is None:
-        raise ConfigError("CHUNKATTN_API_KEY is set but empty, so every client would be accepted; unset it if that is meant")
+    for name in ("api_key", "api_key_file", "metrics_key"):
+        if os.environ.get(variable := f"CHUNKATTN_{name.upper()}") == "" and options[name] is None:
+            raise ConfigError(f"{variable} is set but empty, so every client would be accepted; unset it if that is meant")
     server = {f.name: options.pop(f.name) for f in fields(ServerConfig)}
     run({"model": model, **options}, ServerConfig(**server))

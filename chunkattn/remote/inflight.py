@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -76,6 +76,27 @@ class InflightRequests:
             self._changed.set()
             if not done.cancelled():
                 done.exception()  # mark the exception as retrieved: the caller may have left
+
+        work.add_done_callback(wake)
+        try:
+            while not work.done():
+                await self.wait()
+        finally:
+            work.cancel()
+        return work.result()
+
+    async def ask(self, question: Coroutine[Any, Any, T]) -> T:
+        """Await an answer of the engine, at most until these requests fail.
+
+        Raises:
+            DeadlineExceededError, EngineDeadError: the requests have failed meanwhile.
+        """
+        work = asyncio.ensure_future(question)
+
+        def wake(done: asyncio.Future[T]) -> None:
+            self._changed.set()
+            if not done.cancelled():
+                done.exception()
 
         work.add_done_callback(wake)
         try:

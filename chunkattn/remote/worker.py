@@ -22,7 +22,7 @@ from chunkattn.engine.messages import (
     RequestFailed,
     ScoreRequest,
 )
-from chunkattn.errors import RequestError
+from chunkattn.errors import ConfigError, RequestError
 from chunkattn.logs import make_handler
 from chunkattn.remote.control_messages import (
     Abort,
@@ -244,7 +244,7 @@ def main(address: str) -> int:
         heart.interval = worker.start()
         worker.serve()
     except Exception as error:
-        logger.exception("the engine's process fails")
+        logger.error("the engine's process fails", exc_info=not isinstance(error, ConfigError))
         text = str(error).encode(errors="replace").decode()
         outbox.send(encode([Failed(type(error).__name__, text)]))
         return 1

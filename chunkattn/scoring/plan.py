@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.special import expit, softmax
 
-from chunkattn.engine.messages import PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
+from chunkattn.engine.messages import CachedTokens, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.layout import ChunkLayout
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.rope.positions import make_layout
@@ -30,8 +30,9 @@ class QueryPlan:
         job: the job to score.
         keys: key of each item.
         results: cache of results, read here and filled by `add`.
-        choice: the chosen algorithm.
-        request: makes the request of a part; None as rows makes the request of the query alone.
+        choose: chooses the algorithm, given whether the query is cached; None if the engine was not asked.
+        lookup: makes the request that asks the engine whether the query is cached; None if the choice does not depend on it.
+        request: makes the request of a part under an algorithm; None as rows makes the request of the query alone.
         max_stage_tokens: maximum number of tokens of a stage with more than one request.
         columns: number of labels, or of classes of a classifier.
         apply_softmax: whether scores are normalised over the labels.
@@ -44,15 +45,16 @@ class QueryPlan:
         job: QueryItems,
         keys: Sequence[bytes],
         results: ResultCache,
-        choice: Choice,
-        request: Callable[[ChunkLayout, np.ndarray | None], PrecomputeRequest | ScoreRequest],
+        choose: Callable[[bool | None], Choice],
+        lookup: Callable[[], PrecomputeRequest] | None,
+        request: Callable[[ChunkLayout, np.ndarray | None, str], PrecomputeRequest | ScoreRequest],
         max_stage_tokens: int,
         columns: int,
         apply_softmax: bool,
         logits: bool,
         note: Callable[[ScoreResult | PrecomputeResult], None],
     ) -> None:
-        self._job, self._choice, self._request, self._note = job, choice, request, note
+        self._job, self._choose, self._request, self._note = job, choose, request, note
         self._max_stage_tokens, self._apply_softmax, self._logits = max_stage_tokens, apply_softmax, logits
         self._keys, self._results, known = keys, results, results.get(keys)
         first = {key: place for place, key in reversed([*enumerate(keys)])}  # of each distinct item
@@ -64,6 +66,32 @@ class QueryPlan:
         self._open = [] if complete else sorted(first.values())  # items to score
         self._places: dict[str, list[int]] = {}  # items of the requests in flight
         self._rows = self.cached_query = 0
+        self._lookup = lookup if self._open else None
+        self._chosen = None if self._lookup else choose(None)
+
+    @property
+    def _choice(self) -> Choice:
+        if self._chosen is None:
+            self._chosen = self._choose(None)
+        return self._chosen
+
+    @property
+    def is_undecided(self) -> bool:
+        """Return whether the algorithm depends on whether the query is cached, and is not chosen yet."""
+        return self._chosen is None
+
+    def make_lookup(self) -> PrecomputeRequest:
+        """Return the request that asks the engine whether the query of an undecided plan is cached."""
+        assert self._lookup is not None
+        return self._lookup()
+
+    def decide(self, cached: CachedTokens) -> None:
+        """Choose the algorithm of an undecided plan.
+
+        Args:
+            cached: tokens of the query that are cached. A query counts as cached when at most its last block is missing.
+        """
+        self._chosen = self._choose(len(self._job.prefix) - cached.total < self._job.block_size)
 
     @property
     def num_items(self) -> int:
@@ -86,7 +114,7 @@ class QueryPlan:
             # The query runs first by itself, so that batches of items run alike with and without a cached query.
             query = make_layout(job.prefix, [], [])
             self._rows += len(query)
-            yield [self._request(query, None)]
+            yield [self._request(query, None, self._choice.algorithm)]
         stage: Stage = []
         tokens = 0
         for part in ALGORITHMS[self._choice.algorithm](job):
@@ -94,7 +122,7 @@ class QueryPlan:
             if stage and tokens + size > most:
                 yield stage
                 stage, tokens = [], 0
-            request = self._request(part.layout, part.rows)
+            request = self._request(part.layout, part.rows, self._choice.algorithm)
             self._places[request.request_id] = [self._open[item] for item in part.items]
             self._rows += size if self.independent else size - part.layout.prefix_len
             stage.append(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,11 +16,14 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.messages import EngineLimits, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.errors import CapacityError
 from chunkattn.layout import ChunkLayout
+from chunkattn.rope.positions import make_layout
 from chunkattn.scoring.algorithms import AUTO, BACKENDS, QueryItems
 from chunkattn.scoring.cost import predict
 from chunkattn.scoring.plan import QueryPlan
 from chunkattn.scoring.result_cache import ResultCache, item_keys
-from chunkattn.scoring.selector import check_algorithm, refusals, select_algorithm
+from chunkattn.scoring.selector import Choice, check_algorithm, refusals, select_algorithm
+
+logger = logging.getLogger(__name__)
 
 _REMEMBERED = 4096
 """Maximum number of queries, and of call shapes, that the planner remembers."""
@@ -124,7 +128,10 @@ class ScorePlanner:
         too_costly: Mapping[str, str],
         check: Callable[[PrecomputeRequest | ScoreRequest], None] = lambda _: None,
     ) -> QueryPlan:
-        """Choose a job's algorithm. Requests are laid out only when a stage is asked for.
+        """Plan a job. Requests are laid out only when a stage is asked for.
+
+        The algorithm is chosen here, unless it depends on whether an unknown query is cached. The driver may then
+        ask the engine.
 
         Args:
             job: the job to score.
@@ -159,27 +166,33 @@ class ScorePlanner:
             predict(job, self._rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
         )
         asked, shape = _digests(job, cache_salt)
-        with self._lock:
-            choice = select_algorithm(
-                wanted,
-                refused,
-                costs,
-                cached["prefill_extend"],
-                query_cached=asked in self._cached,
-                before=self._chosen.get(shape),
-            )
-            if wanted == "auto":
-                _remember(self._chosen, shape, choice.algorithm)
-        shared, backend = choice.algorithm == "prefill_extend", BACKENDS.get(choice.algorithm)
+        select = partial(select_algorithm, wanted, refused, costs, cached["prefill_extend"])
 
-        def request(layout: ChunkLayout, rows: np.ndarray | None) -> PrecomputeRequest | ScoreRequest:
+        def choose(known: bool | None) -> Choice:
+            with self._lock:
+                found = asked in self._cached if known is None else known
+                choice = select(query_cached=found, before=self._chosen.get(shape))
+                if wanted == "auto":
+                    _remember(self._chosen, shape, choice.algorithm)
+            expected = ", ".join(f"{name} {cost:.3g} s" for name, cost in choice.predicted_seconds.items())
+            if wanted == "auto":
+                logger.info("scoring by %s; predicted: %s", choice.algorithm, expected)
+            return choice
+
+        with self._lock:
+            unknown = wanted == "auto" and asked not in self._cached and shape not in self._chosen
+        undecided = unknown and len({select(query_cached=found).algorithm for found in (False, True)}) > 1
+
+        def lookup() -> PrecomputeRequest:
+            return PrecomputeRequest(new_id(), make_layout(job.prefix, [], []), cache_salt, persist=False, priority=priority)
+
+        def request(layout: ChunkLayout, rows: np.ndarray | None, algorithm: str) -> PrecomputeRequest | ScoreRequest:
             made: PrecomputeRequest | ScoreRequest
             if rows is None:
                 made = PrecomputeRequest(new_id(), layout, cache_salt, persist=False, priority=priority)
             else:
-                made = ScoreRequest(
-                    new_id(), layout, rows, labels, shared, choice.algorithm, cache_salt, priority, backend, raw
-                )
+                shared, backend = algorithm == "prefill_extend", BACKENDS.get(algorithm)
+                made = ScoreRequest(new_id(), layout, rows, labels, shared, algorithm, cache_salt, priority, backend, raw)
             check(made)
             return made
 
@@ -189,7 +202,17 @@ class ScorePlanner:
         most = STAGE_STEPS * config.max_num_batched_tokens
         keys = item_keys(job, labels, wanted, cache_salt, raw)
         return QueryPlan(
-            job, keys, self.results, choice, request, most, columns, apply_softmax, raw or classes is not None, note
+            job,
+            keys,
+            self.results,
+            choose,
+            lookup if undecided else None,
+            request,
+            most,
+            columns,
+            apply_softmax,
+            raw or classes is not None,
+            note,
         )
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, BACKENDS, QueryItems
-
-logger = logging.getLogger(__name__)
 
 EQUAL = 1.01
 """Costs within this factor count as equal; the first of `AUTO` then wins."""
@@ -112,7 +109,6 @@ def select_algorithm(
     if name != "auto":
         return Choice(name, possible)
     if before in possible:
-        logger.info("scoring by %s, the earlier choice for such a request", before)
         return Choice(before, possible)
     others = {n: cost for n, cost in possible.items() if n != "prefill_extend"}
     least = min(others.values(), default=float("inf"))
@@ -120,5 +116,4 @@ def select_algorithm(
     if "prefill_extend" in possible and least > STEADY * cached:  # the cache saves time
         gains = query_cached or costs["prefill_extend"] <= STEADY * least
         chosen = "prefill_extend" if gains else chosen
-    logger.info("scoring by %s; predicted: %s", chosen, ", ".join(f"{n} {c:.3g} s" for n, c in possible.items()))
     return Choice(chosen, possible)

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 import chunkattn
+from chunkattn.errors import ConfigError
 from chunkattn.server import errors
-from chunkattn.server.middleware import Gate
+from chunkattn.server.middleware import METRICS_PATH, Gate
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.protocol.errors import answers
 from chunkattn.server.routes import documents, generation, page, scoring, status, tokens
@@ -31,6 +33,12 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 class _App(FastAPI):
     """FastAPI app. Its schema lists 400 where FastAPI lists 422, and the API key if the server needs a key."""
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; the router takes `root_path` off paths that begin with it."""
+        if root_path := self.state.server.config.root_path:
+            scope["root_path"] = root_path
+        await super().__call__(scope, receive, send)
+
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI schema of the routes."""
         schema = super().openapi()
@@ -39,10 +47,14 @@ class _App(FastAPI):
                 operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(name, None)
+        schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
+        security: list[dict[str, list[str]]] = [{name: []} for name in schemes]
         if self.state.server.keys.needed:
-            schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
             schema["components"]["securitySchemes"] = schemes
-            schema["security"] = [{name: []} for name in schemes]
+            schema["security"] = security
+        elif self.state.server.config.metrics_key is not None:
+            schema["components"]["securitySchemes"] = schemes
+            schema["paths"][METRICS_PATH]["get"]["security"] = security
         return schema
 
 
@@ -52,8 +64,13 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     Args:
         llm: engine that serves the routes. Routes that need it answer 503 until it has started.
         config: options of the server. The app ignores `port`; `host` decides which Host headers it accepts.
+
+    Raises:
+        ConfigError: the options of server and engine contradict each other, or the key file is invalid.
     """
     state = ServerState(llm, config or ServerConfig())
+    if state.config.ready_when_warm and llm.config.warmup is False:
+        raise ConfigError("ready_when_warm needs the warm-up, and warmup is False; leave one of the two out")
     app = _App(
         title="chunkattn",
         version=chunkattn.__version__,

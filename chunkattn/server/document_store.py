@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ class StoredDocument:
         content: salt, prefix ids and document ids.
         num_bytes: size in bytes of the document's K/V pages.
         text: text of the document without the document template; None for a document given as token ids.
-        owner: name of the API key that owns the document; None for a server without a key file.
+        owner: holder of the API key that owns the document; None for a server without a key file.
         created: creation time in seconds since the epoch.
         expires: expiry time in seconds since the epoch; None for a document without a lifetime.
         pin: pin id, and the engine's restart count when the pin was made. A restart of the engine drops all pins.
@@ -115,6 +115,7 @@ class Documents:
         self._wanted: Counter[Content] = Counter()  # users per content: stored documents and calls in flight
         self._owed: set[Content] = set()  # contents to forget when their last user leaves
         self._coming: Counter[str | None] = Counter()  # documents in computation, by owner
+        self._adding: dict[object, str | None] = {}  # owners of the calls of `add` in progress, by call
         self._pinning: Counter[tuple[str | None, Content]] = Counter()  # pins in computation, by owner and content
         self._turn = asyncio.Semaphore(_MAX_CONCURRENT_FORGETS)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -210,13 +211,14 @@ class Documents:
             priority: priority of the computation; a lower value is scheduled first.
             options: variables of the chat template.
             timeout: time limit of the computation in seconds.
-            owner: name of the API key that owns the documents.
+            owner: holder of the API key that owns the documents.
 
         Returns:
             Each document, with whether its K/V was already cached.
 
         Raises:
-            ApiError: 400, a document is empty, two share an id, or a limit on documents, tokens or pins is exceeded.
+            ApiError: 400, a document is empty, two share an id, or a limit on documents, tokens or pins is exceeded; 401,
+                the owner's key was removed meanwhile.
             ChunkAttnError: `AsyncLLM.precompute` failed; no document is stored.
         """
         if not self._can_store:
@@ -234,6 +236,8 @@ class Documents:
         self._pinning.update(pinning)
         self._coming[owner] += new
         self._wanted.update(contents)
+        call = object()
+        self._adding[call] = owner
         try:
             engine = self.llm.client.restarts
             report = await self.llm.precompute(
@@ -244,11 +248,17 @@ class Documents:
                 priority=priority,
                 timeout=timeout,
             )
+            if call not in self._adding:
+                self._owed.update(contents)
+                if self._is_engine(engine):
+                    self.llm.client.unpin(report.pin_ids)
+                raise ApiError(401, "the API key was removed while the documents were computed", code="invalid_api_key")
         except BaseException:
             for content in contents:
                 self._let_go(content)
             raise
         finally:
+            self._adding.pop(call, None)
             self._coming[owner] -= new
             self._pinning -= Counter(pinning)
         # No await from here to the end of the loop: the registry changes as a whole.
@@ -344,7 +354,11 @@ class Documents:
 
     def is_pinned(self, document: StoredDocument) -> bool:
         """Return whether the present engine process holds the document's pin."""
-        return document.pin is not None and document.pin[1] == self.llm.client.restarts and self.llm.client.is_ready
+        return document.pin is not None and self._is_engine(document.pin[1])
+
+    def _is_engine(self, restarts: int) -> bool:
+        """Return whether the engine process after `restarts` restarts runs now."""
+        return restarts == self.llm.client.restarts and self.llm.client.is_ready
 
     async def pin(self, document: StoredDocument, wanted: bool, timeout: float) -> None:
         """Pin a document, computing evicted K/V again, or unpin it.
@@ -409,6 +423,20 @@ class Documents:
         del self._stored[document.cache_salt, document.id]
         if forgetting := self._dismiss(document):
             await asyncio.shield(forgetting)
+
+    def delete_owned(self, owners: Set[str]) -> int:
+        """Delete the documents of owners, those in computation included. Return how many stored documents were deleted.
+
+        Args:
+            owners: holders of API keys that are no longer valid.
+        """
+        for call in [call for call, owner in self._adding.items() if owner in owners]:
+            del self._adding[call]
+        going = [document for document in self._stored.values() if document.owner in owners]
+        for document in going:
+            del self._stored[document.cache_salt, document.id]
+            self._dismiss(document)
+        return len(going)
 
     async def cached(self, documents: Sequence[StoredDocument]) -> list[bool]:
         """Return for each document whether all of its K/V is in memory now.

@@ -1,25 +1,38 @@
-"""Named API keys, and the queue places that each name holds."""
+"""API keys and their holders, and the queue places that each holder has."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import hashlib
-import logging
-import re
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import NamedTuple
 
 from chunkattn.errors import ConfigError
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.errors import ApiError
-
-logger = logging.getLogger(__name__)
+from chunkattn.server.key_file import read_key_file
 
 DEFAULT_NAME = "default"
-_NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
-_KEY = re.compile(r"[\x21-\x7e]+")
+
+
+class KeyHolder(NamedTuple):
+    """Holder of an API key.
+
+    Attributes:
+        name: name of the key.
+        tag: digest of the key, which tells a key from an earlier or later key of the same name.
+    """
+
+    name: str
+    tag: str
+
+    @property
+    def salt(self) -> str:
+        """Return the cache salt of the holder's requests without a salt of their own."""
+        return f"{self.name}:{self.tag}"  # unambiguous: neither holds a colon
 
 
 class Keys:
@@ -28,40 +41,38 @@ class Keys:
     Args:
         api_key: key of the name "default"; None leaves the name without a key.
         file: path of a file with one `name:key` per line. Blank lines and lines that begin with # are skipped.
+        metrics_key: the only key that opens `/metrics`, and nothing else; None opens it to every API key.
 
     Raises:
         ConfigError: the file cannot be read, or a line is malformed.
     """
 
-    def __init__(self, api_key: str | None, file: str | None) -> None:
-        self._api_key, self._file = api_key, file
+    def __init__(self, api_key: str | None, file: str | None, metrics_key: str | None = None) -> None:
+        self.file = file
+        self._api_key = api_key
+        self._metrics_key = None if metrics_key is None else _digest(metrics_key)
         self._names = self._read()
 
     def _read(self) -> dict[bytes, str]:
         """Return names by the digests of their keys, so the time of a lookup reveals nothing about a key."""
         found = {} if self._api_key is None else {_digest(self._api_key): DEFAULT_NAME}
-        if self._file is None:
+        if self._metrics_key in found:
+            raise ConfigError("metrics_key is the api_key; give /metrics a key of its own")
+        if self.file is None:
             return found
-        try:
-            lines = Path(self._file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_key_file {self._file} cannot be read: {error}") from None
-        for number, line in enumerate(map(str.strip, lines), 1):
-            if not line or line.startswith("#"):
-                continue
-            name, _, key = line.partition(":")
-            where = f"api_key_file {self._file}, line {number}"  # the line may hold a key, so errors leave it out
-            if not _NAME.fullmatch(name) or not _KEY.fullmatch(key):
-                raise ConfigError(
-                    f"{where} must be name:key, the name of 1 to 64 letters, digits or _.@-, the key without spaces"
-                )
-            if name in found.values():
+        names = set(found.values())
+        for where, name, key in read_key_file(self.file):
+            digest = _digest(key)
+            if name in names:
                 raise ConfigError(f"{where}: the name {name!r} is taken; give every key a name of its own")
-            if _digest(key) in found:
-                raise ConfigError(f"{where}: {name!r} has the key of {found[_digest(key)]!r}; give every name a key of its own")
-            found[_digest(key)] = name
+            if digest in found:
+                raise ConfigError(f"{where}: {name!r} has the key of {found[digest]!r}; give every name a key of its own")
+            if digest == self._metrics_key:
+                raise ConfigError(f"{where}: {name!r} has the metrics_key; give /metrics a key of its own")
+            found[digest] = name
+            names.add(name)
         if not found:
-            raise ConfigError(f"api_key_file {self._file} holds no key, so every request would be refused; add a name:key line")
+            raise ConfigError(f"api_key_file {self.file} holds no key, so every request would be refused; add a name:key line")
         return found
 
     @property
@@ -69,37 +80,75 @@ class Keys:
         """Return whether a request must bring a key."""
         return bool(self._names)
 
-    def reload(self) -> None:
-        """Read the key file again; keep the present keys if the file is invalid or missing."""
-        if self._file is None:
-            logger.warning("SIGHUP is ignored: there is no api_key_file to read again")
-            return
-        try:
-            self._names = self._read()
-        except ConfigError as error:
-            logger.error("the API keys stay as they are: %s", error)
-        else:
-            logger.warning("api_key_file is read again: %d keys", len(self._names))
+    def __len__(self) -> int:
+        return len(self._names)
 
-    def name_of(self, authorization: str) -> str | None:
-        """Return the name of the key in an Authorization header, or None if the key is unknown.
+    def reload(self) -> Set[KeyHolder]:
+        """Read the key file again. Return the holders whose keys are no longer valid.
+
+        The caller may run this in a thread: requests see either the earlier keys or the new keys.
+
+        Raises:
+            ConfigError: the file is invalid or missing; the present keys stay valid.
+        """
+        before, now = self._names, self._read()
+        self._names = now
+        return {_holder(name, digest) for digest, name in before.items() if now.get(digest) != name}
+
+    def holder(self, authorization: str) -> KeyHolder | None:
+        """Return the holder of the key in an Authorization header, or None if the key is unknown.
 
         Args:
             authorization: a bearer token, or HTTP Basic with the key as password.
         """
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() == "basic":  # browsers prompt for it
-            try:
-                given = base64.b64decode(given, validate=True).decode().partition(":")[2]
-            except ValueError:
-                return None
-        elif scheme.lower() != "bearer":
+        digest = _given(authorization)
+        name = None if digest is None else self._names.get(digest)
+        return None if digest is None or name is None else _holder(name, digest)
+
+    def salt_of(self, name: str) -> str:
+        """Return the cache salt of the requests of a name that give no salt.
+
+        Args:
+            name: name of an API key.
+
+        Raises:
+            ConfigError: no key has this name.
+        """
+        for digest, known in self._names.items():
+            if known == name:
+                return _holder(name, digest).salt
+        raise ConfigError(f"no key of api_key_file {self.file} has the name {name!r}")
+
+    def open_metrics(self, authorization: str) -> bool:
+        """Return whether an Authorization header opens `/metrics`.
+
+        Args:
+            authorization: see `holder`.
+        """
+        if self._metrics_key is not None:
+            return _given(authorization) == self._metrics_key
+        return not self.needed or self.holder(authorization) is not None
+
+
+def _given(authorization: str) -> bytes | None:
+    """Return the digest of the key in an Authorization header, or None if it holds none."""
+    scheme, _, given = authorization.partition(" ")
+    if scheme.lower() == "basic":  # browsers prompt for it
+        try:
+            given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+        except ValueError:
             return None
-        return self._names.get(_digest(given.strip()))
+    elif scheme.lower() != "bearer":
+        return None
+    return _digest(given.strip())
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _holder(name: str, digest: bytes) -> KeyHolder:
+    return KeyHolder(name, hashlib.blake2b(digest, digest_size=16, person=b"salt").hexdigest())
 
 
 @dataclass
@@ -127,6 +176,7 @@ class Caller:
         owner: client for whom the request's work is done: the name, or the address of a client without one.
         places: number of queue places that this request holds.
         num_bytes: number of bytes of its body that this request holds.
+        tag: digest of the API key.
     """
 
     name: str | None
@@ -134,19 +184,20 @@ class Caller:
     owner: str | None = None
     places: int = 0
     num_bytes: int = 0
+    tag: str = ""
 
     def salt(self, given: str | None) -> str | None:
-        """Return the engine's cache salt: unique to the name of the key and the given salt.
+        """Return the engine's cache salt: unique to the name, the key and the given salt.
 
         Args:
             given: salt from the request.
         """
         if self.name is None:
             return given
+        own = KeyHolder(self.name, self.tag).salt
         if given is None:
-            return self.name
-        digest = hashlib.blake2b(given.encode("utf-8", "surrogatepass"), digest_size=16)
-        return f"{self.name}:{digest.hexdigest()}"  # unambiguous: a name holds no colon
+            return own
+        return f"{own}:{hashlib.blake2b(given.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
 
     def take(self, places: int) -> None:
         """Take queue places; `leave` returns them.

@@ -23,6 +23,7 @@ logger = logging.getLogger("chunkattn.server.access")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN_PATHS = ("/health", "/livez", "/readyz")
 """Routes open without a key, because health probes have no key."""
+METRICS_PATH = "/metrics"
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
 
 
@@ -71,10 +72,11 @@ class Gate:
         headers, began, status = Headers(scope=scope), time.perf_counter(), 0
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        name = self.keys.name_of(headers.get("authorization", "")) if self.keys.needed else None
+        holder = self.keys.holder(headers.get("authorization", "")) if self.keys.needed else None
         # Names separate clients only if a file defines several.
-        named = name if self.config.api_key_file is not None else None
-        caller = Caller(named, self.shares, owner=named or (scope.get("client") or ("",))[0])
+        named = holder if self.config.api_key_file is not None else None
+        caller = Caller(None if named is None else named.name, self.shares, tag="" if named is None else named.tag)
+        caller.owner = caller.name or (scope.get("client") or ("",))[0]
         OWNER.set(caller.owner)
         scope.setdefault("state", {}).update(request_id=request_id, caller=caller)
         received = 0
@@ -97,7 +99,7 @@ class Gate:
 
         self.metrics.running += 1
         try:
-            if refusal := self._refuse(scope, headers, name):
+            if refusal := self._refuse(scope, headers, holder is not None):
                 await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, noted)
             else:
                 await self.app(scope, limited, noted)
@@ -110,12 +112,16 @@ class Gate:
             self.metrics.running -= 1
             self._note(scope, status, request_id, time.perf_counter() - began)
 
-    def _refuse(self, scope: Scope, headers: Headers, name: str | None) -> ApiError | None:
-        """Return the refusal of a request before routing, or None."""
+    def _refuse(self, scope: Scope, headers: Headers, known: bool) -> ApiError | None:
+        """Return the refusal of a request before routing, or None. `known` tells whether it brings an API key."""
         if len(headers.getlist("host")) > 1:
             return ApiError(400, "the request has several Host headers; send one", code="invalid_host")
-        if self.keys.needed and name is None and scope["path"] not in OPEN_PATHS:
-            text = "a valid API key is needed: send 'Authorization: Bearer KEY'"
+        path = _route_path(scope)
+        if path == METRICS_PATH:
+            known = self.keys.open_metrics(headers.get("authorization", ""))
+        if not known and path not in OPEN_PATHS and (self.keys.needed or path == METRICS_PATH):
+            kind = "metrics key" if path == METRICS_PATH and self.config.metrics_key is not None else "API key"
+            text = f"a valid {kind} is needed: send 'Authorization: Bearer KEY'"
             return ApiError(401, text, code="invalid_api_key", **{"WWW-Authenticate": 'Basic realm="chunkattn"'})
         if self._local_only and not _names_this_machine(headers.get("host", "")):
             text = "this server answers to localhost alone; start it with another host, or with an API key"
@@ -133,6 +139,12 @@ class Gate:
         path = ascii(scope["path"])[1:-1]  # escapes newlines, so a client cannot forge a log line
         fields = {"id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
         logger.info("%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)", fields, extra={"request": fields})
+
+
+def _route_path(scope: Scope) -> str:
+    """Return the path of a request below `root_path`, as the router sees it."""
+    path, root = scope["path"], scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def _names_this_machine(host: str) -> bool:

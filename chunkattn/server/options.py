@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -12,6 +13,7 @@ LOG_FORMATS = ("text", "json")
 TEXTS = "tuple[str, ...]"
 """Type of the options that hold several texts."""
 _FROM_ZERO = ("priority_range", "stream_heartbeat_s")
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +37,13 @@ class ServerConfig:
         allow_packed_dense: accept `algorithm: "packed_dense"`. The baseline is off by default, because each of its packs
             delays all other requests.
         drain_timeout_s: time in seconds that running requests have to finish after SIGTERM.
+        root_path: path below which a proxy serves this server, such as "/llm". Requests may come with or without it.
+        ready_when_warm: report readiness, in `/readyz`, `/health` and the output, only once every program is compiled. Requests
+            are accepted before that.
         log_format: format of the log, "text" or "json", for the engine process too; one line per request in both formats.
         api_key_file: file of named API keys, one `name:key` per line, read again at SIGHUP. Clients of different names share no
             cache and no documents, and each name has its quotas. Without a key file, only `api_key` is accepted.
+        metrics_key: key that opens `/metrics` and no other route; API keys do not open `/metrics` then.
         max_queue_share: share of `max_queued_requests` that the requests of one named API key may hold; without a key file,
             the share of one request.
         max_pinned_share: share of the KV pool's pages that the pinned documents of all keys together may hold.
@@ -74,8 +80,11 @@ class ServerConfig:
     priority_range: int = 0
     allow_packed_dense: bool = False
     drain_timeout_s: float = 30.0
+    root_path: str = ""
+    ready_when_warm: bool = False
     log_format: str = "text"
     api_key_file: str | None = None
+    metrics_key: str | None = None
     max_queue_share: float = 0.5
     max_pinned_share: float = 0.5
     max_pinned_share_per_key: float = 0.25
@@ -100,9 +109,11 @@ class ServerConfig:
         if self.allow_credentials and "*" in self.allowed_origins:
             text = "allow_credentials with allowed_origins * would let every web page use the credentials of its visitors"
             raise ConfigError(f"{text}; name the origins")
-        for name in ("api_key", "api_key_file"):
+        for name in ("api_key", "api_key_file", "metrics_key"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; leave it out instead")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(f"root_path must begin with / and not end with it, such as '/llm', got {self.root_path!r}")
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log_format {self.log_format!r} is unknown; choose one of {', '.join(LOG_FORMATS)}")
         for option in fields(self):

@@ -27,6 +27,7 @@ from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
 from chunkattn.server.http import BoundedHttp, ConnectionLimits
+from chunkattn.server.key_reloader import KeyReloader
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
 from chunkattn.startup import since_start
@@ -103,8 +104,9 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
 async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> None:
     address, port = listening.getsockname()[:2]
     app = create_app(llm, replace(config, host=address))  # resolved, so the app knows whether it is a loopback address
+    reloader = KeyReloader(app.state.server.keys, app.state.server.documents)
     if hasattr(signal, "SIGHUP"):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.server.keys.reload)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
     limits = ConnectionLimits(config, _raise_file_limit(config.max_connections))
     http = uvicorn.Config(
         app,
@@ -119,17 +121,24 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
     serving = asyncio.create_task(server.serve([listening]))
     starting = asyncio.create_task(llm.open())
     watching = asyncio.create_task(limits.watch(server.server_state.connections))
+    reloading = asyncio.create_task(reloader.run())
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and not starting.exception():
             gc.collect()
             gc.freeze()  # later collections skip the long-lived modules and model
             shown = f"[{address}]" if ":" in address else address
-            _log_start(llm)
-            print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
+            if config.ready_when_warm:
+                warming = asyncio.create_task(_wait_until_warm(llm))
+                await asyncio.wait({serving, warming}, return_when=asyncio.FIRST_COMPLETED)
+                warming.cancel()
+            if not serving.done():
+                _log_start(llm)
+                print(f"{app.state.server.model_name} is ready at http://{shown}:{port}", flush=True)
             await serving
     finally:
         watching.cancel()
+        reloading.cancel()
         server.should_exit = True
         if not starting.done():
             starting.cancel()
@@ -137,6 +146,11 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         await llm.close()
     if isinstance(ended[0], Exception):
         raise ended[0]
+
+
+async def _wait_until_warm(llm: AsyncLLM) -> None:
+    while not llm.is_warm:
+        await asyncio.sleep(0.1)
 
 
 def _log_start(llm: AsyncLLM) -> None:

@@ -54,7 +54,7 @@ class ServerState:
     @cached_property
     def keys(self) -> Keys:
         """Return the API keys."""
-        return Keys(self.config.api_key, self.config.api_key_file)
+        return Keys(self.config.api_key, self.config.api_key_file, self.config.metrics_key)
 
     @cached_property
     def shares(self) -> Shares:
@@ -155,8 +155,23 @@ class ServerState:
             return "draining"
         return {"starting": "starting", "ready": "ready"}.get(self.llm.state, "degraded")
 
+    def probe(self, *, warm: bool) -> str:
+        """Return the readiness for a health probe: `readiness`, or `"warming"` while programs are being compiled ahead.
+
+        Args:
+            warm: whether only a warm server counts as ready; with the option `ready_when_warm` it always does.
+
+        Raises:
+            ApiError: 400, the server never gets warm.
+        """
+        if warm and self.llm.config.warmup is False:
+            text = "this server never gets warm, because its option warmup is False (--no-warmup); ask without warm"
+            raise ApiError(400, text, param="warm", code="invalid_value")
+        wanted = warm or self.config.ready_when_warm
+        return "warming" if wanted and self.readiness == "ready" and not self.llm.is_warm else self.readiness
+
     def check_ready(self) -> None:
-        """Check that the server accepts new work.
+        """Check that the server accepts new work, warm or not.
 
         Raises:
             ApiError: 503, the server is starting, degraded or draining.

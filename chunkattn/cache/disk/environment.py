@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import lmdb
 import lmdb.verify
 
+from chunkattn.cache.disk.files import Lengths, Unusable, reserve
 from chunkattn.cache.disk.records import Damage
 from chunkattn.errors import ConfigError
 
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 _DBS = (b"meta", b"data", b"used")
 LOCK = "chunkattn-kv.lock"
 """The flock file. An exclusive lock gives sole access; the file's presence marks the folder as a KV store."""
+_READERS = 512
+_LOCK_BYTES = 64 << 10
+"""Size of LMDB's lock file, which holds at least `_READERS` slots of 64 bytes and a header."""
 
 
 def is_damage(error: Exception) -> bool:
@@ -29,7 +34,7 @@ def is_damage(error: Exception) -> bool:
 
     System and load problems are excluded. LMDB's own error codes are negative.
     """
-    if isinstance(error, lmdb.MapResizedError | lmdb.MapFullError | lmdb.ReadersFullError):
+    if isinstance(error, lmdb.MapResizedError | lmdb.MapFullError | lmdb.ReadersFullError | lmdb.PanicError | Unusable):
         return False
     return isinstance(error, Damage) or getattr(error, "code", 0) < 0
 
@@ -61,6 +66,7 @@ class Environment:
         self.path, self.map_size, self.handles = path, map_size, 0
         self._gate = threading.Condition()
         self._active, self._closed = 0, False
+        self._fault: str | None = None
         data, lock = path / "data.mdb", path / LOCK
         # A store creates its lock file before the data, so data without a lock file belongs to another program.
         if data.exists() and data.stat().st_size and not lock.exists():
@@ -70,6 +76,8 @@ class Environment:
         self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             alone = self._flock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if alone or not (path / "lock.mdb").exists():  # other processes must not see its size change
+                reserve(path / "lock.mdb", 0, _LOCK_BYTES)
             problems = _find_damage(path / "data.mdb") if alone else []
             if not alone:
                 self._flock(fcntl.LOCK_SH)
@@ -77,7 +85,7 @@ class Environment:
                 _set_aside(path, worst[0])
                 problems = []
             try:
-                self._open(extend=alone, problems=problems)
+                self._open(problems=problems)
             except (lmdb.Error, Damage) as error:
                 if not alone or not is_damage(error):
                     raise
@@ -95,17 +103,18 @@ class Environment:
             return False
         return True
 
-    def _open(self, *, extend: bool = False, problems: Sequence[str] = ()) -> None:
+    def _open(self, *, problems: Sequence[str] = ()) -> None:
         self.env = lmdb.open(
-            str(self.path), map_size=self.map_size, mode=0o600, max_dbs=len(_DBS), max_readers=512, create=False
+            str(self.path), map_size=self.map_size, mode=0o600, max_dbs=len(_DBS), max_readers=_READERS, create=False
         )
         try:
             self.page_size, data = int(self.env.stat()["psize"]), self.path / "data.mdb"
             end = (self.env.info()["last_pgno"] + 1) * self.page_size
-            if extend and data.stat().st_size < end:
+            if (size := data.stat().st_size) < end:
                 if problems:
                     raise Damage(problems[0])
-                os.truncate(data, end)  # reading past the end raises SIGBUS; zeros fail the checksum
+                reserve(data, size, end)  # reading past the end raises SIGBUS; zeros fail the checksum
+            self._lengths = Lengths(data, self.path / "lock.mdb")
             self.env.reader_check()
             with self.env.begin() as txn:
                 names = [bytes(name) for name, _ in txn.cursor()]
@@ -134,12 +143,13 @@ class Environment:
 
         Raises:
             ConfigError: the store is closed.
-            lmdb.Error: LMDB refuses the transaction.
+            lmdb.Error: LMDB refuses the transaction, or the environment has become unusable.
         """
         for attempt in range(5):
             with self._gate:
                 if self._closed:
                     raise ConfigError(f"the KV store {self.path} is closed")
+                self._check()
                 self._active += 1
             resized = False
             try:
@@ -162,13 +172,33 @@ class Environment:
             if resized:  # another process grew the map; LMDB adopts at least its size
                 self.resize(self.map_size)
 
+    def _check(self) -> None:
+        """Check that every page is there.
+
+        Raises:
+            Unusable: a file is shorter than before, or could not be mapped.
+        """
+        if self._fault is None and (short := self._lengths.find_short()):
+            self._fault = f"{short} has been truncated; the store is unusable until this process restarts"
+        if self._fault is not None:
+            raise Unusable(self._fault)
+
     def resize(self, map_size: int) -> None:
-        """Map `map_size` bytes, or the committed size if that is larger. Waits for this process's transactions."""
+        """Map `map_size` bytes, or the committed size if that is larger. Waits for this process's transactions.
+
+        Raises:
+            lmdb.Error: the file cannot be mapped; the environment is unusable.
+        """
         with self._gate:
             self._gate.wait_for(lambda: not self._active)
             if not self._closed:
+                self._check()
                 self.map_size = max(map_size, self.map_size)
-                self.env.set_mapsize(self.map_size)
+                try:
+                    self.env.set_mapsize(self.map_size)
+                except BaseException as error:  # LMDB has given up the old map
+                    self._fault = f"{self.path} cannot be mapped into memory: {error}"
+                    raise
 
     def release(self) -> None:
         """Release one handle. Releasing the last handle closes the environment."""
@@ -181,7 +211,12 @@ class Environment:
             with self._gate:
                 self._closed = True
                 self._gate.wait_for(lambda: not self._active)
-                self.env.close()
+                with contextlib.suppress(Unusable):
+                    self._check()
+                if self._fault is None:
+                    self.env.close()
+                else:  # closing it, or freeing the object, would access the lost pages
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.env))
             os.close(self._lock)
 
 

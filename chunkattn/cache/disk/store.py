@@ -28,6 +28,7 @@ import numpy as np
 import xxhash
 
 from chunkattn.cache.disk.environment import Environment, is_damage
+from chunkattn.cache.disk.files import DISK_FULL, free_bytes, is_full
 from chunkattn.cache.disk.records import FORMAT, KEY_BYTES, TAG_BYTES, Damage, Meta, StoreEntry, entry_key, model_tag, signature
 from chunkattn.errors import ConfigError
 
@@ -42,7 +43,7 @@ _BATCH = 128 << 20  # maximum number of bytes freed by one transaction: LMDB wri
 _TICK = b"tick"
 _WARNINGS_S = 60.0
 _LEAST_LEFT = 0.3
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # LMDB reports a short write as EIO
+_DISK_FULL = (*DISK_FULL, errno.EIO)  # LMDB reports a short write as EIO
 
 T = TypeVar("T")
 Like = Sequence[tuple[tuple[int, ...], np.dtype]]
@@ -73,7 +74,8 @@ class KVStore:
         damaged: number of entries found damaged and removed.
 
     Raises:
-        ConfigError: the folder cannot be used, belongs to another program or has no store, or `max_bytes` is too small.
+        ConfigError: the folder cannot be used, belongs to another program or has no store, `max_bytes` is too small, or the
+            disk has no room for a new store.
     """
 
     def __init__(self, path: str | Path, *, max_bytes: int = 16 << 30, create: bool = True) -> None:
@@ -87,6 +89,9 @@ class KVStore:
             if not create and not (self.path / "data.mdb").exists():
                 raise ConfigError(f"there is no KV store at {self.path}")
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            free = None if (self.path / "data.mdb").exists() else free_bytes(self.path)
+            if free is not None and free < MIN_BYTES:
+                raise ConfigError(self._no_room())
             with Environment.opening:
                 stat = self.path.stat()
                 place = stat.st_dev, stat.st_ino
@@ -98,7 +103,17 @@ class KVStore:
             if map_size > self._env.map_size:
                 self._env.resize(map_size)
         except (OSError, lmdb.Error, Damage) as error:
-            raise ConfigError(f"cannot use {self.path} as a KV store: {error}") from error
+            raise ConfigError(
+                self._no_room() if is_full(error) else f"cannot use {self.path} as a KV store: {error}"
+            ) from error
+
+    def _no_room(self) -> str:
+        free = free_bytes(self.path)
+        found = "the disk, a quota or the limit on file sizes leaves too little" if free is None else f"{free} bytes are free"
+        return (
+            f"cannot use {self.path} as a KV store: the disk is full. A KV store needs at least {MIN_BYTES} bytes and may grow "
+            f"to {self.max_bytes}; {found}. Free some space, or give another folder"
+        )
 
     def __enter__(self) -> KVStore:
         return self
@@ -126,7 +141,7 @@ class KVStore:
         except (lmdb.Error, Damage) as error:
             reason = str(error)
             if not is_damage(error):
-                logger.warning("cannot read KV entry %s: %s", key.hex(), reason)
+                self.warn("cannot read KV entries from %s: %s", self.path, reason)
                 return None
         self.damaged += 1
         logger.warning("KV entry %s is damaged (%s) and is removed", key.hex(), reason)
@@ -163,7 +178,7 @@ class KVStore:
             with self._env.begin() as txn:
                 return txn.get(key, db=self._env.meta) is not None
         except lmdb.Error as error:
-            logger.warning("cannot look for KV entry %s: %s", key.hex(), error)
+            self.warn("cannot look for KV entries in %s: %s", self.path, error)
             return False
 
     def put(self, key: bytes, arrays: Sequence[np.ndarray], *, tokens: int, kind: str) -> bool:
@@ -191,7 +206,7 @@ class KVStore:
             logger.warning("a KV entry of %d bytes does not fit a store of %d", total, self.max_bytes)
             return False
         if not self._env.is_there():
-            self._warn("the KV store %s has been deleted or replaced; nothing is written to it", self.path)
+            self.warn("the KV store %s has been deleted or replaced; nothing is written to it", self.path)
             return False
         try:
             room = self.max_bytes
@@ -211,17 +226,22 @@ class KVStore:
                 except lmdb.Error as error:
                     if getattr(error, "code", 0) not in _DISK_FULL:
                         raise
-                    self._warn("the disk of the KV store %s is full; new entries replace old entries", self.path)
+                    self.warn("the disk of the KV store %s is full; new entries replace old entries", self.path)
                     room = min(room, self.num_bytes)  # the file cannot grow
                     self._evict(int(max(fill, _LEAST_LEFT) * room) - need)  # a failing disk must not empty the store
         except lmdb.Error as error:
-            self._warn("cannot write KV entries to %s: %s", self.path, error)
+            self.warn("cannot write KV entries to %s: %s", self.path, error)
             return False
-        self._warn("found no room for KV entries of %d bytes in %s", total, self.path)
+        self.warn("found no room for KV entries of %d bytes in %s", total, self.path)
         return False
 
-    def _warn(self, text: str, *values: object) -> None:
-        """Log a warning that every entry may repeat, at most once a minute."""
+    def warn(self, text: str, *values: object) -> None:
+        """Log a warning that every entry may repeat, at most once a minute.
+
+        Args:
+            text: format of the warning.
+            values: values of the format.
+        """
         now = time.monotonic()
         if now - self._warned_at >= _WARNINGS_S:
             self._warned_at = now
@@ -236,7 +256,7 @@ class KVStore:
                     if txn.get(key, db=self._env.meta) is not None:
                         txn.put(key, now, db=self._env.used)
         except lmdb.Error as error:
-            logger.warning("cannot note the use of KV entries: %s", error)
+            self.warn("cannot note the use of KV entries in %s: %s", self.path, error)
 
     def delete(self, key: bytes) -> bool:
         """Remove an entry and return whether it existed."""

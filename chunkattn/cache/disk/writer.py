@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import lmdb
 import numpy as np
 
 if TYPE_CHECKING:
@@ -182,6 +183,9 @@ class StoreWriter:
         for key in keys:
             try:
                 self.store.delete(key)
+            except lmdb.Error as error:
+                self.failed += 1
+                self.store.warn("cannot delete KV entries from %s: %s", self.store.path, error)
             except Exception:
                 self.failed += 1
                 logger.warning("cannot delete KV entry %s", key.hex(), exc_info=True)

@@ -36,7 +36,7 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
             body.texts(),
             body.ids(),
             cache_salt=caller.salt(body.cache_salt),
-            owner=caller.name,
+            owner=caller.salt(None),
             pin=body.pin,
             ttl_s=body.ttl_s,
             priority=body.priority,

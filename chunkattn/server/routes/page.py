@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from chunkattn.server.errors import ApiError
+from chunkattn.server.state import State
 
 router = APIRouter(tags=["page"])
 
@@ -40,6 +41,20 @@ _FILES = _load()
 async def page() -> Response:
     """Return the page."""
     return _answer("index.html")
+
+
+@router.get("/static/page.json", include_in_schema=False)
+async def settings(state: State) -> dict[str, Any]:
+    """Return what the page needs to know of the server: its separator, and whether to use the chat template.
+
+    `chat_template` is None until the engine has started. The bundled demo model completes texts.
+    """
+    config, has_template = state.llm.config, None
+    if state.llm.client.limits is not None:
+        tokenizer = state.llm.frontend.tokenizer
+        has_template = bool(tokenizer is not None and tokenizer.chat_template)
+    by_default = bool(has_template and config.model is not None)
+    return {"separator": config.chunk_separator, "chat_template": has_template, "chat_by_default": by_default}
 
 
 @router.get("/static/{name}", include_in_schema=False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
@@ -17,8 +17,10 @@ router = APIRouter(tags=["status"])
 
 _OPEN: dict[str, Any] = {"security": []}
 _NOT_READY: dict[int | str, dict[str, Any]] = {
-    503: {"description": "The server accepts no requests, and why.", "content": {"application/json": {"schema": {}}}}
+    503: {"description": "The server is not ready, and why.", "content": {"application/json": {"schema": {}}}},
+    **answers(400),
 }
+Warm = Annotated[bool, Query(description="Answer 503 until the server is warm.")]
 _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
@@ -55,9 +57,9 @@ async def livez() -> dict[str, str]:
 
 @router.get("/readyz", responses=_NOT_READY, openapi_extra=_OPEN)
 @router.get("/health", responses=_NOT_READY, openapi_extra=_OPEN)
-async def readyz(state: State) -> Response:
+async def readyz(state: State, warm: Warm = False) -> Response:
     """Return 200 when requests are accepted, else 503 with the reason; `warm` once every program has been compiled ahead."""
-    status, client = state.readiness, state.llm.client
+    status, client = state.probe(warm=warm), state.llm.client
     body: dict[str, Any] = {"status": status, "warm": client.is_warm}
     body |= {"engine": client.state, "engine_restarts": client.restarts}
     if client.warmup is not None:

@@ -1,5 +1,6 @@
 /** Set up the parts of the page. */
 
+import { byId } from "./dom.js";
 import { PromptEditor } from "./editor.js";
 import { setUpGenerate } from "./generate.js";
 import { setUpInspect } from "./inspect.js";
@@ -8,8 +9,12 @@ import { setUpStatus } from "./status.js";
 import { setUpTabs } from "./tabs.js";
 
 setUpTabs();
-setUpStatus();
 const editor = new PromptEditor();
+setUpStatus((settings) => {
+  editor.separator = settings.separator;
+  byId("chat-switch").hidden = !settings.chat_template;
+  byId("chat").checked = settings.chat_by_default;
+});
 setUpInspect(editor);
 setUpGenerate(editor);
 setUpScore();

@@ -5,16 +5,16 @@ import { ErrorBox } from "./errors.js";
 import { EXAMPLES, SEPARATOR } from "./examples.js";
 import { partKind } from "./parts.js";
 
-/** Split a text into parts as the server does under its default separator. */
-function partsOf(text) {
-  const found = text.split(SEPARATOR);
+/** Split a text into parts as the server does. */
+function partsOf(text, separator) {
+  const found = text.split(separator);
   if (found.length < 3) return { prefix: "", documents: [], question: text };
   return { prefix: found[0], documents: found.slice(1, -1), question: found.at(-1) };
 }
 
 /** Join parts into a text. Without documents the result is a plain prompt. */
-function textOf({ prefix, documents, question }) {
-  return documents.length ? [prefix, ...documents, question].join(SEPARATOR) : prefix + question;
+function textOf({ prefix, documents, question }, separator) {
+  return documents.length ? [prefix, ...documents, question].join(separator) : prefix + question;
 }
 
 export class PromptEditor {
@@ -23,6 +23,9 @@ export class PromptEditor {
   #question = byId("question");
   #list = byId("documents");
   #made = 0;
+
+  /** The server's separator; assign it before a change of mode. */
+  separator = SEPARATOR;
 
   /** Callback after every change. */
   onchange = () => {};
@@ -51,12 +54,20 @@ export class PromptEditor {
 
   /** The prompt in parts, in either mode. */
   get parts() {
-    return this.inParts ? this.#partsEdited() : partsOf(this.#text.value);
+    return this.inParts ? this.#partsEdited() : partsOf(this.#text.value, this.separator);
   }
 
   /** Request fields that hold the prompt. */
   get request() {
     return this.inParts ? { chunks: this.parts } : { prompt: this.#text.value, chunk_aware: true };
+  }
+
+  /** Request fields of a chat: the prefix is the system message, the question the user's. */
+  get chat() {
+    const { prefix, documents, question } = this.parts;
+    const messages = [{ role: "user", content: question }];
+    if (prefix.trim()) messages.unshift({ role: "system", content: prefix });
+    return documents.length ? { messages, documents } : { messages };
   }
 
   load(parts) {
@@ -67,25 +78,25 @@ export class PromptEditor {
       for (const text of parts.documents) this.#append(text);
       this.#renumber();
     } else {
-      this.#text.value = textOf(parts);
+      this.#text.value = textOf(parts, this.separator);
       this.onchange();
     }
   }
 
   /** Show an error beside the prompt and return true, if the prompt caused the error. */
   claims(error) {
-    const own = ["prompt", "chunks", "documents", "prefix"].includes(error.param);
+    const own = ["prompt", "chunks", "documents", "prefix", "messages"].includes(error.param);
     if (own) this.errors.show(error);
     return own;
   }
 
   #switchTo(mode) {
     // The radio buttons have changed already, so `this.parts` would read the new mode's editor.
-    const old = mode === "parts" ? partsOf(this.#text.value) : this.#partsEdited();
+    const old = mode === "parts" ? partsOf(this.#text.value, this.separator) : this.#partsEdited();
     byId("text-editor").hidden = mode !== "text";
     byId("parts-editor").hidden = mode !== "parts";
     const texts = [old.prefix, ...old.documents, old.question];
-    byId("forged").hidden = mode === "parts" || !texts.some((text) => text.includes(SEPARATOR));
+    byId("forged").hidden = mode === "parts" || !texts.some((text) => text.includes(this.separator));
     this.errors.clear();
     this.load(old);
   }
@@ -114,7 +125,7 @@ export class PromptEditor {
         for (const text of texts) this.#append(text);
         this.#renumber();
       } else if (texts.length) {
-        this.#text.value = texts.join(SEPARATOR);
+        this.#text.value = texts.join(this.separator);
         this.onchange();
       }
     } catch (error) {

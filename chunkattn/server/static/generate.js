@@ -7,6 +7,7 @@ import { partKind } from "./parts.js";
 import { readEvents } from "./sse.js";
 
 const RUNS_KEPT = 8;
+const RATE_TOKENS = 8; // fewer tokens after the first arrive at the chance times of a few network packets
 
 let runs = 0;
 
@@ -41,8 +42,9 @@ export function setUpGenerate(editor) {
 async function run(editor, signal) {
   const [output, status] = [byId("output"), byId("generate-status")];
   const { documents } = editor.parts;
+  const chat = byId("chat").checked;
   const body = {
-    ...editor.request,
+    ...(chat ? editor.chat : editor.request),
     max_tokens: byId("max-tokens").valueAsNumber,
     temperature: byId("temperature").valueAsNumber,
     stream: true,
@@ -61,15 +63,16 @@ async function run(editor, signal) {
   let usage = null;
   let ended = null;
   try {
-    for await (const event of completionEvents(body, signal)) {
+    for await (const event of completionEvents(chat ? "v1/chat/completions" : "v1/completions", body, signal)) {
       if (event.usage) {
         if (!usage) showHits(event.usage, documents);
         usage = event.usage;
       }
       const [choice] = event.choices;
       if (!choice) continue;
-      clock.note(usage?.completion_tokens ?? 0);
-      text.appendData(choice.text);
+      const piece = chat ? (choice.delta.content ?? "") : choice.text;
+      if (piece || choice.finish_reason) clock.note(usage?.completion_tokens ?? 0); // a chat begins with an empty event
+      text.appendData(piece);
       ended = choice.finish_reason ?? ended;
       setText(status, "generating");
       if (usage) showStatistics(usage, clock, ended);
@@ -88,11 +91,11 @@ async function run(editor, signal) {
 }
 
 /**
- * Yield the objects of a completion's stream.
+ * Yield the objects of the stream of a completion or a chat.
  * @throws {ApiError} the request was refused, failed, or broke off
  */
-async function* completionEvents(body, signal) {
-  const response = await post("/v1/completions", body, signal);
+async function* completionEvents(path, body, signal) {
+  const response = await post(path, body, signal);
   try {
     for await (const data of readEvents(response.body)) {
       if (data === "[DONE]") return;
@@ -124,11 +127,11 @@ class Clock {
     return this.#first ? seconds(this.#first.at - this.#began) : "–";
   }
 
-  /** Tokens per second after the first, as text. */
+  /** Tokens per second after the first, as text; a dash for too few tokens. */
   get rate() {
     const tokens = this.#last ? this.#last.tokens - this.#first.tokens : 0;
     const time = this.#last ? this.#last.at - this.#first.at : 0;
-    return tokens > 0 && time > 0 ? ((1000 * tokens) / time).toFixed(1) : "–";
+    return tokens >= RATE_TOKENS && time > 0 ? ((1000 * tokens) / time).toFixed(1) : "–";
   }
 }
 

@@ -27,7 +27,7 @@ export function setUpInspect(editor) {
       editor.errors.clear();
       const asked = changes;
       try {
-        const prompt = await postJson("/inspect", editor.request);
+        const prompt = await postJson("inspect", editor.request);
         show(prompt, mask);
         shown = asked;
         stale.hidden = shown === changes;

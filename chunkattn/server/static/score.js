@@ -38,7 +38,7 @@ async function score(query, items, labels) {
   const began = performance.now();
   const body = { query, items, apply_softmax: true };
   if (labels.length) body.labels = labels; // a classifier accepts no labels
-  const result = await postJson("/v1/score", body);
+  const result = await postJson("v1/score", body);
   const took = performance.now() - began;
 
   shown = { items, labels, scores: result.scores };
@@ -60,13 +60,16 @@ function showBars() {
   const nameOf = (label) => labels[label] ?? `class ${label}`;
   byId("bars").replaceChildren(
     ...order.map((index) => {
-      const all = scores[index].map((value, label) => `P(${nameOf(label)}) = ${value}`).join("\n");
+      const each = scores[index].map((value, label) =>
+        element("span", { "data-testid": "label", title: String(value) }, `${nameOf(label)} `, element("b", {}, value.toFixed(4))),
+      );
       return element(
         "li",
-        { title: all, "data-testid": "bar", "data-index": index, "data-score": scores[index][0] },
+        { "data-testid": "bar", "data-index": index, "data-score": scores[index][0] },
         element("span", { class: "caption" }, element("b", {}, String(index)), ` ${items[index]}`),
         bar(scores[index][0]),
         element("span", { class: "number" }, scores[index][0].toFixed(4)),
+        element("span", { class: "labels" }, ...each),
       );
     }),
   );

@@ -1,5 +1,6 @@
 /** Header of the page: the served model, and whether the server accepts requests. */
 
+import { getJson } from "./api.js";
 import { byId, setText } from "./dom.js";
 
 const INTERVAL_MS = 5000;
@@ -7,14 +8,10 @@ const PATIENCE_MS = 4000;
 
 let timer = 0;
 let lengthKnown = false;
-
-async function getJson(path) {
-  const response = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
-  return response.json(); // a server that is not ready answers 503 with the same JSON
-}
+let settingsKnown = false;
 
 async function showModel() {
-  const model = (await getJson("/v1/models")).data?.[0];
+  const model = (await getJson("v1/models", PATIENCE_MS)).data?.[0];
   if (!model) return;
   setText(byId("model-name"), model.id);
   document.title = `${model.id} · chunkattn`;
@@ -26,7 +23,7 @@ async function showHealth() {
   let state = "unreachable";
   let text = state;
   try {
-    const health = await getJson("/health");
+    const health = await getJson("health", PATIENCE_MS);
     state = text = health.status;
     if (health.warmup && !health.warm) text += `, warm-up ${health.warmup.done}/${health.warmup.total}`;
   } catch {
@@ -37,17 +34,25 @@ async function showHealth() {
   return state === "ready";
 }
 
-async function poll() {
+async function showSettings(onSettings) {
+  const settings = await getJson("static/page.json", PATIENCE_MS);
+  settingsKnown = settings.chat_template != null; // unknown until the engine has started
+  if (settingsKnown) onSettings(settings);
+}
+
+async function poll(onSettings) {
   clearTimeout(timer);
   if (document.hidden) return; // visibilitychange resumes the polling
   const ready = await showHealth();
   if (ready && !lengthKnown) await showModel().catch(() => {});
+  if (ready && !settingsKnown) await showSettings(onSettings).catch(() => {});
   clearTimeout(timer); // another poll may have started one meanwhile
-  timer = setTimeout(poll, INTERVAL_MS);
+  timer = setTimeout(poll, INTERVAL_MS, onSettings);
 }
 
-export function setUpStatus() {
-  document.addEventListener("visibilitychange", poll);
+/** @param {function} onSettings called once with the server's settings for the page */
+export function setUpStatus(onSettings) {
+  document.addEventListener("visibilitychange", () => poll(onSettings));
   showModel().catch(() => {});
-  poll();
+  poll(onSettings);
 }
