@@ -29,7 +29,7 @@ from chunkattn.server.options import ServerConfig
 from chunkattn.server.protocol.documents import CacheBody
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
-from chunkattn.server.routes import documents, generation, scoring, tokens
+from chunkattn.server.routes import documents, generation, scoring
 from chunkattn.server.state import ServerState
 
 
@@ -383,13 +383,3 @@ def test_packed_dense_is_refused_unless_it_is_turned_on():
 
 
 # Texts of tokens
-
-
-def test_texts_of_tokens_are_bounded(frontend):
-    made = frontend()
-    for call in (
-        tokens.detokenize(tokens.DetokenizeBody(tokens=[1] * 65537), state(made)),
-        tokens.tokenize(tokens.TokenizeBody(prompt="a " * 70_000, return_token_strs=True), state(made)),
-    ):
-        with pytest.raises(ApiError, match="up to 65536 are shown"):
-            asyncio.run(call)

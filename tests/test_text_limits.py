@@ -57,6 +57,16 @@ def test_no_route_tokenizes_a_text_that_cannot_fit(llm, monkeypatch, name):
     assert sum(lengths) < 3 * encode._PIECE
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/detokenize", {"tokens": [1] * 65_537}), ("/tokenize", {"prompt": "a " * 70_000, "return_token_strs": True})],
+)
+def test_few_tokens_are_shown_as_texts(llm, path, body):
+    answer = TestClient(create_app(llm, ServerConfig()), base_url="http://localhost").post(path, json=body)
+    assert answer.status_code == 400
+    assert "up to 65536 are shown" in answer.json()["error"]["message"]
+
+
 def merging():
     """Return a tokenizer that makes one token of any run of unknown characters, and none of spaces."""
     backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
