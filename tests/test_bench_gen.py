@@ -233,6 +233,7 @@ def test_table_and_json(tmp_path):
     assert report["facts"]["processor"]
 
 
+@pytest.mark.telling
 def test_json_alone_of_one_case():
     result = CliRunner().invoke(app, ["bench", "gen", *SMALL, "--case", "decode", "--json", "-"])
     report = json.loads(result.stdout)

@@ -42,6 +42,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.telling
 def test_no_difference(rig, cold, oracle):
     fuzzer = Fuzzer(rig, cold, oracle, seed=0)
     fuzzer.run(1000)

@@ -54,6 +54,7 @@ def server():
     assert made.close() == 0
 
 
+@pytest.mark.telling
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_answers_are_as_described(server, operation):
     @EXAMPLES

@@ -39,11 +39,11 @@ def small_tiles(monkeypatch):
     "options",
     [
         pytest.param({"cases": 2}, marks=pytest.mark.slow),
-        pytest.param({"scale": 4}, marks=pytest.mark.telling),
+        pytest.param({"scale": 4}, marks=pytest.mark.slow),
         {"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
         pytest.param({"window": 19}, marks=pytest.mark.telling),
-        {"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16", "scale": 4},
-        {"weighs": True, "scale": 4},
+        pytest.param({"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16", "scale": 4}, marks=pytest.mark.slow),
+        pytest.param({"weighs": True, "scale": 4}, marks=pytest.mark.telling),
     ],
     ids=str,
 )

@@ -336,7 +336,7 @@ def _tokenized(
     kinds = {isinstance(part, str) for part in (query, *items)}
     if len(kinds) > 1:
         raise RequestError("query and items must be all text or all token ids", param="items")
-    ids = partial(check_ids, most=max_request_tokens(frontend.limits))
+    ids = partial(check_ids, most=frontend.parser.max_tokens)
     read, name = (ids, "items[{}]") if kinds == {False} else (frontend.parser.prompts, "item {}")
     query_ids = read(query, "query", "query")
     if given not in known:

@@ -63,6 +63,18 @@ def split_chat(
     return _pieces(text, 0, cut, bounds), _pieces(text, cut, len(text), bounds)
 
 
+def text_of(messages: Any) -> str:
+    """Return all text in messages, for a check of its length.
+
+    Raises:
+        RequestError: the messages are nested too deeply.
+    """
+    try:
+        return "".join(_strings(messages))
+    except RecursionError:
+        raise RequestError("messages are nested too deeply", param="messages") from None
+
+
 def _untrusted_starts(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
@@ -75,7 +87,7 @@ def _untrusted_starts(
 
     The list is empty if the template or trusted contents wrote all control tokens.
     """
-    strings = strings_of([message for message, is_untrusted in zip(messages, untrusted, strict=True) if is_untrusted])
+    strings = _strings([message for message, is_untrusted in zip(messages, untrusted, strict=True) if is_untrusted])
     if not any(map(control.starts.search, strings)):
         return []
     taken = set(text)
@@ -115,13 +127,13 @@ def _marked(message: Mapping[str, Any], control: ControlTokens, mark: str) -> di
     return {**changed, "role": message.get("role")}
 
 
-def strings_of(value: Any) -> list[str]:
+def _strings(value: Any) -> list[str]:
     """Return all strings in a value, including keys of mappings."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        return [text for entry in value.items() for text in strings_of(entry)]
-    return [text for entry in value for text in strings_of(entry)] if isinstance(value, (list, tuple)) else []
+        return [text for entry in value.items() for text in _strings(entry)]
+    return [text for entry in value for text in _strings(entry)] if isinstance(value, (list, tuple)) else []
 
 
 def _map(value: Any, change: Callable[[str], str]) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers.arguments import check_ids, check_salt
-from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat, strings_of
+from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat, text_of
 from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
@@ -101,6 +101,7 @@ class PromptParser:
         encode: tokenizer that keeps special tokens.
         prompts: tokenizer of text that the caller vouches for.
         documents: tokenizer of documents, with their template.
+        max_tokens: limit on the tokens of all parts of a prompt; None for no limit.
 
     Raises:
         ConfigError: the separator is empty, the strategy is unknown, or the template is malformed.
@@ -132,7 +133,7 @@ class PromptParser:
         self._place(strategy, gap)
         self.chunk_aware = chunk_aware
         self.max_chunks = max_chunks
-        self._max_tokens: int | None = None
+        self.max_tokens: int | None = None
         self._separator_ids = self.encode(separator) if tokenizer is not None else []
 
     def _place(self, strategy: str, gap: int) -> None:
@@ -147,7 +148,7 @@ class PromptParser:
             prompt_tokens: limit on the tokens of all parts together.
             name: name of the limit on a part, for error messages.
         """
-        self.encode.limit, self.encode.limit_name, self._max_tokens = part_tokens, name, prompt_tokens
+        self.encode.limit, self.encode.limit_name, self.max_tokens = part_tokens, name, prompt_tokens
 
     def with_positions(self, strategy: str, gap: int) -> PromptParser:
         """Return a parser that differs in its positions alone.
@@ -227,7 +228,7 @@ class PromptParser:
         if self.encode.tokenizer is None:
             raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
         _check_unicode(messages)
-        self.encode.check_length("".join(strings_of(messages)), "the text of all messages", "messages")
+        self.encode.check_length(text_of(messages), "the text of all messages", "messages")
         control = self.encode.special
         pieces = split_chat(self.encode.tokenizer, messages, control, self._is_trusted, **template_options)
         prefix, question = map("".join, pieces)
@@ -261,18 +262,20 @@ class PromptParser:
         """
         if isinstance(documents, (str, Mapping)) or not isinstance(documents, Sequence):
             raise RequestError(f"documents must be a list of parts, got {type(documents).__name__}", param="documents")
-        # Parse a whole prompt with a placeholder question, so the same checks apply.
+        # Parse a whole prompt with a placeholder question, so the same checks apply, except that no prompt has all documents.
+        parser = copy(self)
+        parser.max_tokens = None
         if not isinstance(prefix, (str, Sequence, np.ndarray)):
             raise RequestError(f"the prefix must be text, token ids or messages, got {type(prefix).__name__}", param="prefix")
         starts_chat = not isinstance(prefix, str) and not len(prefix) and any(isinstance(d, str) for d in documents)
         if starts_chat or (not isinstance(prefix, str) and len(prefix) and isinstance(prefix[0], Mapping)):
             chat = [*cast("Sequence[Mapping[str, Any]]", prefix), {"role": "user", "content": "?"}]
-            layout = self._chat(chat, cast("Sequence[str]", documents), template_options or {}).layout
+            layout = parser._chat(chat, cast("Sequence[str]", documents), template_options or {}).layout
         else:
             if any(isinstance(document, str) != isinstance(prefix, str) for document in documents):
                 raise RequestError("prefix and documents must be all text or all token ids", param="documents")
             end: str | TokenIds = "?" if isinstance(prefix, str) else [0]
-            layout = self._documented(DocumentPrompt(cast("str | TokenIds", prefix), documents, end)).layout
+            layout = parser._documented(DocumentPrompt(cast("str | TokenIds", prefix), documents, end)).layout
         first, *chunks, _ = (layout.part(s).tolist() for s in layout.segments)
         return first, chunks
 
@@ -335,7 +338,7 @@ class PromptParser:
         return self._chunked(ChunkedPrompt(texts[0], texts[1:-1], texts[-1]))
 
     def _ids(self, ids: TokenIds, split: bool) -> ParsedPrompt:
-        ids = check_ids(ids, "prompt_token_ids", most=self._max_tokens)
+        ids = check_ids(ids, "prompt_token_ids", most=self.max_tokens)
         if not ids:
             raise RequestError("the prompt is empty", param="prompt")
         if split and not self._separator_ids:
@@ -356,7 +359,7 @@ class PromptParser:
                 raise RequestError("the question is empty", param="prompt")
             first, last = self.text(ends[0], "the prefix"), self.prompts(ends[1], "the question", "prompt")
             return self._with_documents((first, ends[0]), chunks, (last, ends[1]))
-        first, last = (check_ids(e, n, most=self._max_tokens) for e, n in zip(ends, ("prefix", "question"), strict=True))
+        first, last = (check_ids(e, n, most=self.max_tokens) for e, n in zip(ends, ("prefix", "question"), strict=True))
         return self._with_documents((first, None), chunks, (last, None))
 
     def _encoded_documents(self, documents: Sequence[str | TokenIds]) -> list[tuple[list[int], str | None]]:
@@ -372,10 +375,10 @@ class PromptParser:
         """
         tokens = 0
         for number, chunk in enumerate(chunks):
-            if self._max_tokens is not None and (tokens := tokens + size(chunk)) > self._max_tokens:
+            if self.max_tokens is not None and (tokens := tokens + size(chunk)) > self.max_tokens:
                 raise CapacityError(
                     f"the first {number + 1} chunks have {tokens} tokens, a prompt of this engine has at most "
-                    f"{self._max_tokens}; send less or raise kv_cache_memory_bytes",
+                    f"{self.max_tokens}; send less or raise kv_cache_memory_bytes",
                     param=param,
                 )
             yield chunk
@@ -411,7 +414,7 @@ class PromptParser:
             raise RequestError("the parts of a ChunkedPrompt must be all text or all token ids", param="prompt")
         names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "question"]
         return ParsedPrompt(
-            self._layout([check_ids(p, n, most=self._max_tokens) for p, n in zip(parts, names, strict=True)]), None
+            self._layout([check_ids(p, n, most=self.max_tokens) for p, n in zip(parts, names, strict=True)]), None
         )
 
     def _layout(self, parts: Sequence[TokenIds]) -> ChunkLayout:
