@@ -20,7 +20,7 @@ OWNER: ContextVar[str | None] = ContextVar("owner", default=None)
 
 
 class AbandonedError(Exception):
-    """No caller waits for the result of this work any more."""
+    """The caller of this work has left."""
 
 
 class _Work(Generic[T]):
@@ -41,7 +41,7 @@ class _Work(Generic[T]):
 
 
 _LOCAL = threading.local()
-"""Its `work` is what the present thread does."""
+"""Slot for the `_Work` that the present thread runs."""
 
 
 def check_wanted() -> None:

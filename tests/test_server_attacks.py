@@ -18,13 +18,14 @@ from fastapi.testclient import TestClient
 
 from chunkattn import async_llm
 from chunkattn.calls.precompute import PrecomputeJob
-from chunkattn.fair_threads import FairThreads
 from chunkattn.server import document_store
 from chunkattn.server.answers import json_answer
 from chunkattn.server.app import create_app
 from chunkattn.server.document_store import Documents
 from chunkattn.server.http import BoundedHttp, ConnectionLimits
+from chunkattn.server.keys import Caller
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.state import ServerState
 from tests.server_helpers import wait_until
 
 pytest_plugins = ["tests.told_engine"]
@@ -281,7 +282,7 @@ def test_who_sends_no_more_gets_the_answer(leaves):
 # Large answers
 
 
-def test_a_large_answer_is_written_in_pieces(monkeypatch):
+def test_a_large_answer_is_written_in_pieces(llm, monkeypatch):
     """Each piece is short, for the encoder holds Python's lock; and what is written is the same."""
     longest, encode = 0, msgspec.json.encode
 
@@ -299,7 +300,12 @@ def test_a_large_answer_is_written_in_pieces(monkeypatch):
         async def send(message):
             sent.append(message)
 
-        await (await json_answer(FairThreads(), lambda: body, 80_000))({"type": "http"}, None, send)
+        state = ServerState(llm, ServerConfig())
+        caller = Caller(None, state.shares, owner="a")
+        await (await json_answer(state, caller, lambda: body, 80_000))({"type": "http"}, None, send)
+        assert state.shares.bodies.held["a"] > 0
+        caller.leave()
+        assert not state.shares.bodies.held
 
     asyncio.run(main())
     written = b"".join(message.get("body", b"") for message in sent)

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkattn.server import json_shape
+from chunkattn.server import body_shares, json_shape
 from chunkattn.server.app import create_app
 from chunkattn.server.bodies import SMALL_BODY
 from chunkattn.server.body_shares import BodyShares
@@ -65,6 +65,7 @@ BROKEN = {
     "not gzip": (b'{"prompt": "a"}', "gzip", 400, "invalid_encoding"),
     "cut": (gzip.compress(b'{"prompt": "a"}')[:-9], "gzip", 400, "invalid_encoding"),
     "more after the end": (gzip.compress(b"{}") + b"x", "gzip", 400, "invalid_encoding"),
+    "many codings": (b"{}", "gzip, gzip, gzip", 415, "unsupported_encoding"),
     "a bomb": (gzip.compress(b" " * (64 * LIMIT)), "gzip", 413, "request_too_large"),
     "two bombs": (gzip.compress(gzip.compress(b" " * (64 * LIMIT))), "gzip, gzip", 413, "request_too_large"),
     "not UTF-16": ('{"a"}'.encode("utf-16") + b"x", None, 400, "invalid_json"),
@@ -93,7 +94,9 @@ def test_broken_bodies_are_refused(client, name, monkeypatch):
 
 def test_large_bodies_are_validated_as_small_ones(client):
     """The same fault is told in the same words, whether it is found on the event loop or in a thread."""
-    for fault in ({"prompt": 1}, {"nonsense": 1, "prompt": "a"}, {"prompt": "a", "messages": []}, {}, [1]):
+    nan, surrogate = float("nan"), "\ud800"
+    faults = ({"prompt": 1}, {"nonsense": 1, "prompt": "a"}, {"prompt": "a", "messages": []}, {}, [1])
+    for fault in (*faults, {"prompt": surrogate}, {"prompt": "a", "nonsense": nan}, {"prompt": nan}):
         small = post(client, json.dumps(fault))
         padded = json.dumps(fault)[:-1] + " " * SMALL_BODY + json.dumps(fault)[-1]
         large = post(client, padded)
@@ -171,6 +174,53 @@ def test_a_client_waits_for_room_and_others_do_not():
     asyncio.run(main())
 
 
+def test_a_turn_that_comes_as_its_client_leaves_is_not_lost():
+    """The timeout of one waiting request and the end of another fall into one pass of the event loop."""
+
+    async def main():
+        shares = BodyShares(5)
+        await shares.take("a", 5)
+        waiting = asyncio.create_task(shares.take("a", 5))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        shares.give("a", 5)
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert not shares.held
+        assert not shares._waiting
+
+    asyncio.run(main())
+
+
+def test_few_requests_of_a_client_wait(monkeypatch):
+    monkeypatch.setattr(body_shares, "MOST_WAITING", 2)
+
+    async def main():
+        shares = BodyShares(5)
+        await shares.take("a", 5)
+        waiting = [asyncio.create_task(shares.take("a", 5)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            await shares.take("a", 1)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("coding", [None, "gzip"])
+def test_an_inflated_or_chunked_body_takes_its_share_before_it_is_made(llm, coding):
+    """A body of unknown size takes the room of the longest, and what it does not need goes back."""
+    app = create_app(llm, ServerConfig(max_body_bytes=LIMIT, max_body_bytes_per_client=LIMIT, request_timeout_s=0.2))
+    client, held = TestClient(app, base_url="http://localhost"), app.state.server.shares.bodies.held
+    body = json.dumps({"prompt": "a", "user": "x" * (SMALL_BODY + 1)}).encode()
+    body = iter([body]) if coding is None else gzip.compress(body)
+    held["testclient"] = 1
+    answer = post(client, body, coding)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "body_share_exceeded")
+    held.clear()
+
+
 def test_large_bodies_of_one_client_wait_for_each_other(llm):
     """A request that holds its body keeps the next large one out until its time is over; a small one passes."""
     app = create_app(llm, ServerConfig(max_body_bytes_per_client=1, request_timeout_s=0.2))
@@ -179,7 +229,7 @@ def test_large_bodies_of_one_client_wait_for_each_other(llm):
     held["testclient"] = 1
     body = json.dumps({"prompt": "a" + " " * SMALL_BODY})
     answer = post(client, body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_share_exceeded")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "body_share_exceeded")
     assert post(client, json.dumps({"prompt": "a"})).status_code == 200
     held.clear()
     assert post(client, body).status_code == 200

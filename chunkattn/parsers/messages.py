@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of OpenAI's API. Other roles are accepted if the chat template names them."""
+_WORD = re.compile(r"[a-z][a-z_-]*")
+_FIELDS = {"role", "content", "type", "text", "name", "tool_calls", "tool_call_id", "function", "arguments", "id", "parameters"}
+_FIELDS |= {"description", "properties", "required", "reasoning_content", "thinking", "image", "image_url", "video", "audio"}
+"""Words that templates quote for other reasons."""
 
 
 def read_messages(
@@ -76,8 +80,8 @@ def _read(number: int, message: Mapping[str, Any], template: str) -> dict[str, A
 
 
 def _names(template: str, role: str) -> bool:
-    """Return whether a template names a role, as text in quotes."""
-    return f"'{role}'" in template or f'"{role}"' in template
+    """Return whether a template names a role, as a word in quotes that is no field of a message."""
+    return _WORD.fullmatch(role) is not None and role not in _FIELDS and (f"'{role}'" in template or f'"{role}"' in template)
 
 
 def _is_text(part: Any) -> bool:

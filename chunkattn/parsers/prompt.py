@@ -310,7 +310,7 @@ class PromptParser:
         """Check the type and the number of documents.
 
         Raises:
-            RequestError: the documents are no list, or there are more than `max_chunks`.
+            RequestError: the documents are not a list, or there are more than `max_chunks`.
         """
         if isinstance(documents, str) or not isinstance(documents, Sequence):
             text = f"documents must be a list of strings or token ids, got {type(documents).__name__}"

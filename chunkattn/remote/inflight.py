@@ -70,23 +70,10 @@ class InflightRequests:
             DeadlineExceededError, EngineDeadError: the requests have failed meanwhile.
             Exception: any error of the function.
         """
-        work = asyncio.ensure_future(self._client.threads.run(function, *args, **options))
-
-        def wake(done: asyncio.Future[T]) -> None:
-            self._changed.set()
-            if not done.cancelled():
-                done.exception()  # mark the exception as retrieved: the caller may have left
-
-        work.add_done_callback(wake)
-        try:
-            while not work.done():
-                await self.wait()
-        finally:
-            work.cancel()
-        return work.result()
+        return await self.ask(self._client.threads.run(function, *args, **options))
 
     async def ask(self, question: Coroutine[Any, Any, T]) -> T:
-        """Await an answer of the engine, at most until these requests fail.
+        """Await an answer of the engine or of a thread, at most until these requests fail.
 
         Raises:
             DeadlineExceededError, EngineDeadError: the requests have failed meanwhile.
@@ -96,7 +83,7 @@ class InflightRequests:
         def wake(done: asyncio.Future[T]) -> None:
             self._changed.set()
             if not done.cancelled():
-                done.exception()
+                done.exception()  # mark the exception as retrieved: the caller may have left
 
         work.add_done_callback(wake)
         try:

@@ -10,12 +10,14 @@ from fastapi import Response
 from starlette.background import BackgroundTask
 from starlette.types import Receive, Scope, Send
 
-from chunkattn.fair_threads import FairThreads
+from chunkattn.server.keys import Caller
+from chunkattn.server.state import ServerState
 
 _LARGE = 4096
 """Number of values above which an answer is built and encoded in a thread."""
 _PIECE = 16_384
 """Values encoded per call. The encoder holds the GIL for one call, and the event loop waits for the GIL."""
+_BYTES_PER_VALUE = 16
 _SENT = 1 << 18
 """Bytes handed to the connection at once; the next piece waits until the client has read."""
 
@@ -55,30 +57,32 @@ class PiecesResponse(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-async def json_answer(threads: FairThreads, build: Callable[[], Mapping[str, Any]], values: int) -> Response:
-    """Return a JSON response; a large answer is built and encoded in a thread.
+async def json_answer(
+    state: ServerState, caller: Caller, build: Callable[[], Any], values: int, *, in_thread: bool = False
+) -> Response:
+    """Return a JSON response; a large answer is built and encoded in a thread, once the client may hold its bytes.
 
     Args:
-        threads: threads of the server.
-        build: function that returns the content of the answer. Its lists are encoded in pieces; they may be generators.
+        state: state of the server.
+        caller: client of the request.
+        build: function that returns the content of the answer, an object or a list. Lists are encoded in pieces, and may be
+            iterators.
         values: approximate count of values in the answer; more than 4096 select the thread.
+        in_thread: whether an answer of any size is built in a thread, because building it takes long.
     """
-    if values <= _LARGE:
-        return JsonResponse({name: list(v) if isinstance(v, Iterator) else v for name, v in build().items()})
-    return PiecesResponse(await threads.run(lambda: list(_pieces(build()))))
+    if values > _LARGE:
+        await caller.hold_bytes(values * _BYTES_PER_VALUE, state.config.request_timeout_s)
+    elif not in_thread:
+        body = build()
+        if isinstance(body, Mapping):
+            return JsonResponse({name: list(v) if isinstance(v, Iterator) else v for name, v in body.items()})
+        return JsonResponse(list(body))
 
+    def pieces() -> list[bytes]:
+        body = build()
+        return list(_pieces(body) if isinstance(body, Mapping) else _list_pieces(body))
 
-async def json_list(threads: FairThreads, build: Callable[[], Iterator[Any]], values: int) -> Response:
-    """Return a JSON response that is a list; as `json_answer`.
-
-    Args:
-        threads: threads of the server.
-        build: function that returns the entries of the list.
-        values: approximate count of values in the answer; more than 4096 select the thread.
-    """
-    if values <= _LARGE:
-        return JsonResponse(list(build()))
-    return PiecesResponse(await threads.run(lambda: list(_list_pieces(build()))))
+    return PiecesResponse(await state.llm.threads.run(pieces))
 
 
 def _pieces(body: Mapping[str, Any]) -> Iterator[bytes]:

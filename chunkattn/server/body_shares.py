@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 
+MOST_WAITING = 128
+"""Requests of one client that wait at once. Each has up to 128 KiB of its body in the connection's buffer."""
+
 
 class BodyShares:
     """Bytes of bodies held by each client. A request beyond its client's share waits, before its body is read.
@@ -27,10 +30,15 @@ class BodyShares:
         Args:
             owner: the client.
             size: number of bytes.
+
+        Raises:
+            TimeoutError: `MOST_WAITING` requests of the client wait already.
         """
         if owner not in self._waiting and self._fits(owner, size):
             self.held[owner] += size
             return
+        if len(self._waiting.get(owner, ())) >= MOST_WAITING:
+            raise TimeoutError
         turn = size, asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         try:
@@ -39,7 +47,8 @@ class BodyShares:
             if turn[1].done() and not turn[1].cancelled():  # the turn came as the caller left
                 self.give(owner, size)
             else:
-                self._waiting[owner].remove(turn)
+                if turn in (queue := self._waiting.get(owner, deque())):
+                    queue.remove(turn)
                 self._admit(owner)
             raise
 
@@ -60,9 +69,10 @@ class BodyShares:
 
     def _admit(self, owner: str | None) -> None:
         queue = self._waiting.get(owner)
-        while queue and self._fits(owner, queue[0][0]):
+        while queue and (queue[0][1].done() or self._fits(owner, queue[0][0])):
             size, turn = queue.popleft()
-            self.held[owner] += size
-            turn.set_result(None)
+            if not turn.done():  # else its client left in the present pass of the event loop
+                self.held[owner] += size
+                turn.set_result(None)
         if queue is not None and not queue:
             del self._waiting[owner]

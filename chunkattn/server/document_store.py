@@ -227,6 +227,27 @@ class Documents:
         if (count := len(texts)) > (most := self.llm.config.max_items_per_request):
             text = f"{count} documents exceed max_items_per_request {most}"
             raise ApiError(400, text, param="documents", code="invalid_value")
+        call = object()
+        self._adding[call] = owner
+        try:
+            return await self._add(call, prefix, texts, ids, cache_salt, pin, ttl_s, priority, options, timeout, owner)
+        finally:
+            self._adding.pop(call, None)
+
+    async def _add(
+        self,
+        call: object,
+        prefix: Any,
+        texts: list[str] | list[list[int]],
+        ids: Sequence[str | None],
+        cache_salt: str | None,
+        pin: bool,
+        ttl_s: float | None,
+        priority: int,
+        options: dict[str, Any],
+        timeout: float,
+        owner: Any,
+    ) -> list[tuple[StoredDocument, bool]]:
         names, contents = await self.llm.threads.run(self._prepare, prefix, texts, ids, cache_salt, options)
         new = sum((cache_salt, name) not in self._stored for name in names)
         self._check_count(owner, new)
@@ -236,8 +257,6 @@ class Documents:
         self._pinning.update(pinning)
         self._coming[owner] += new
         self._wanted.update(contents)
-        call = object()
-        self._adding[call] = owner
         try:
             engine = self.llm.client.restarts
             report = await self.llm.precompute(
@@ -258,7 +277,6 @@ class Documents:
                 self._let_go(content)
             raise
         finally:
-            self._adding.pop(call, None)
             self._coming[owner] -= new
             self._pinning -= Counter(pinning)
         # No await from here to the end of the loop: the registry changes as a whole.

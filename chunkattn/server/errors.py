@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from chunkattn.errors import (
     CapacityError,
@@ -124,9 +125,6 @@ def _validation_error(found: Sequence[Any]) -> ApiError:
         )
     first = found[0]
     name = next(iter(_place(first["loc"])), None)
-    if name is None and first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "")
-        return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     if name is None and first["type"] == "missing":
         return ApiError(400, "the request has no body", code="missing_required_parameter")
     if name is None and first["type"] in ("model_attributes_type", "dict_type"):
@@ -178,17 +176,17 @@ def _release(error: BaseException) -> None:
             found += [one.__cause__, one.__context__]
 
 
-def install(app: FastAPI, refuse_route: Callable[[int, str, str], ApiError]) -> None:
+def install(app: FastAPI, refuse_route: Callable[[int, Scope], ApiError]) -> None:
     """Register handlers that answer every error of a route in the format of `ApiError`.
 
     Args:
         app: the app.
-        refuse_route: returns the answer to a request that no route takes, from status, method and path.
+        refuse_route: returns the answer to a request that no route takes, from status and ASGI scope.
     """
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
-            refusal = refuse_route(error.status_code, request.scope["method"], request.scope["path"])
+            refusal = refuse_route(error.status_code, request.scope)
         else:
             refusal = api_error(error, request.state.request_id)
         _release(error)

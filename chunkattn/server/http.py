@@ -159,7 +159,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self._await("body")
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP request, and close."""
+        """Answer bytes that are not an HTTP request, and close."""
         self._refuse(400, msg, "invalid_http")
 
     def _refuse(self, status: int, text: str, code: str) -> None:

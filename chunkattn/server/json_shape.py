@@ -10,7 +10,7 @@ from chunkattn.fair_threads import check_wanted
 
 _PIECE = 1 << 18
 """Bytes measured at once. The arrays of a piece take some 20 bytes for each byte of the text."""
-_QUOTE, _BACKSLASH, _COMMA = b'",\\'[0], b"\\"[0], b","[0]
+_QUOTE, _BACKSLASH, _COMMA = ord('"'), ord("\\"), ord(",")
 _OPEN, _CLOSE = b"[{", b"]}"
 
 

@@ -64,4 +64,4 @@ def _read(file: str) -> bytes:
 
 def _check_regular(file: str, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"api_key_file {file} is no regular file; give the path of a file of name:key lines")
+        raise ConfigError(f"api_key_file {file} is not a regular file; give the path of a file of name:key lines")

@@ -220,7 +220,7 @@ class Caller:
             self.shares.held[self.name] += places
 
     async def hold_bytes(self, size: int, timeout: float) -> None:
-        """Wait until this request's body may be held in memory, instead of the body held before; `leave` gives it back.
+        """Wait until this request may hold bytes of its body or answer, instead of those held before; `leave` gives them back.
 
         Args:
             size: number of bytes.
@@ -229,7 +229,7 @@ class Caller:
         Raises:
             ApiError: 429, other bodies of this client take the room until the timeout.
         """
-        self._give_bytes()
+        self.keep_bytes(0)
         bodies = self.shares.bodies
         try:
             async with asyncio.timeout(timeout):
@@ -239,17 +239,22 @@ class Caller:
                 f"the request bodies of one client may hold {bodies.most} bytes at once (max_body_bytes_per_client); "
                 "send fewer large bodies at once, or try again"
             )
-            raise ApiError(429, text, code="queue_share_exceeded", **{"Retry-After": "1"}) from None
+            raise ApiError(429, text, code="body_share_exceeded", **{"Retry-After": "1"}) from None
         self.num_bytes = size
 
-    def _give_bytes(self) -> None:
-        if self.num_bytes:
-            self.shares.bodies.give(self.owner, self.num_bytes)
-        self.num_bytes = 0
+    def keep_bytes(self, size: int) -> None:
+        """Give back all but some of the bytes that this request holds.
+
+        Args:
+            size: number of bytes to keep at most.
+        """
+        if self.num_bytes > size:
+            self.shares.bodies.give(self.owner, self.num_bytes - size)
+            self.num_bytes = size
 
     def leave(self) -> None:
         """Return all queue places and bytes of this request."""
-        self._give_bytes()
+        self.keep_bytes(0)
         if self.name is not None:
             self.shares.held[self.name] -= self.places
             if not self.shares.held[self.name]:

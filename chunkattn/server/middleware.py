@@ -17,6 +17,7 @@ from chunkattn.fair_threads import OWNER
 from chunkattn.server.errors import ApiError, api_error, too_large
 from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.routing import route_path
 
 logger = logging.getLogger("chunkattn.server.access")
 
@@ -116,7 +117,7 @@ class Gate:
         """Return the refusal of a request before routing, or None. `known` tells whether it brings an API key."""
         if len(headers.getlist("host")) > 1:
             return ApiError(400, "the request has several Host headers; send one", code="invalid_host")
-        path = _route_path(scope)
+        path = route_path(scope)
         if path == METRICS_PATH:
             known = self.keys.open_metrics(headers.get("authorization", ""))
         if not known and path not in OPEN_PATHS and (self.keys.needed or path == METRICS_PATH):
@@ -139,12 +140,6 @@ class Gate:
         path = ascii(scope["path"])[1:-1]  # escapes newlines, so a client cannot forge a log line
         fields = {"id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
         logger.info("%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)", fields, extra={"request": fields})
-
-
-def _route_path(scope: Scope) -> str:
-    """Return the path of a request below `root_path`, as the router sees it."""
-    path, root = scope["path"], scope.get("root_path", "")
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def _names_this_machine(host: str) -> bool:

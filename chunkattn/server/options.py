@@ -29,8 +29,8 @@ class ServerConfig:
             or the path's last part.
         request_timeout_s: time limit of a request in seconds; a longer request is aborted and answered with 504.
         max_body_bytes: size limit of a request body in bytes; a longer body is answered with 413.
-        max_body_bytes_per_client: bytes of the large request bodies (over 64 KiB) that one client may hold in memory at once;
-            further requests of the client wait. A client is a named API key or, without a key file, an address.
+        max_body_bytes_per_client: bytes of large request bodies (over 64 KiB) and of large answers that one client may hold in
+            memory at once; further requests of the client wait. A client is a named API key or, without a key file, an address.
         max_prompts_per_request: number of prompts, or of queries, that one request may hold.
         max_cached_documents: number of documents that `/v1/cache/documents` stores at once.
         priority_range: largest absolute priority that a request may set; 0 allows only the default priority.
@@ -135,14 +135,14 @@ def _texts(name: str, given: str | Sequence[str]) -> tuple[str, ...]:
         given: a text or a list of texts. A text may be a JSON list, the form that vLLM's flags take.
 
     Raises:
-        ConfigError: an entry is no text, or empty.
+        ConfigError: an entry is not a text, or empty.
     """
     found: list[str] = []
     for entry in [given] if isinstance(given, str) else given:
         try:
             found += json.loads(entry) if isinstance(entry, str) and entry.startswith("[") else [entry]
         except ValueError as error:
-            raise ConfigError(f"{name} {entry!r} is no JSON list: {error}") from None
+            raise ConfigError(f"{name} {entry!r} is not a JSON list: {error}") from None
     if not all(isinstance(entry, str) for entry in found):
         raise ConfigError(f"{name} must hold texts, got {found!r}")
     if "" in found:

@@ -16,6 +16,16 @@ _LONGEST_PATH = 200
 _SCHEMA = "/openapi.json"
 
 
+def route_path(scope: Scope) -> str:
+    """Return the path of a request below `root_path`, as the router sees it.
+
+    Args:
+        scope: ASGI scope of the request.
+    """
+    path, root = scope["path"], scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
 class RouteTable:
     """Paths of the server's routes, with their methods.
 
@@ -33,14 +43,14 @@ class RouteTable:
         found |= {"GET"} if path == _SCHEMA else set()
         return sorted(found | ({"HEAD"} if "GET" in found else set()))
 
-    def refusal(self, status: int, method: str, path: str) -> ApiError:
+    def refusal(self, status: int, scope: Scope) -> ApiError:
         """Return the answer to a request that no route takes.
 
         Args:
             status: 404 for an unknown path, 405 for an unknown method.
-            method: method of the request.
-            path: path of the request.
+            scope: ASGI scope of the request.
         """
+        method, path = scope["method"], route_path(scope)
         shown = ascii(path[:_LONGEST_PATH])[1:-1]
         if status == 405 and (methods := self.methods(path)):
             text = f"{shown} takes {' or '.join(methods)}, not {ascii(method)[1:-1]}"

@@ -92,16 +92,17 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
     listening, llm = _listen(config), AsyncLLM(**options)
     try:
         run = asyncio.run if uvloop is None else uvloop.run
-        run(_serve(llm, config, listening))
+        busy = run(_serve(llm, config, listening))
     finally:
         listening.close()
-    if llm.threads.busy:  # work of clients that left; a thread in native code may crash an interpreter that ends around it
+    if busy:  # work of clients that left; a thread in native code may crash an interpreter that ends around it
         logging.shutdown()
         sys.stdout.flush()
         os._exit(0)
 
 
-async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> None:
+async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> int:
+    """Serve, and return the number of threads that still work for clients that left."""
     address, port = listening.getsockname()[:2]
     app = create_app(llm, replace(config, host=address))  # resolved, so the app knows whether it is a loopback address
     reloader = KeyReloader(app.state.server.keys, app.state.server.documents)
@@ -146,6 +147,8 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         await llm.close()
     if isinstance(ended[0], Exception):
         raise ended[0]
+    app.state.server.decoder.close()
+    return llm.threads.busy + app.state.server.decoder.busy
 
 
 async def _wait_until_warm(llm: AsyncLLM) -> None:

@@ -29,6 +29,8 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
     state.check_ready()
     state.check_priority(body.priority, CacheBody.model_fields["priority"].default)
     caller.take(1)
+    if state.keys.needed and state.keys.holder(request.headers.get("authorization", "")) is None:
+        raise ApiError(401, "the API key was removed while the body was read", code="invalid_api_key")
     added = await unless_gone(
         request,
         state.documents.add(

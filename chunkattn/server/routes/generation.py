@@ -426,7 +426,7 @@ async def _whole(answer: Answer) -> Response:
 
     tokens = sum(len(sample.token_ids) for output in ordered for sample in output.outputs)
     values = max(answer.answer_values, tokens * (1 + (answer.params.logprobs or 0)))
-    return await json_answer(answer.state.llm.threads, build, values)
+    return await json_answer(answer.state, answer.caller, build, values)
 
 
 async def _events(

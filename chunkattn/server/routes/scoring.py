@@ -11,17 +11,15 @@ from fastapi import APIRouter, Request, Response
 
 from chunkattn.errors import RequestError
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput, ScoreUsage
-from chunkattn.server.answers import json_answer, json_list
+from chunkattn.server.answers import json_answer
 from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller
 from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
+from chunkattn.server.routing import route_path
 from chunkattn.server.state import CallerOf, ServerState, State, new_id, unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["scoring"])
-
-_DOCUMENT_VALUES = 64
-"""Values that a returned document counts as: it may be an object of any size."""
 
 
 @router.post("/generative_scoring")
@@ -31,19 +29,20 @@ async def generative_scoring(body: GenerativeScoringBody, request: Request, stat
     items: Any = [body.items] if isinstance(body.items, str) else body.items
     state.check_answer_values(len(items) * len(body.label_token_ids), "items or labels at once", "items")
     caller.take(1)
-    output = await unless_gone(
-        request,
-        state.llm.score(
-            body.query,
-            items,
-            label_token_ids=body.label_token_ids,
-            apply_softmax=body.apply_softmax,
-            item_first=body.item_first,
-            **_how(body, state, caller),
-        ),
+    return await unless_gone(request, _first_labels(body, items, state, caller))
+
+
+async def _first_labels(body: GenerativeScoringBody, items: Any, state: ServerState, caller: Caller) -> Response:
+    output = await state.llm.score(
+        body.query,
+        items,
+        label_token_ids=body.label_token_ids,
+        apply_softmax=body.apply_softmax,
+        item_first=body.item_first,
+        **_how(body, state, caller),
     )
     answer = _listed(state, [row[0] for row in output.scores], [output.usage], "generative-score")
-    return await json_answer(state.llm.threads, lambda: answer, len(output.scores))
+    return await json_answer(state, caller, lambda: answer, len(output.scores))
 
 
 @router.post("/score", include_in_schema=False)
@@ -51,27 +50,28 @@ async def generative_scoring(body: GenerativeScoringBody, request: Request, stat
 async def score(body: ScoreBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Score items by the probability of labels after query and item, or pairs of texts by their relevance."""
     _check(state, body)
+    return await unless_gone(request, _scored(body, state, caller))
+
+
+async def _scored(body: ScoreBody, state: ServerState, caller: Caller) -> Response:
     if body.pairwise:
-        listed = await unless_gone(request, _pairwise(body, state, caller))
-        return await json_answer(state.llm.threads, lambda: listed, len(listed["data"]))
+        listed = await _pairwise(body, state, caller)
+        return await json_answer(state, caller, lambda: listed, len(listed["data"]))
     caller.take(1)
     if isinstance(body.query, list) and body.query and not isinstance(body.query[0], int):
         _check_queries(state, len(body.query))
     _check_size(state, body)
     query: Any = body.query
     items: Any = [body.items] if isinstance(body.items, str) else body.items
-    output: ScoreOutput | list[ScoreOutput] = await unless_gone(
-        request,
-        state.llm.score(
-            query,
-            items,
-            labels=body.labels,
-            label_token_ids=body.label_token_ids,
-            apply_softmax=body.apply_softmax,
-            item_first=body.item_first,
-            packed_ids=body.packed_ids,
-            **_how(body, state, caller),
-        ),
+    output: ScoreOutput | list[ScoreOutput] = await state.llm.score(
+        query,
+        items,
+        labels=body.labels,
+        label_token_ids=body.label_token_ids,
+        apply_softmax=body.apply_softmax,
+        item_first=body.item_first,
+        packed_ids=body.packed_ids,
+        **_how(body, state, caller),
     )
     outputs, several = (output, True) if isinstance(output, list) else ([output], False)
 
@@ -90,7 +90,7 @@ async def score(body: ScoreBody, request: Request, state: State, caller: CallerO
     if body.return_logprobs:
         answer["logprobs"] = per_query([o.logprobs for o in outputs])
     values = sum(len(o.scores) * len(o.scores[0]) for o in outputs if o.scores)
-    return await json_answer(state.llm.threads, lambda: answer, values)
+    return await json_answer(state, caller, lambda: answer, values)
 
 
 @router.post("/rerank", include_in_schema=False)
@@ -102,6 +102,12 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
     A body with `documents` gets the answer of Cohere, Jina and SiliconFlow, a body with `texts` the list of TEI.
     """
     _check(state, body)
+    caller.take(1)
+    version = "1" if route_path(request.scope).startswith("/v1/") else "2"
+    return await unless_gone(request, _reranked(body, version, state, caller))
+
+
+async def _reranked(body: RerankBody, version: str, state: ServerState, caller: Caller) -> Response:
     if body.max_query_length is not None:
         await state.llm.threads.run(_check_query, state, body.query_text, body.max_query_length)
     if body.return_documents or body.return_text:
@@ -109,21 +115,17 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
     stored = state.documents.named(body.named(), caller.salt(body.cache_salt))
     sources = {number: document.source for number, document in stored.items()}
     documents = body.contents(sources) if body.rank_fields is None else await state.llm.threads.run(body.contents, sources)
-    caller.take(1)
     try:
-        output = await unless_gone(
-            request,
-            state.llm.rerank(
-                body.query_text,
-                documents,
-                body.top_n,
-                **_relevance(body),
-                **_how(body, state, caller),
-            ),
+        output = await state.llm.rerank(
+            body.query_text,
+            documents,
+            body.top_n,
+            **_relevance(body),
+            **_how(body, state, caller),
         )
     except RequestError as error:
         raise error.renamed(error.part, body.own_name(error.param)) from None
-    values = len(output.results) * (_DOCUMENT_VALUES if body.return_documents or body.return_text else 1)
+    values, returns = len(output.results), body.return_documents or body.return_text
 
     def score(result: RerankResult) -> float:
         return result.logit if body.raw_scores else result.relevance_score
@@ -134,7 +136,7 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
             shown = {"text": texts[result.index]} if body.return_text else {}
             return {"index": result.index, "score": score(result)} | shown
 
-        return await json_list(state.llm.threads, lambda: map(rank, output.results), values)
+        return await json_answer(state, caller, lambda: map(rank, output.results), values, in_thread=returns)
 
     def ranked(result: RerankResult) -> dict[str, Any]:
         fields: dict[str, Any] = {"index": result.index, "relevance_score": score(result)}
@@ -149,7 +151,6 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
         return fields
 
     tokens = {"input_tokens": output.usage.prompt_tokens, "output_tokens": 0}
-    version = "1" if request.url.path.startswith("/v1/") else "2"
     answer = {
         "id": body.request_id or new_id("rerank"),
         "model": state.model_name,
@@ -158,7 +159,7 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
         "template": output.template,
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": 1, **tokens}, "tokens": tokens},
     }
-    return await json_answer(state.llm.threads, lambda: answer, values)
+    return await json_answer(state, caller, lambda: answer, values, in_thread=returns)
 
 
 def _check_size(state: ServerState, body: ScoreBody) -> None:

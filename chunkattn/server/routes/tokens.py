@@ -19,8 +19,8 @@ router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
 _MAX_SHOWN_TOKENS = 1 << 16
 """Limit on the tokens that one answer may show as text."""
-_IN_A_THREAD = 1 << 20
-"""Values of an answer that is built in a thread, whatever its size, because building it tokenizes a text."""
+_VALUES_PER_TOKEN = 6
+"""Values of a token in an answer of `/inspect`."""
 
 
 class TokenizeBody(Body):
@@ -78,7 +78,7 @@ async def tokenize(body: TokenizeBody, request: Request, state: State, caller: C
             found["token_strs"] = [state.texts.piece(t) for t in tokens]
         return found
 
-    return await unless_gone(request, json_answer(state.llm.threads, fields, _IN_A_THREAD))
+    return await unless_gone(request, json_answer(state, caller, fields, len(body.prompt or ""), in_thread=True))
 
 
 @router.post("/detokenize")
@@ -120,8 +120,9 @@ async def inspect(body: InspectBody, request: Request, state: State, caller: Cal
         stored = state.documents.named(names, salt, field="chunks.documents")
         prompt = body.chunks.prompt({number: document.chunk for number, document in stored.items()})
     caller.take(1)
+    values = _VALUES_PER_TOKEN * min(_MAX_SHOWN_TOKENS, state.llm.frontend.parser.max_tokens or _MAX_SHOWN_TOKENS)
     answer = partial(_inspected, state, prompt, body.chunk_aware, body.add_special_tokens)
-    return await unless_gone(request, json_answer(state.llm.threads, answer, _IN_A_THREAD))
+    return await unless_gone(request, json_answer(state, caller, answer, values, in_thread=True))
 
 
 def _check_shown(tokens: int, param: str) -> None:
