@@ -239,7 +239,8 @@ class Caller:
                 f"the request bodies of one client may hold {bodies.most} bytes at once (max_body_bytes_per_client); "
                 "send fewer large bodies at once, or try again"
             )
-            raise ApiError(429, text, code="body_share_exceeded", **{"Retry-After": "1"}) from None
+            headers = {"Retry-After": "1", "Connection": "close"}  # the rest of the body is left unread
+            raise ApiError(429, text, code="body_share_exceeded", **headers) from None
         self.num_bytes = size
 
     def keep_bytes(self, size: int) -> None:

@@ -44,6 +44,8 @@ A server that closes first may lose a request that the client is about to send.
 """
 
 
+_ACCEPTS = 16
+"""Connections accepted in one pass of the event loop. uvloop accepts one per listening socket, so the socket is duplicated."""
 _OTHER_FILES = 128
 """Files and sockets that a server needs beside its connections."""
 
@@ -119,7 +121,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         http=partial(BoundedHttp, limits=limits),  # type: ignore[arg-type]
     )
     server = Server(http, app.state.server)
-    serving = asyncio.create_task(server.serve([listening]))
+    serving = asyncio.create_task(server.serve([listening, *(listening.dup() for _ in range(_ACCEPTS - 1))]))
     starting = asyncio.create_task(llm.open())
     watching = asyncio.create_task(limits.watch(server.server_state.connections))
     reloading = asyncio.create_task(reloader.run())
