@@ -121,7 +121,8 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         http=partial(BoundedHttp, limits=limits),  # type: ignore[arg-type]
     )
     server = Server(http, app.state.server)
-    serving = asyncio.create_task(server.serve([listening, *(listening.dup() for _ in range(_ACCEPTS - 1))]))
+    sockets = [listening, *(listening.dup() for _ in range(_ACCEPTS - 1))]
+    serving = asyncio.create_task(server.serve(sockets))
     starting = asyncio.create_task(llm.open())
     watching = asyncio.create_task(limits.watch(server.server_state.connections))
     reloading = asyncio.create_task(reloader.run())
