@@ -176,7 +176,8 @@ def test_documents_of_a_removed_key_are_freed(llm):
     asyncio.run(main())
 
 
-def test_documents_in_computation_of_a_removed_key_are_not_stored(llm):
+@pytest.mark.parametrize("computed", [False, True], ids=["tokenized", "computed"])
+def test_documents_under_way_of_a_removed_key_are_not_stored(llm, computed):
     documents = Documents(llm, ServerConfig())
     told = llm.client._worker.told
     how = {"pin": True, "ttl_s": None, "priority": 0, "options": {}, "timeout": 60}
@@ -186,8 +187,9 @@ def test_documents_in_computation_of_a_removed_key_are_not_stored(llm):
             asyncio.create_task(documents.add("Read.", ["Oslo."], ["a"], cache_salt=owner, owner=owner, **how))
             for owner in ("ana:1", "ben:2")
         ]
-        while told.count("compute") < 2:
+        while told.count("compute") < 2 * computed:
             await asyncio.sleep(0)
+        await asyncio.sleep(0)  # both calls have begun
         assert not any(call.done() for call in calls)
         documents.delete_owned({"ana:1"})
         gone, kept = await asyncio.gather(*calls, return_exceptions=True)

@@ -34,6 +34,8 @@ def test_routes_answer_with_and_without_the_path(below):
     if below:
         assert client.get(below, headers=key, follow_redirects=False).headers["location"].endswith(f"{below}/")
         assert client.get("/openapi.json", headers=key).json()["servers"] == [{"url": below}]
+        wrong = client.get(f"{below}/v1/score", headers=key)
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
         for path in (f"{below}x/health", f"/x{below}/health"):
             assert client.get(path).status_code == 401
 

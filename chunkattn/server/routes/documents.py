@@ -96,6 +96,7 @@ async def delete(document_id: str, state: State, caller: CallerOf, cache_salt: S
     """Delete a document: its K/V leaves memory when no request uses it any more, and the disk."""
     state.check_ready()
     document = state.documents.get(document_id, caller.salt(cache_salt))
+    caller.take(1)
     try:
         async with asyncio.timeout(state.config.request_timeout_s):
             await state.documents.delete(document)
