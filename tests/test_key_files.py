@@ -51,7 +51,7 @@ def test_files_of_other_systems_are_read(tmp_path):
 def test_only_regular_files_of_a_sane_size_are_read(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", tmp_path, "/dev/zero", "/dev/null"):
-        with pytest.raises(ConfigError, match="no regular file"):
+        with pytest.raises(ConfigError, match="is not a regular file"):
             Keys(None, str(path))
     (tmp_path / "bytes").write_bytes(b"ana:\xff\n")
     for path in (tmp_path / "absent", tmp_path / "bytes", f"{tmp_path}\0"):
@@ -68,7 +68,7 @@ def test_a_fifo_in_the_place_of_the_file_does_not_block(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "fifo")
     regular = (tmp_path / "keys").touch() or (tmp_path / "keys").stat()
     monkeypatch.setattr(key_file.Path, "stat", lambda _: regular)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         Keys(None, str(tmp_path / "fifo"))
 
 
@@ -187,9 +187,8 @@ def test_documents_under_way_of_a_removed_key_are_not_stored(llm, computed):
             asyncio.create_task(documents.add("Read.", ["Oslo."], ["a"], cache_salt=owner, owner=owner, **how))
             for owner in ("ana:1", "ben:2")
         ]
-        while told.count("compute") < 2 * computed:
+        while told.count("compute") < 2 if computed else len(documents._adding) < 2:
             await asyncio.sleep(0)
-        await asyncio.sleep(0)  # both calls have begun
         assert not any(call.done() for call in calls)
         documents.delete_owned({"ana:1"})
         gone, kept = await asyncio.gather(*calls, return_exceptions=True)

@@ -74,7 +74,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 << 20
-    max_body_bytes_per_client: int = 32 << 20
+    max_body_bytes_per_client: int = 64 << 20
     max_prompts_per_request: int = 128
     max_cached_documents: int = 10_000
     priority_range: int = 0
