@@ -29,7 +29,9 @@ def read_key_file(file: str) -> Iterator[tuple[str, str, str]]:
     """
     try:
         text = _read(file).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
         raise ConfigError(f"api_key_file {file} cannot be read: {error}") from None
     for number, line in enumerate(io.StringIO(text, newline="\n"), 1):
         line = line.strip(" \t\r\n")
