@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,6 @@ class Documents:
         self._wanted: Counter[Content] = Counter()  # users per content: stored documents and calls in flight
         self._owed: set[Content] = set()  # contents to forget when their last user leaves
         self._coming: Counter[str | None] = Counter()  # documents in computation, by owner
-        self._adding: dict[object, str | None] = {}  # owners of the calls of `add` in progress, by call
         self._pinning: Counter[tuple[str | None, Content]] = Counter()  # pins in computation, by owner and content
         self._turn = asyncio.Semaphore(_MAX_CONCURRENT_FORGETS)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -198,6 +197,7 @@ class Documents:
         options: dict[str, Any],
         timeout: float,
         owner: str | None = None,
+        is_allowed: Callable[[], bool] = lambda: True,
     ) -> list[tuple[StoredDocument, bool]]:
         """Compute and store documents. A new document replaces the stored document with the same id.
 
@@ -212,6 +212,7 @@ class Documents:
             options: variables of the chat template.
             timeout: time limit of the computation in seconds.
             owner: holder of the API key that owns the documents.
+            is_allowed: returns whether the owner's key is still valid; asked when the documents are computed.
 
         Returns:
             Each document, with whether its K/V was already cached.
@@ -227,27 +228,6 @@ class Documents:
         if (count := len(texts)) > (most := self.llm.config.max_items_per_request):
             text = f"{count} documents exceed max_items_per_request {most}"
             raise ApiError(400, text, param="documents", code="invalid_value")
-        call = object()
-        self._adding[call] = owner
-        try:
-            return await self._add(call, prefix, texts, ids, cache_salt, pin, ttl_s, priority, options, timeout, owner)
-        finally:
-            self._adding.pop(call, None)
-
-    async def _add(
-        self,
-        call: object,
-        prefix: Any,
-        texts: list[str] | list[list[int]],
-        ids: Sequence[str | None],
-        cache_salt: str | None,
-        pin: bool,
-        ttl_s: float | None,
-        priority: int,
-        options: dict[str, Any],
-        timeout: float,
-        owner: Any,
-    ) -> list[tuple[StoredDocument, bool]]:
         names, contents = await self.llm.threads.run(self._prepare, prefix, texts, ids, cache_salt, options)
         new = sum((cache_salt, name) not in self._stored for name in names)
         self._check_count(owner, new)
@@ -267,7 +247,7 @@ class Documents:
                 priority=priority,
                 timeout=timeout,
             )
-            if call not in self._adding:
+            if not is_allowed():
                 self._owed.update(contents)
                 if self._is_engine(engine):
                     self.llm.client.unpin(report.pin_ids)
@@ -448,8 +428,6 @@ class Documents:
         Args:
             owners: holders of API keys that are no longer valid.
         """
-        for call in [call for call, owner in self._adding.items() if owner in owners]:
-            del self._adding[call]
         going = [document for document in self._stored.values() if document.owner in owners]
         for document in going:
             del self._stored[document.cache_salt, document.id]

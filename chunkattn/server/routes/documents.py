@@ -29,8 +29,10 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
     state.check_ready()
     state.check_priority(body.priority, CacheBody.model_fields["priority"].default)
     caller.take(1)
-    if state.keys.needed and state.keys.holder(request.headers.get("authorization", "")) is None:
-        raise ApiError(401, "the API key was removed while the body was read", code="invalid_api_key")
+
+    def is_allowed() -> bool:
+        return not state.keys.needed or state.keys.holder(request.headers.get("authorization", "")) is not None
+
     added = await unless_gone(
         request,
         state.documents.add(
@@ -44,6 +46,7 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
             priority=body.priority,
             options=body.chat_template_kwargs,
             timeout=state.config.request_timeout_s,
+            is_allowed=is_allowed,
         ),
     )
     shown = _shown_prefixes(state, [document for document, _ in added])
