@@ -19,6 +19,8 @@ APART := not tpu and not browser
 QUICK := $(PARALLEL) -m "not telling and not slow and not exhaustive and $(APART)"
 FIRST := tests/test_[a-o]*.py chunkattn
 SECOND := tests/test_[p-z]*.py
+# Most of the time goes to compiling, so the quick tests compile with fewer optimisations; `test-all` runs them with all.
+test: export XLA_FLAGS := --xla_backend_optimization_level=1 $(XLA_FLAGS)
 test: .venv/.installed-test  ## the quick tests; TEST_COSTS=1 prints what each file costs
 	$(BIN)/python -m pytest $(QUICK) $(FIRST)
 	$(BIN)/python -m pytest $(QUICK) $(SECOND)

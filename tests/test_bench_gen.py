@@ -190,6 +190,7 @@ def test_vllm_shares_a_gpu_and_may_use_cuda_graphs(tmp_path, monkeypatch):
     assert options["gpu_memory_utilization"] < 0.5
 
 
+@pytest.mark.telling
 def test_the_pool_holds_the_pages_that_prompts_of_any_page_size_need():
     sizes = replace(SIZES, block_size=64)
     bench = GenerateBench("tiny", sizes, cases.CASES, dtype="float32")
@@ -208,6 +209,7 @@ def test_a_process_that_dies_is_noticed(tmp_path):
         VllmProcess(Path("/nowhere/python"), "tiny")
 
 
+@pytest.mark.telling
 def test_table_and_json(tmp_path):
     python, _ = fake_vllm(tmp_path)
     target = tmp_path / "cases.json"

@@ -89,6 +89,7 @@ def evaluate(server, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.telling
 @pytest.mark.parametrize(
     "options",
     [
@@ -127,6 +128,7 @@ def test_choices(evaluate, witness, options):
     assert told.metrics["acc,none"] == right / len(documents)
 
 
+@pytest.mark.telling
 def test_whole_texts(evaluate, witness):
     """Perplexity: each text behind the first token of all."""
     documents = [{"text": context + choices[0]} for context, choices in QUESTIONS]

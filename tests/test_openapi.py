@@ -68,6 +68,7 @@ def test_answers_are_as_described(server, operation):
     check()
 
 
+@pytest.mark.telling
 @pytest.mark.parametrize("path", SOUND)
 def test_one_odd_field_in_a_sound_body(server, path):
     """Most random bodies get no further than the first check of many; these go deeper."""
