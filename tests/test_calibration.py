@@ -18,7 +18,7 @@ from chunkattn.rope.positions import shared_positions
 from tests.checkpoints import CHUNKABLE, VOCAB, random_parts
 from tests.test_parity import FAMILIES, GREEDY, check_greedy, engine_logits
 
-QUICK = [pytest.param(n, marks=() if n in ("llama", "qwen3") else pytest.mark.telling) for n in CHUNKABLE]
+QUICK = [pytest.param(n, marks=() if n in ("llama", "qwen3") else pytest.mark.slow) for n in CHUNKABLE]
 
 
 def gapped_positions(parts, gap):
@@ -55,7 +55,7 @@ def test_prompts_with_gaps_equal_transformers(name, engine, oracle):
         np.testing.assert_allclose(engine_logits(llm, layout), oracle(name).chunked(layout), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen3" else pytest.mark.telling) for n in FAMILIES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen3" else pytest.mark.slow) for n in FAMILIES])
 def test_greedy_tokens_with_a_gap_equal_transformers(name, engine, oracle):
     """The option reaches prompts, and generated tokens go on from the question; cold, warm, and in another order."""
     rng, gap = np.random.default_rng(6), 37
@@ -164,7 +164,7 @@ def weighed_logits(oracle, layout, generated, temperature, scale):
 
 
 @pytest.mark.parametrize("backend", ["xla", *(pytest.param(n, marks=pytest.mark.slow) for n in ("reference", "pallas_tpu"))])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen3" else pytest.mark.telling) for n in FAMILIES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen3" else pytest.mark.slow) for n in FAMILIES])
 def test_calibrated_prompts_equal_transformers(name, backend, engine, oracle):
     """Random layouts, temperatures and scales: logits of the prompt, then greedy tokens and their log-probabilities."""
     if backend == "pallas_tpu":

@@ -145,7 +145,7 @@ def _check_program(folder, *flags):
     return program
 
 
-@pytest.mark.telling
+@pytest.mark.slow
 @pytest.mark.skipif(not build.compiler(), reason="no C++ compiler")
 def test_kernels_equal_double_precision_on_any_number_of_threads(tmp_path):
     done = subprocess.run([_check_program(tmp_path), "6"], capture_output=True, text=True, check=False)
@@ -154,7 +154,7 @@ def test_kernels_equal_double_precision_on_any_number_of_threads(tmp_path):
     assert len(done.stdout.splitlines()) == 4 if platform.machine() == "x86_64" else 1
 
 
-@pytest.mark.telling
+@pytest.mark.slow
 @pytest.mark.skipif(not build.compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(tmp_path, sanitizers):

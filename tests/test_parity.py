@@ -65,7 +65,8 @@ def _matrix():
             for backend in ("xla", "reference"):
                 checked = backend == "xla" and (name == "qwen3" or strategy == "shared") and name not in STATIC_SCALING
                 quick = checked and name == "qwen3" and strategy == "shared"
-                marks = () if quick else pytest.mark.telling if checked else pytest.mark.slow
+                shows = checked and name in ("llama", "mistral", "qwen2", "qwen3")
+                marks = () if quick else pytest.mark.telling if shows else pytest.mark.slow
                 yield pytest.param(name, strategy, backend, marks=marks, id=f"{name}-{strategy}-{backend}")
 
 
