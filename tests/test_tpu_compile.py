@@ -4,26 +4,19 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytestmark = [pytest.mark.tpu, pytest.mark.timeout(1800)]
 
-BRIEF = ("--topology", "v6e", "--layers", "2", "--only")
+KERNELS = ("--topology", "v6e", "--only", "kernels")
 
 
-def compiled(*runs):
-    """Compile what each tuple of options asks for, each in a process of its own, at once."""
-
-    def output(options):
-        command, variables = [sys.executable, "-m", "benchmarks.tpu_aot", *options], os.environ | {"JAX_PLATFORMS": "cpu"}
-        done = subprocess.run([*command, "--json", "-"], capture_output=True, text=True, check=False, env=variables)
-        assert done.stdout, done.stderr
-        return json.loads(done.stdout)
-
-    with ThreadPoolExecutor() as pool:
-        found = [case for cases in pool.map(output, runs) for case in cases]
+def compiled(*options):
+    command = [sys.executable, "-m", "benchmarks.tpu_aot", *options, "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
     ours = [case for case in found if case["kind"] in ("attention", "step")]
     assert not [(case["chip"], case["error"]) for case in ours if not case["compiled"]]
     return [case for case in found if case["compiled"]]
@@ -43,30 +36,29 @@ def check_pools(cases, chips):
 
 @pytest.fixture(scope="module")
 def brief():
-    """Our kernels and steps of two layers on v6e."""
-    return compiled((*BRIEF, "kernels"), (*BRIEF, "steps"))
+    """Our kernels on v6e."""
+    return compiled(*KERNELS)
 
 
 def test_kernels_compile_without_a_copy_of_the_pool(brief):
     check_pools(brief, {"v6e"})
 
 
-def test_steps_of_two_layers_fit_the_chip(brief):
-    steps = [case for case in brief if case["kind"] == "step"]
+@pytest.mark.exhaustive
+def test_steps_of_two_layers_fit_the_chip():
+    steps = [case for case in compiled("--topology", "v6e", "--only", "steps", "--layers", "2") if case["kind"] == "step"]
     assert {case["model"] for case in steps} == {"qwen3-0.6b", "llama-3-8b"}
     assert all(case["layers"] == 2 and case["fits"] for case in steps)
 
 
 @pytest.mark.exhaustive
 def test_kernels_compile_for_every_other_chip_without_a_copy_of_the_pool():
-    check_pools(compiled(*(("--only", "kernels", "--topology", chip) for chip in ("v5e", "v5p"))), {"v5e", "v5p"})
+    check_pools(compiled("--only", "kernels", "--topology", "v5e", "--topology", "v5p"), {"v5e", "v5p"})
 
 
 @pytest.fixture(scope="module")
 def on_v6e():
-    return compiled(
-        ("--topology", "v6e"),
-    )
+    return compiled("--topology", "v6e")
 
 
 @pytest.mark.exhaustive
