@@ -1,4 +1,4 @@
-"""What chat templates of many families do with messages of every role."""
+"""Check that the chat templates of ten families render messages of every role, or that the request is refused."""
 
 import json
 

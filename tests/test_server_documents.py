@@ -316,7 +316,7 @@ def test_the_list_shows_each_prefix(http):
     assert system["content"] in shown["b"]
     assert 100 < shown["c"].count("bees") < 150
     assert http.get(f"{URL}/a").json()["prefix"] == shown["a"]
-    # Of the caller's own salt alone.
+    # The list shows documents of the caller's own salt only.
     put(http, [{"id": "d", "text": TEXTS[0]}], prefix="A secret of the tenant.", cache_salt="tenant")
     assert "secret" not in http.get(URL).text
 

@@ -90,7 +90,7 @@ def post(llm, writer):
 
 
 def told(request):
-    """What an engine's request asks for."""
+    """Return the fields of a request to the engine that decide its answer."""
     return [*request.layout.token_ids], request.sampling, request.cache_salt, request.priority, request.prompt_only
 
 

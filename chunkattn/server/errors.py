@@ -129,7 +129,7 @@ def _validation_error(found: Sequence[Any]) -> ApiError:
         return ApiError(400, "the request has no body", code="missing_required_parameter")
     if name is None and first["type"] in ("model_attributes_type", "dict_type"):
         return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
-    # Of a union, the branch that read furthest is about the form that was sent.
+    # Each branch of a union reports an error. The branch that read furthest matches the form that the client sent.
     places = [(place, error) for error in found if next(iter(place := _place(error["loc"])), None) == name]
     where = max((place for place, _ in places), key=lambda place: ([p for p in place if isinstance(p, int)], len(place)))
     path = ".".join(map(str, where))

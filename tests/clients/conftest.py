@@ -1,7 +1,7 @@
 import os
 from pathlib import Path
 
-# Nothing here may call home or wait for a hub.
+# Keep the clients from sending telemetry and from waiting for a model hub.
 os.environ |= {
     "HF_HUB_OFFLINE": "0",  # else huggingface_hub refuses to ask a server on this machine
     "HAYSTACK_TELEMETRY_ENABLED": "False",
