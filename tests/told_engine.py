@@ -10,10 +10,10 @@ from chunkattn.remote.control_messages import CacheQuery, CacheReply, Unpin
 
 
 class Engine:
-    """An engine's process that answers at once, and remembers what it was told."""
+    """An engine's process that answers at once, or after `answer` where `held`, and remembers what it was told."""
 
     def __init__(self, client):
-        self.client, self.told = client, []
+        self.client, self.told, self.held, self.waiting = client, [], False, []
 
     def send(self, messages):
         for message in messages:
@@ -26,7 +26,15 @@ class Engine:
                 self.told.append("forget" if message.forget else "look up")
                 self._reply(CacheReply(message.query_id, [CachedTokens(0, (0,), 0) for _ in message.requests]))
 
+    def answer(self):
+        self.held = False
+        while self.waiting:
+            self._reply(self.waiting.pop(0))
+
     def _reply(self, message):
+        if self.held:
+            self.waiting.append(message)
+            return
         asyncio.get_running_loop().call_soon(self.client._take, message)
 
 
