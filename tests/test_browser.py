@@ -287,9 +287,29 @@ def test_generate(page, server):
     assert page.generate() == (expected, [(size, size) for size in sizes[::-1]])
     page.keep("generate-reordered")
 
+    # The clock moves 0.1 s each time that it is read: once at the start, and once for each piece of the answer.
+    page.run("performance.now = () => 100 * (window.reads = (window.reads ?? 0) + 1)")
+    page.get("mode-text").click()
+    page.get("prompt-text").clear()
+    page.get("prompt-text").send_keys("Read")
+    page.generate()
+    pieces, generated = page.run("return window.reads") - 1, int(page.get("max-tokens").get_property("value"))
+    shown = dict(
+        zip(
+            *(
+                page.run(f"return [...document.querySelectorAll('#statistics {tag}')].map((e) => e.textContent)")
+                for tag in ("dt", "dd")
+            )
+        )
+    )
+    assert pieces > 8
+    assert shown["generated"] == str(generated)
+    assert shown["first token"] == "100 ms"
+    assert shown["tokens/s"] == f"{(generated - 1) / (0.1 * (pieces - 1)):.1f}"
+
     answers = [event["response"] for event in page.network("Network.responseReceived")]
     kinds = [answer["mimeType"] for answer in answers if answer["url"] == f"{server.url}/v1/completions"]
-    assert kinds == ["text/event-stream"] * 3
+    assert kinds == ["text/event-stream"] * 4
 
 
 def test_score(page, server):
