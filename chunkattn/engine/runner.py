@@ -36,6 +36,7 @@ from chunkattn.engine.sampling import (
     empty_edits,
     empty_input,
     finite_rows,
+    normalised,
     read,
     read_labels,
 )
@@ -435,7 +436,7 @@ class Runner:
     def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         self.compiles["read"] += 1
         logits = self._model(params).logits(hidden)
-        return jax.nn.log_softmax(logits), finite_rows(logits)
+        return normalised(logits, logits), finite_rows(logits)
 
     def _trace_classify(self, params: Params, hidden: jax.Array) -> jax.Array:
         self.compiles["classify"] += 1
