@@ -249,9 +249,12 @@ void attention(const Step &step, const Kernel &kernel, Threads &threads) {
 }
 
 void multiply(const FewRows &given, const Kernel &kernel, Threads &threads) {
-  constexpr int kOutputsPerTask = 64;
-  parallel(threads, (given.outputs + kOutputsPerTask - 1) / kOutputsPerTask, [&](int task) {
-    kernel.multiply(given, task * kOutputsPerTask, std::min(given.outputs, (task + 1) * kOutputsPerTask));
+  // Few tasks, since each waits for its first piece of the weight, and several a thread, since threads are not equally fast.
+  constexpr int kTasksPerThread = 4, kGranule = 16;
+  const int tasks = threads.count() * kTasksPerThread, pieces = (given.outputs + kGranule - 1) / kGranule;
+  const int outputs = std::max(4, (pieces + tasks - 1) / tasks) * kGranule;
+  parallel(threads, (given.outputs + outputs - 1) / outputs, [&](int task) {
+    kernel.multiply(given, task * outputs, std::min(given.outputs, (task + 1) * outputs));
   });
 }
 

@@ -10,37 +10,33 @@ namespace chunkattn {
 namespace {
 
 #if defined(__AVX512BF16__)
-// Bytes by which a line of the weight is called from memory ahead of its use.
-constexpr int kAhead = 512;
+constexpr int kLine = 64;  // bytes
 
-// Outputs [output, output + 16 * BLOCKS) of ROWS rows from `row` on.
-template <int ROWS, int BLOCKS> inline void dots(const FewRows &given, int row, int output) {
+// Outputs [output, output + 16) of ROWS rows from `row` on. `ahead`: bytes from a piece of the weight to the piece that is called
+// from memory while it is in use; 0 calls none.
+template <int ROWS> inline void dots(const FewRows &given, int row, int output, int64_t ahead) {
   const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
-  __m512 sums[BLOCKS][ROWS];
-  for (int b = 0; b < BLOCKS; b++)
-    for (int r = 0; r < ROWS; r++) sums[b][r] = _mm512_setzero_ps();
+  const char *next = reinterpret_cast<const char *>(w) + ahead;  // in the order of memory, unlike what is in use
+  __m512 sums[ROWS];
+  for (int r = 0; r < ROWS; r++) sums[r] = _mm512_setzero_ps();
   for (int k = 0; k < given.in; k += 32) {
-    for (int b = 0; b < BLOCKS; b++) {
-      __m512i lines[16];
+    __m512i lines[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) {
-        const uint16_t *from = w + int64_t(16 * b + i) * given.in + k;
-        lines[i] = _mm512_loadu_si512(from);
-        _mm_prefetch(reinterpret_cast<const char *>(from) + kAhead, _MM_HINT_T0);
-      }
-      transpose(lines);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; i++)
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
-          const int32_t pair = read<int32_t>(x + int64_t(r) * given.in + k + 2 * i);
-          sums[b][r] = _mm512_dpbf16_ps(sums[b][r], (__m512bh)lines[i], (__m512bh)_mm512_set1_epi32(pair));
-        }
+    for (int i = 0; i < 16; i++) {
+      lines[i] = _mm512_loadu_si512(w + int64_t(i) * given.in + k);
+      if (ahead) _mm_prefetch(next + i * kLine, _MM_HINT_T1);
     }
+    next += 16 * kLine;
+    transpose(lines);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        const int32_t pair = read<int32_t>(x + int64_t(r) * given.in + k + 2 * i);
+        sums[r] = _mm512_dpbf16_ps(sums[r], (__m512bh)lines[i], (__m512bh)_mm512_set1_epi32(pair));
+      }
   }
-  for (int r = 0; r < ROWS; r++)
-    for (int b = 0; b < BLOCKS; b++)
-      _mm512_storeu_ps(given.out + int64_t(row + r) * given.outputs + output + 16 * b, sums[b][r]);
+  for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(given.out + int64_t(row + r) * given.outputs + output, sums[r]);
 }
 
 // Outputs [output, last), fewer than 16, of one row.
@@ -59,22 +55,28 @@ inline void rest(const FewRows &given, int row, int output, int last) {
   _mm512_mask_storeu_ps(given.out + int64_t(row) * given.outputs + output, used, sum);
 }
 
-template <int ROWS> inline void some_rows(const FewRows &given, int row, int output, int last) {
-  constexpr int kBlocks = ROWS > 4 ? 1 : 2;
-  for (; output + 16 * kBlocks <= last; output += 16 * kBlocks) dots<ROWS, kBlocks>(given, row, output);
-  for (; output + 16 <= last; output += 16) dots<ROWS, 1>(given, row, output);
-  for (int r = row; r < row + ROWS && output < last; r++) rest(given, r, output, last);
+template <int ROWS> inline int some_rows(const FewRows &given, int row, int output, int64_t ahead) {
+  dots<ROWS>(given, row, output, ahead);
+  return row + ROWS;
 }
 
 void multiply(const FewRows &given, int first, int last) {
-  for (int row = 0; row < given.rows;) {
-    const int left = given.rows - row;
-    if (left >= 16) some_rows<16>(given, row, first, last), row += 16;
-    else if (left >= 8) some_rows<8>(given, row, first, last), row += 8;
-    else if (left >= 4) some_rows<4>(given, row, first, last), row += 4;
-    else if (left >= 2) some_rows<2>(given, row, first, last), row += 2;
-    else some_rows<1>(given, row, first, last), row += 1;
-  }
+  const int64_t piece = int64_t(16) * given.in * 2;
+  const char *begin = reinterpret_cast<const char *>(given.weight + int64_t(first) * given.in);
+  if (last - first >= 16)
+    for (int64_t at = 0; at < piece; at += kLine) _mm_prefetch(begin + at, _MM_HINT_T1);
+  int output = first;
+  for (; output + 16 <= last; output += 16)
+    for (int row = 0; row < given.rows;) {
+      const int left = given.rows - row;
+      const int64_t ahead = row == 0 && output + 32 <= last ? piece : 0;
+      row = left >= 16  ? some_rows<16>(given, row, output, ahead)
+            : left >= 8 ? some_rows<8>(given, row, output, ahead)
+            : left >= 4 ? some_rows<4>(given, row, output, ahead)
+            : left >= 2 ? some_rows<2>(given, row, output, ahead)
+                        : some_rows<1>(given, row, output, ahead);
+    }
+  for (int row = 0; row < given.rows && output < last; row++) rest(given, row, output, last);
 }
 #else
 void multiply(const FewRows &given, int first, int last) {

@@ -150,11 +150,13 @@ inline __m512 add_product(__m512 sum, const uint16_t *left, __m512i right) {
 }
 inline __m512 add_product(__m512 sum, const float *left, __m512i right) { return (__m512)((Floats)sum + *left * (Floats)right); }
 
-// Scores [LINES, kTileSlots] of queries [LINES, dim] with the first `padded` slots of a tile.
+// Scores [LINES, kTileSlots] of queries [LINES, dim] with the first `padded` slots of a tile. Meanwhile the values of these slots
+// are called from memory.
 template <int LINES, Format C, class E> inline void few_scores(const Step &step, int padded, const int64_t *places,
                                                                const E *queries, float *scores) {
   constexpr int kUnit = 64 / sizeof(E), kPair = kUnit / 16;  // values of a register, and of a lane
-  const auto *keys = static_cast<const typename Stored<C>::Type *>(step.keys);
+  using T = typename Stored<C>::Type;
+  const T *keys = static_cast<const T *>(step.keys), *values = static_cast<const T *>(step.values);
   const int dim = step.head_dim, padded_dim = step.padded_dim();
   for (int first = 0; first < padded; first += 16) {
     __m512 sums[LINES];
@@ -163,6 +165,8 @@ template <int LINES, Format C, class E> inline void few_scores(const Step &step,
       __m512i slots[16];
       for (int i = 0; i < 16; i++)
         slots[i] = places[first + i] >= 0 ? load_unit<C>(keys + places[first + i] * dim + d, dim - d, E()) : _mm512_setzero_si512();
+      if (d * sizeof(T) % 64 == 0)
+        for (int i = 0; i < 16; i++) __builtin_prefetch(values + std::max<int64_t>(places[first + i], 0) * dim + d, 0, 2);
       transpose(slots);
 #pragma GCC unroll 16
       for (int k = 0; k < 16; k++)
@@ -173,10 +177,13 @@ template <int LINES, Format C, class E> inline void few_scores(const Step &step,
   }
 }
 
-// Adds to the values [LINES, dim] of the elements [at, at + 32 * BLOCKS) the values of a tile by their weights.
+// Adds to the values [LINES, dim] of the elements [at, at + 32 * BLOCKS) the values of a tile by their weights. Meanwhile the keys
+// of the next tile are called from memory.
 template <int LINES, int BLOCKS, Format C, class E> inline void few_values(const Step &step, int padded, const int64_t *places,
-                                                                           const E *weights, int at, float *to) {
-  const auto *values = static_cast<const typename Stored<C>::Type *>(step.values);
+                                                                           const int64_t *next, const E *weights, int at,
+                                                                           float *to) {
+  using T = typename Stored<C>::Type;
+  const T *keys = static_cast<const T *>(step.keys), *values = static_cast<const T *>(step.values);
   const int dim = step.head_dim, padded_dim = step.padded_dim();
   __m512 sums[LINES][2 * BLOCKS];
   for (int i = 0; i < LINES; i++)
@@ -191,6 +198,7 @@ template <int LINES, int BLOCKS, Format C, class E> inline void few_values(const
       if (one < 0 && two < 0) continue;
       for (int b = 0; b < BLOCKS; b++) {
         const int d = at + 32 * b;
+        for (int i = 0; i < 2; i++) __builtin_prefetch(keys + std::max<int64_t>(next[slot + i], 0) * dim + d, 0, 2);
         const __m512i x = one >= 0 ? load_bf16<C>(values + one * dim + d, dim - d) : zero;
         const __m512i y = two >= 0 ? load_bf16<C>(values + two * dim + d, dim - d) : zero;
         const __m512i left = _mm512_permutex2var_epi16(x, low, y), right = _mm512_permutex2var_epi16(x, high, y);
@@ -206,6 +214,7 @@ template <int LINES, int BLOCKS, Format C, class E> inline void few_values(const
       if (places[slot] < 0) continue;
       for (int b = 0; b < 2 * BLOCKS; b++) {
         const int d = at + 16 * b;
+        __builtin_prefetch(keys + std::max<int64_t>(next[slot], 0) * dim + d, 0, 2);
         const __m512i x = load_unit<C>(values + places[slot] * dim + d, dim - d, E());
 #pragma GCC unroll 8
         for (int i = 0; i < LINES; i++) sums[i][b] = add_product(sums[i][b], weights + i * kTileSlots + slot, x);
@@ -217,12 +226,12 @@ template <int LINES, int BLOCKS, Format C, class E> inline void few_values(const
 }
 
 template <int LINES, Format C, class E> inline void few_values(const Step &step, int padded, const int64_t *places,
-                                                               const E *weights, float *to) {
+                                                               const int64_t *next, const E *weights, float *to) {
   constexpr int kBlocks = LINES > 4 ? 1 : LINES > 2 ? 2 : 4;
   int d = 0;
   for (; d + 32 * kBlocks <= step.padded_dim(); d += 32 * kBlocks)
-    few_values<LINES, kBlocks, C>(step, padded, places, weights, d, to);
-  for (; d < step.padded_dim(); d += 32) few_values<LINES, 1, C>(step, padded, places, weights, d, to);
+    few_values<LINES, kBlocks, C>(step, padded, places, next, weights, d, to);
+  for (; d < step.padded_dim(); d += 32) few_values<LINES, 1, C>(step, padded, places, next, weights, d, to);
 }
 
 // Calls `work` with the number of lines, at most kFewLines, as a constant.
@@ -256,7 +265,7 @@ template <Format Q, Format C> struct Tiles {
   E *queries, *keys, *values, *weights;
   float *scores;
   int32_t *own;
-  int64_t *places;
+  int64_t *places, *next;  // of the slots of a tile and of the tile after it; -1 where there is none
   Ints valid[kTileSlots / 16];
 
   Tiles(const Step &step, const Portion &portion, const State &state)
@@ -266,12 +275,12 @@ template <Format Q, Format C> struct Tiles {
         last(step.row_slot[portion.row + portion.rows - 1]) {
     constexpr size_t tile = kTileSlots, block = kBlockOfLines * tile;
     Arena arena(Arena::bytes<E>(padded_lines * dim) + 2 * Arena::bytes<E>(tile * dim) + Arena::bytes<E>(block) +
-                Arena::bytes<float>(block) + Arena::bytes<int32_t>(padded_lines) + Arena::bytes<int64_t>(tile));
+                Arena::bytes<float>(block) + Arena::bytes<int32_t>(padded_lines) + 2 * Arena::bytes<int64_t>(tile));
     queries = arena.take<E>(padded_lines * dim);
     keys = arena.take<E>(tile * dim), values = arena.take<E>(tile * dim), weights = arena.take<E>(block);
     scores = arena.take<float>(block);
     own = arena.take<int32_t>(padded_lines);
-    places = arena.take<int64_t>(tile);
+    places = arena.take<int64_t>(tile), next = arena.take<int64_t>(tile);
     for (int line = 0; line < padded_lines; line++) {
       const bool used = line < lines;
       const int row = portion.row + (used ? line / per_row : 0);
@@ -292,17 +301,27 @@ template <Format Q, Format C> struct Tiles {
   }
 
   void run() {
-    for (int begin = portion.begin; begin < portion.end; begin += kTileSlots)
-      one_tile(begin, std::min(begin + kTileSlots, portion.end));
+    int count = find(portion.begin, places);
+    for (int begin = portion.begin; begin < portion.end; begin += kTileSlots) {
+      const int later = find(begin + kTileSlots, next);
+      if (count) one_tile(begin, std::min(begin + kTileSlots, portion.end), count);
+      std::swap(places, next);
+      count = later;
+    }
   }
 
-  // Slots keep their places in a tile, holes too.
-  void one_tile(int begin, int end) {
-    const int padded = (end - begin + 31) / 32 * 32;
-    std::fill_n(places, padded, int64_t(-1));
+  // Finds the places of a tile's slots, which keep their order, holes too. Returns the number of valid slots.
+  int find(int begin, int64_t *to) {
     int count = 0;
-    each_valid(step, portion, begin, end, [&](int slot, int64_t place) { places[slot - begin] = place, count++; });
-    if (!count) return;
+    std::fill_n(to, kTileSlots, int64_t(-1));
+    each_valid(step, portion, begin, std::min(begin + kTileSlots, portion.end), [&](int slot, int64_t place) {
+      to[slot - begin] = place, count++;
+    });
+    return count;
+  }
+
+  void one_tile(int begin, int end, int count) {
+    const int padded = (end - begin + 31) / 32 * 32;
     const bool all = end - 1 <= first && begin > last - window, full = all && count == padded;
     for (int j = 0; j < padded; j++) valid[j / 16][j % 16] = places[j] >= 0 ? -1 : 0;
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
@@ -310,7 +329,7 @@ template <Format Q, Format C> struct Tiles {
       with_lines(lines, [&](auto few) {
         few_scores<few, C>(step, padded, places, queries, scores);
         weigh_lines(0, few, begin, padded, all, full);
-        few_values<few, C>(step, padded, places, weights, state.values);
+        few_values<few, C>(step, padded, places, next, weights, state.values);
       });
       return;
     }
