@@ -1,9 +1,11 @@
 // Products of a few rows with a weight as checkpoints have it, [out, in]. They take as long as the weight takes to arrive from
 // memory, so it is read once and packed in registers only. Compiled once per instruction set.
 //
-// Every output is one sum over the depth in ascending order, with pairs of bfloat16 multiplied as `vdpbf16ps` does: the order of
-// XLA's own product, so that a row has the same bits beside few rows and beside many.
+// Every output is one sum over the depth, in the order of XLA's own product, so that a row has the same bits beside few rows and
+// beside many: by pairs in ascending order, of each the second value first, as `vdpbf16ps` adds them, or value by value.
 #pragma once
+#include <utility>
+
 #include "products.h"
 
 namespace chunkattn {
@@ -79,13 +81,55 @@ void multiply(const FewRows &given, int first, int last) {
   for (int row = 0; row < given.rows && output < last; row++) rest(given, row, output, last);
 }
 #else
+// Transposes a 16 x 16 matrix: log2(16) rounds that exchange halves of ever smaller blocks.
+template <int HALF, size_t... I> inline void exchange(Words &a, Words &b, std::index_sequence<I...>) {
+#ifdef __clang__
+  const Words low = __builtin_shufflevector(a, b, (int(I) & HALF ? 16 + int(I) - HALF : int(I))...);
+  b = __builtin_shufflevector(a, b, (int(I) & HALF ? 16 + int(I) : int(I) + HALF)...), a = low;
+#else
+  const Words low = __builtin_shuffle(a, b, Ints{(int(I) & HALF ? 16 + int(I) - HALF : int(I))...});
+  b = __builtin_shuffle(a, b, Ints{(int(I) & HALF ? 16 + int(I) : int(I) + HALF)...}), a = low;
+#endif
+}
+template <int HALF> inline void exchange(Words r[16]) {
+  for (int i = 0; i < 16; i++)
+    if (!(i & HALF)) exchange<HALF>(r[i], r[i + HALF], std::make_index_sequence<16>());
+}
+inline void transpose(Words r[16]) { exchange<1>(r), exchange<2>(r), exchange<4>(r), exchange<8>(r); }
+
+inline float as_float(uint32_t bits) { return read<float>(&bits); }
+
+// Outputs [output, output + count) of ROWS rows from `row` on; `count` is at most 16. A product of bfloat16 is exact in float32.
+template <int ROWS> inline int some_rows(const FewRows &given, int row, int output, int count) {
+  const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
+  Floats sums[ROWS] = {};
+  for (int k = 0; k < given.in; k += 32) {
+    Words lines[16];
+    for (int i = 0; i < 16; i++) lines[i] = i < count ? read<Words>(w + int64_t(i) * given.in + k) : Words{};
+    transpose(lines);
+    for (int i = 0; i < 16; i++) {
+      const Floats even = (Floats)(lines[i] << 16), odd = (Floats)(lines[i] & 0xffff0000u);
+      for (int r = 0; r < ROWS; r++) {
+        const uint32_t pair = read<uint32_t>(x + int64_t(r) * given.in + k + 2 * i);
+        const float first = as_float(pair << 16), second = as_float(pair & 0xffff0000u);
+        if (given.ascending)
+          sums[r] += even * first, sums[r] += odd * second;
+        else
+          sums[r] += odd * second, sums[r] += even * first;
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; r++) memcpy(given.out + int64_t(row + r) * given.outputs + output, &sums[r], count * sizeof(float));
+  return row + ROWS;
+}
+
 void multiply(const FewRows &given, int first, int last) {
-  for (int row = 0; row < given.rows; row++)
-    for (int output = first; output < last; output++) {
-      const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
-      Floats sum = {};
-      for (int k = 0; k < given.in; k += 16) sum += Stored<Format::bf16>::load(x + k) * Stored<Format::bf16>::load(w + k);
-      given.out[int64_t(row) * given.outputs + output] = sum_of(sum);
+  for (int output = first; output < last; output += 16)
+    for (int row = 0; row < given.rows;) {
+      const int left = given.rows - row, count = std::min(16, last - output);
+      row = left >= 4   ? some_rows<4>(given, row, output, count)
+            : left >= 2 ? some_rows<2>(given, row, output, count)
+                        : some_rows<1>(given, row, output, count);
     }
 }
 #endif

@@ -58,6 +58,7 @@ struct FewRows {
   const uint16_t *x, *weight;
   float *out;
   int rows, in, outputs;
+  bool ascending;  // the order of the sum, where a kernel has both: value by value, or the second value of each pair first
 };
 
 struct Kernel {
