@@ -171,6 +171,8 @@ class AttentionBackend(ABC):
     Attributes:
         max_pages: maximum number of pages of a pool.
         max_table_pages: maximum number of entries of a page table, the largest `W`.
+        keeps_bits: whether a row's bits depend on its own sequence alone: on no other row of the step and on none of the sizes
+            `T`, `S` and `W`.
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
         smallest_step: rows to which smaller steps are padded.
@@ -178,6 +180,7 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
+    keeps_bits: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     any_table_width: ClassVar[bool] = False
     smallest_step: ClassVar[int] = 8

@@ -27,7 +27,9 @@ class Alone:
     """
 
     def __init__(self, model: Path, subject: Subject) -> None:
-        self._rig = Rig(model, subject, pages=_PAGES, enable_prefix_caching=False, max_num_batched_tokens=_STEPS * subject.block)
+        self._rig = Rig(
+            model, subject, pages=_PAGES, enable_prefix_caching=False, max_num_batched_tokens=_STEPS * subject.block
+        )
 
     def check(self, call: Call) -> None:
         """Compare an answer with the answer of the call alone.

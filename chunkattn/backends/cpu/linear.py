@@ -14,6 +14,7 @@ from chunkattn.backends.cpu import library
 MAX_ROWS = 16
 """Rows up to which the operator is faster than XLA's own product."""
 IN_STEP = 32
+_any_order = False
 _PROBE = (2048, 80)
 """Depth and outputs of the products that are compared with XLA's."""
 
@@ -21,7 +22,19 @@ _PROBE = (2048, 80)
 def serves(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> bool:
     """Return whether the operator computes this product on CPUs."""
     fits = x.dtype == weight.dtype == jnp.bfloat16 and len(x) <= MAX_ROWS and x.shape[1] % IN_STEP == 0
-    return fits and library.refusal() is None and jax.default_backend() == "cpu" and order() is not None
+    if not fits or library.refusal() is not None or jax.default_backend() != "cpu":
+        return False
+    return _any_order or order() is not None
+
+
+def allow_any_order(allowed: bool) -> None:
+    """Let the operator compute few rows even where it has no order with the bits of many rows. It does not by default.
+
+    Args:
+        allowed: whether it may, in programs that are compiled from now on.
+    """
+    global _any_order
+    _any_order = allowed
 
 
 @cache
@@ -32,8 +45,8 @@ def order() -> bool | None:
     """
     depth, outputs = _PROBE
     rng = np.random.default_rng(0)
-    x, weight = (rng.standard_normal((n, depth)).astype(jnp.bfloat16) for n in (4 * MAX_ROWS, outputs))
     with jax.ensure_compile_time_eval():
+        x, weight = (jnp.asarray(rng.standard_normal((n, depth)), jnp.bfloat16) for n in (4 * MAX_ROWS, outputs))
         expected = np.asarray(_xla(x, weight))[:MAX_ROWS]
         for ascending in (False, True):
             found = (np.asarray(_native(x[:rows], weight, ascending)) for rows in (MAX_ROWS, 7))
