@@ -142,7 +142,7 @@ def test_answers_in_company(engines, dtype, tmp_path_factory):
     party = Party(engines(dtype, kv_store=str(tmp_path_factory.mktemp(dtype))), 2)
     core = party.llm.core
     alone = [party.answer(prompt, params) for prompt in party.prompts for params in party.sampling]
-    for company, tokens, preempts in ((0, 512, False), (5, 512, True), (3, 61, False)):
+    for company, tokens, preempts in ((0, 512, False), (5, 512, True), (3, 61, False), (0, 13, False)):
         for reset in (True, False):
             if reset:
                 party.llm.reset_prefix_cache()
@@ -217,5 +217,5 @@ def test_planted_faults_are_found(folder, plant):
         party = Party(llm, 1)
         alone, answers = party.scores("serial"), [party.answer(p, s) for p in party.prompts for s in party.sampling]
         bits = [party.scores(algorithm, company) for algorithm in ALGORITHMS[1:] for company in (0, 7, 40)]
-        with steps_of(llm, 61):
-            assert any(found != alone for found in bits) or party.answers(3) != answers
+        with steps_of(llm, 13):  # fewer rows are read at a time
+            assert any(found != alone for found in bits) or party.answers() != answers
