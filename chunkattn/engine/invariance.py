@@ -20,7 +20,7 @@ _ROWS = (1, 2, 3, 7, 16, 64, 300, 1024)
 
 @dataclass(frozen=True)
 class Invariance:
-    """How an engine keeps the bits of results.
+    """The way an engine keeps the bits of results.
 
     Attributes:
         holds: whether the bits of a result depend on its request alone.
