@@ -66,9 +66,7 @@ class Intake:
             order = layout.canonical_order()
             index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
         footprint = footprint_of(message, self.limits.block_size)
-        plan = plan_slots(
-            layout, self.limits.block_size, aligned=is_aligned(message), packed_chunks=scores, apart=apart
-        )
+        plan = plan_slots(layout, self.limits.block_size, aligned=is_aligned(message), packed_chunks=scores, apart=apart)
         return Request(
             message.request_id,
             layout,
