@@ -1,1 +1,1 @@
-"""What `chunkattn flips` measures: whether a server's answers depend on cache, company, order or load."""
+"""Comparison of a server's answers with its first answers, for `chunkattn flips`."""

@@ -52,14 +52,14 @@ async def measure(
     for kind in kinds:
         for condition, ask_round in kind.conditions():
             tally = Tally(kind.name, condition)
-            for number in range(plan.rounds):
-                await _named(kind, condition, ask_round(tally, number))
+            for _ in range(plan.rounds):
+                await _named(kind, condition, ask_round(tally))
             yield tally
     tallies = [Tally(kind.name, "under load") for kind in kinds]
     async with _loaded(ask, kinds, plan, note):
-        for number in range(plan.rounds):
+        for _ in range(plan.rounds):
             for kind, tally in zip(kinds, tallies, strict=True):
-                await _named(kind, tally.condition, kind.loaded(tally, number))
+                await _named(kind, tally.condition, kind.loaded(tally))
     for tally in tallies:
         yield tally
 

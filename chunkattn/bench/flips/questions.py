@@ -129,7 +129,7 @@ _ERRORS: dict[int, type[ConfigError]] = {
 """Errors by status."""
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
-Round = Callable[[Tally, int], Awaitable[None]]
+Round = Callable[[Tally], Awaitable[None]]
 
 
 class Kind(Protocol):
@@ -144,7 +144,7 @@ class Kind(Protocol):
     def conditions(self) -> list[tuple[str, Round]]:
         """Return the conditions without load: names, and functions that ask one round and compare."""
 
-    async def loaded(self, tally: Tally, number: int) -> None:
+    async def loaded(self, tally: Tally) -> None:
         """Ask one round while other requests are under way."""
 
     def other(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -180,31 +180,31 @@ class Scoring:
         companies = [(f"{count} other item{'s'[: count != 1]}", self._company(count)) for count in self._plan.company]
         return [("again", self._alone), *companies, ("other orders", self._orders)]
 
-    async def loaded(self, tally: Tally, number: int) -> None:
+    async def loaded(self, tally: Tally) -> None:
         """Ask every item alone and all items with new others, since a server may keep the score of an equal request."""
-        await self._alone(tally, number)
-        await self._company(len(self._items[0]) + 3)(tally, number)
+        await self._alone(tally)
+        await self._company(len(self._items[0]) + 3)(tally)
 
     def other(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
         """Return a request of new items, half of the time behind a query that is compared."""
         query = rng.choice([rng.choice(self._queries), self._texts.draw(rng, self._plan.query_tokens)])
         return self._request(query, [self._stranger(rng) for _ in range(rng.randint(1, 16))])
 
-    async def _alone(self, tally: Tally, number: int) -> None:
+    async def _alone(self, tally: Tally) -> None:
         for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
             found = [(await self._scores(query, [item]))[0] for item in items]
             self._compare(tally, place, found)
 
-    async def _orders(self, tally: Tally, number: int) -> None:
+    async def _orders(self, tally: Tally) -> None:
         for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
-            order = self._rng.sample(range(len(items)), len(items))
+            order = _other_order(self._rng, len(items))
             scores = await self._scores(query, [items[index] for index in order])
             self._compare(tally, place, [score for _, score in sorted(zip(order, scores, strict=True))])
 
     def _company(self, count: int) -> Round:
         """Return the condition in which every item has `count` others; half of them at most are compared too."""
 
-        async def ask(tally: Tally, number: int) -> None:
+        async def ask(tally: Tally) -> None:
             size = max(1, (count + 1) // 2)
             for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
                 found: dict[int, Score] = {}
@@ -270,9 +270,9 @@ class Generation:
         orders = [("other orders", self._orders)] if self._form == "chunks" and self._plan.documents > 1 else []
         return [("again", self._again), ("all at once", self._together), *orders]
 
-    async def loaded(self, tally: Tally, number: int) -> None:
+    async def loaded(self, tally: Tally) -> None:
         """Ask every prompt again, one after the other."""
-        await self._again(tally, number)
+        await self._again(tally)
 
     def other(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
         """Return a new prompt, half of the time with documents of a compared prompt."""
@@ -280,21 +280,21 @@ class Generation:
         documents = rng.sample(documents, rng.randint(1, len(documents)))
         return self._request(documents, self._question(rng), rng.randint(1, 2 * self._plan.output_tokens))
 
-    async def _again(self, tally: Tally, number: int) -> None:
+    async def _again(self, tally: Tally) -> None:
         for first, (documents, question) in zip(self._first, self._prompts, strict=True):
             tally.add_tokens(first, await self._tokens(documents, question))
 
-    async def _together(self, tally: Tally, number: int) -> None:
+    async def _together(self, tally: Tally) -> None:
         answers = await asyncio.gather(*(self._tokens(*prompt) for prompt in self._prompts), return_exceptions=True)
         for first, answer in zip(self._first, answers, strict=True):
             if isinstance(answer, BaseException):
                 raise answer
             tally.add_tokens(first, answer)
 
-    async def _orders(self, tally: Tally, number: int) -> None:
+    async def _orders(self, tally: Tally) -> None:
         for first, (documents, question) in zip(self._first, self._prompts, strict=True):
-            order = documents[::-1] if number == 0 else self._rng.sample(documents, len(documents))
-            tally.add_tokens(first, await self._tokens(order, question))
+            order = _other_order(self._rng, len(documents))
+            tally.add_tokens(first, await self._tokens([documents[index] for index in order], question))
 
     async def _tokens(self, documents: Sequence[str], question: str) -> Tokens:
         return read_tokens(await self._ask(*self._request(documents, question, self._plan.output_tokens)))
@@ -311,3 +311,9 @@ class Generation:
 
     def _question(self, rng: random.Random) -> str:
         return self._texts.draw(rng, self._plan.question_tokens)
+
+
+def _other_order(rng: random.Random, count: int) -> list[int]:
+    """Return a random order of `count` things that is not their own."""
+    order = rng.sample(range(count), count)
+    return order[::-1] if order == sorted(order) else order
