@@ -301,7 +301,7 @@ def test_an_order_that_flips():
     def fault(query, items, scores):
         known.extend(items if len(items) == 1 else ())
         order = [known.index(item) for item in items if item in known]
-        return scores[::-1] if len(order) == ITEMS and order != sorted(order) else scores
+        return scores[::-1] if len(order) == len(items) == ITEMS and order != sorted(order) else scores
 
     code, figures, *_ = flips("--generation", "none", score_fault=fault)
     assert code == 1
