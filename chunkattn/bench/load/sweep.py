@@ -8,13 +8,14 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from chunkattn.bench.load.answers import Caller
 from chunkattn.bench.load.client import Client
 from chunkattn.bench.load.open_loop import OK, Ask, Record, poisson, run
 from chunkattn.bench.load.summary import Objective, Summary, summarize
-from chunkattn.bench.load.workloads import LABELS, Form, Source, Texts, Workload
+from chunkattn.bench.load.workloads import LABELLED, LABELS, Form, Source, Texts, Workload
 from chunkattn.errors import ConfigError, EngineError
 
 _ANSWER_S = 60.0
@@ -83,6 +84,26 @@ async def tokenize(client: Client, model: str, text: str) -> list[int]:
         raise ConfigError("POST /tokenize gave no tokens; name the model's tokenizer with --tokenizer") from None
 
 
+async def tokenizer_of(client: Client, model: str, name: str | None) -> Callable[[str], Awaitable[list[int]]]:
+    """Return a function from a text to its token ids, without special tokens.
+
+    Args:
+        client: client of the server, whose `/tokenize` is asked where no tokenizer is named.
+        model: name of the served model.
+        name: folder, GGUF file or hub id of a tokenizer; None asks the server.
+    """
+    if name is None:
+        return partial(tokenize, client, model)
+    from chunkattn.models.loader import load_model_tokenizer
+
+    local = await asyncio.to_thread(load_model_tokenizer, name)
+
+    async def tokens(text: str) -> list[int]:
+        return list(local(text, add_special_tokens=False).input_ids)
+
+    return tokens
+
+
 async def _json(asked: Awaitable[tuple[int, bytes]], what: str, advice: str = "") -> Any:
     try:
         async with asyncio.timeout(_ANSWER_S):
@@ -130,7 +151,7 @@ async def sweep(
         return len(await tokens(text))
 
     texts = await Texts.measured(count)
-    if form.scoring in ("score", "generative_scoring") and any(workload.is_rerank for workload in plan.workloads):
+    if form.scoring in LABELLED and any(workload.is_rerank for workload in plan.workloads):
         form = replace(form, label_ids=await label_ids(tokens))
     for workload in plan.workloads:
         source = Source(workload, form, texts, plan.seed)
