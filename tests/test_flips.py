@@ -145,7 +145,7 @@ class Handler(BaseHTTPRequestHandler):
     wbufsize = -1  # head and body in one packet
 
     def do_GET(self):
-        self.answer(200, {"data": [{"id": "m"}]})
+        self.answer(200, {"data": [{"id": "m", "owned_by": self.server.owner}]})
 
     def do_POST(self):
         body, path = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.path
@@ -198,11 +198,11 @@ def no_fault(text, names, values):
 
 
 @contextmanager
-def fake_server(score_fault=None, text_fault=None, tokenize=None):
+def fake_server(score_fault=None, text_fault=None, tokenize=None, owner="others"):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads, server.lock, server.asked = True, threading.Lock(), []
     server.score_fault = score_fault or (lambda query, items, scores: scores)
-    server.text_fault = text_fault or no_fault
+    server.text_fault, server.owner = text_fault or no_fault, owner
     server.tokenize = tokenize or (lambda text: (200, {"tokens": [len(word) for word in text.split()]}))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -244,6 +244,16 @@ def test_an_exact_server(scoring, generation):
     answers = sum(figure[0] for figure in figures.values())
     assert report["verdict"] == f"0 of {answers} answers flip, 0 differ; probabilities move by 0.0"
     assert all(body["model"] == "m" for _, body in asked)
+
+
+def test_scores_that_are_kept_are_asked_for_anew():
+    """This project's server keeps scores by salt, so that an equal request would not be computed again."""
+    *_, asked = flips("--generation", "none", owner="chunkattn")
+    salted = [body.get("cache_salt") for path, body in asked if path == "/v1/rerank" and "flips" in str(body.get("cache_salt"))]
+    assert len(salted) == len({*salted}) >= 3 * SCORES // 2
+    first_and_again = [body for path, body in asked if path == "/v1/rerank"][: QUERIES * ITEMS + SCORES]
+    assert not any("cache_salt" in body for body in first_and_again)
+    assert not any("cache_salt" in body for _, body in flips("--generation", "none")[3])
 
 
 def test_the_first_answers_come_first_and_companies_are_as_large_as_told():

@@ -197,12 +197,12 @@ def _check_choices(scoring: str, generation: str) -> None:
 
 async def _measure(client: Client, tokenizer: str | None, report: Report) -> None:
     from chunkattn.bench.flips.conditions import measure
-    from chunkattn.bench.load.sweep import label_ids, served_model, tokenizer_of
+    from chunkattn.bench.load.sweep import is_ours, label_ids, served_model, tokenizer_of
     from chunkattn.bench.load.workloads import LABELLED
 
     try:
         name = report.plan.model or await served_model(client)
-        report.facts["model"], report.plan = name, replace(report.plan, model=name)
+        report.facts["model"], report.plan = name, replace(report.plan, model=name, salted=await is_ours(client))
         tokens = await tokenizer_of(client, name, tokenizer)
         if report.plan.scoring in LABELLED:
             report.plan = replace(report.plan, label_ids=await label_ids(tokens))

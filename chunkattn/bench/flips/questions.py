@@ -52,6 +52,8 @@ class Plan:
         load: requests under way at once in the background of the condition `under load`.
         seed: seed of the texts.
         timeout_s: longest wait for an answer.
+        salted: whether every scoring request in company, in other orders and under load has a `cache_salt` of its own, which
+            makes a server compute scores that it keeps.
     """
 
     model: str
@@ -74,6 +76,7 @@ class Plan:
     load: int
     seed: int
     timeout_s: float
+    salted: bool = False
 
 
 class MissingRoute(ConfigError):
@@ -182,7 +185,7 @@ class Scoring:
 
     async def loaded(self, tally: Tally) -> None:
         """Ask every item alone and all items with new others, since a server may keep the score of an equal request."""
-        await self._alone(tally)
+        await self._alone(tally, anew=True)
         await self._company(len(self._items[0]) + 3)(tally)
 
     def other(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -190,15 +193,15 @@ class Scoring:
         query = rng.choice([rng.choice(self._queries), self._texts.draw(rng, self._plan.query_tokens)])
         return self._request(query, [self._stranger(rng) for _ in range(rng.randint(1, 16))])
 
-    async def _alone(self, tally: Tally) -> None:
+    async def _alone(self, tally: Tally, *, anew: bool = False) -> None:
         for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
-            found = [(await self._scores(query, [item]))[0] for item in items]
+            found = [(await self._scores(query, [item], anew=anew))[0] for item in items]
             self._compare(tally, place, found)
 
     async def _orders(self, tally: Tally) -> None:
         for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
             order = _other_order(self._rng, len(items))
-            scores = await self._scores(query, [items[index] for index in order])
+            scores = await self._scores(query, [items[index] for index in order], anew=True)
             self._compare(tally, place, [score for _, score in sorted(zip(order, scores, strict=True))])
 
     def _company(self, count: int) -> Round:
@@ -214,7 +217,7 @@ class Scoring:
                     others = [(None, self._stranger(self._rng)) for _ in range(count + 1 - len(group))]
                     asked: list[tuple[int | None, str]] = [*((index, items[index]) for index in group), *others]
                     self._rng.shuffle(asked)
-                    scores = await self._scores(query, [text for _, text in asked])
+                    scores = await self._scores(query, [text for _, text in asked], anew=True)
                     found |= {index: score for (index, _), score in zip(asked, scores, strict=True) if index is not None}
                 self._compare(tally, place, [found[index] for index in range(len(items))])
 
@@ -223,8 +226,11 @@ class Scoring:
     def _compare(self, tally: Tally, place: int, found: Sequence[Score]) -> None:
         tally.add_scores(self._first[place], found, is_labelled=self._form in LABELLED)
 
-    async def _scores(self, query: str, items: Sequence[str]) -> list[Score]:
-        return read_scores(await self._ask(*self._request(query, items)), len(items))
+    async def _scores(self, query: str, items: Sequence[str], *, anew: bool = False) -> list[Score]:
+        path, body = self._request(query, items)
+        if anew and self._plan.salted:
+            body["cache_salt"] = f"flips {self._rng.getrandbits(64):x}"
+        return read_scores(await self._ask(path, body), len(items))
 
     def _request(self, query: str, items: Sequence[str]) -> tuple[str, dict[str, Any]]:
         fields = scoring_fields(self._form, query, items, self._plan.label_ids)

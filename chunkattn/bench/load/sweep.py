@@ -64,6 +64,16 @@ async def served_model(client: Client) -> str:
         raise ConfigError("GET /v1/models lists no model; name one with --model") from None
 
 
+async def is_ours(client: Client) -> bool:
+    """Return whether the server lists a model of this project's."""
+    try:
+        answer = await _json(client.get("/v1/models"), "GET /v1/models")
+    except ConfigError:
+        return False
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    return any(isinstance(model, dict) and model.get("owned_by") == "chunkattn" for model in listed or ())
+
+
 async def tokenize(client: Client, model: str, text: str) -> list[int]:
     """Return the token ids of a text, without special tokens, by the server's `/tokenize`.
 
