@@ -204,17 +204,9 @@ class SameBits:
             columns = np.zeros((3, rows), np.int32)
             for at, (number, row) in enumerate(taken):
                 columns[:, at] = number, prompts[number].slots[row], prompts[number].row_start[row]
+            weighed = weighing if self._weighs else None
+            row_seq, row_slot, row_start = columns
             yield (
-                AttentionBatch(
-                    len(taken),
-                    columns[0],
-                    columns[1],
-                    columns[2],
-                    prefix_end,
-                    tables,
-                    page_len,
-                    self._block,
-                    weighing if self._weighs else None,
-                ),
+                AttentionBatch(len(taken), row_seq, row_slot, row_start, prefix_end, tables, page_len, self._block, weighed),
                 taken,
             )
