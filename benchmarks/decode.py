@@ -62,7 +62,7 @@ def main() -> None:
         choose(setting)
         options = {"max_num_batched_tokens": 2048, "max_num_seqs": max(8, args.batch), "kv_cache_dtype": args.kv_cache_dtype}
         with timed(f"rows {setting}, prompts of {args.batch} sequences"):
-            cores.append(make_core(args.geometry, pages, dtype=args.dtype, attention_backend="xla", **options))
+            cores.append(make_core(args.geometry, pages, dtype=args.dtype, backend="xla", **options))
             start(cores[-1], args.batch, args.context, args.steps)
     times: list[list[float]] = [[] for _ in cores]
     for number in range(args.steps):

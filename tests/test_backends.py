@@ -4,7 +4,6 @@ import logging
 import subprocess
 import sys
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 
 import jax
