@@ -43,7 +43,7 @@ def main() -> int:
 
             oracle = Transformers(model, subject)
         rig, cold = Rig(model, subject), ColdEngine(model, subject)
-        alone = Alone(model, subject) if subject.backend == "auto" else None
+        alone = Alone(model, subject) if subject.backend in ("auto", "xla", "reference") else None
         began, done, seed = time.monotonic(), 0, args.seed
 
         def expired() -> bool:

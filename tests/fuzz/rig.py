@@ -84,6 +84,10 @@ SUBJECTS = {
     "auto": Subject(),
     "auto bfloat16": Subject(dtype="bfloat16", tolerance=0.2),
     "auto float16": Subject(dtype="float16", tolerance=0.02),
+    "xla": Subject("xla"),
+    "xla bfloat16": Subject("xla", dtype="bfloat16", tolerance=0.2),
+    "xla float16": Subject("xla", dtype="float16", tolerance=0.02),
+    "reference": Subject("reference"),
     "pallas_gpu": Subject("pallas_gpu", 16, 64, "float16", 0.02),
 }
 """By the name of the backend, with the dtype where it is not the first."""
