@@ -51,6 +51,7 @@ class RowMetadata(NamedTuple):
 class ReferenceBackend(AttentionBackend):
     """A backend that gathers the slots of every row."""
 
+    keeps_bits = True
     weighs = True
 
     @classmethod

@@ -118,6 +118,7 @@ class _Kind(NamedTuple):
 class XlaBackend(AttentionBackend):
     """The portable backend, which `auto` falls back to on every platform."""
 
+    keeps_bits = True
     weighs = True
 
     @classmethod
