@@ -1,8 +1,8 @@
-"""Measure decode step time against the sequences per decode tile and the side of the keys in their product.
+"""Measure decode step time against the sequences per tile of few rows in the `xla` backend.
 
-    python -m benchmarks.decode --geometry qwen3-0.6b --context 500 --batch 16 --decode-rows 1 4 --keys left right
+    python -m benchmarks.decode --geometry qwen3-0.6b --context 500 --batch 16 --decode-rows 1 4
 
-The settings alternate step by step in one process. On CPU, a step of up to 8 sequences always has one sequence per tile.
+The settings alternate step by step in one process.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import argparse
 import json
 import statistics
 import time
-from itertools import product
 
 import numpy as np
 from transformers import Qwen3Config
 
-import chunkattn.backends.softmax as softmax
 import chunkattn.backends.xla as xla
 from chunkattn.bench.geometry import GEOMETRIES, make_core
 from chunkattn.bench.rounds import round_name
@@ -41,10 +39,9 @@ def start(core: EngineCore, batch: int, context: int, steps: int) -> None:
     core.step()
 
 
-def choose(rows: int, keys: str) -> None:
-    """Set the constants that are read when a step is built and traced."""
-    xla.DECODE_ROWS, xla.DECODE_VALUES = rows, 1 << 62
-    softmax.KEYS_FIRST = (32, 0 if keys == "left" else 1 << 62)
+def choose(rows: int) -> None:
+    """Set the constant that is read when a step is built."""
+    xla.FEW_RUNS = rows
 
 
 def main() -> None:
@@ -54,38 +51,37 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--decode-rows", type=int, nargs="+", default=[1])
-    parser.add_argument("--keys", choices=["left", "right"], nargs="+", default=["left", "right"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     pages = args.batch * (args.context + args.steps + 32) // 16 + args.batch
-    settings, cores = list(product(args.decode_rows, args.keys)), []
+    settings, cores = args.decode_rows, []
     for setting in settings:
-        choose(*setting)
+        choose(setting)
         options = {"max_num_batched_tokens": 2048, "max_num_seqs": max(8, args.batch), "kv_cache_dtype": args.kv_cache_dtype}
-        with timed(f"rows {setting[0]}, keys {setting[1]}, prompts of {args.batch} sequences"):
-            cores.append(make_core(args.geometry, pages, dtype=args.dtype, **options))
+        with timed(f"rows {setting}, prompts of {args.batch} sequences"):
+            cores.append(make_core(args.geometry, pages, dtype=args.dtype, backend="xla", **options))
             start(cores[-1], args.batch, args.context, args.steps)
     times: list[list[float]] = [[] for _ in cores]
     for number in range(args.steps):
         with timed(f"all settings, {round_name(number + 1, args.steps)}"):
             for setting, core, taken in zip(settings, cores, times, strict=True):
-                choose(*setting)
+                choose(setting)
                 began = time.perf_counter()
                 core.step()
                 taken.append(time.perf_counter() - began)
     rows_ms = [
-        {"decode_rows": rows, "keys": keys, "median_step_ms": round(1000 * statistics.median(taken), 2)}
-        for (rows, keys), taken in zip(settings, times, strict=True)
+        {"decode_rows": rows, "median_step_ms": round(1000 * statistics.median(taken), 2)}
+        for rows, taken in zip(settings, times, strict=True)
     ]
     if args.json:
         print(json.dumps(rows_ms, indent=2))
         return
-    print(f"{args.geometry}, {args.batch} sequences of {args.context} tokens\ndecode rows   keys  median step ms")
+    print(f"{args.geometry}, {args.batch} sequences of {args.context} tokens\ndecode rows  median step ms")
     for r in rows_ms:
-        print(f"{r['decode_rows']:11}  {r['keys']:>5}  {r['median_step_ms']:14.2f}")
+        print(f"{r['decode_rows']:11}  {r['median_step_ms']:14.2f}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
+from tests.fuzz.alone import Alone
 from tests.fuzz.fuzzer import EPISODE, Fuzzer
 from tests.fuzz.plants import PLANTS, planted
 from tests.fuzz.rig import SUBJECTS, Rig, make_model
@@ -42,13 +43,14 @@ def main() -> int:
 
             oracle = Transformers(model, subject)
         rig, cold = Rig(model, subject), ColdEngine(model, subject)
+        alone = Alone(model, subject) if subject.backend in ("auto", "xla", "reference") else None
         began, done, seed = time.monotonic(), 0, args.seed
 
         def expired() -> bool:
             return seconds is not None and time.monotonic() - began > seconds
 
         while not expired() and (args.ops is None or done < args.ops):
-            fuzzer = Fuzzer(rig, cold, oracle, seed)
+            fuzzer = Fuzzer(rig, cold, oracle, seed, alone)
             try:
                 fuzzer.run(EPISODE if args.ops is None else min(EPISODE, args.ops - done), expired)
             except Exception as error:

@@ -75,6 +75,9 @@ class EngineConfig:
         long_prefill_token_threshold: prompt tokens that a step computes of one sequence before other sequences get
             their turn; the first sequence gets the rest of the budget. By default half of the budget is for the first
             sequence in line, and half for the sequences with the fewest tokens left.
+        batch_invariant: give every score, log-probability and token the same bits whatever else the engine computes. True pads
+            steps to one size where the machine needs that; False lets the fastest programs run; by default on where it costs
+            nothing, which is on CPUs.
         kv_store: folder that keeps the K/V of prefixes and chunks beyond this process. By default K/V stays in memory.
         kv_store_max_bytes: size limit of the `kv_store` folder in bytes.
         warmup: compile every program ahead: a server and `AsyncLLM` beside the first requests, `LLM` at its start. By default a
@@ -123,6 +126,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int | None = None
+    batch_invariant: bool | None = None
     kv_store: str | None = None
     kv_store_max_bytes: int = 16 << 30
     warmup: bool | None = None

@@ -14,6 +14,7 @@ from chunkattn.cache.slots import SlotPlan, plan_slots
 from chunkattn.errors import BackendError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
+from chunkattn.same_bits import SameBits
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 """Largest absolute difference from the reference, by dtype."""
@@ -141,10 +142,13 @@ def check_backend(
     kv_dtype: str | None = None,
     scale: int = 1,
     weighs: bool = False,
+    bits: bool = False,
 ) -> float:
     """Compare a backend with `reference` over random ragged batches.
 
-    The pool starts full of NaN, so a read of an invalid slot shows in the output.
+    The pool starts full of NaN, so a read of an invalid slot shows in the output. With `bits`, the rows of random prompts are
+    also computed alone and in companies: with other prompts added, other parts of the prompt added, lengthened, removed and
+    moved, pages moved, spans cut elsewhere, and in steps and page tables of other sizes.
 
     Args:
         backend: backend class, or a registered name.
@@ -159,6 +163,7 @@ def check_backend(
         kv_dtype: dtype of the cache; None for `dtype`. With `float8_e4m3fn`, some keys and values exceed its range.
         scale: factor of the lengths of sequences and steps, for backends with large tiles.
         weighs: whether batches weigh chunks anew, with a temperature and a scale for each sequence.
+        bits: whether rows must have the same bits in any company.
 
     Returns:
         The largest absolute difference.
@@ -166,7 +171,8 @@ def check_backend(
     Raises:
         BackendError: the backend is unknown, `supports` refuses the spec, the spec is invalid, or the backend does not weigh
             chunks anew.
-        AssertionError: a difference exceeds `TOLERANCE[dtype]`, or is NaN; the message names the case.
+        AssertionError: a difference exceeds `TOLERANCE[dtype]`, or is NaN, or a bit depends on the company; the message names
+            the case.
     """
     cls = get_backend(backend) if isinstance(backend, str) else backend
     kept = None if kv_dtype is None else jnp.dtype(kv_dtype)
@@ -205,4 +211,31 @@ def check_backend(
                     f"{difference:.3g}, allowed {TOLERANCE[dtype]:.0e}"
                 )
             worst = max(worst, difference)
+    if bits:
+        _check_bits(judged[0], cases, seed, scale, stretch, weighs, window)
     return worst
+
+
+def _check_bits(
+    backend: AttentionBackend,
+    cases: int,
+    seed: int,
+    scale: int,
+    stretch: np.ndarray,
+    weighs: bool,
+    window: int | None,
+) -> None:
+    spec, rng = backend.spec, np.random.default_rng(seed)
+
+    def draw(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        q, k, v = (rng.standard_normal((rows, n, spec.head_dim)) for n in heads)
+        return q / stretch, k * stretch, v * stretch
+
+    options = {"scale": spec.head_dim**-0.5, "window": window}
+    judge = SameBits(backend, rng, draw, scale=scale, plain=window is not None, weighs=weighs, options=options)
+    for case in range(cases):
+        try:
+            judge.check()
+        except AssertionError as error:
+            raise AssertionError(f"backend {backend.name!r}, seed {seed}, bits of case {case}: {error}") from None

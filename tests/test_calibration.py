@@ -252,7 +252,7 @@ def test_one_and_one_compile_to_the_program_without_weighing(engine, checkpoint,
 
     monkeypatch.setattr("chunkattn.engine.batch.Weighing", never)
     monkeypatch.setattr("chunkattn.backends.base.RowWeighing", never)
-    for name in ("RowWeighing", "cut_at_questions", "without_chunks", "_without_weighed", "_chunk_tiles"):
+    for name in ("RowWeighing", "cut_at_questions"):
         monkeypatch.setattr(f"chunkattn.backends.xla.{name}", never)
     monkeypatch.setattr("chunkattn.backends.softmax.as_one_slot", never)
     with pytest.raises(AssertionError, match="weighing is built"):

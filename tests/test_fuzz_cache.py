@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.fuzz.alone import Alone
 from tests.fuzz.fuzzer import EPISODE, Fuzzer
 from tests.fuzz.oracle import Transformers
 from tests.fuzz.plants import PLANTS, planted
@@ -30,6 +31,11 @@ def cold(model):
 
 
 @pytest.fixture(scope="module")
+def alone(model):
+    return Alone(model, SUBJECT)
+
+
+@pytest.fixture(scope="module")
 def oracle(model):
     return Transformers(model, SUBJECT)
 
@@ -43,8 +49,8 @@ def quiet():
 
 
 @pytest.mark.telling
-def test_no_difference(rig, cold, oracle):
-    fuzzer = Fuzzer(rig, cold, oracle, seed=0)
+def test_no_difference(rig, cold, oracle, alone):
+    fuzzer = Fuzzer(rig, cold, oracle, 0, alone)
     fuzzer.run(1000)
     happened = (
         "answers",
@@ -63,10 +69,10 @@ def test_no_difference(rig, cold, oracle):
 
 
 @pytest.mark.slow
-def test_no_difference_in_two_minutes(rig, cold, oracle):
+def test_no_difference_in_two_minutes(rig, cold, oracle, alone):
     end, seed = time.monotonic() + 120, 1
     while time.monotonic() < end:
-        Fuzzer(rig, cold, oracle, seed).run(EPISODE, lambda: time.monotonic() > end)
+        Fuzzer(rig, cold, oracle, seed, alone).run(EPISODE, lambda: time.monotonic() > end)
         seed += 1
 
 

@@ -84,4 +84,8 @@ def test_slots(lens, block, aligned):
             if segment.chunk_id != QUESTION_ID:  # what lies behind a closed part is a hole
                 assert set(range(last + 1, -(-(last + 1) // block) * block)).isdisjoint(valid)
     assert set(slots) <= valid
-    assert plan.prefix_end == layout.prefix_len
+    assert plan.prefix_end == (layout.prefix_len if layout.num_chunks else 0)
+    if not layout.num_chunks:  # the same slots, and the prefix apart
+        apart = plan_slots(layout, block, aligned=aligned, apart=True)
+        assert apart.slots.tolist() == slots
+        assert apart.prefix_end == layout.prefix_len

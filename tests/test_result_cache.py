@@ -41,7 +41,7 @@ def test_copies_are_scored_once(algorithm, engine, oracle, repeated):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_earlier_calls_change_no_bit(algorithm, engine, repeated):
-    """Score a call anew although other calls scored its items before, because the layout decides the bits."""
+    """Items of other calls are known, and have the bits that they would get here; `packed_dense` scores all anew."""
     query, different, _ = repeated
     options = {"label_token_ids": LABELS, "algorithm": algorithm}
     fresh = engine("qwen3").score(query, different, **options, cache_salt=f"fresh {algorithm}")
@@ -49,7 +49,17 @@ def test_earlier_calls_change_no_bit(algorithm, engine, repeated):
         engine("qwen3").score(query, part, **options, cache_salt=f"later {algorithm}")
     later = engine("qwen3").score(query, different, **options, cache_salt=f"later {algorithm}")
     assert later.logprobs == fresh.logprobs
-    assert later.usage.computed_tokens > 0
+    assert (later.usage.computed_tokens > 0) == (algorithm == "packed_dense")
+
+
+def test_new_items_are_scored_among_known_ones(engine, oracle, repeated):
+    query, different, _ = repeated
+    options = {"label_token_ids": LABELS, "algorithm": "packed_segment", "cache_salt": "some"}
+    llm = engine("qwen3")
+    llm.score(query, different[2:7], **options)
+    found = llm.score(query, different, **options)
+    check(found, one_forward_per_item(oracle("qwen3"), query, different, LABELS))
+    assert found.usage.computed_tokens == len(query) + sum(map(len, [*different[:2], *different[7:]]))
 
 
 def test_what_a_result_depends_on(engine, oracle, repeated):
@@ -61,7 +71,7 @@ def test_what_a_result_depends_on(engine, oracle, repeated):
         {"label_token_ids": LABELS[::-1]},
         {"label_token_ids": LABELS[:2]},
         {"item_first": True},
-        {"algorithm": "packed_segment"},
+        {"algorithm": "packed_dense"},
         {"cache_salt": "other"},
         {"cache_salt": None},
     ):
@@ -144,3 +154,7 @@ def test_keys_tell_apart_what_joins_to_the_same_tokens():
     others = [QueryItems([1, 2], items) for items in ([[3], [4]], [[3], [5]], [[3], [4, 5]], [[3, 4], [5]], [[3], [3]])]
     keys = [item_keys(job, (5, 6), "auto", None)[0] for job in others]
     assert len({*keys}) == len(keys)
+    first = others[0], (5, 6)
+    alone = {item_keys(job, (5, 6), name, None, alone=True)[0] for job in others[:3] for name in ("auto", "serial")}
+    assert alone == {*item_keys(jobs[0], (5, 6), "packed_segment", None, alone=True)}
+    assert not alone & {*item_keys(*first, "packed_dense", None, alone=True), *item_keys(*first, "auto", "s", alone=True)}

@@ -80,14 +80,14 @@ def test_the_answer_is_the_engines_own(llm):
         check(llm, prompt, items, result)
 
 
-def test_a_choice_is_kept_whatever_is_cached_later(llm):
-    """Equal requests give equal bits."""
+def test_a_choice_follows_the_cache_and_changes_no_bit(llm):
     query, items = draw(5)
     first, _ = rows_of(llm, query, items)
     llm.precompute(query, [], use_tqdm=False)
     llm.frontend.scores.results.clear()
     again, _ = rows_of(llm, query, items)
-    assert (again.algorithm, again.logprobs) == (first.algorithm, first.logprobs)
+    assert (first.algorithm, again.algorithm) == ("packed_segment", "prefill_extend")
+    assert again.logprobs == first.logprobs
 
 
 def test_lists_of_queries_are_asked_for_together(llm, monkeypatch):
@@ -107,6 +107,7 @@ def test_nothing_is_asked_where_the_answer_decides_nothing(llm, monkeypatch):
     monkeypatch.setattr(llm.core, "look_up", None)
     for algorithm in ("serial", "packed_segment", "prefill_extend"):
         llm.score(query, items, **LABELS, algorithm=algorithm, use_tqdm=False)
+        llm.frontend.scores.results.clear()
     assert llm.score(query, items, **LABELS, use_tqdm=False).algorithm == "prefill_extend"  # the planner knows this query
     llm.score(draw(7, query=3)[0], draw(7, lens=(40, 40))[1], **LABELS, use_tqdm=False)
     llm.score(draw(8)[0], [], **LABELS, use_tqdm=False)

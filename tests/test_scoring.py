@@ -213,7 +213,8 @@ def test_leading_special_tokens_begin_the_sequence(demo):
         query, item = (encode(t) for t in ("Find a person.", "Meru likes tea."))
         for first, ids in ((False, [1, *query, *item]), (True, [1, *item, *query])):
             text = demo.score("Find a person.", ["Meru likes tea."], label_token_ids=[5], item_first=first)
-            assert text.logprobs == demo.score(ids[:1], [ids[1:]], label_token_ids=[5]).logprobs
+            expected = demo.score(ids[:1], [ids[1:]], label_token_ids=[5]).logprobs
+            np.testing.assert_allclose(text.logprobs, expected, atol=1e-4)
     finally:
         encode.leading_ids = []
 
@@ -317,11 +318,14 @@ def test_the_same_request_gives_the_same_bits_whatever_was_learnt_since(engine):
     rng = np.random.default_rng(21)
     query, items = rng.integers(0, VOCAB, 50).tolist(), [rng.integers(0, VOCAB, 5).tolist() for _ in range(4)]
     first = llm.score(query, items, label_token_ids=[5])
+    algorithms = {first.algorithm}
     for rates in (StepRates(1.0, 1e-9, 1e-12), StepRates(1e-9, 1.0, 1e-12), StepRates(1e-9, 1e-9, 1.0)):
         llm.frontend.scores._rates = rates
         llm.frontend.scores.results.clear()
         again = llm.score(query, items, label_token_ids=[5])
-        assert (again.algorithm, again.logprobs) == (first.algorithm, first.logprobs)
+        assert again.logprobs == first.logprobs
+        algorithms.add(again.algorithm)
+    assert len(algorithms) > 1
 
 
 def test_a_query_is_cached_for_the_next_request(engine, oracle):

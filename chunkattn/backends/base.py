@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from chunkattn.errors import BackendError
 
@@ -117,6 +117,10 @@ class AttentionBatch:
     where slot `s` is valid iff `s % block_size < page_len[seq, s // block_size]`. The contents of an invalid slot are
     undefined and may be NaN.
 
+    What a row is computed by depends on its own request alone. A backend that sums in portions counts them from slot 0 for the
+    prefix, `[0, prefix_end)`, and from `max(row_start[i], prefix_end[seq])` for the row's own part; see
+    `AttentionBackend.forward`.
+
     Attributes:
         num_rows: number of rows in use.
         row_seq: sequence of each row.
@@ -171,6 +175,8 @@ class AttentionBackend(ABC):
     Attributes:
         max_pages: maximum number of pages of a pool.
         max_table_pages: maximum number of entries of a page table, the largest `W`.
+        keeps_bits: whether a row's bits depend on its own sequence alone: on no other row of the step and on none of the sizes
+            `T`, `S` and `W`.
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
         smallest_step: rows to which smaller steps are padded.
@@ -178,6 +184,7 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
+    keeps_bits: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     any_table_width: ClassVar[bool] = False
     smallest_step: ClassVar[int] = 8
@@ -230,6 +237,12 @@ class AttentionBackend(ABC):
 
         A row of this step is read back as the cache stores it, quantised or not, so computed and cached tokens give the same
         result.
+
+        A row has the same bits in any company: beside other rows and sequences, in a step or a page table of another size, on
+        other pages, with spans cut elsewhere, and with parts that it does not see added, lengthened, removed or moved. The
+        portions of its sum are therefore counted from slot 0 for the prefix and from the start of the row's own part,
+        `max(row_start, prefix_end)`; never from absolute slots or from a tile of rows. `chunkattn.testing.check_backend` judges
+        this with `bits`.
 
         Args:
             q: queries; heads `g * groups ... (g + 1) * groups - 1` share KV head `g`.
@@ -306,6 +319,46 @@ def read_pages(
     """
     keys, values = (_bitcast(pool[pages], _kept_as(pool, dtype)).astype(dtype) for pool in cache)
     return keys, values
+
+
+def read_slots(
+    cache: KVCache,
+    block_tables: Int32[Array, "B W"],
+    page_len: Int32[Array, "B W"],
+    first: Int32[Array, " B"],
+    count: int,
+    dtype: jnp.dtype,
+) -> tuple[Float[Array, "B N Hkv D"], Float[Array, "B N Hkv D"], Bool[Array, "B N"]]:
+    """Gather K and V of consecutive slots from a cache of the default form.
+
+    Args:
+        cache: one layer's cache.
+        block_tables: page tables, see `AttentionBatch`.
+        page_len: valid slots of every page of the tables.
+        first: first slot of each table, at least 0; slots beyond the table are invalid.
+        count: number of slots.
+        dtype: the model's dtype, to which K and V are converted.
+
+    Returns:
+        K, V and validity of the slots. K and V of invalid slots may be NaN.
+    """
+    block_size, width = cache[0].shape[1], block_tables.shape[1]
+    columns = (first // block_size)[:, None] + jnp.arange(-(-count // block_size) + 1)
+    pages, filled = (jnp.take_along_axis(x, jnp.minimum(columns, width - 1), axis=1) for x in (block_tables, page_len))
+
+    def cut(x: jax.Array) -> jax.Array:
+        x, offset = x.reshape(len(first), -1, *x.shape[3:]), first % block_size
+        if len(first) == 1:  # a slice is faster than a gather
+            return jax.lax.dynamic_slice_in_dim(x, offset[0], count, axis=1)
+        return jax.vmap(lambda x, offset: jax.lax.dynamic_slice_in_dim(x, offset, count))(x, offset)
+
+    # The barrier keeps XLA:CPU from fusing the copy of whole pages with what follows, which would copy value by value.
+    whole = [pool[pages] for pool in cache]
+    if len(first) == 1:
+        whole = jax.lax.optimization_barrier(whole)  # type: ignore[no-untyped-call]
+    keys, values = (_bitcast(cut(x), _kept_as(x, dtype)).astype(dtype) for x in whole)
+    valid = (columns < width)[..., None] & (jnp.arange(block_size) < filled[..., None])
+    return keys, values, cut(valid)
 
 
 def _kept_as(pool: Shaped[Array, "P block_size Hkv D"], dtype: jnp.dtype) -> jnp.dtype:

@@ -1,7 +1,13 @@
-"""The online softmax of the `xla` backend: one step takes one KV tile.
+"""The online softmax of the `xla` backend: one step takes one portion of the KV slots.
 
-Axes that `base` does not define: `B` sequences computed together, `R` folded rows (rows times query heads per KV head), `N`
-slots of a KV tile.
+On CPUs, a row has the same bits beside any rows, in tiles of any number of rows. Every sum is a product of one of two forms,
+because XLA:CPU adds up other products and `jnp.sum` in an order that depends on the number of rows:
+
+- the right side has its depth last;
+- the right side has its depth first, and a multiple of `_COLUMNS` columns.
+
+Axes that `base` does not define: `B` runs of rows computed together, `R` folded rows (rows times query heads per KV head), `N`
+slots of a portion.
 
 Source: FlashAttention, arXiv:2205.14135.
 """
@@ -17,10 +23,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
 ON_CPU = jax.default_backend() == "cpu"
-KEYS_FIRST = (32 if ON_CPU else 0, 512)
-"""Tiles of at most this many folded rows, with keys of at least this many values a token, have the keys on the left of
-the product. XLA:CPU transposes the right side, which for few rows takes far longer than the product."""
 
+_COLUMNS = 64 if ON_CPU else 1
+"""Divisor of the columns of a product whose right side has its depth first."""
+_ONES = 8 if ON_CPU else 1
+"""Columns of ones in the product that adds up weights; XLA:CPU adds up fewer columns in another order."""
 _TINY = np.finfo(np.float32).tiny
 _MASKED = -1e30
 """Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
@@ -29,30 +36,30 @@ _MASKED = -1e30
 class Softmax(NamedTuple):
     """State of the online softmax: running maximum, running sum and weighted values."""
 
-    maximum: Float32[Array, "B Hkv R"]
-    total: Float32[Array, "B Hkv R"]
-    values: Float32[Array, "B Hkv R D"]
+    maximum: Float32[Array, "*axes"]
+    total: Float32[Array, "*axes"]
+    values: Float32[Array, "*axes D"]
 
 
-def fold(q: Float[Array, "B rows H D"], kv_heads: int) -> Float[Array, "B Hkv R D"]:
+def fold(q: Float[Array, "rows H D"], kv_heads: int) -> Float[Array, "Hkv R D"]:
     """Turn the query heads that share a KV head into rows."""
-    b, r, h, d = q.shape
-    return q.reshape(b, r, kv_heads, h // kv_heads, d).transpose(0, 2, 1, 3, 4).reshape(b, kv_heads, -1, d)
+    rows, heads, head_dim = q.shape
+    return q.reshape(rows, kv_heads, heads // kv_heads, head_dim).swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
 
 
-def unfold(x: Float[Array, "B Hkv R D"], rows: int) -> Float[Array, "B rows H D"]:
+def unfold(x: Float[Array, "Hkv R D"], rows: int) -> Float[Array, "rows H D"]:
     """Invert `fold`."""
-    b, g, _, d = x.shape
-    return x.reshape(b, g, rows, -1, d).transpose(0, 2, 1, 3, 4).reshape(b, rows, -1, d)
+    kv_heads, _, head_dim = x.shape
+    return x.reshape(kv_heads, rows, -1, head_dim).swapaxes(0, 1).reshape(rows, -1, head_dim)
 
 
-def start(q: Float[Array, "B Hkv R D"]) -> Softmax:
-    """Return the state before the first tile, for folded queries."""
-    shape = q.shape[:3]
+def start(q: Float[Array, "Hkv R D"]) -> Softmax:
+    """Return the state before the first portion, for folded queries."""
+    shape = q.shape[:-1]
     return Softmax(jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
 
 
-def finish(state: Softmax) -> Float32[Array, "B Hkv R D"]:
+def finish(state: Softmax) -> Float32[Array, "Hkv R D"]:
     """Normalise the values. Rows that saw no slot (padding) become zero."""
     return state.values / jnp.maximum(state.total, _TINY)[..., None]
 
@@ -74,76 +81,43 @@ def as_one_slot(state: Softmax, scale: Float32[Array, "*#axes"]) -> Softmax:
 
 def update(
     state: Softmax,
-    q: Float[Array, "B Hkv R D"],
+    q: Float[Array, "Hkv B R D"],
     keys: Float[Array, "B N Hkv D"],
     values: Float[Array, "B N Hkv D"],
     mask: Bool[Array, "B rows N"],
     present: Bool[Array, "B N"],
-    scale: float | Float32[Array, "B 1 1 1 1"] | Float32[Array, ""],
+    scale: float | Float32[Array, "B 1 1 1"],
 ) -> Softmax:
-    """Take one online-softmax step over a KV tile.
+    """Take one online-softmax step over a portion.
 
     Args:
-        state: state so far.
+        state: state so far, of the rows of `q`.
         q: folded queries.
-        keys: keys of the tile.
-        values: values of the tile.
+        keys: keys of the portion.
+        values: values of the portion.
         mask: visible slots of each row; a row stands for `R / rows` folded rows.
         present: slots that hold a token; other slots may be NaN.
         scale: factor of the products.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    few_rows, large_keys = KEYS_FIRST
-    if q.shape[2] <= few_rows and keys.shape[2] * keys.shape[3] >= large_keys:  # the barrier keeps XLA from swapping the sides
-        scores = barrier(multiply("bngd,bgrd->bgnr", keys, q)).swapaxes(2, 3)
+    head_dim, slots = q.shape[-1], mask.shape[-1]
+    if ON_CPU:  # the copy is faster than a product of keys in another order
+        keys = barrier(keys.transpose(2, 0, 1, 3))
+        scores = multiply("gbrd,gbnd->gbrn", q, keys)
     else:
-        scores = multiply("bgrd,bngd->bgrn", q, keys)
-    by_row = scores.reshape(*scores.shape[:2], mask.shape[1], -1, scores.shape[3])
-    scores = jnp.where(mask[:, None, :, None], by_row * scale, -jnp.inf).reshape(scores.shape)
+        scores = multiply("gbrd,bngd->gbrn", q, keys)
+    by_row = scores.reshape(*scores.shape[:2], mask.shape[1], -1, slots)
+    scores = jnp.where(mask[:, :, None], by_row * scale, -jnp.inf).reshape(scores.shape)
     maximum = jnp.maximum(state.maximum, scores.max(-1))
-    weights, decay = jnp.exp(scores - maximum[..., None]), jnp.exp(state.maximum - maximum)
-    values = jnp.where(present[..., None, None], values, 0)
-    added = multiply("bgrn,bngd->bgrd", weights.astype(values.dtype), values)
-    return Softmax(maximum, state.total * decay + weights.sum(-1), state.values * decay[..., None] + added)
-
-
-def update_by_head(
-    state: Softmax,
-    q: Float[Array, "1 Hkv R D"],
-    keys: Float[Array, "1 N Hkv D"],
-    values: Float[Array, "1 N Hkv D"],
-    mask: Bool[Array, "1 rows N"] | None,
-    present: Bool[Array, "1 N"],
-    scale: float | Float32[Array, ""],
-) -> Softmax:
-    """Take one online-softmax step like `update`, for one sequence, one KV head at a time.
-
-    A mask of None means that every row sees every token. Keys must then be finite in slots without a token, too.
-    """
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    multiply = partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    values = jnp.where(present[..., None, None], values, 0)
-    if mask is not None:
-        mask = jnp.repeat(mask[0], q.shape[2] // mask.shape[1], axis=0)
-    heads = range(q.shape[1])
-    scores = [multiply(q[0, g], keys[0, :, g], (((1,), (1,)), ((), ()))) for g in heads]
-    if mask is None:  # the scale is not negative, so the maximum may be taken before it
-        highest = jnp.stack([x.max(-1) for x in scores]) * scale
-    else:
-        scores = [jnp.where(mask, x * scale, -jnp.inf) for x in scores]
-        highest = jnp.stack([x.max(-1) for x in scores])
-    maximum = jnp.maximum(state.maximum[0], highest)
-    if mask is None:
-        weights = [jnp.where(present, jnp.exp(x * scale - m[:, None]), 0) for x, m in zip(scores, maximum)]
-    else:
-        weights = [jnp.exp(x - m[:, None]) for x, m in zip(scores, maximum)]
     # The barrier keeps XLA from computing the weights twice, for the sum and for the product.
-    weights = [barrier(_rounded(w, values.dtype)) for w in weights]
-    added = jnp.stack([multiply(w, values[0, :, g], (((1,), (0,)), ((), ()))) for g, w in zip(heads, weights)])
-    decay = jnp.exp(state.maximum[0] - maximum)
-    total = state.total[0] * decay + jnp.stack([w.sum(-1, dtype=jnp.float32) for w in weights])
-    return Softmax(maximum[None], total[None], state.values * decay[None, ..., None] + added[None])
+    weights = barrier(_rounded(jnp.exp(scores - maximum[..., None]), values.dtype))
+    decay = jnp.exp(state.maximum - maximum)
+    values = jnp.where(present[..., None, None], values, 0)
+    values = jnp.pad(values, (*3 * [(0, 0)], (0, -head_dim % _COLUMNS)))
+    added = multiply("gbrn,bngd->gbrd", weights, values)[..., :head_dim]
+    total = multiply("gbrn,cn->gbrc", weights, jnp.ones((_ONES, slots), weights.dtype))[..., 0]
+    return Softmax(maximum, state.total * decay + total, state.values * decay[..., None] + added)
 
 
 def barrier(x: Any) -> Any:
@@ -161,9 +135,3 @@ def _rounded(weights: Float32[Array, "*axes"], dtype: jnp.dtype) -> Float[Array,
         return weights.astype(dtype)
     bits = jax.lax.bitcast_convert_type(weights, jnp.uint32)
     return jax.lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.uint16), dtype)
-
-
-def fill_holes(keys: Float[Array, "B N Hkv D"], present: Bool[Array, "B N"], block_size: int) -> Float[Array, "B N Hkv D"]:
-    """Replace keys of slots that are not `present` by the first key of their page, which every page has."""
-    pages = keys.reshape(len(keys), -1, block_size, *keys.shape[2:])
-    return jnp.where(present.reshape(*pages.shape[:3], 1, 1), pages, pages[:, :, :1]).reshape(keys.shape)

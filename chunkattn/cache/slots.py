@@ -18,7 +18,7 @@ class SlotPlan:
     Attributes:
         slots: slot of every token of the layout, ascending.
         row_start: first slot a row sees beyond the prefix (0 for prefix and question).
-        prefix_end: number of slots of the prefix.
+        prefix_end: number of slots of the prefix, whose attention is summed apart; 0 where the prompt is summed as one piece.
         page_len: valid slots of every page. The last page of the question counts as full: its rows see no slot beyond
             their own.
         block_size: slots per page.
@@ -38,7 +38,9 @@ class SlotPlan:
         return int(self.slots[-1]) + 1 if len(self.slots) else 0
 
 
-def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_chunks: bool = False) -> SlotPlan:
+def plan_slots(
+    layout: ChunkLayout, block_size: int, *, aligned: bool, packed_chunks: bool = False, apart: bool = False
+) -> SlotPlan:
     """Lay out a prompt in slots.
 
     Args:
@@ -48,6 +50,8 @@ def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_ch
             holes.
         packed_chunks: in an aligned plan, pack the chunks without holes after the prefix. For chunks that no other
             request shares.
+        apart: without chunks, sum the question's attention to the prefix apart, as a chunk's. False for a prompt that shares
+            pages with plain prompts.
 
     Returns:
         The slots of all `T` tokens of the layout.
@@ -79,7 +83,7 @@ def plan_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_ch
     return SlotPlan(
         slots=(np.repeat(starts, lens) + within).astype(np.int32),
         row_start=np.repeat(np.where(is_chunk, starts, 0), lens).astype(np.int32),
-        prefix_end=layout.prefix_len,
+        prefix_end=layout.prefix_len if layout.num_chunks or apart else 0,
         page_len=page_len,
         block_size=block_size,
         aligned=aligned,

@@ -308,31 +308,19 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 
 async def _measure(url: str, api_key: str | None, tokenizer: str | None, report: Report) -> None:
     from chunkattn.bench.load.client import Client
-    from chunkattn.bench.load.sweep import served_model, sweep, tokenize
+    from chunkattn.bench.load.sweep import served_model, sweep, tokenizer_of
 
     client = Client(url, api_key)
     own = url != report.facts["server"]
     name = await served_model(client) if own or not report.form.model else report.form.model
     report.form, report.facts["model"] = replace(report.form, model=name), name
-    local = await asyncio.to_thread(_load_tokenizer, tokenizer) if tokenizer else None
-
-    async def tokens(text: str) -> list[int]:
-        if local is None:
-            return await tokenize(client, name, text)
-        return list(local(text, add_special_tokens=False).input_ids)
-
     try:
+        tokens = await tokenizer_of(client, name, tokenizer)
         async for summary in sweep(client, report.plan, report.form, tokens, say):
             report.runs.append(summary)
             say(_line(summary))
     finally:
         client.close()
-
-
-def _load_tokenizer(name: str) -> Any:
-    from chunkattn.models.loader import load_model_tokenizer
-
-    return load_model_tokenizer(name)
 
 
 def _show(report: Report, json_file: str | None) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatch, Metadata, Weighing
 from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.request import Request
+from chunkattn.engine.sampling import ROW_BUCKETS
 from chunkattn.engine.sampling_plan import SampleRow, SamplingPlan, plan_sampling
 from chunkattn.engine.scheduler import Span
 from chunkattn.engine.tile_area import tile_area
@@ -131,10 +132,15 @@ class StepPlan:
             first, last = last, last + span.end - span.start
             yield span, slice(first, last)
 
-    def reads(self, vocab_size: int) -> StepReads:
-        """Make the arrays of the readouts. Edits of many tokens take long: call this after the step has been dispatched."""
+    def reads(self, vocab_size: int, sizes: tuple[int, ...] = ROW_BUCKETS) -> StepReads:
+        """Make the arrays of the readouts. Edits of many tokens take long: call this after the step has been dispatched.
+
+        Args:
+            vocab_size: number of token ids.
+            sizes: sizes to which blocks of sampled rows are padded.
+        """
         return StepReads(
-            sampling=tuple(plan_sampling(self.samples, vocab_size)),
+            sampling=tuple(plan_sampling(self.samples, vocab_size, sizes)),
             score_rows=tuple(r.row for r in self.scores),
             labels=tuple(r.request.score.label_token_ids for r in self.scores if r.request.score),
             raw=tuple(r.request.score.raw for r in self.scores if r.request.score),

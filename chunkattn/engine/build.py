@@ -55,7 +55,7 @@ def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
     per_page = page_bytes(backend, files.spec.num_layers)
     num_pages = min(_num_pages(config, per_page, spec.block_size), backend.max_pages)
-    runner = Runner(decoder, backend, num_pages, config.max_logprobs)
+    runner = Runner(decoder, backend, num_pages, config.max_logprobs, config.batch_invariant)
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None)
 
 

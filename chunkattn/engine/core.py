@@ -90,6 +90,7 @@ class EngineCore:
             longest_table=runner.backend.max_table_pages,
             num_labels=runner.spec.num_labels,
             backends={name: backend.supports(backend.spec) for name, backend in named.items()},
+            batch_invariant=runner.invariance.holds,
         )
         self.intake = Intake(config, self.limits)
         self.scheduler = Scheduler(
@@ -99,6 +100,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             smallest_step=runner.backend.smallest_step,
+            one_size=runner.invariance.one_size,
         )
         self.isolation = Isolation(self.scheduler)
         self.batches = BatchBuilder(
@@ -291,7 +293,7 @@ class EngineCore:
         """Read and deliver the values of a step. The host makes the arrays of the readouts while the device computes."""
         self.metrics.count_step(plan)
         if plan.is_read:
-            result = self.runner.read(states, plan.reads(self.limits.vocab_size))
+            result = self.runner.read(states, plan.reads(self.limits.vocab_size, self.runner.row_sizes))
             self._deliver(plan, result, self._commit(plan, result.finite, step), step)
         else:
             self._unchecked = plan, states

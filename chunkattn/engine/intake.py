@@ -60,13 +60,13 @@ class Intake:
                 does not run.
         """
         layout, index, order = message.layout, np.arange(len(message.layout)), [*range(message.layout.num_chunks)]
-        scores = isinstance(message, ScoreRequest)
+        scores, apart = isinstance(message, ScoreRequest), isinstance(message, ScoreRequest) and not message.share_prefix
         # Scored items keep their order, so that the content of one item cannot move another.
         if layout.chunks_share_positions and layout.num_chunks > 1 and not scores:
             order = layout.canonical_order()
             index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
         footprint = footprint_of(message, self.limits.block_size)
-        plan = plan_slots(layout, self.limits.block_size, aligned=is_aligned(message), packed_chunks=scores)
+        plan = plan_slots(layout, self.limits.block_size, aligned=is_aligned(message), packed_chunks=scores, apart=apart)
         return Request(
             message.request_id,
             layout,

@@ -130,6 +130,7 @@ class EngineLimits:
         longest_table: page table entries that the attention backend supports.
         num_labels: classes of a sequence classifier, None for a language model.
         backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None.
+        batch_invariant: whether the bits of a result depend on its request alone.
     """
 
     num_pages: int
@@ -143,6 +144,7 @@ class EngineLimits:
     longest_table: int = 1 << 31
     num_labels: int | None = None
     backends: dict[str, str | None] = field(default_factory=dict)
+    batch_invariant: bool = False
 
     @property
     def kv_tokens(self) -> int:

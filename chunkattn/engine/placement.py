@@ -188,10 +188,12 @@ class Placement:
 
     def _key(self, sequence: Sequence, number: int, start: int, width: int, parents: Seq[Block]) -> Key:
         """Return what a block's K/V depends on besides its first parent: position, tokens and the other parents."""
-        request = sequence.request
+        request, kind = sequence.request, sequence.request.parts[number][0]
         private = number if request.distinct else -1
-        weighing = request.weighing if request.parts[number][0] == QUESTION_ID else None
-        return request.key_of(sequence, start, width), private, weighing, *(p.serial for p in parents[1:])
+        weighing = request.weighing if kind == QUESTION_ID else None
+        # A chunk alone has the K/V of a plain prompt, but for the bits: its attention to the prefix is summed apart.
+        apart = kind != PREFIX_ID and request.plan.prefix_end > 0
+        return request.key_of(sequence, start, width), private, weighing, apart, *(p.serial for p in parents[1:])
 
     def _new(self, request: Request, size: int) -> Block:
         return self.trie.new(size, keep=request.shares)

@@ -21,6 +21,7 @@ from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.batch import StepBatch, StepReads
 from chunkattn.engine.buckets import bucket_for
 from chunkattn.engine.fingerprint import fingerprint
+from chunkattn.engine.invariance import Invariance
 from chunkattn.engine.kv_pool import KVPool
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.sampling import (
@@ -36,6 +37,7 @@ from chunkattn.engine.sampling import (
     empty_edits,
     empty_input,
     finite_rows,
+    normalised,
     read,
     read_labels,
 )
@@ -96,10 +98,19 @@ class Runner:
         pool: pages of the KV cache.
         max_logprobs: number of likeliest tokens that the readouts return, at most the vocabulary size.
         dtype: dtype of the model's weights.
+        invariance: whether and how the bits of results are kept.
+        row_sizes: sizes to which blocks of sampled rows are padded.
         compiles: number of programs traced so far, by name.
     """
 
-    def __init__(self, model: Decoder, backend: AttentionBackend, num_pages: int, max_logprobs: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        num_pages: int,
+        max_logprobs: int,
+        batch_invariant: bool | None = None,
+    ) -> None:
         self.spec, self.backend = model.spec, backend
         self.backends: dict[str | None, AttentionBackend] = {n: get_backend(n)(backend.spec) for n in ON_REQUEST}
         self.backends[None] = backend
@@ -110,6 +121,9 @@ class Runner:
         # The step takes plain arrays, since every call flattens its arguments, and nnx flattens its variables in Python.
         self._params, self._state = jax.tree.flatten(state)
         self.dtype = model.dtype
+        self.invariance = Invariance.of(batch_invariant, backend, model.dtype)
+        self.row_sizes = ROW_BUCKETS[-1:] if self.invariance.one_size else ROW_BUCKETS
+        self._read_sizes = ROW_BUCKETS[-1:] if self.invariance.one_size else READ_BUCKETS
         # The pool's arrays are donated, so that writing a token does not copy them.
         self._step = jax.jit(self._trace_step, donate_argnums=1, static_argnames="backend")
         self._gather = jax.jit(self._trace_gather)
@@ -199,17 +213,17 @@ class Runner:
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
-        for size in ROW_BUCKETS:
-            self._pick(hidden, [0] * size, ROW_BUCKETS)
+        for size in self.row_sizes:
+            self._pick(hidden, [0] * size, self.row_sizes)
 
     def readouts(self, size: int) -> list[Program]:
         """Return calls that compile the programs that read `size` picked rows; the first one samples greedily.
 
         Args:
-            size: one of `ROW_BUCKETS`.
+            size: one of `row_sizes`.
         """
         if self.spec.num_labels is not None:
-            size = max(size, READ_BUCKETS[0])
+            size = max(size, self._read_sizes[0])
         params, picked = self._params, np.zeros((size, self.spec.hidden_size), np.float32)
         if self.spec.num_labels is not None:
             return [partial(self._classify, params, picked)]
@@ -217,7 +231,7 @@ class Runner:
         logits = np.zeros((size, vocab), np.float32)
         samples = [(given, logprobs) for logprobs in (False, True) for given in (None, empty_input(size, vocab))]
         programs: list[Program] = [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
-        if size in READ_BUCKETS:
+        if size in self._read_sizes:
             programs += [partial(self._read_labels, params, picked, np.zeros((size, n), np.int32)) for n in LABEL_WIDTHS]
             programs += [partial(self._read, params, picked, np.zeros(size, np.int32))]
             programs += [partial(self._read_vocabulary, params, picked)]
@@ -250,7 +264,7 @@ class Runner:
         for plan in plans:
             given, wanted = plan.given, plan.num_logprobs
             with_logprobs = any(w is not None for w in wanted)
-            picked = self._pick(hidden, plan.rows, ROW_BUCKETS)
+            picked = self._pick(hidden, plan.rows, self.row_sizes)
             if plan.edits is None:
                 drawn = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
             else:  # three programs, so that each width of edits compiles only a small program
@@ -354,9 +368,9 @@ class Runner:
             found.append(jax.tree.map(itemgetter(slice(len(block))), values))
         return found
 
-    def _pick(self, hidden: jax.Array, rows: Seq[int], sizes: Seq[int] = READ_BUCKETS) -> jax.Array:
+    def _pick(self, hidden: jax.Array, rows: Seq[int], sizes: Seq[int] = ()) -> jax.Array:
         """Return the hidden states of up to `READ_ROWS` rows, padded to a bucket, so that readers compile once per bucket."""
-        padded = np.zeros(bucket_for(len(rows), sizes), np.int32)
+        padded = np.zeros(bucket_for(len(rows), sizes or self._read_sizes), np.int32)
         padded[: len(rows)] = rows
         return self._gather(hidden, padded)
 
@@ -435,7 +449,7 @@ class Runner:
     def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         self.compiles["read"] += 1
         logits = self._model(params).logits(hidden)
-        return jax.nn.log_softmax(logits), finite_rows(logits)
+        return normalised(logits, logits), finite_rows(logits)
 
     def _trace_classify(self, params: Params, hidden: jax.Array) -> jax.Array:
         self.compiles["classify"] += 1

@@ -11,15 +11,18 @@ import numpy as np
 
 from chunkattn.backends.base import StepArray
 from chunkattn.engine.buckets import buckets
+from chunkattn.models.linear import sums
 
 READ_ROWS = 64
 """Limit on the rows whose logits exist at once; bounds the float32 `[rows, vocab]` array."""
 ROW_BUCKETS = (1, 16, READ_ROWS)
 """Sizes to which a block of sampled rows is padded. On CPUs, the head of a large vocabulary takes long for every row."""
 READ_BUCKETS = ROW_BUCKETS[1:]
-"""Sizes to which other blocks are padded. A product of one row may sum in another order, and scores must not depend on it."""
+"""Sizes to which other blocks are padded."""
 _LEAST_EDITS = 64
 _ARGMAX_BLOCK = 128
+_WHOLE = 1 << 30
+"""Number that stands for the probability 1."""
 
 
 class Edits(NamedTuple):
@@ -145,7 +148,8 @@ def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
     """Set the logits of excluded tokens to -inf: first by min-p, then top-k, then top-p.
 
     Tokens tied at a threshold are kept. Thresholds are found by bisection over the bits of float32, in 32 passes over the
-    logits. The result is exact, and avoids sorting 150,000 logits.
+    logits, which avoids sorting 150,000 of them. Probabilities are summed as whole numbers of `1 / _WHOLE`, so that the sums do
+    not depend on the order of additions.
 
     Args:
         logits: float32 `[R, V]`.
@@ -156,9 +160,10 @@ def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
     keep = logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)[:, None]
     logits = jnp.where(keep, logits, -jnp.inf)
     order = _sortable(logits)
-    ones = jnp.ones_like(logits)
-    logits = jnp.where(order >= _threshold(order, ones, top_k.astype(jnp.float32)), logits, -jnp.inf)
-    kept = order >= _threshold(order, jax.nn.softmax(logits), top_p)
+    logits = jnp.where(order >= _threshold(order, jnp.ones_like(order), top_k), logits, -jnp.inf)
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    parts = jnp.round(weights / sums(weights) * _WHOLE).astype(jnp.int32)
+    kept = order >= _threshold(order, parts, jnp.round(top_p * _WHOLE).astype(jnp.int32))
     return jnp.where(kept | (top_p >= 1)[:, None], logits, -jnp.inf)
 
 
@@ -169,7 +174,7 @@ def _sortable(x: jax.Array) -> jax.Array:
 
 
 def _threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
-    """Return `[R, 1]`, per row the largest `t` such that the weights where `order >= t` sum to `target` or more."""
+    """Return `[R, 1]`, per row the largest `t` such that the int32 weights where `order >= t` sum to `target` or more."""
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -239,7 +244,7 @@ def read(logits: jax.Array, targets: jax.Array, num_top: int) -> Readout:
     target = jnp.take_along_axis(logits, targets[:, None], axis=1)
     rank = 1 + (logits > target).sum(-1)
     top, top_ids = jax.lax.top_k(logits, num_top)
-    logprobs = _normalised(jnp.concatenate([target, top], axis=1), logits)
+    logprobs = normalised(jnp.concatenate([target, top], axis=1), logits)
     return Readout(logprobs[:, 0], rank, top_ids, logprobs[:, 1:])
 
 
@@ -250,10 +255,10 @@ def read_labels(logits: jax.Array, labels: jax.Array) -> jax.Array:
         logits: float32 `[R, V]`.
         labels: int32 `[R, L]` token ids.
     """
-    return _normalised(jnp.take_along_axis(logits, labels, axis=1), logits)
+    return normalised(jnp.take_along_axis(logits, labels, axis=1), logits)
 
 
-def _normalised(some: jax.Array, logits: jax.Array) -> jax.Array:
-    """Return the log-softmax of some logits of each row, without writing an array of the vocabulary's size."""
+def normalised(some: jax.Array, logits: jax.Array) -> jax.Array:
+    """Return the log-softmax of some logits of each row."""
     maximum = logits.max(-1, keepdims=True)
-    return some - maximum - jnp.log(jnp.exp(logits - maximum).sum(-1, keepdims=True))
+    return some - maximum - jnp.log(sums(jnp.exp(logits - maximum)))

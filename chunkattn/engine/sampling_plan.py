@@ -56,16 +56,17 @@ class SamplingPlan:
     num_logprobs: tuple[int | None, ...]
 
 
-def plan_sampling(rows: Sequence[SampleRow], vocab_size: int) -> Iterator[SamplingPlan]:
+def plan_sampling(rows: Sequence[SampleRow], vocab_size: int, sizes: tuple[int, ...] = ROW_BUCKETS) -> Iterator[SamplingPlan]:
     """Yield the plans of all rows, one for each block of up to `READ_ROWS` rows.
 
     Args:
         rows: rows of the step to sample from.
         vocab_size: number of token ids.
+        sizes: sizes to which blocks are padded.
     """
     for first in range(0, len(rows), READ_ROWS):
         block = rows[first : first + READ_ROWS]
-        size = bucket_for(len(block), ROW_BUCKETS)
+        size = bucket_for(len(block), sizes)
         yield SamplingPlan(
             tuple(r.row for r in block),
             sample_input(block, size, vocab_size),

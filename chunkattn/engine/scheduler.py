@@ -70,12 +70,15 @@ class Scheduler:
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int | None = None,
         smallest_step: int = SMALLEST_STEP,
+        one_size: bool = False,
     ) -> None:
         self.trie, self.block_size = trie, block_size
         self.placement = Placement(trie, block_size)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         sizes = buckets(SMALLEST_STEP, max(max_num_batched_tokens, SMALLEST_STEP), 2)
-        self.token_buckets = sizes if smallest_step >= SMALLEST_STEP else (smallest_step, *sizes)
+        if one_size:
+            sizes = sizes[-1:]
+        self.token_buckets = sizes if smallest_step >= SMALLEST_STEP or one_size else (smallest_step, *sizes)
         self.max_spans = max_num_seqs + EXTRA_SPANS
         self.threshold = long_prefill_token_threshold
         self.waiting: list[Request] = []

@@ -6,7 +6,7 @@ from chunkattn.backends.base import AttentionBatch
 from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 
 TILE_ROWS, TILE_SLOTS = 256, 256
-"""Tile size used to estimate the cost of attention: the size that `xla` uses in large steps. Other sizes differ by a factor."""
+"""Tile size used to estimate the cost of attention: about the size that `xla` uses. Other sizes differ by a factor."""
 
 
 def tile_area(batch: AttentionBatch) -> int:

@@ -13,7 +13,6 @@ import jax
 from chunkattn.engine.batch import BatchBuilder
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.runner import Program, Runner
-from chunkattn.engine.sampling import ROW_BUCKETS
 from chunkattn.engine.scheduler import SMALLEST_STEP
 
 logger = logging.getLogger(__name__)
@@ -94,16 +93,16 @@ class WarmUp:
         """Return the parts, the likeliest first. Timing is a part of its own, so that a request waits less."""
         width, *wider = self._batches.width_buckets
         sizes = self._batches.token_buckets
-        short = next(size for size in sizes if size >= SMALLEST_STEP)
+        short = next((size for size in sizes if size >= SMALLEST_STEP), sizes[-1])
         decodes, others = [size for size in sizes if size < short], [size for size in sizes if size > short]
         steps = {rows: [partial(self._first_step, rows, width), partial(self._timed_step, rows, width)] for rows in sizes}
-        greedy, *readouts = self._runner.readouts(ROW_BUCKETS[0])
+        greedy, *readouts = self._runner.readouts(self._runner.row_sizes[0])
         parts: list[Program] = [*(steps[rows][0] for rows in (*decodes, short)), greedy]
         self.first = len(parts)
         parts += [steps[rows][1] for rows in (*decodes, short)] + [part for rows in others[-1:] for part in steps[rows]]
         parts += readouts
         parts += [part for rows in others[:-1] for part in steps[rows]]
-        parts += [part for size in ROW_BUCKETS[1:] for part in self._runner.readouts(size)]
+        parts += [part for size in self._runner.row_sizes[1:] for part in self._runner.readouts(size)]
         parts += self._runner.pool.copies()
         parts += [partial(self._step, rows, width) for width in wider for rows in self._batches.token_buckets]
         return parts + (self._runner.pool.transfers() if self._with_store else [])

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from chunkattn.models.linear import Linear, multiply
+from chunkattn.models.norm import RMSNorm
 from chunkattn.models.spec import DecoderSpec
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
@@ -31,8 +32,8 @@ class Attention(nnx.Module):
         self.v_proj = Linear(spec.hidden_size, kv_size, spec.qkv_bias, dtype, rngs)
         self.o_proj = Linear(q_size, spec.hidden_size, spec.o_bias, dtype, rngs)
         if spec.qk_norm:
-            self.q_norm = _norm(spec, spec.head_dim, dtype, rngs)
-            self.k_norm = _norm(spec, spec.head_dim, dtype, rngs)
+            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype)
+            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype)
         self.head_dim, self.qk_norm, self.dtype = spec.head_dim, spec.qk_norm, dtype
 
     def __call__(
@@ -67,17 +68,13 @@ class MLP(nnx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _norm(spec: DecoderSpec, features: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(features, epsilon=spec.norm_eps, dtype=jnp.float32, param_dtype=dtype, rngs=rngs)
-
-
 class DecoderLayer(nnx.Module):
     """Transformer layer: attention and MLP, each after a norm, each added to the float32 residual stream."""
 
     def __init__(self, spec: DecoderSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.input_layernorm = _norm(spec, spec.hidden_size, dtype, rngs)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype)
         self.self_attn = Attention(spec, dtype, rngs)
-        self.post_attention_layernorm = _norm(spec, spec.hidden_size, dtype, rngs)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype)
         self.mlp = MLP(spec, dtype, rngs)
 
     def __call__(
@@ -102,7 +99,7 @@ class Decoder(nnx.Module):
         )
         # One array per layer instead of a stacked scan: XLA:CPU copies the slice of a stacked bf16 weight at every use.
         self.layers = nnx.List([DecoderLayer(spec, dtype, rngs) for _ in range(spec.num_layers)])
-        self.norm = _norm(spec, spec.hidden_size, dtype, rngs)
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype)
         if spec.num_labels is not None:
             self.score = Linear(spec.hidden_size, spec.num_labels, False, dtype, rngs)
         elif not spec.tie_embeddings:

@@ -8,6 +8,9 @@ from flax import nnx
 
 from chunkattn.backends.cpu import linear as few_rows
 
+_COLUMNS = 8
+"""Least columns of a product: XLA:CPU adds up a product of fewer in an order that follows the number of rows."""
+
 
 class Linear(nnx.Module):
     """Linear layer that holds its weight as checkpoints do, `[out, in]`.
@@ -43,14 +46,28 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return XLA's own product of `multiply`, for operands of one dtype."""
-    rows = len(x)
-    if rows == 1 and weight.dtype.itemsize < 4:  # for one such row, XLA:CPU takes ten times as long as for two
+    """Return XLA's own product of `multiply`, for operands of one dtype.
+
+    On CPUs a row has the same bits beside any number of other rows.
+    """
+    rows, columns = len(x), len(weight)
+    if rows == 1:  # XLA:CPU adds up a single row in another order, and takes ten times as long for one of 16 bits
         x = jnp.concatenate([x, x])
+    if columns < _COLUMNS:
+        weight = jnp.pad(weight, ((0, _COLUMNS - columns), (0, 0)))
     product = jax.lax.dot_general(
         x, weight, (((1,), (1,)), ((), ())), precision=_precision(weight.dtype), preferred_element_type=jnp.float32
     )
-    return product[:rows]
+    return product[:rows, :columns]
+
+
+def sums(x: jax.Array) -> jax.Array:
+    """Return the sums over the last axis of float32 `[*axes, N]`, as `[*axes, 1]`.
+
+    A product has one order of additions for any number of rows. XLA:CPU's own sums do not.
+    """
+    ones = jnp.ones((1, x.shape[-1]), jnp.float32)
+    return dot(x.reshape(-1, x.shape[-1]), ones).reshape(*x.shape[:-1], 1)
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:

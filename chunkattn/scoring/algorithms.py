@@ -79,8 +79,8 @@ class ScorePart:
 def serial(job: QueryItems) -> Iterator[ScorePart]:
     """Yield every item as a plain sequence with the query. This algorithm defines the scores."""
     for index, item in enumerate(job.items):
-        ids = job.leading + (item + job.query if job.item_first else job.query + item)
-        yield ScorePart(make_layout([], [], ids), np.asarray([len(ids) - 1]), [index])
+        prefix, question = ([], job.leading + item + job.query) if job.item_first else (job.prefix, item)
+        yield ScorePart(make_layout(prefix, [], question), np.asarray([len(prefix) + len(question) - 1]), [index])
 
 
 def packed_segment(job: QueryItems) -> Iterator[ScorePart]:
@@ -106,7 +106,7 @@ def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
     if empty:
         last = len(prefix) - 1
         cut = last - last % job.block_size
-        yield ScorePart(make_layout(prefix[:cut], [prefix[cut:]], [], "shared"), np.full(len(empty), last), empty)
+        yield ScorePart(make_layout(prefix[:cut], [], prefix[cut:]), np.full(len(empty), last), empty)
 
 
 def _packs(job: QueryItems, most: int, picked: Sequence[int] | None = None) -> Iterator[ScorePart]:

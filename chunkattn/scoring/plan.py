@@ -23,8 +23,7 @@ Stage = list[PrecomputeRequest | ScoreRequest]
 class QueryPlan:
     """The scoring of one query: requests made stage by stage, and the output collected from their results.
 
-    Items of equal keys are scored once, and none if all results are known. To score only some would change their layout, and so
-    their bits.
+    Items of equal keys are scored once, and items of known results not at all.
 
     Args:
         job: the job to score.
@@ -60,10 +59,9 @@ class QueryPlan:
         first = {key: place for place, key in reversed([*enumerate(keys)])}  # of each distinct item
         self._first = [first[key] for key in keys]
         self._values = np.zeros((len(job.items), columns), np.float32)
-        complete = len(known) == len(first)
-        for key, row in known.items() if complete else ():
+        for key, row in known.items():
             self._values[first[key]] = row
-        self._open = [] if complete else sorted(first.values())  # items to score
+        self._open = sorted(place for key, place in first.items() if key not in known)  # items to score
         self._places: dict[str, list[int]] = {}  # items of the requests in flight
         self._rows = self.cached_query = 0
         self._lookup = lookup if self._open else None

@@ -149,7 +149,7 @@ class ScorePlanner:
             RequestError: the algorithm is unknown or cannot serve the job.
             CapacityError: every suitable algorithm would compute more than `max_tokens_per_call`.
         """
-        config = self.config
+        config, alone = self.config, self.limits.batch_invariant
         wanted = algorithm or config.score_algorithm
         refused = refusals(
             job,
@@ -172,7 +172,7 @@ class ScorePlanner:
             with self._lock:
                 found = asked in self._cached if known is None else known
                 choice = select(query_cached=found, before=self._chosen.get(shape))
-                if wanted == "auto":
+                if wanted == "auto" and not alone:
                     _remember(self._chosen, shape, choice.algorithm)
             expected = ", ".join(f"{name} {cost:.3g} s" for name, cost in choice.predicted_seconds.items())
             if wanted == "auto":
@@ -200,7 +200,7 @@ class ScorePlanner:
         columns = len(labels) if classes is None else classes
         note = partial(self._note, query=asked, tokens=len(job.prefix))
         most = STAGE_STEPS * config.max_num_batched_tokens
-        keys = item_keys(job, labels, wanted, cache_salt, raw)
+        keys = item_keys(job, labels, wanted, cache_salt, raw, alone=alone)
         return QueryPlan(
             job,
             keys,

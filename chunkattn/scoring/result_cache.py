@@ -10,7 +10,7 @@ from threading import Lock
 import numpy as np
 from jaxtyping import Float32
 
-from chunkattn.scoring.algorithms import QueryItems
+from chunkattn.scoring.algorithms import BACKENDS, QueryItems
 
 _MAX_BYTES = 32 << 20
 """Size limit of the results."""
@@ -18,26 +18,33 @@ _ENTRY_BYTES = 256
 """Size of an entry beside its values: key, array header and place in the order."""
 
 
-def item_keys(job: QueryItems, labels: Sequence[int], algorithm: str, cache_salt: str | None, raw: bool = False) -> list[bytes]:
+def item_keys(
+    job: QueryItems, labels: Sequence[int], algorithm: str, cache_salt: str | None, raw: bool = False, *, alone: bool = False
+) -> list[bytes]:
     """Return a key for each item. Items of equal keys have equal results.
 
-    The key covers all items of the call, because they decide the layout and so the bits. The key is a cryptographic digest of
-    everything that the result depends on in one engine, so no chosen text can get the result of another text.
+    The key is a cryptographic digest of everything that the bits of the result depend on in one engine, so no chosen text can
+    get the result of another text.
 
     Args:
         job: query and items.
         labels: token ids to read.
-        algorithm: name that the caller asked for, which may be `"auto"`: algorithms round differently.
+        algorithm: name that the caller asked for, which may be `"auto"`.
         cache_salt: cache salt of the call.
         raw: whether logits are read instead of log-probabilities.
+        alone: whether an item's bits depend on itself and the query alone. Else they depend on all items, which decide the
+            layout, and on the algorithm.
     """
+    if alone and algorithm not in BACKENDS:
+        algorithm = ""  # the others give equal bits
     form = (cache_salt, algorithm, raw, job.item_first, list(labels), len(job.leading), len(job.query))
     shared = blake2b(repr(form).encode(), digest_size=32)
     shared.update(np.asarray(job.prefix, np.int64).tobytes())
     items = [np.asarray(item, np.int64).tobytes() for item in job.items]
-    shared.update(np.asarray([len(item) for item in items], np.int64).tobytes())
-    for item in items:
-        shared.update(item)
+    if not alone or algorithm:
+        shared.update(np.asarray([len(item) for item in items], np.int64).tobytes())
+        for item in items:
+            shared.update(item)
     keys = []
     for item in items:
         own = shared.copy()

@@ -11,7 +11,7 @@ from chunkattn.scoring.algorithms import ALGORITHMS, AUTO, BACKENDS, QueryItems
 EQUAL = 1.01
 """Costs within this factor count as equal; the first of `AUTO` then wins."""
 STEADY = 1.13
-"""Maximum loss accepted to keep the choice independent of the cache contents, so that equal requests give equal bits."""
+"""Maximum loss accepted to keep the choice independent of the cache's contents, and to leave the query in the cache."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def select_algorithm(
         costs: predicted seconds by algorithm, for a query that is not in the cache.
         cached: predicted seconds of `prefill_extend` with a cached query.
         query_cached: whether the query is probably in the cache.
-        before: earlier choice of `"auto"` for a request of the same query and lengths. The choice is repeated, because the
-            rates change over time and the results must not.
+        before: earlier choice of `"auto"` for a request of the same query and lengths, to be repeated where algorithms round
+            differently; else None.
 
     Raises:
         RequestError: the algorithm is unknown or cannot serve this job; the message gives the reason.

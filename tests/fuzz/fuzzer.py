@@ -16,6 +16,7 @@ from chunkattn import SamplingParams
 from chunkattn.engine.batch import StepBatch, StepPlan
 from chunkattn.engine.runner import StepStates
 from chunkattn.engine.scheduler import Span
+from tests.fuzz.alone import Alone
 from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Precompute, Score
 from tests.fuzz.ledger import Ledger
 from tests.fuzz.prompts import Alphabet
@@ -43,13 +44,14 @@ class Fuzzer:
         oracle: judges some answers too: `SECOND_OPINION` of all, and of every engine the first chunk prompt that has found
             something in the cache after a scoring call, and the first that has after parts of an earlier engine were read.
         seed: decides everything.
+        alone: judges the bits of every answer; None where they are not promised.
 
     Attributes:
         counts: of operations, answers and events, by name.
     """
 
-    def __init__(self, rig: Rig, cold: Witness, oracle: Witness | None, seed: int) -> None:
-        self._rig, self._cold, self._oracle = rig, cold, oracle
+    def __init__(self, rig: Rig, cold: Witness, oracle: Witness | None, seed: int, alone: Alone | None = None) -> None:
+        self._rig, self._cold, self._oracle, self._alone = rig, cold, oracle, alone
         self.rng = np.random.default_rng(seed)
         self.alphabet, self._ledger = Alphabet(self.rng, rig.block), Ledger()
         self.counts: Counter[str] = Counter()
@@ -59,7 +61,7 @@ class Fuzzer:
 
     def _start(self) -> None:
         positions, store = str(self.rng.choice([*POSITIONS])), self._store if self.rng.random() < 0.8 else None
-        self.session = Session(self._rig, self._cold, self._ledger, positions, store)
+        self.session = Session(self._rig, self._cold, self._ledger, positions, store, self._alone)
         self._open = {"scoring", "a restart"}  # after which no chunk prompt has had a second opinion yet
         self._scored = False
 
@@ -81,7 +83,7 @@ class Fuzzer:
         except Difference as difference:
             asks, positions = None, self.session.positions
             if difference.ask is not None:
-                asks = smallest(self._rig, self._cold, self._asked, difference.ask, positions)
+                asks = smallest(self._rig, self._cold, self._asked, difference.ask, positions, self._alone)
             raise Difference(report(difference, asks, positions)) from difference
         finally:
             self._end()

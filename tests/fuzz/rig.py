@@ -80,8 +80,17 @@ class Subject:
         }
 
 
-SUBJECTS = {"auto": Subject(), "pallas_gpu": Subject("pallas_gpu", 16, 64, "float16", 0.02)}
-"""By the name of the backend."""
+SUBJECTS = {
+    "auto": Subject(),
+    "auto bfloat16": Subject(dtype="bfloat16", tolerance=0.2),
+    "auto float16": Subject(dtype="float16", tolerance=0.02),
+    "xla": Subject("xla"),
+    "xla bfloat16": Subject("xla", dtype="bfloat16", tolerance=0.2),
+    "xla float16": Subject("xla", dtype="float16", tolerance=0.02),
+    "reference": Subject("reference"),
+    "pallas_gpu": Subject("pallas_gpu", 16, 64, "float16", 0.02),
+}
+"""By the name of the backend, with the dtype where it is not the first."""
 
 
 def make_model(folder: Path, subject: Subject) -> Path:
@@ -130,21 +139,25 @@ class Rig:
     Args:
         model: folder of `make_model`.
         subject: backend and sizes.
+        pages: pages of the pool.
+        changes: other options of the engine.
 
     Attributes:
         block: tokens of a page.
         frontends: by name in `POSITIONS`.
     """
 
-    def __init__(self, model: Path, subject: Subject) -> None:
+    def __init__(self, model: Path, subject: Subject, pages: int = PAGES, **changes: Any) -> None:
         self.block = subject.block
+        options = subject.options | changes
+        options["kv_cache_memory_bytes"] = options["kv_cache_memory_bytes"] // PAGES * pages
         self._configs = {
-            name: make_config(str(model), {**subject.options, "position_strategy": strategy, "chunk_position_gap": gap})
+            name: make_config(str(model), {**options, "position_strategy": strategy, "chunk_position_gap": gap})
             for name, (strategy, gap) in POSITIONS.items()
         }
         files = open_files(self._configs["shared"])
         first = build_core(self._configs["shared"], files)
-        assert first.limits.num_pages == PAGES
+        assert first.limits.num_pages == pages
         self._runner, self._max_model_len = first.runner, first.limits.max_model_len
         self.frontends = {name: Frontend(config, files) for name, config in self._configs.items()}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from chunkattn.engine.messages import EngineOutput, PrecomputeRequest, PrecomputeResult, RequestFailed, TokenOutput
 from chunkattn.errors import CapacityError
+from tests.fuzz.alone import Alone
 from tests.fuzz.calls import Ask, Call, Generate, Precompute, cacheable, continued, describe, shares
 from tests.fuzz.ledger import Ledger, exceeds
 from tests.fuzz.rig import PAGES, Rig
@@ -26,6 +27,7 @@ class Session:
         ledger: of everything computed so far that may be in `store`.
         positions: name in `POSITIONS`.
         store: folder of the K/V store; None for none.
+        alone: judges the bits of every answer; None where they are not promised.
 
     Attributes:
         core: the engine.
@@ -35,13 +37,21 @@ class Session:
         counts: of answers and events, by name.
     """
 
-    def __init__(self, rig: Rig, cold: Witness, ledger: Ledger, positions: str, store: Path | None = None) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        cold: Witness,
+        ledger: Ledger,
+        positions: str,
+        store: Path | None = None,
+        alone: Alone | None = None,
+    ) -> None:
         self.core, self.frontend = rig.start(positions, store), rig.frontends[positions]
         self.positions, self.stalled = positions, False
         self.answered: list[Call] = []
         self.damaged: set[str] = set()
         self.counts: Counter[str] = Counter()
-        self._cold, self._ledger = cold, ledger
+        self._cold, self._alone, self._ledger = cold, alone, ledger
         self._calls: dict[str, Call] = {}  # by id of a request that has not ended
         if self.core.disk is not None:
             take_read = self.core.disk.take_read
@@ -71,6 +81,8 @@ class Session:
         if call.done and not isinstance(call.ask, Precompute):
             self.counts["answers"] += 1
             check(call, self._cold)
+            if self._alone is not None:
+                self._alone.check(call)
             self.answered.append(call)
 
     def leave(self, call: Call) -> None:
@@ -188,7 +200,9 @@ class Session:
         self.core.close_disk()
 
 
-def smallest(rig: Rig, cold: Witness, asked: list[tuple[str, Ask]], failing: Ask, positions: str) -> list[Ask] | None:
+def smallest(
+    rig: Rig, cold: Witness, asked: list[tuple[str, Ask]], failing: Ask, positions: str, alone: Alone | None = None
+) -> list[Ask] | None:
     """Find the failing ask alone, or behind one other, that differs on a new engine.
 
     Args:
@@ -197,13 +211,14 @@ def smallest(rig: Rig, cold: Witness, asked: list[tuple[str, Ask]], failing: Ask
         asked: everything that was asked, in order, with the positions of its engine.
         failing: whose answer was wrong.
         positions: of the engine that gave it.
+        alone: judges the bits.
 
     Returns:
         One or two asks; None when neither differs, as where it takes requests in flight together or a restart.
     """
     others = [ask for name, ask in asked if name == positions and ask != failing]
     for before in [[], *([ask] for ask in reversed(others[-150:]))]:
-        session = Session(rig, cold, Ledger(), positions)
+        session = Session(rig, cold, Ledger(), positions, alone=alone)
         try:
             for ask in [*before, failing]:
                 session.send(ask)

@@ -49,6 +49,7 @@ class CpuMetadata(NamedTuple):
 class CpuBackend(AttentionBackend):
     """Native attention on CPUs: one call per layer, on all threads of XLA."""
 
+    keeps_bits = True
     weighs = True
     any_table_width = True
     smallest_step = 1

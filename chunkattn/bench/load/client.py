@@ -19,21 +19,22 @@ class Client:
     Args:
         url: base URL of the server, with or without a final `/v1`.
         api_key: bearer token; None sends none.
+        name: name of the URL's option or argument in errors.
 
     Raises:
         ConfigError: the URL has no http or https scheme or no host, or holds credentials; the key cannot be a header.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, name: str = "--url") -> None:
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"--url {url!r} is no URL: {error}") from None
+            raise ConfigError(f"{name} {url!r} is no URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url must be like http://localhost:8000; got {url!r}")
+            raise ConfigError(f"{name} must be like http://localhost:8000; got {url!r}")
         if parts.username is not None or parts.query or parts.fragment:
-            raise ConfigError("--url takes no credentials, query or fragment; give a key with --api-key")
+            raise ConfigError(f"{name} takes no credentials, query or fragment; give a key with --api-key")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("--api-key must be printable ASCII")
         self._host, self._path = parts.hostname, parts.path.rstrip("/").removesuffix("/v1")

@@ -8,13 +8,14 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from chunkattn.bench.load.answers import Caller
 from chunkattn.bench.load.client import Client
 from chunkattn.bench.load.open_loop import OK, Ask, Record, poisson, run
 from chunkattn.bench.load.summary import Objective, Summary, summarize
-from chunkattn.bench.load.workloads import LABELS, Form, Source, Texts, Workload
+from chunkattn.bench.load.workloads import LABELLED, LABELS, Form, Source, Texts, Workload
 from chunkattn.errors import ConfigError, EngineError
 
 _ANSWER_S = 60.0
@@ -63,6 +64,16 @@ async def served_model(client: Client) -> str:
         raise ConfigError("GET /v1/models lists no model; name one with --model") from None
 
 
+async def is_ours(client: Client) -> bool:
+    """Return whether the server lists a model of this project's."""
+    try:
+        answer = await _json(client.get("/v1/models"), "GET /v1/models")
+    except ConfigError:
+        return False
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    return any(isinstance(model, dict) and model.get("owned_by") == "chunkattn" for model in listed or ())
+
+
 async def tokenize(client: Client, model: str, text: str) -> list[int]:
     """Return the token ids of a text, without special tokens, by the server's `/tokenize`.
 
@@ -81,6 +92,26 @@ async def tokenize(client: Client, model: str, text: str) -> list[int]:
         return [int(token) for token in answer["tokens"]]
     except (KeyError, TypeError, ValueError):
         raise ConfigError("POST /tokenize gave no tokens; name the model's tokenizer with --tokenizer") from None
+
+
+async def tokenizer_of(client: Client, model: str, name: str | None) -> Callable[[str], Awaitable[list[int]]]:
+    """Return a function from a text to its token ids, without special tokens.
+
+    Args:
+        client: client of the server, whose `/tokenize` is asked where no tokenizer is named.
+        model: name of the served model.
+        name: folder, GGUF file or hub id of a tokenizer; None asks the server.
+    """
+    if name is None:
+        return partial(tokenize, client, model)
+    from chunkattn.models.loader import load_model_tokenizer
+
+    local = await asyncio.to_thread(load_model_tokenizer, name)
+
+    async def tokens(text: str) -> list[int]:
+        return list(local(text, add_special_tokens=False).input_ids)
+
+    return tokens
 
 
 async def _json(asked: Awaitable[tuple[int, bytes]], what: str, advice: str = "") -> Any:
@@ -130,7 +161,7 @@ async def sweep(
         return len(await tokens(text))
 
     texts = await Texts.measured(count)
-    if form.scoring in ("score", "generative_scoring") and any(workload.is_rerank for workload in plan.workloads):
+    if form.scoring in LABELLED and any(workload.is_rerank for workload in plan.workloads):
         form = replace(form, label_ids=await label_ids(tokens))
     for workload in plan.workloads:
         source = Source(workload, form, texts, plan.seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ SCORINGS = {
     "pairs": "/v1/score",
     "generative_scoring": "/generative_scoring",
 }
+LABELLED = ("score", "generative_scoring")
+"""Forms of `SCORINGS` that take labels."""
 LABELS = ("yes", "no")
 _TEMPLATE = "Document: {document}\n\n"
 """The engine's default template of documents, for servers that take one prompt."""
@@ -181,26 +183,45 @@ class Source:
         }
         if form.ignore_eos:
             body["ignore_eos"] = True
-        joined = "".join(_TEMPLATE.format(document=document) for document in documents) + question
-        if form.generation == "chunks":
-            body["chunks"] = {"prefix": self._prefix, "documents": documents, "question": question}
-        elif form.generation == "prompt":
-            body["prompt"] = f"{self._prefix}\n\n{joined}"
-        else:
-            body["messages"] = [{"role": "system", "content": self._prefix}, {"role": "user", "content": joined}]
-        return json.dumps(body).encode()
+        return json.dumps(body | generation_fields(form.generation, self._prefix, documents, question)).encode()
 
     def _scoring(self) -> bytes:
         form, workload = self._form, self._workload
         query = self._texts.draw(self._rng, workload.tokens)
         items = [self._texts.draw(self._rng, form.item_tokens) for _ in range(workload.count)]
-        body: dict[str, Any] = {"model": form.model}
-        if form.scoring == "rerank":
-            body |= {"query": query, "documents": items}
-        elif form.scoring == "pairs":
-            body |= {"text_1": query, "text_2": items}
-        else:
-            # The space keeps the last word of the query and the first word of an item apart.
-            body |= {"query": query, "items": [f" {item}" for item in items]}
-            body |= {"label_token_ids": list(form.label_ids), "apply_softmax": True}
-        return json.dumps(body).encode()
+        return json.dumps({"model": form.model} | scoring_fields(form.scoring, query, items, form.label_ids)).encode()
+
+
+def generation_fields(generation: str, prefix: str, documents: Sequence[str], question: str) -> dict[str, Any]:
+    """Return the fields of a body that hold the prompt.
+
+    Args:
+        generation: key of `GENERATIONS`.
+        prefix: text before the documents.
+        documents: texts of the documents.
+        question: text after the documents.
+    """
+    if generation == "chunks":
+        return {"chunks": {"prefix": prefix, "documents": list(documents), "question": question}}
+    joined = "".join(_TEMPLATE.format(document=document) for document in documents) + question
+    if generation == "prompt":
+        return {"prompt": f"{prefix}\n\n{joined}"}
+    return {"messages": [{"role": "system", "content": prefix}, {"role": "user", "content": joined}]}
+
+
+def scoring_fields(scoring: str, query: str, items: Sequence[str], label_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of a body that hold query, items and labels.
+
+    Args:
+        scoring: key of `SCORINGS`.
+        query: text of the query.
+        items: texts of the items.
+        label_ids: token ids of the labels, for the forms in `LABELLED`.
+    """
+    if scoring == "rerank":
+        return {"query": query, "documents": list(items)}
+    if scoring == "pairs":
+        return {"text_1": query, "text_2": list(items)}
+    # The space keeps the last word of the query and the first word of an item apart.
+    fields: dict[str, Any] = {"query": query, "items": [f" {item}" for item in items]}
+    return fields | {"label_token_ids": list(label_ids), "apply_softmax": True}

@@ -1,4 +1,4 @@
-// Cuts a step into items, hands them to threads, and merges the softmax states of an item's splits.
+// Cuts a step into items, hands them to threads, and adds up the softmax states of an item's portions.
 #include "attention.h"
 
 #include <algorithm>
@@ -57,49 +57,87 @@ std::vector<Item> cut(const Step &step, int threads) {
   for (int row = 0; row < step.num_rows;) {
     int end = row + 1;
     while (end < step.num_rows && step.row_seq[end] == step.row_seq[row] && weighed(step, end) == weighed(step, row)) end++;
-    const bool alone = end == row + 1;
     for (; row < end; row += rows)
-      for (int g = 0; g < step.kv_heads; g++) items.push_back({row, std::min(rows, end - row), g, weighed(step, row), alone});
+      for (int g = 0; g < step.kv_heads; g++) items.push_back({row, std::min(rows, end - row), g, weighed(step, row)});
     row = end;
   }
   return items;
 }
 
-// The softmax states of an item, in memory of its own.
+// The portions of an item, in the order in which each row adds them: the prefix, then the rows' own parts. The chunks that
+// weighed rows see stand in between.
+std::vector<Portion> portions(const Step &step, const Item &item) {
+  const int sequence = step.row_seq[item.row], after = item.row + item.rows;
+  const int prefix_end = step.window ? 0 : step.prefix_end[sequence];
+  std::vector<Portion> found;
+  const auto add = [&](int row, int end_row, int begin, int end, bool chunks) {
+    const int first = step.window ? step.row_slot[row] - step.window + 1 : 0;  // of the slots that the first row sees
+    for (; begin < end; begin += kPortionSlots)
+      if (begin + kPortionSlots > first)
+        found.push_back({row, end_row - row, item.kv_head, begin, std::min(begin + kPortionSlots, end), chunks});
+  };
+  const auto last = [&](int end_row) { return step.row_slot[end_row - 1] + 1; };
+  add(item.row, after, 0, std::min(prefix_end, last(after)), false);
+  if (item.weighed) {
+    const int question = step.question_start[sequence];
+    add(item.row, after, prefix_end, question, true);
+    add(item.row, after, question, last(after), false);
+    return found;
+  }
+  int row = item.row;
+  while (row < after && step.row_slot[row] < prefix_end) row++;
+  while (row < after) {
+    const int start = std::max(prefix_end, step.row_start[row]);
+    int end = row + 1;
+    while (end < after && std::max(prefix_end, step.row_start[end]) == start) end++;
+    add(row, end, start, last(end), false);
+    row = end;
+  }
+  return found;
+}
+
+// The softmax states of some rows, in memory of their own.
 class States {
  public:
-  States(const Step &step, const Item &item)
-      : dim_(step.padded_dim()),
-        lines_(item.alone ? step.lines_per_row()
-                              : (item.rows * step.lines_per_row() + kLineGranule - 1) / kLineGranule * kLineGranule),
-        count_(item.weighed ? 2 : 1), memory_(new float[size_t(count_) * lines_ * (dim_ + 2)]) {
-    for (int s = 0; s < count_; s++) {
-      float *at = memory_.get() + size_t(s) * lines_ * (dim_ + 2);
-      states_[s] = {at + size_t(lines_) * dim_, at + size_t(lines_) * (dim_ + 1), at};
-    }
-    clear();
+  States(const Step &step, int rows)
+      : per_row_(step.lines_per_row()), dim_(step.padded_dim()),
+        lines_((rows * per_row_ + kLineGranule - 1) / kLineGranule * kLineGranule),
+        memory_(new float[size_t(lines_) * (dim_ + 2)]) {
+    state_ = {memory_.get() + size_t(lines_) * dim_, memory_.get() + size_t(lines_) * (dim_ + 1), memory_.get()};
+    clear(rows);
   }
-  void clear() {
-    for (int s = 0; s < count_; s++) {
-      std::fill_n(states_[s].maximum, lines_, -1e30f);
-      std::fill_n(states_[s].total, lines_, 0.f);
-      std::fill_n(states_[s].values, size_t(lines_) * dim_, 0.f);
-    }
+  void clear(int rows) {
+    const int lines = std::min(lines_, (rows * per_row_ + kLineGranule - 1) / kLineGranule * kLineGranule);
+    std::fill_n(state_.maximum, lines, -1e30f);
+    std::fill_n(state_.total, lines, 0.f);
+    std::fill_n(state_.values, size_t(lines) * dim_, 0.f);
   }
-  State *get() { return states_; }
+  const State &get() const { return state_; }
 
-  void add(const States &other) {
-    for (int s = 0; s < count_; s++)
-      for (int line = 0; line < lines_; line++) merge(states_[s], other.states_[s], line);
+  // Adds the states of `rows` rows to those from row `first` on.
+  void add(const States &other, int first, int rows) {
+    for (int line = 0; line < rows * per_row_; line++) merge(first * per_row_ + line, other.state_, line);
+  }
+
+  // Adds the chunks to the rest as one slot whose score is `scale` times their log-sum-exp.
+  void add_weighed(States &chunks, float scale) {
+    State &of = chunks.state_;
+    for (int line = 0; line < lines_; line++) {
+      if (of.total[line] == 0) continue;
+      float *values = of.values + size_t(line) * dim_;
+      for (int d = 0; d < dim_; d++) values[d] /= of.total[line];
+      of.maximum[line] = scale * (of.maximum[line] + std::log2(of.total[line]));
+      of.total[line] = 1;
+      merge(line, of, line);
+    }
   }
 
   // Divides, and writes the item's rows.
-  void finish(const Step &step, const Item &item) {
-    const int per_row = step.lines_per_row();
-    for (int line = 0; line < item.rows * per_row; line++) {
-      if (item.weighed) weigh(line, step.chunk_scale[step.row_seq[item.row]]);
-      const float *values = states_[0].values + size_t(line) * dim_, by = 1.f / std::max(states_[0].total[line], 1e-37f);
-      const int64_t to = (int64_t(item.row + line / per_row) * step.heads + item.kv_head * per_row + line % per_row) * step.head_dim;
+  void finish(const Step &step, const Item &item) const {
+    for (int line = 0; line < item.rows * per_row_; line++) {
+      const float *values = state_.values + size_t(line) * dim_, by = 1.f / std::max(state_.total[line], 1e-37f);
+      const int64_t head = int64_t(item.row + line / per_row_) * step.heads + item.kv_head * per_row_ + line % per_row_;
+      const int64_t to = head * step.head_dim;
       if (step.format == Format::bf16) {
         for (int d = 0; d < step.head_dim; d++) static_cast<uint16_t *>(step.out)[to + d] = bf16(values[d] * by);
       } else {
@@ -115,69 +153,70 @@ class States {
     return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
   }
 
-  void merge(State &into, const State &from, int line) const {
-    if (from.total[line] == 0) return;
-    const float most = std::max(into.maximum[line], from.maximum[line]);
-    const float a = into.total[line] == 0 ? 0 : std::exp2(into.maximum[line] - most), b = std::exp2(from.maximum[line] - most);
-    into.maximum[line] = most;
-    into.total[line] = into.total[line] * a + from.total[line] * b;
-    float *to = into.values + size_t(line) * dim_;
-    const float *add = from.values + size_t(line) * dim_;
+  void merge(int line, const State &from, int of) {
+    if (from.total[of] == 0) return;
+    const float most = std::max(state_.maximum[line], from.maximum[of]);
+    const float a = state_.total[line] == 0 ? 0 : std::exp2(state_.maximum[line] - most), b = std::exp2(from.maximum[of] - most);
+    state_.maximum[line] = most;
+    state_.total[line] = state_.total[line] * a + from.total[of] * b;
+    float *to = state_.values + size_t(line) * dim_;
+    const float *add = from.values + size_t(of) * dim_;
     for (int d = 0; d < dim_; d++) to[d] = to[d] * a + add[d] * b;
   }
 
-  // Adds the chunks to the rest as one slot whose score is `scale` times their log-sum-exp.
-  void weigh(int line, float scale) {
-    State &chunks = states_[1];
-    if (chunks.total[line] == 0) return;
-    float *values = chunks.values + size_t(line) * dim_;
-    for (int d = 0; d < dim_; d++) values[d] /= chunks.total[line];
-    chunks.maximum[line] = scale * (chunks.maximum[line] + std::log2(chunks.total[line]));
-    chunks.total[line] = 1;
-    merge(states_[0], chunks, line);
-  }
-
-  int dim_, lines_, count_;
+  int per_row_, dim_, lines_;
   std::unique_ptr<float[]> memory_;
-  State states_[2];
+  State state_;
 };
 
-// First and last split with a slot that the item may see.
-int first_split(const Step &step, const Item &item) {
-  return step.window ? std::max(0, step.row_slot[item.row] - step.window + 1) / kSplitSlots : 0;
-}
-int last_split(const Step &step, const Item &item) { return step.row_slot[item.row + item.rows - 1] / kSplitSlots; }
+// The states of an item, to which its portions are added in order.
+class Sum {
+ public:
+  Sum(const Step &step, const Item &item) : step_(step), item_(item), all_(step, item.rows) {
+    if (item.weighed) chunks_ = std::make_unique<States>(step, item.rows);
+  }
+  void add(const Portion &portion, const States &states) {
+    (portion.chunks ? *chunks_ : all_).add(states, portion.row - item_.row, portion.rows);
+  }
+  void finish() {
+    if (item_.weighed) all_.add_weighed(*chunks_, step_.chunk_scale[step_.row_seq[item_.row]]);
+    all_.finish(step_, item_);
+  }
+
+ private:
+  const Step &step_;
+  const Item &item_;
+  States all_;
+  std::unique_ptr<States> chunks_;
+};
 
 void attend_whole(const Step &step, const Kernel &kernel, const Item &item) {
-  const int first = first_split(step, item), last = last_split(step, item);
-  States all(step, item);
-  kernel.attend(step, item, first, all.get());
-  if (last > first) {
-    States one(step, item);
-    for (int split = first + 1; split <= last; split++) {
-      kernel.attend(step, item, split, one.get());
-      all.add(one);
-      one.clear();
-    }
+  Sum sum(step, item);
+  States one(step, item.rows);
+  for (const Portion &portion : portions(step, item)) {
+    one.clear(portion.rows);
+    kernel.attend(step, portion, one.get());
+    sum.add(portion, one);
   }
-  all.finish(step, item);
+  sum.finish();
 }
 
-// An item of which every split is a task; the last to end merges them, in order.
+// An item of which every portion is a task; the last to end adds them up.
 struct Divided {
   Divided(const Step &step, const Item &item)
-      : item(item), first(first_split(step, item)), left(last_split(step, item) - first + 1), states(left) {}
+      : item(item), parts(portions(step, item)), left(int(parts.size())), states(parts.size()) {}
   const Item item;
-  const int first;
+  const std::vector<Portion> parts;
   std::atomic<int> left;
   std::vector<std::unique_ptr<States>> states;
 
   void attend(const Step &step, const Kernel &kernel, int index) {
-    states[index] = std::make_unique<States>(step, item);
-    kernel.attend(step, item, first + index, states[index]->get());
+    states[index] = std::make_unique<States>(step, parts[index].rows);
+    kernel.attend(step, parts[index], states[index]->get());
     if (left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    for (size_t i = 1; i < states.size(); i++) states[0]->add(*states[i]);
-    states[0]->finish(step, item);
+    Sum sum(step, item);
+    for (size_t i = 0; i < parts.size(); i++) sum.add(parts[i], *states[i]);
+    sum.finish();
     states.clear();
   }
 };
@@ -210,9 +249,12 @@ void attention(const Step &step, const Kernel &kernel, Threads &threads) {
 }
 
 void multiply(const FewRows &given, const Kernel &kernel, Threads &threads) {
-  constexpr int kOutputsPerTask = 64;
-  parallel(threads, (given.outputs + kOutputsPerTask - 1) / kOutputsPerTask, [&](int task) {
-    kernel.multiply(given, task * kOutputsPerTask, std::min(given.outputs, (task + 1) * kOutputsPerTask));
+  // Few tasks, since each waits for its first piece of the weight, and several a thread, since threads are not equally fast.
+  constexpr int kTasksPerThread = 4, kGranule = 16;
+  const int tasks = threads.count() * kTasksPerThread, pieces = (given.outputs + kGranule - 1) / kGranule;
+  const int outputs = std::max(4, (pieces + tasks - 1) / tasks) * kGranule;
+  parallel(threads, (given.outputs + outputs - 1) / outputs, [&](int task) {
+    kernel.multiply(given, task * outputs, std::min(given.outputs, (task + 1) * outputs));
   });
 }
 

@@ -1,66 +1,138 @@
 // Products of a few rows with a weight as checkpoints have it, [out, in]. They take as long as the weight takes to arrive from
-// memory, so it is read once, in order, and not packed. Compiled once per instruction set.
+// memory, so it is read once and packed in registers only. Compiled once per instruction set.
+//
+// Every output is one sum over the depth, in the order of XLA's own product, so that a row has the same bits beside few rows and
+// beside many: by pairs in ascending order, of each the second value first, as `vdpbf16ps` adds them, or value by value.
 #pragma once
+#include <utility>
+
 #include "products.h"
 
 namespace chunkattn {
 namespace {
 
-constexpr int kRowsAtOnce = 8, kOutputsAtOnce = 2;
-// Bytes by which the weight is called from memory ahead of its use. The processor's own prefetching keeps up with one row, and
-// falls behind where several rows take time.
-constexpr int kAhead = 8192;
-
-// Outputs [first, last) of ROWS rows from `row` on.
-template <int ROWS, int OUTPUTS> inline void dots(const FewRows &given, int row, int output) {
-  const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
-  float *to = given.out + int64_t(row) * given.outputs + output;
 #if defined(__AVX512BF16__)
-  __m512 sums[ROWS][OUTPUTS];
-  for (int r = 0; r < ROWS; r++)
-    for (int o = 0; o < OUTPUTS; o++) sums[r][o] = _mm512_setzero_ps();
+constexpr int kLine = 64;  // bytes
+
+// Outputs [output, output + 16) of ROWS rows from `row` on. `ahead`: bytes from a piece of the weight to the piece that is called
+// from memory while it is in use; 0 calls none.
+template <int ROWS> inline void dots(const FewRows &given, int row, int output, int64_t ahead) {
+  const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
+  const char *next = reinterpret_cast<const char *>(w) + ahead;  // in the order of memory, unlike what is in use
+  __m512 sums[ROWS];
+  for (int r = 0; r < ROWS; r++) sums[r] = _mm512_setzero_ps();
   for (int k = 0; k < given.in; k += 32) {
-    __m512bh right[OUTPUTS];
-#pragma GCC unroll 2
-    for (int o = 0; o < OUTPUTS; o++) {
-      const uint16_t *from = w + int64_t(o) * given.in + k;
-      right[o] = (__m512bh)_mm512_loadu_si512(from);
-      if (row == 0) _mm_prefetch(reinterpret_cast<const char *>(from) + kAhead, _MM_HINT_T0);
+    __m512i lines[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+      lines[i] = _mm512_loadu_si512(w + int64_t(i) * given.in + k);
+      if (ahead) _mm_prefetch(next + i * kLine, _MM_HINT_T1);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
-      const __m512bh left = (__m512bh)_mm512_loadu_si512(x + int64_t(r) * given.in + k);
-#pragma GCC unroll 2
-      for (int o = 0; o < OUTPUTS; o++) sums[r][o] = _mm512_dpbf16_ps(sums[r][o], left, right[o]);
-    }
+    next += 16 * kLine;
+    transpose(lines);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        const int32_t pair = read<int32_t>(x + int64_t(r) * given.in + k + 2 * i);
+        sums[r] = _mm512_dpbf16_ps(sums[r], (__m512bh)lines[i], (__m512bh)_mm512_set1_epi32(pair));
+      }
   }
-#else
-  Floats sums[ROWS][OUTPUTS] = {};
-  for (int k = 0; k < given.in; k += 16) {
-    Floats right[OUTPUTS];
-    for (int o = 0; o < OUTPUTS; o++) right[o] = Stored<Format::bf16>::load(w + int64_t(o) * given.in + k);
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
-      const Floats left = Stored<Format::bf16>::load(x + int64_t(r) * given.in + k);
-      for (int o = 0; o < OUTPUTS; o++) sums[r][o] += left * right[o];
-    }
-  }
-#endif
-  for (int r = 0; r < ROWS; r++)
-    for (int o = 0; o < OUTPUTS; o++) to[int64_t(r) * given.outputs + o] = sum_of(sums[r][o]);
+  for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(given.out + int64_t(row + r) * given.outputs + output, sums[r]);
 }
 
-template <int OUTPUTS> inline void all_rows(const FewRows &given, int output) {
-  int row = 0;
-  for (; row + kRowsAtOnce <= given.rows; row += kRowsAtOnce) dots<kRowsAtOnce, OUTPUTS>(given, row, output);
-  for (; row < given.rows; row++) dots<1, OUTPUTS>(given, row, output);
+// Outputs [output, last), fewer than 16, of one row.
+inline void rest(const FewRows &given, int row, int output, int last) {
+  const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
+  __m512 sum = _mm512_setzero_ps();
+  for (int k = 0; k < given.in; k += 32) {
+    __m512i lines[16];
+    for (int i = 0; i < 16; i++)
+      lines[i] = output + i < last ? _mm512_loadu_si512(w + int64_t(i) * given.in + k) : _mm512_setzero_si512();
+    transpose(lines);
+    for (int i = 0; i < 16; i++)
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)lines[i], (__m512bh)_mm512_set1_epi32(read<int32_t>(x + k + 2 * i)));
+  }
+  const __mmask16 used = (1u << (last - output)) - 1;
+  _mm512_mask_storeu_ps(given.out + int64_t(row) * given.outputs + output, used, sum);
+}
+
+template <int ROWS> inline int some_rows(const FewRows &given, int row, int output, int64_t ahead) {
+  dots<ROWS>(given, row, output, ahead);
+  return row + ROWS;
 }
 
 void multiply(const FewRows &given, int first, int last) {
+  const int64_t piece = int64_t(16) * given.in * 2;
+  const char *begin = reinterpret_cast<const char *>(given.weight + int64_t(first) * given.in);
+  if (last - first >= 16)
+    for (int64_t at = 0; at < piece; at += kLine) _mm_prefetch(begin + at, _MM_HINT_T1);
   int output = first;
-  for (; output + kOutputsAtOnce <= last; output += kOutputsAtOnce) all_rows<kOutputsAtOnce>(given, output);
-  for (; output < last; output++) all_rows<1>(given, output);
+  for (; output + 16 <= last; output += 16)
+    for (int row = 0; row < given.rows;) {
+      const int left = given.rows - row;
+      const int64_t ahead = row == 0 && output + 32 <= last ? piece : 0;
+      row = left >= 16  ? some_rows<16>(given, row, output, ahead)
+            : left >= 8 ? some_rows<8>(given, row, output, ahead)
+            : left >= 4 ? some_rows<4>(given, row, output, ahead)
+            : left >= 2 ? some_rows<2>(given, row, output, ahead)
+                        : some_rows<1>(given, row, output, ahead);
+    }
+  for (int row = 0; row < given.rows && output < last; row++) rest(given, row, output, last);
 }
+#else
+// Transposes a 16 x 16 matrix: log2(16) rounds that exchange halves of ever smaller blocks.
+template <int HALF, size_t... I> inline void exchange(Words &a, Words &b, std::index_sequence<I...>) {
+#ifdef __clang__
+  const Words low = __builtin_shufflevector(a, b, (int(I) & HALF ? 16 + int(I) - HALF : int(I))...);
+  b = __builtin_shufflevector(a, b, (int(I) & HALF ? 16 + int(I) : int(I) + HALF)...), a = low;
+#else
+  const Words low = __builtin_shuffle(a, b, Ints{(int(I) & HALF ? 16 + int(I) - HALF : int(I))...});
+  b = __builtin_shuffle(a, b, Ints{(int(I) & HALF ? 16 + int(I) : int(I) + HALF)...}), a = low;
+#endif
+}
+template <int HALF> inline void exchange(Words r[16]) {
+  for (int i = 0; i < 16; i++)
+    if (!(i & HALF)) exchange<HALF>(r[i], r[i + HALF], std::make_index_sequence<16>());
+}
+inline void transpose(Words r[16]) { exchange<1>(r), exchange<2>(r), exchange<4>(r), exchange<8>(r); }
+
+inline float as_float(uint32_t bits) { return read<float>(&bits); }
+
+// Outputs [output, output + count) of ROWS rows from `row` on; `count` is at most 16. A product of bfloat16 is exact in float32.
+template <int ROWS> inline int some_rows(const FewRows &given, int row, int output, int count) {
+  const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
+  Floats sums[ROWS] = {};
+  for (int k = 0; k < given.in; k += 32) {
+    Words lines[16];
+    for (int i = 0; i < 16; i++) lines[i] = i < count ? read<Words>(w + int64_t(i) * given.in + k) : Words{};
+    transpose(lines);
+    for (int i = 0; i < 16; i++) {
+      const Floats even = (Floats)(lines[i] << 16), odd = (Floats)(lines[i] & 0xffff0000u);
+      for (int r = 0; r < ROWS; r++) {
+        const uint32_t pair = read<uint32_t>(x + int64_t(r) * given.in + k + 2 * i);
+        const float first = as_float(pair << 16), second = as_float(pair & 0xffff0000u);
+        if (given.ascending)
+          sums[r] += even * first, sums[r] += odd * second;
+        else
+          sums[r] += odd * second, sums[r] += even * first;
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; r++) memcpy(given.out + int64_t(row + r) * given.outputs + output, &sums[r], count * sizeof(float));
+  return row + ROWS;
+}
+
+void multiply(const FewRows &given, int first, int last) {
+  for (int output = first; output < last; output += 16)
+    for (int row = 0; row < given.rows;) {
+      const int left = given.rows - row, count = std::min(16, last - output);
+      row = left >= 4   ? some_rows<4>(given, row, output, count)
+            : left >= 2 ? some_rows<2>(given, row, output, count)
+                        : some_rows<1>(given, row, output, count);
+    }
+}
+#endif
 
 }  // namespace
 }  // namespace chunkattn

@@ -62,6 +62,13 @@ constexpr int kBlockLines = 8, kBlockPanels = 2;
 constexpr int kBlockLines = 4, kBlockPanels = 1;
 #endif
 
+// The lines of a product are padded to a multiple.
+#if defined(__AMX_BF16__)
+constexpr int kProductLines = 16;
+#else
+constexpr int kProductLines = kBlockLines;
+#endif
+
 #if defined(__AMX_BF16__)
 // Tiles 0 to 3 hold sums, 4 and 5 the left side, 6 and 7 the right side. The caller's configuration is put back.
 class TileRegisters {
@@ -132,7 +139,8 @@ struct TileRegisters {
 };
 #endif
 
-// C [lines, 16 * panels] = or += A [lines, depth] * B; `lines` is a multiple of 16, `panels` of 2 and `depth` of 32.
+// C [lines, 16 * panels] = or += A [lines, depth] * B; `lines` is a multiple of kProductLines, `panels` of 2
+// and `depth` of 32.
 template <bool ADD, class E> inline void product(int lines, int panels, int depth, const E *a, int lda, const E *b, float *c,
                                                  int ldc) {
 #if defined(__AMX_BF16__)

@@ -27,11 +27,17 @@ struct Step {
   int padded_dim() const { return (head_dim + 31) / 32 * 32; }
 };
 
-// Rows [row, row + rows) of one sequence, and one KV head. Rows of an item are all weighed or all left as they are. `alone`: a
-// row without another of its sequence, such as a decode; it is computed in another order.
+// Rows [row, row + rows) of one sequence, and one KV head. Rows of an item are all weighed or all left as they are.
 struct Item {
   int row, rows, kv_head;
-  bool weighed, alone;
+  bool weighed;
+};
+
+// A portion of the slots that rows [row, row + rows) of an item see: of the slots [begin, end), a row sees the valid ones up to
+// its own that lie in its window. `chunks`: the rows are weighed, and the slots are the chunks'.
+struct Portion {
+  int row, rows, kv_head, begin, end;
+  bool chunks;
 };
 
 // Softmax over some slots, before the division: scores are in units of log2, and a line that saw no slot has total 0.
@@ -39,26 +45,26 @@ struct State {
   float *maximum, *total, *values;  // [lines], [lines], [lines, padded_dim]
 };
 
-// Results depend on where these boundaries lie, so boundaries depend on slots alone: no neighbour and no number of threads
-// changes a bit.
+// A row's softmax is summed portion by portion, and a portion tile by tile. Portions begin at slot 0, at the start of the row's
+// own part and every kPortionSlots from there, so that no neighbour and no number of threads changes a bit.
 constexpr int kTileSlots = 256;
-constexpr int kSplitSlots = 2048;
+constexpr int kPortionSlots = 2048;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxLines = 256;    // of an item
-constexpr int kLineGranule = 16;  // lines of a state are padded to a multiple
+constexpr int kLineGranule = 16;  // lines of a state are padded to a multiple, as those of the widest product are
 
 // out [rows, outputs] = x [rows, in] * weight [outputs, in], bfloat16 to float32; `in` is a multiple of 32.
 struct FewRows {
   const uint16_t *x, *weight;
   float *out;
   int rows, in, outputs;
+  bool ascending;  // the order of the sum, where a kernel has both: value by value, or the second value of each pair first
 };
 
 struct Kernel {
   const char *name;
-  // Adds the slots [split * kSplitSlots, (split + 1) * kSplitSlots) to empty states: states[0] over all visible slots, or
-  // for a weighed item states[0] over the slots that are no chunk's and states[1] over the chunks'.
-  void (*attend)(const Step &, const Item &, int split, State *states);
+  // Adds a portion to the empty state of its rows' lines.
+  void (*attend)(const Step &, const Portion &, const State &);
   // Computes the outputs [first, last) of all rows.
   void (*multiply)(const FewRows &, int first, int last);
 };

@@ -1,0 +1,1 @@
+"""Comparison of a server's answers with its first answers, for `chunkattn flips`."""

@@ -1,0 +1,212 @@
+"""Judge that an attention backend gives a row the same bits in any company, for `chunkattn.testing.check_backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatch, Weighing
+
+_SEQS = 8
+_STEPS = (16, 96, 512)
+"""Rows of a step, in turn."""
+
+
+class _Tokens(NamedTuple):
+    """Consecutive tokens with their queries, keys and values. Tokens of one name see the same tokens in every prompt."""
+
+    name: str
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+
+@dataclass
+class _Prompt:
+    """A prompt laid out in slots.
+
+    Attributes:
+        tokens: the parts, of which every row is a row of the prompt.
+        slots: slot of every row.
+        row_start: row start of every row.
+        prefix_end: see `AttentionBatch`.
+        page_len: valid slots of the pages in use.
+        question: first slot of the question whose chunks are weighed, or `NO_QUESTION`.
+        weighing: temperature and scale.
+    """
+
+    tokens: list[_Tokens] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    row_start: list[int] = field(default_factory=list)
+    prefix_end: int = 0
+    page_len: list[int] = field(default_factory=list)
+    question: int = NO_QUESTION
+    weighing: tuple[float, float] = (1.0, 1.0)
+
+    def append(self, tokens: _Tokens, block_size: int, *, aligned: bool, own: bool) -> None:
+        """Append a part, on a page of its own if `aligned`, whose rows see other parts unless it is their `own`."""
+        start = self.slots[-1] + 1 if self.slots else 0
+        if aligned and start % block_size:
+            self.page_len[-1] = start % block_size
+            start += -start % block_size
+        end = start + len(tokens.q)
+        self.page_len += [block_size] * (-(-end // block_size) - len(self.page_len))
+        self.tokens.append(tokens)
+        self.slots += range(start, end)
+        self.row_start += [start if own else 0] * len(tokens.q)
+
+    def rows(self) -> list[tuple[str, int]]:
+        """Return the name and the number of every row."""
+        return [(part.name, i) for part in self.tokens for i in range(len(part.q))]
+
+
+class SameBits:
+    """Random prompts that are computed alone and in companies.
+
+    Args:
+        backend: the backend to judge.
+        rng: source of random numbers.
+        draw: returns random queries, keys and values of a number of rows.
+        scale: factor of the lengths.
+        plain: whether prompts have no parts.
+        weighs: whether questions weigh chunks anew.
+        options: arguments of `forward`.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        rng: np.random.Generator,
+        draw: Callable[[int], tuple[np.ndarray, np.ndarray, np.ndarray]],
+        *,
+        scale: int,
+        plain: bool,
+        weighs: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self._backend, self._rng, self._draw, self._options = backend, rng, draw, options
+        self._plain, self._weighs = plain, weighs
+        self._block, self._longest = backend.spec.block_size, 4 * backend.spec.block_size * scale
+        self._width = 12 * self._longest // self._block
+        self._forward = jax.jit(backend.forward, static_argnames=("scale", "window"))
+
+    def check(self) -> None:
+        """Compare the rows of some prompts alone with the same rows in companies.
+
+        Each company is computed in steps of another size, with a page table of another width. It adds prompts, adds,
+        lengthens, removes and moves the other parts of a prompt, moves pages, and cuts spans elsewhere.
+
+        Raises:
+            AssertionError: a bit differs; the message names the company, the part and the row.
+        """
+        prefix, items = self._tokens("prefix", 2), [self._tokens(f"item {i}", 1) for i in range(2)]
+        whole = self._whole()
+        alone: dict[tuple[str, int], np.ndarray] = {}
+        prompts = [whole] if self._plain else [whole, *(self._packed(prefix, [item]) for item in items)]
+        for prompt in prompts:
+            alone |= self._compute([prompt], _STEPS[-1], self._width, cut=False)
+        for number, rows in enumerate(_STEPS):
+            company = [self._whole(f"other {i}") for i in range(int(self._rng.integers(1, 4)))] + [whole]
+            if not self._plain:
+                others = [self._tokens(f"other item {i}", 1) for i in range(int(self._rng.integers(1, 4)))]
+                parts = [*items, *others]
+                company.append(self._packed(prefix, [parts[i] for i in self._rng.permutation(len(parts))]))
+            company = [company[i] for i in self._rng.permutation(len(company))]
+            found = self._compute(company, rows, (1 + number) * self._width, cut=True)
+            for (part, row), bits in alone.items():
+                if not np.array_equal(found[part, row], bits):
+                    by = np.abs(found[part, row].astype(np.float32) - bits.astype(np.float32)).max()
+                    raise AssertionError(
+                        f"company {number}, in steps of {rows} rows: row {row} of {part} differs by {by:.3g} from the row alone"
+                    )
+
+    def _tokens(self, name: str, longest: int) -> _Tokens:
+        return _Tokens(name, *self._draw(int(self._rng.integers(1, longest * self._longest))))
+
+    def _packed(self, prefix: _Tokens, items: list[_Tokens]) -> _Prompt:
+        """Return a prompt of items that see the prefix and themselves, some of them on a page of their own."""
+        prompt = _Prompt()
+        prompt.append(prefix, self._block, aligned=False, own=False)
+        prompt.prefix_end = len(prefix.q)
+        for item in items:
+            prompt.append(item, self._block, aligned=bool(self._rng.integers(2)), own=True)
+        return prompt
+
+    def _whole(self, name: str = "") -> _Prompt:
+        """Return a prompt with parts that a question and generated tokens see, or one without."""
+        prompt = _Prompt()
+        if self._plain:
+            prompt.append(self._tokens(f"{name} plain", 4), self._block, aligned=False, own=False)
+            return prompt
+        aligned = bool(self._rng.integers(2))
+        if self._rng.integers(4):
+            prompt.append(self._tokens(f"{name} prefix", 1), self._block, aligned=False, own=False)
+            prompt.prefix_end = len(prompt.slots)
+        for i in range(int(self._rng.integers(1, 4))):
+            prompt.append(self._tokens(f"{name} chunk {i}", 1), self._block, aligned=aligned, own=True)
+        prompt.append(self._tokens(f"{name} question", 1), self._block, aligned=aligned, own=False)
+        if self._weighs:
+            prompt.question = prompt.slots[-len(prompt.tokens[-1].q)]
+            prompt.weighing = (float(self._rng.uniform(0.3, 2)), float(self._rng.uniform(0.3, 2)))
+        return prompt
+
+    def _compute(self, prompts: list[_Prompt], rows: int, width: int, *, cut: bool) -> dict[tuple[str, int], np.ndarray]:
+        """Return the outputs of all rows, by the name and the number of the row.
+
+        Args:
+            prompts: the prompts.
+            rows: rows of a step.
+            width: width of the page tables.
+            cut: whether to cut spans at random; else a step takes as many rows as it can.
+        """
+        backend, spec, found = self._backend, self._backend.spec, {}
+        cache = backend.allocate(_SEQS * self._width)
+        shapes = [(rows, heads, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        given = [[np.concatenate(x) for x in list(zip(*p.tokens, strict=True))[1:]] for p in prompts]
+        for batch, taken in self._batches(prompts, rows, width, cut):
+            step = [np.zeros(shape, np.float32) for shape in shapes]
+            for to, index in zip(step, range(3), strict=True):
+                for at, (number, row) in enumerate(taken):
+                    to[at] = given[number][index][row]
+            q, k, v = (jnp.asarray(x, spec.dtype) for x in step)
+            out, cache = self._forward(q, k, v, cache, backend.build_metadata(batch), **self._options)
+            values = np.asarray(out)
+            for at, (number, row) in enumerate(taken):
+                found[number, row] = values[at]
+        return {name: found[n, i] for n, prompt in enumerate(prompts) for i, name in enumerate(prompt.rows())}
+
+    def _batches(
+        self, prompts: list[_Prompt], rows: int, width: int, cut: bool
+    ) -> Iterator[tuple[AttentionBatch, list[tuple[int, int]]]]:
+        """Yield the steps, each with the prompt and the row number of every row."""
+        tables, page_len = np.zeros((_SEQS, width), np.int32), np.full((_SEQS, width), self._block, np.int32)
+        prefix_end, pool = np.zeros(_SEQS, np.int32), self._rng.permutation(_SEQS * self._width)
+        weighing = Weighing(np.full(_SEQS, NO_QUESTION, np.int32), *np.ones((2, _SEQS), np.float32))
+        for number, prompt in enumerate(prompts):
+            tables[number, : self._width] = pool[number * self._width :][: self._width]
+            page_len[number, : len(prompt.page_len)] = prompt.page_len
+            prefix_end[number] = prompt.prefix_end
+            weighing.question_start[number] = prompt.question
+            weighing.temperature[number], weighing.scale[number] = prompt.weighing
+        done = [0] * len(prompts)
+        while any(n < len(p.slots) for n, p in zip(done, prompts, strict=True)):
+            taken: list[tuple[int, int]] = []
+            for number, prompt in enumerate(prompts):
+                most = min(len(prompt.slots) - done[number], rows - len(taken))
+                span = int(self._rng.integers(0, min(most, self._rng.choice([2, 40, rows])) + 1)) if cut else most
+                taken += [(number, row) for row in range(done[number], done[number] + span)]
+                done[number] += span
+            columns = np.zeros((3, rows), np.int32)
+            for at, (number, row) in enumerate(taken):
+                columns[:, at] = number, prompts[number].slots[row], prompts[number].row_start[row]
+            weighed = weighing if self._weighs else None
+            row_seq, row_slot, row_start = columns
+            yield (
+                AttentionBatch(len(taken), row_seq, row_slot, row_start, prefix_end, tables, page_len, self._block, weighed),
+                taken,
+            )

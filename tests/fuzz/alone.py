@@ -1,0 +1,75 @@
+"""The bits of an answer: the same call again, alone, on an engine without a cache and with larger steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tests.fuzz.calls import Call, Generate, Precompute, Score, describe
+from tests.fuzz.rig import Rig, Subject
+from tests.fuzz.witness import Difference
+
+_STEPS = 32
+"""Tokens of a step, in pages: most calls take one step."""
+_PAGES = 400
+
+
+class Alone:
+    """Engines that answer one call each, with nothing cached and nothing beside it.
+
+    Scores are computed item by item, whatever algorithm the call names.
+
+    Args:
+        model: folder of `rig.make_model`.
+        subject: backend and sizes.
+    """
+
+    def __init__(self, model: Path, subject: Subject) -> None:
+        self._rig = Rig(
+            model, subject, pages=_PAGES, enable_prefix_caching=False, max_num_batched_tokens=_STEPS * subject.block
+        )
+
+    def check(self, call: Call) -> None:
+        """Compare an answer with the answer of the call alone.
+
+        Raises:
+            Difference: a bit differs.
+        """
+        ask = call.ask
+        if isinstance(ask, Precompute) or (isinstance(ask, Score) and ask.algorithm == "packed_dense"):
+            return
+        again = self._answer(replace(ask, algorithm="serial") if isinstance(ask, Score) else ask, call.positions)
+        for name, value in _values(call).items():
+            if not np.array_equal(value, _values(again)[name]):
+                error = np.abs(np.asarray(value, np.float64) - np.asarray(_values(again)[name], np.float64)).max()
+                raise Difference(f"alone, {describe(ask)} has other bits: {name} differ by {error:.3g}", ask)
+
+    def _answer(self, ask: Generate | Score, positions: str) -> Call:
+        core, call = self._rig.start(positions, None), Call(ask, self._rig.frontends[positions])
+        while not call.done:
+            for request in call.next_stage():
+                core.add(request)
+                while core.has_work:
+                    for event in core.step():
+                        call.take(event)
+        return call
+
+
+def _values(call: Call) -> dict[str, object]:
+    """Return every value of an answer, by name."""
+    if isinstance(call.ask, Score):
+        output = call.job.result()
+        if call.ask.rerank:
+            return {"relevance": [r.relevance_score for r in sorted(output.results, key=lambda r: r.index)]}
+        return {"label log-probabilities": output.logprobs}
+    values: dict[str, object] = {}
+    for number, sample in enumerate(call.samples):
+        values[f"tokens of sample {number}"] = sample.tokens
+        values[f"log-probabilities of sample {number}"] = sample.logprobs
+        values[f"likeliest log-probabilities of sample {number}"] = sample.top
+    if call.prompt_logprobs is not None:
+        found = call.prompt_logprobs
+        values["prompt log-probabilities"] = np.where(found.known, found.logprobs.target, 0)
+    return values

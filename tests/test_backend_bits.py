@@ -1,0 +1,55 @@
+"""A row has the same bits in any company: every backend that runs here, judged by `check_backend`."""
+
+import numpy as np
+import pytest
+
+from chunkattn.backends import get_backend
+from chunkattn.backends.cpu import library
+from chunkattn.testing import check_backend
+
+OPTIONS = [
+    {},
+    {"window": 100},
+    {"weighs": True, "dtype": "bfloat16"},
+    {"dtype": "float16", "num_heads": 14, "num_kv_heads": 2, "head_dim": 64},
+    {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"},
+    {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32},
+]
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference", "cpu"])
+@pytest.mark.parametrize(
+    "options", [OPTIONS[0], *(pytest.param(options, marks=pytest.mark.telling) for options in OPTIONS[1:])], ids=str
+)
+def test_bits_do_not_depend_on_the_company(backend, options):
+    if backend == "cpu" and library.refusal():
+        pytest.skip(library.refusal())
+    check_backend(backend, cases=1, scale=4, bits=True, **options)
+
+
+class FromSlotZero(get_backend("xla")):  # type: ignore[misc]
+    """Counts the portions of all parts from slot 0."""
+
+    def build_metadata(self, batch):
+        metadata = super().build_metadata(batch)
+        return metadata._replace(
+            **{
+                name: tasks and tasks._replace(begin=tasks.begin // 128 * 128)
+                for name, tasks in (("many", metadata.many), ("few", metadata.few))
+            }
+        )
+
+
+class ByTheStep(get_backend("xla")):  # type: ignore[misc]
+    """Rounds the scores of small steps otherwise."""
+
+    def forward(self, q, k, v, cache, metadata, *, scale, **options):
+        scale = scale if len(q) > 16 else float(np.nextafter(np.float32(scale), np.float32(1)))
+        return super().forward(q, k, v, cache, metadata, scale=scale, **options)
+
+
+@pytest.mark.parametrize("backend", [FromSlotZero, ByTheStep])
+def test_check_backend_notices_bits_that_depend_on_the_company(backend, monkeypatch):
+    monkeypatch.setattr("chunkattn.testing.TOLERANCE", {"float32": 10.0})  # the judge of bits alone
+    with pytest.raises(AssertionError, match=r"bits of case .* differs by"):
+        check_backend(backend, cases=1, scale=4, bits=True)

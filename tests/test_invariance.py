@@ -1,0 +1,118 @@
+"""The option `batch_invariant`, the test of the machine behind it, and products and norms bit by bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkattn import LLM
+from chunkattn.backends import AttentionSpec, get_backend, make_backend
+from chunkattn.backends.cpu import build, library
+from chunkattn.backends.cpu import linear as few_rows
+from chunkattn.engine import invariance
+from chunkattn.engine.invariance import Invariance, rows_agree
+from chunkattn.errors import ConfigError
+from chunkattn.models.linear import dot, sums
+from chunkattn.models.norm import RMSNorm
+
+SPEC = AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)
+
+
+@pytest.fixture(params=list(build.kernels()))
+def kernel(request):
+    if reason := library.use(request.param):
+        pytest.skip(f"{request.param}: {reason}")
+    few_rows.order.cache_clear()
+    yield request.param
+    library.use("")
+    few_rows.order.cache_clear()
+
+
+@pytest.mark.skipif(library.refusal() is not None, reason="no native library")
+@pytest.mark.parametrize(("depth", "outputs"), [(1024, 300), (96, 43), (3072, 16)])
+def test_few_rows_have_the_bits_of_many(kernel, depth, outputs):
+    rng = np.random.default_rng(depth)
+    weight = jnp.asarray(0.02 * rng.standard_normal((outputs, depth)), jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((200, depth)), jnp.bfloat16)
+    expected = np.asarray(jax.jit(dot)(x, weight))
+    assert few_rows.order() is not None, "XLA adds up products of this machine in an order that no kernel has"
+    multiply = jax.jit(few_rows.multiply)
+    for rows in range(1, few_rows.MAX_ROWS + 1):
+        np.testing.assert_array_equal(multiply(x[:rows], weight), expected[:rows])
+
+
+def test_another_order_is_noticed(monkeypatch):
+    """Where XLA adds up in an order that the operator does not have, XLA computes few rows, too, unless any order may be."""
+    x, weight = jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((8, 64), jnp.bfloat16)
+    assert few_rows.serves(x, weight) == (library.refusal() is None)
+    few_rows.order.cache_clear()
+    monkeypatch.setattr(few_rows, "_xla", lambda x, weight: dot(x[:, ::-1], weight[:, ::-1]))
+    try:
+        assert few_rows.order() is None
+        assert not few_rows.serves(x, weight)
+        few_rows.allow_any_order(True)
+        assert few_rows.serves(x, weight) == (library.refusal() is None)
+    finally:
+        few_rows.allow_any_order(False)
+        few_rows.order.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("depth", "outputs"), [(64, 1), (64, 3), (1024, 2), (1024, 96)])
+def test_products_and_sums_have_one_order(dtype, depth, outputs):
+    rng = np.random.default_rng(depth + outputs)
+    weight, x = (jnp.asarray(rng.standard_normal((n, depth)), dtype) for n in (outputs, 300))
+    compute = jax.jit(lambda x: (dot(x, weight), sums(x.astype(jnp.float32))))
+    for whole, *some in zip(compute(x), *(compute(x[:rows]) for rows in (1, 2, 3, 4, 9, 64))):
+        for part in some:
+            np.testing.assert_array_equal(part, whole[: len(part)])
+    np.testing.assert_allclose(compute(x)[0], np.float32(x) @ np.float32(weight).T, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(compute(x)[1][:, 0], np.float32(x).sum(-1, dtype=np.float64), rtol=1e-3, atol=1e-3)
+
+
+def test_norms_have_one_order():
+    norm, rng = RMSNorm(128, 1e-6, jnp.dtype("bfloat16")), np.random.default_rng(0)
+    x = rng.standard_normal((40, 3, 128)).astype(np.float32)
+    whole = jax.jit(norm)(x)
+    np.testing.assert_allclose(whole, x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6), rtol=1e-5)
+    for rows in (1, 2, 7):
+        np.testing.assert_array_equal(jax.jit(norm)(x[:rows]), whole[:rows])
+
+
+def test_what_the_option_comes_to(monkeypatch):
+    cpu, other = make_backend("auto", SPEC), get_backend("packed_dense")(SPEC)
+    assert rows_agree(jnp.dtype("float32"))
+    assert Invariance.of(None, cpu, SPEC.dtype) == Invariance.of(True, cpu, SPEC.dtype) == Invariance(True, False)
+    assert Invariance.of(False, cpu, SPEC.dtype) == Invariance.of(None, other, SPEC.dtype) == Invariance(False, False)
+    with pytest.raises(ConfigError, match="the attention backend 'packed_dense' adds up a row"):
+        Invariance.of(True, other, SPEC.dtype)
+    monkeypatch.setattr(invariance, "rows_agree", lambda dtype: False)
+    assert Invariance.of(None, cpu, SPEC.dtype) == Invariance(False, False)
+    assert Invariance.of(True, cpu, SPEC.dtype) == Invariance(True, one_size=True)
+
+
+def test_rows_that_disagree_are_noticed(monkeypatch):
+    rows_agree.cache_clear()
+    monkeypatch.setattr(invariance, "sums", lambda x: x.sum(-1, keepdims=True) if len(x) < 9 else sums(x))
+    try:
+        assert not rows_agree(jnp.dtype("float32"))
+    finally:
+        rows_agree.cache_clear()
+
+
+@pytest.mark.telling
+def test_steps_of_one_size(checkpoint, monkeypatch):
+    """On a machine whose products depend on the number of rows, True pads every step and every block of rows read."""
+    monkeypatch.setattr(invariance, "rows_agree", lambda dtype: False)
+    options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 48, "max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20}
+    llm = LLM(str(checkpoint("qwen3")), batch_invariant=True, **options)
+    assert llm.core.scheduler.token_buckets == (48,)
+    forward, sizes = llm.core.runner.forward, set()
+    monkeypatch.setattr(llm.core.runner, "forward", lambda batch: sizes.add(len(batch.token_ids)) or forward(batch))
+    found = llm.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[7], use_tqdm=False)
+    free = LLM(str(checkpoint("qwen3")), **options)
+    expected = free.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[7], use_tqdm=False)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+    assert len(llm.generate([{"prompt_token_ids": [1, 2]}], use_tqdm=False)[0].outputs[0].token_ids) > 0
+    assert sizes == {48}
+    assert llm.core.runner.row_sizes == (64,)
