@@ -76,8 +76,8 @@ class EngineConfig:
             their turn; the first sequence gets the rest of the budget. By default half of the budget is for the first
             sequence in line, and half for the sequences with the fewest tokens left.
         batch_invariant: give every score, log-probability and token the same bits whatever else the engine computes. True pads
-            steps to one size where the machine needs that; False lets the fastest programs run; by default on where it costs
-            nothing, which is on CPUs.
+            steps to one size where the machine needs that; False promises nothing; by default on where it needs no padding: on
+            CPUs whose products pass a test at the start.
         kv_store: folder that keeps the K/V of prefixes and chunks beyond this process. By default K/V stays in memory.
         kv_store_max_bytes: size limit of the `kv_store` folder in bytes.
         warmup: compile every program ahead: a server and `AsyncLLM` beside the first requests, `LLM` at its start. By default a

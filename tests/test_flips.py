@@ -478,8 +478,12 @@ def test_an_interrupt_keeps_what_was_measured():
             os.kill(os.getpid(), signal.SIGINT)
         return scores
 
-    with fake_server(score_fault=interrupt) as (_, url):
-        result = CliRunner().invoke(app, ["flips", url, *SMALL, "--json", "-"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
+    try:
+        with fake_server(score_fault=interrupt) as (_, url):
+            result = CliRunner().invoke(app, ["flips", url, *SMALL, "--json", "-"])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130
     report = json.loads(result.stdout)
     assert [tally["condition"] for tally in report["results"]] == ["again", "1 other item"]

@@ -42,7 +42,7 @@ def test_few_rows_have_the_bits_of_many(kernel, depth, outputs):
 
 
 def test_another_order_is_noticed(monkeypatch):
-    """Where XLA adds up in an order that the operator does not have, XLA computes few rows, too, unless any order may be."""
+    """Where XLA adds up in an order that the operator does not have, XLA computes few rows, too."""
     x, weight = jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((8, 64), jnp.bfloat16)
     assert few_rows.serves(x, weight) == (library.refusal() is None)
     few_rows.order.cache_clear()
@@ -50,10 +50,7 @@ def test_another_order_is_noticed(monkeypatch):
     try:
         assert few_rows.order() is None
         assert not few_rows.serves(x, weight)
-        few_rows.allow_any_order(True)
-        assert few_rows.serves(x, weight) == (library.refusal() is None)
     finally:
-        few_rows.allow_any_order(False)
         few_rows.order.cache_clear()
 
 
@@ -79,23 +76,31 @@ def test_norms_have_one_order():
         np.testing.assert_array_equal(jax.jit(norm)(x[:rows]), whole[:rows])
 
 
-def test_what_the_option_comes_to(monkeypatch):
+def test_what_the_option_comes_to(demo, monkeypatch, caplog):
     cpu, other = make_backend("auto", SPEC), get_backend("packed_dense")(SPEC)
-    assert rows_agree(jnp.dtype("float32"))
-    assert Invariance.of(None, cpu, SPEC.dtype) == Invariance.of(True, cpu, SPEC.dtype) == Invariance(True, False)
-    assert Invariance.of(False, cpu, SPEC.dtype) == Invariance.of(None, other, SPEC.dtype) == Invariance(False, False)
+
+    def of(wanted, backend=cpu):
+        return Invariance.of(wanted, backend, demo.core.runner.spec, SPEC.dtype)
+
+    assert of(None) == of(True) == Invariance(True, one_size=False)
+    assert of(False) == of(None, other) == Invariance(False, one_size=False)
     with pytest.raises(ConfigError, match="the attention backend 'packed_dense' adds up a row"):
-        Invariance.of(True, other, SPEC.dtype)
-    monkeypatch.setattr(invariance, "rows_agree", lambda dtype: False)
-    assert Invariance.of(None, cpu, SPEC.dtype) == Invariance(False, False)
-    assert Invariance.of(True, cpu, SPEC.dtype) == Invariance(True, one_size=True)
+        of(True, other)
+    assert not caplog.records
+    monkeypatch.setattr(invariance, "rows_agree", lambda *_: False)
+    assert of(None) == Invariance(False, one_size=False)
+    assert "batch_invariant=True pads all steps" in caplog.text
+    assert of(True) == Invariance(True, one_size=True)
 
 
-def test_rows_that_disagree_are_noticed(monkeypatch):
+@pytest.mark.parametrize("depth", [64, 700])
+def test_rows_that_disagree_are_noticed(monkeypatch, depth):
     rows_agree.cache_clear()
-    monkeypatch.setattr(invariance, "sums", lambda x: x.sum(-1, keepdims=True) if len(x) < 9 else sums(x))
+    assert rows_agree(jnp.dtype("float32"), depth, 300)
+    monkeypatch.setattr(invariance, "sums", lambda x: x[:, ::-1].sum(-1, keepdims=True) if len(x) < 9 else sums(x))
+    rows_agree.cache_clear()
     try:
-        assert not rows_agree(jnp.dtype("float32"))
+        assert not rows_agree(jnp.dtype("float32"), depth, 300)
     finally:
         rows_agree.cache_clear()
 
@@ -103,7 +108,7 @@ def test_rows_that_disagree_are_noticed(monkeypatch):
 @pytest.mark.telling
 def test_steps_of_one_size(checkpoint, monkeypatch):
     """On a machine whose products depend on the number of rows, True pads every step and every block of rows read."""
-    monkeypatch.setattr(invariance, "rows_agree", lambda dtype: False)
+    monkeypatch.setattr(invariance, "rows_agree", lambda *_: False)
     options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 48, "max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20}
     llm = LLM(str(checkpoint("qwen3")), batch_invariant=True, **options)
     assert llm.core.scheduler.token_buckets == (48,)

@@ -62,6 +62,17 @@ def test_new_items_are_scored_among_known_ones(engine, oracle, repeated):
     assert found.usage.computed_tokens == len(query) + sum(map(len, [*different[:2], *different[7:]]))
 
 
+def test_known_items_are_scored_again_where_the_layout_decides_the_bits(engine, repeated):
+    query, different, _ = repeated
+    options = {"label_token_ids": LABELS, "algorithm": "packed_dense", "cache_salt": "evicted"}
+    llm = engine("qwen3")
+    first = llm.score(query, different, **options)
+    llm.frontend.scores.results._rows.popitem()
+    again = llm.score(query, different, **options)
+    assert again.logprobs == first.logprobs
+    assert again.usage.computed_tokens == first.usage.computed_tokens
+
+
 def test_what_a_result_depends_on(engine, oracle, repeated):
     query, different, _ = repeated
     llm, items = engine("qwen3"), different[:3]

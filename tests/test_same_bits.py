@@ -52,7 +52,7 @@ def draw(rng, most, least=1):
 
 
 class Party:
-    """What is asked again and again: items behind a query, and prompts, and what random others ask beside them."""
+    """A fixed set of items and prompts, asked alone and beside random others."""
 
     def __init__(self, llm, seed, query_tokens=LONG):
         self.llm, self.rng = llm, np.random.default_rng(seed)

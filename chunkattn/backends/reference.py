@@ -25,6 +25,7 @@ from chunkattn.backends.base import (
     write_pages,
 )
 from chunkattn.backends.registry import register_backend
+from chunkattn.backends.softmax import ON_CPU
 
 PORTION = 128
 """Slots that are summed at once."""
@@ -51,7 +52,7 @@ class RowMetadata(NamedTuple):
 class ReferenceBackend(AttentionBackend):
     """A backend that gathers the slots of every row."""
 
-    keeps_bits = True
+    keeps_bits = ON_CPU
     weighs = True
 
     @classmethod

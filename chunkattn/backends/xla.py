@@ -118,7 +118,7 @@ class _Kind(NamedTuple):
 class XlaBackend(AttentionBackend):
     """The portable backend, which `auto` falls back to on every platform."""
 
-    keeps_bits = True
+    keeps_bits = ON_CPU
     weighs = True
 
     @classmethod

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import xxhash
 
-KV_VERSION = 2
+KV_VERSION = 3
 """Version of the code that computes and caches K/V. Raise it with any change that may invalidate K/V on disk."""
 
 

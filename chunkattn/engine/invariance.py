@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import AttentionBackend
-from chunkattn.backends.cpu import linear as few_rows
+from chunkattn.engine.sampling import ROW_BUCKETS
 from chunkattn.errors import ConfigError
 from chunkattn.models.linear import multiply, sums
+from chunkattn.models.spec import DecoderSpec
 
-_DEPTH, _OUTPUTS = 1024, 80
+logger = logging.getLogger(__name__)
+
+_OUTPUTS = 80
 _ROWS = (1, 2, 3, 7, 16, 64, 300, 1024)
 
 
@@ -31,43 +35,51 @@ class Invariance:
     one_size: bool
 
     @classmethod
-    def of(cls, wanted: bool | None, backend: AttentionBackend, dtype: jnp.dtype) -> Invariance:
-        """Return what the option `batch_invariant` comes to.
+    def of(cls, wanted: bool | None, backend: AttentionBackend, model: DecoderSpec, dtype: jnp.dtype) -> Invariance:
+        """Resolve the option `batch_invariant` for a backend, a model and this machine.
 
         Args:
-            wanted: the option; None takes what costs nothing.
+            wanted: the option; None keeps bits where that needs no padding.
             backend: attention backend of the engine.
+            model: shape of the decoder.
             dtype: dtype of the model's weights.
 
         Raises:
             ConfigError: the option is True, and the backend's rows depend on each other.
         """
-        few_rows.allow_any_order(wanted is False)
         if wanted is False or (wanted is None and not backend.keeps_bits):
             return cls(False, False)
         if not backend.keeps_bits:
             raise ConfigError(
                 f"batch_invariant True: the attention backend {backend.name!r} adds up a row in an order that follows the "
-                "other rows of its step; choose attention_backend 'cpu', 'xla' or 'reference', or leave the option out"
+                "other rows of its step; choose attention_backend 'cpu', 'xla' or 'reference' on a CPU, or leave the option out"
             )
-        free = jax.default_backend() == "cpu" and rows_agree(dtype)
-        return cls(free or wanted is True, one_size=not free and wanted is True)
+        agree = rows_agree(dtype, max(model.hidden_size, model.intermediate_size), model.vocab_size)
+        if wanted is None and not agree:
+            logger.warning(
+                "the bits of results depend on what else is computed, because XLA's sums follow the number of rows on this "
+                "machine; batch_invariant=True pads all steps to one size"
+            )
+        return cls(agree or wanted is True, one_size=not agree and wanted is True)
 
 
 @cache
-def rows_agree(dtype: jnp.dtype) -> bool:
-    """Return whether products of `dtype` and sums of rows have one order of additions for any number of rows.
+def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int) -> bool:
+    """Return whether products and sums of rows have one order of additions for any number of rows.
 
-    The test compares the same rows in products of several sizes, bit by bit.
+    The test compares the same rows in products and sums of several sizes, bit by bit.
+
+    Args:
+        dtype: dtype of the products.
+        depth: depth of the products.
+        vocab_size: length of the rows that readouts add up.
     """
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((_ROWS[-1], _DEPTH)).astype(np.float32)
-    weight = jnp.asarray(rng.standard_normal((_OUTPUTS, _DEPTH)), dtype)
-
-    @jax.jit
-    def compute(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return multiply(x, weight), sums(x)
-
-    whole = jax.device_get(compute(x))
-    some = ((rows, jax.device_get(compute(x[:rows]))) for rows in _ROWS[:-1])
-    return all(np.array_equal(of, by[:rows]) for rows, pair in some for of, by in zip(pair, whole, strict=True))
+    x = rng.standard_normal((_ROWS[-1], depth)).astype(np.float32)
+    weight = jnp.asarray(rng.standard_normal((_OUTPUTS, depth)), dtype)
+    logits = rng.standard_normal((ROW_BUCKETS[-1], vocab_size)).astype(np.float32)
+    compute = jax.jit(lambda x, weight: (multiply(x, weight), sums(x)))
+    add = jax.jit(sums)
+    pairs = [(jax.device_get(compute(x[:rows], weight)), jax.device_get(compute(x, weight)), rows) for rows in _ROWS[:-1]]
+    pairs += [([add(logits[:rows])], [add(logits)], rows) for rows in ROW_BUCKETS[:-1]]
+    return all(np.array_equal(of, by[:rows]) for some, whole, rows in pairs for of, by in zip(some, whole, strict=True))

@@ -121,7 +121,7 @@ class Runner:
         # The step takes plain arrays, since every call flattens its arguments, and nnx flattens its variables in Python.
         self._params, self._state = jax.tree.flatten(state)
         self.dtype = model.dtype
-        self.invariance = Invariance.of(batch_invariant, backend, model.dtype)
+        self.invariance = Invariance.of(batch_invariant, backend, model.spec, model.dtype)
         self.row_sizes = ROW_BUCKETS[-1:] if self.invariance.one_size else ROW_BUCKETS
         self._read_sizes = ROW_BUCKETS[-1:] if self.invariance.one_size else READ_BUCKETS
         # The pool's arrays are donated, so that writing a token does not copy them.
@@ -368,7 +368,7 @@ class Runner:
             found.append(jax.tree.map(itemgetter(slice(len(block))), values))
         return found
 
-    def _pick(self, hidden: jax.Array, rows: Seq[int], sizes: Seq[int] = ()) -> jax.Array:
+    def _pick(self, hidden: jax.Array, rows: Seq[int], sizes: Seq[int] | None = None) -> jax.Array:
         """Return the hidden states of up to `READ_ROWS` rows, padded to a bucket, so that readers compile once per bucket."""
         padded = np.zeros(bucket_for(len(rows), sizes or self._read_sizes), np.int32)
         padded[: len(rows)] = rows

@@ -45,7 +45,7 @@ class SamplingPlan:
 
     Attributes:
         rows: rows of the step, at most `READ_ROWS`.
-        given: sampling parameters, padded to a size of `ROW_BUCKETS`; None if every row takes its likeliest token.
+        given: sampling parameters, padded to a size of `Runner.row_sizes`; None if every row takes its likeliest token.
         edits: changes of single logits, padded to the same size; None if no row changes a logit.
         num_logprobs: number of log-probabilities to return for each row; None returns no log-probabilities.
     """
@@ -80,7 +80,7 @@ def sample_input(block: Sequence[SampleRow], size: int, vocab_size: int) -> Samp
 
     Args:
         block: rows to sample from.
-        size: one of `ROW_BUCKETS`.
+        size: one of `Runner.row_sizes`.
         vocab_size: number of token ids.
     """
     params = [row.params for row in block]
@@ -112,7 +112,7 @@ def edit_input(block: Sequence[SampleRow], size: int, vocab_size: int) -> Edits 
 
     Args:
         block: rows to sample from.
-        size: one of `ROW_BUCKETS`.
+        size: one of `Runner.row_sizes`.
         vocab_size: number of token ids.
     """
     per_row = [_edited_ids(row) for row in block]

@@ -76,9 +76,9 @@ class Scheduler:
         self.placement = Placement(trie, block_size)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         sizes = buckets(SMALLEST_STEP, max(max_num_batched_tokens, SMALLEST_STEP), 2)
-        if one_size:
-            sizes = sizes[-1:]
-        self.token_buckets = sizes if smallest_step >= SMALLEST_STEP or one_size else (smallest_step, *sizes)
+        if smallest_step < SMALLEST_STEP:
+            sizes = (smallest_step, *sizes)
+        self.token_buckets = sizes[-1:] if one_size else sizes
         self.max_spans = max_num_seqs + EXTRA_SPANS
         self.threshold = long_prefill_token_threshold
         self.waiting: list[Request] = []

@@ -93,7 +93,7 @@ class WarmUp:
         """Return the parts, the likeliest first. Timing is a part of its own, so that a request waits less."""
         width, *wider = self._batches.width_buckets
         sizes = self._batches.token_buckets
-        short = next((size for size in sizes if size >= SMALLEST_STEP), sizes[-1])
+        short = next(size for size in sizes if size >= SMALLEST_STEP)
         decodes, others = [size for size in sizes if size < short], [size for size in sizes if size > short]
         steps = {rows: [partial(self._first_step, rows, width), partial(self._timed_step, rows, width)] for rows in sizes}
         greedy, *readouts = self._runner.readouts(self._runner.row_sizes[0])

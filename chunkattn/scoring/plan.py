@@ -23,7 +23,8 @@ Stage = list[PrecomputeRequest | ScoreRequest]
 class QueryPlan:
     """The scoring of one query: requests made stage by stage, and the output collected from their results.
 
-    Items of equal keys are scored once, and items of known results not at all.
+    Items of equal keys are scored once, and items of known results not at all. Where the layout decides the bits, results are
+    used only if all are known.
 
     Args:
         job: the job to score.
@@ -35,6 +36,7 @@ class QueryPlan:
         max_stage_tokens: maximum number of tokens of a stage with more than one request.
         columns: number of labels, or of classes of a classifier.
         apply_softmax: whether scores are normalised over the labels.
+        whole: whether the layout of the items decides the bits.
         logits: whether results are logits, of a classifier's classes or of labels.
         note: called with every result.
     """
@@ -50,6 +52,7 @@ class QueryPlan:
         max_stage_tokens: int,
         columns: int,
         apply_softmax: bool,
+        whole: bool,
         logits: bool,
         note: Callable[[ScoreResult | PrecomputeResult], None],
     ) -> None:
@@ -57,6 +60,8 @@ class QueryPlan:
         self._max_stage_tokens, self._apply_softmax, self._logits = max_stage_tokens, apply_softmax, logits
         self._keys, self._results, known = keys, results, results.get(keys)
         first = {key: place for place, key in reversed([*enumerate(keys)])}  # of each distinct item
+        if whole and len(known) < len(first):
+            known = {}
         self._first = [first[key] for key in keys]
         self._values = np.zeros((len(job.items), columns), np.float32)
         for key, row in known.items():

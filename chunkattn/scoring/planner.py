@@ -211,6 +211,7 @@ class ScorePlanner:
             most,
             columns,
             apply_softmax,
+            not alone or wanted in BACKENDS,
             raw or classes is not None,
             note,
         )

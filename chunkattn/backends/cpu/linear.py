@@ -14,7 +14,6 @@ from chunkattn.backends.cpu import library
 MAX_ROWS = 16
 """Rows up to which the operator is faster than XLA's own product."""
 IN_STEP = 32
-_any_order = False
 _PROBE = (2048, 80)
 """Depth and outputs of the products that are compared with XLA's."""
 
@@ -24,17 +23,7 @@ def serves(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> bool:
     fits = x.dtype == weight.dtype == jnp.bfloat16 and len(x) <= MAX_ROWS and x.shape[1] % IN_STEP == 0
     if not fits or library.refusal() is not None or jax.default_backend() != "cpu":
         return False
-    return _any_order or order() is not None
-
-
-def allow_any_order(allowed: bool) -> None:
-    """Let the operator compute few rows even where it has no order with the bits of many rows. It does not by default.
-
-    Args:
-        allowed: whether it may, in programs that are compiled from now on.
-    """
-    global _any_order
-    _any_order = allowed
+    return order() is not None
 
 
 @cache

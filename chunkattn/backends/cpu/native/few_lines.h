@@ -119,8 +119,6 @@ template <class Work> inline void with_lines(int lines, const Work &work) {
     default: return work(std::integral_constant<int, 8>());
   }
 }
-#else
-constexpr int kFewLines = 0;
 #endif
 
 }  // namespace

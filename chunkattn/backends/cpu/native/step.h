@@ -49,7 +49,6 @@ struct State {
 // own part and every kPortionSlots from there, so that no neighbour and no number of threads changes a bit.
 constexpr int kTileSlots = 256;
 constexpr int kPortionSlots = 2048;
-constexpr int kMaxHeadDim = 256;
 constexpr int kMaxLines = 256;    // of an item
 constexpr int kLineGranule = 16;  // lines of a state are padded to a multiple, as those of the widest product are
 
