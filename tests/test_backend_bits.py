@@ -17,10 +17,8 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference", "cpu"])
-@pytest.mark.parametrize(
-    "options", [OPTIONS[0], *(pytest.param(options, marks=pytest.mark.telling) for options in OPTIONS[1:])], ids=str
-)
+@pytest.mark.parametrize("backend", ["xla", pytest.param("reference", marks=pytest.mark.telling), "cpu"])
+@pytest.mark.parametrize("options", [OPTIONS[0], *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS[1:])], ids=str)
 def test_bits_do_not_depend_on_the_company(backend, options):
     if backend == "cpu" and library.refusal():
         pytest.skip(library.refusal())
