@@ -68,6 +68,18 @@ def random_job(rng, items=9):
     return query, [[], *(rng.integers(0, VOCAB, rng.integers(0, 25)).tolist() for _ in range(items))]
 
 
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_logits_have_the_same_bits_in_any_company(num_labels, classifier, rng):
+    llm = classifier("qwen3" if num_labels == 3 else "llama", num_labels).llm
+    query, item = (rng.integers(0, VOCAB, n).tolist() for n in (40, 17))
+    alone = llm.score(query, [item], algorithm="serial", cache_salt="alone").logits[0]
+    for company in (1, 5, 30):
+        others = [rng.integers(0, VOCAB, rng.integers(1, 30)).tolist() for _ in range(company)]
+        for algorithm in ("packed_segment", "prefill_extend", "serial"):
+            found = llm.score(query, [*others[1:], item, others[0]], algorithm=algorithm, cache_salt=f"{algorithm} {company}")
+            assert found.logits[-2] == alone
+
+
 @pytest.mark.parametrize(("name", "num_labels"), MODELS)
 def test_scores_are_one_forward_per_item(name, num_labels, classifier, rng):
     one = classifier(name, num_labels)

@@ -29,7 +29,7 @@ def kernel(request):
 
 
 @pytest.mark.skipif(library.refusal() is not None, reason="no native library")
-@pytest.mark.parametrize(("depth", "outputs"), [(1024, 300), (96, 43), (3072, 16)])
+@pytest.mark.parametrize(("depth", "outputs"), [(1024, 300), (96, 43), (3072, 96), (8192 + 32, 33)])
 def test_few_rows_have_the_bits_of_many(kernel, depth, outputs):
     rng = np.random.default_rng(depth)
     weight = jnp.asarray(0.02 * rng.standard_normal((outputs, depth)), jnp.bfloat16)
@@ -43,7 +43,7 @@ def test_few_rows_have_the_bits_of_many(kernel, depth, outputs):
 
 def test_another_order_is_noticed(monkeypatch):
     """Where XLA adds up in an order that the operator does not have, XLA computes few rows, too."""
-    x, weight = jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((8, 64), jnp.bfloat16)
+    x, weight = jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((32, 64), jnp.bfloat16)
     assert few_rows.serves(x, weight) == (library.refusal() is None)
     few_rows.order.cache_clear()
     monkeypatch.setattr(few_rows, "_xla", lambda x, weight: dot(x[:, ::-1], weight[:, ::-1]))
@@ -55,7 +55,7 @@ def test_another_order_is_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("depth", "outputs"), [(64, 1), (64, 3), (1024, 2), (1024, 96)])
+@pytest.mark.parametrize(("depth", "outputs"), [(64, 1), (64, 3), (1024, 2), (1024, 96), (4096, 17)])
 def test_products_and_sums_have_one_order(dtype, depth, outputs):
     rng = np.random.default_rng(depth + outputs)
     weight, x = (jnp.asarray(rng.standard_normal((n, depth)), dtype) for n in (outputs, 300))

@@ -165,7 +165,6 @@ def test_keys_tell_apart_what_joins_to_the_same_tokens():
     others = [QueryItems([1, 2], items) for items in ([[3], [4]], [[3], [5]], [[3], [4, 5]], [[3, 4], [5]], [[3], [3]])]
     keys = [item_keys(job, (5, 6), "auto", None)[0] for job in others]
     assert len({*keys}) == len(keys)
-    first = others[0], (5, 6)
-    alone = {item_keys(job, (5, 6), name, None, alone=True)[0] for job in others[:3] for name in ("auto", "serial")}
-    assert alone == {*item_keys(jobs[0], (5, 6), "packed_segment", None, alone=True)}
-    assert not alone & {*item_keys(*first, "packed_dense", None, alone=True), *item_keys(*first, "auto", "s", alone=True)}
+    apart = {item_keys(job, (5, 6), name, None, whole=False)[0] for job in others[:3] for name in ("auto", "serial")}
+    assert apart == {*item_keys(jobs[0], (5, 6), "packed_segment", None, whole=False)}
+    assert not apart & {*keys, *item_keys(others[0], (5, 6), "auto", "s", whole=False)}

@@ -23,9 +23,9 @@ LONG = 600
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint of Qwen3's shape with positions enough for a long query."""
+    """A checkpoint of Qwen3's shape with positions enough for a long query, and products as deep as those of real models."""
     config = copy.deepcopy(CHECKPOINTS["qwen3-64"])
-    config.max_position_embeddings = 8192
+    config.max_position_embeddings, config.intermediate_size = 8192, 2176
     return make_checkpoint(config, tmp_path_factory.mktemp("long"))
 
 

@@ -117,10 +117,6 @@ class AttentionBatch:
     where slot `s` is valid iff `s % block_size < page_len[seq, s // block_size]`. The contents of an invalid slot are
     undefined and may be NaN.
 
-    What a row is computed by depends on its own request alone. A backend that sums in portions counts them from slot 0 for the
-    prefix, `[0, prefix_end)`, and from `max(row_start[i], prefix_end[seq])` for the row's own part; see
-    `AttentionBackend.forward`.
-
     Attributes:
         num_rows: number of rows in use.
         row_seq: sequence of each row.
@@ -238,11 +234,11 @@ class AttentionBackend(ABC):
         A row of this step is read back as the cache stores it, quantised or not, so computed and cached tokens give the same
         result.
 
-        A row has the same bits in any company: beside other rows and sequences, in a step or a page table of another size, on
-        other pages, with spans cut elsewhere, and with parts that it does not see added, lengthened, removed or moved. The
-        portions of its sum are therefore counted from slot 0 for the prefix and from the start of the row's own part,
-        `max(row_start, prefix_end)`; never from absolute slots or from a tile of rows. `chunkattn.testing.check_backend` judges
-        this with `bits`.
+        A backend that `keeps_bits` gives a row the same bits in any company: beside other rows and sequences, in a step or a
+        page table of another size, on other pages, with spans cut elsewhere, and with parts that it does not see added,
+        lengthened, removed or moved. It counts the portions of a sum from slot 0 for the prefix and from the start of the row's
+        own part, `max(row_start, prefix_end)`, never from absolute slots or from a tile of rows. `check_backend` of
+        `chunkattn.testing` judges this with `bits`.
 
         Args:
             q: queries; heads `g * groups ... (g + 1) * groups - 1` share KV head `g`.

@@ -75,11 +75,16 @@ def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int) -> bool:
         vocab_size: length of the rows that readouts add up.
     """
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((_ROWS[-1], depth)).astype(np.float32)
-    weight = jnp.asarray(rng.standard_normal((_OUTPUTS, depth)), dtype)
-    logits = rng.standard_normal((ROW_BUCKETS[-1], vocab_size)).astype(np.float32)
+    x = rng.random((_ROWS[-1], depth), np.float32) - 0.5
+    weight = jnp.asarray(rng.random((_OUTPUTS, depth), np.float32) - 0.5, dtype)
+    logits = rng.random((ROW_BUCKETS[-1], vocab_size), np.float32)
     compute = jax.jit(lambda x, weight: (multiply(x, weight), sums(x)))
-    add = jax.jit(sums)
-    pairs = [(jax.device_get(compute(x[:rows], weight)), jax.device_get(compute(x, weight)), rows) for rows in _ROWS[:-1]]
-    pairs += [([add(logits[:rows])], [add(logits)], rows) for rows in ROW_BUCKETS[:-1]]
-    return all(np.array_equal(of, by[:rows]) for some, whole, rows in pairs for of, by in zip(some, whole, strict=True))
+    add = jax.jit(lambda x: (sums(x),))
+    found = (compute(x, weight), [(rows, compute(x[:rows], weight)) for rows in _ROWS[:-1]])
+    read = (add(logits), [(rows, add(logits[:rows])) for rows in ROW_BUCKETS[:-1]])
+    return all(
+        np.array_equal(of, by[:rows])
+        for whole, parts in (found, read)
+        for rows, some in parts
+        for of, by in zip(some, whole, strict=True)
+    )

@@ -138,8 +138,9 @@ class Request:
     @cached_property
     def parts(self) -> list[tuple[int, int, int]]:
         """Return chunk id and token range of every part that begins on a new page, in order."""
-        pages = self.score and self.score.share_prefix and self.layout.prefix_len % self.plan.block_size == 0
-        if not self.plan.aligned and not pages:
+        whole_pages = self.layout.prefix_len % self.plan.block_size == 0
+        has_prefix = self.plan.aligned or (self.score and self.score.share_prefix and whole_pages)
+        if not has_prefix:
             return [(PREFIX_ID if self.precompute else QUESTION_ID, 0, len(self.layout))]
         if self.score:  # no other request shares the items, so they need no page alignment
             parts = [(PREFIX_ID, 0, self.layout.prefix_len), (QUESTION_ID, self.layout.prefix_len, len(self.layout))]

@@ -149,8 +149,9 @@ class ScorePlanner:
             RequestError: the algorithm is unknown or cannot serve the job.
             CapacityError: every suitable algorithm would compute more than `max_tokens_per_call`.
         """
-        config, alone = self.config, self.limits.batch_invariant
+        config = self.config
         wanted = algorithm or config.score_algorithm
+        whole = not self.limits.batch_invariant or wanted in BACKENDS
         refused = refusals(
             job,
             sliding_window=self.limits.sliding_window,
@@ -172,7 +173,7 @@ class ScorePlanner:
             with self._lock:
                 found = asked in self._cached if known is None else known
                 choice = select(query_cached=found, before=self._chosen.get(shape))
-                if wanted == "auto" and not alone:
+                if wanted == "auto" and whole:
                     _remember(self._chosen, shape, choice.algorithm)
             expected = ", ".join(f"{name} {cost:.3g} s" for name, cost in choice.predicted_seconds.items())
             if wanted == "auto":
@@ -200,7 +201,7 @@ class ScorePlanner:
         columns = len(labels) if classes is None else classes
         note = partial(self._note, query=asked, tokens=len(job.prefix))
         most = STAGE_STEPS * config.max_num_batched_tokens
-        keys = item_keys(job, labels, wanted, cache_salt, raw, alone=alone)
+        keys = item_keys(job, labels, wanted, cache_salt, raw, whole=whole)
         return QueryPlan(
             job,
             keys,
@@ -211,7 +212,7 @@ class ScorePlanner:
             most,
             columns,
             apply_softmax,
-            not alone or wanted in BACKENDS,
+            whole,
             raw or classes is not None,
             note,
         )

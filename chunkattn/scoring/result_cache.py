@@ -10,7 +10,7 @@ from threading import Lock
 import numpy as np
 from jaxtyping import Float32
 
-from chunkattn.scoring.algorithms import BACKENDS, QueryItems
+from chunkattn.scoring.algorithms import QueryItems
 
 _MAX_BYTES = 32 << 20
 """Size limit of the results."""
@@ -19,7 +19,7 @@ _ENTRY_BYTES = 256
 
 
 def item_keys(
-    job: QueryItems, labels: Sequence[int], algorithm: str, cache_salt: str | None, raw: bool = False, *, alone: bool = False
+    job: QueryItems, labels: Sequence[int], algorithm: str, cache_salt: str | None, raw: bool = False, *, whole: bool = True
 ) -> list[bytes]:
     """Return a key for each item. Items of equal keys have equal results.
 
@@ -32,16 +32,14 @@ def item_keys(
         algorithm: name that the caller asked for, which may be `"auto"`.
         cache_salt: cache salt of the call.
         raw: whether logits are read instead of log-probabilities.
-        alone: whether an item's bits depend on itself and the query alone. Else they depend on all items, which decide the
-            layout, and on the algorithm.
+        whole: whether the bits of a result depend on all items, which decide the layout, and on the algorithm. Else they depend
+            on query and item alone.
     """
-    if alone and algorithm not in BACKENDS:
-        algorithm = ""  # the others give equal bits
-    form = (cache_salt, algorithm, raw, job.item_first, list(labels), len(job.leading), len(job.query))
+    form = (cache_salt, algorithm if whole else None, raw, job.item_first, list(labels), len(job.leading), len(job.query))
     shared = blake2b(repr(form).encode(), digest_size=32)
     shared.update(np.asarray(job.prefix, np.int64).tobytes())
     items = [np.asarray(item, np.int64).tobytes() for item in job.items]
-    if not alone or algorithm:
+    if whole:
         shared.update(np.asarray([len(item) for item in items], np.int64).tobytes())
         for item in items:
             shared.update(item)

@@ -84,8 +84,8 @@ def _not_finite() -> Iterator[None]:
 def _results() -> Any:
     """A scored item's key lacks the query."""
 
-    def keys(job: QueryItems, *args: Any) -> list[bytes]:
-        return item_keys(replace(job, query=[]), *args)
+    def keys(job: QueryItems, *args: Any, **options: Any) -> list[bytes]:
+        return item_keys(replace(job, query=[]), *args, **options)
 
     return patch.object(planner, "item_keys", keys)
 

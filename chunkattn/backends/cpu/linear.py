@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,33 +16,50 @@ from chunkattn.backends.cpu import library
 MAX_ROWS = 16
 """Rows up to which the operator is faster than XLA's own product."""
 IN_STEP = 32
-_PROBE = (2048, 80)
+LEAST_OUTPUTS = 32
+"""Outputs below which XLA computes the product, which then has another order of additions."""
+_BLOCKS = (2048, 1 << 30, 1024, 4096, 512, 256)
+"""Depths of a block that XLA may add up, the likeliest first; the second adds up everything in one block."""
+_PROBE = (2 * 4096 + 96, 80)
 """Depth and outputs of the products that are compared with XLA's."""
+
+
+class Order(NamedTuple):
+    """An order of additions, as `native/few_rows.h` describes it.
+
+    Attributes:
+        ascending: whether a block is added value by value, not pair by pair.
+        block: depth of a block.
+    """
+
+    ascending: bool
+    block: int
 
 
 def serves(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> bool:
     """Return whether the operator computes this product on CPUs."""
-    fits = x.dtype == weight.dtype == jnp.bfloat16 and len(x) <= MAX_ROWS and x.shape[1] % IN_STEP == 0
+    fits = x.dtype == weight.dtype == jnp.bfloat16 and len(x) <= MAX_ROWS
+    fits = fits and x.shape[1] % IN_STEP == 0 and len(weight) >= LEAST_OUTPUTS
     if not fits or library.refusal() is not None or jax.default_backend() != "cpu":
         return False
     return order() is not None
 
 
 @cache
-def order() -> bool | None:
-    """Return whether XLA adds up products on this machine value by value (True) or pair by pair (False).
+def order() -> Order | None:
+    """Return the order in which XLA adds up products of many rows on this machine.
 
-    None means that the operator has no order with the bits of XLA's own product of many rows. XLA then computes few rows, too.
+    None means that the operator has no such order. XLA then computes few rows, too.
     """
     depth, outputs = _PROBE
     rng = np.random.default_rng(0)
     with jax.ensure_compile_time_eval():
         x, weight = (jnp.asarray(rng.standard_normal((n, depth)), jnp.bfloat16) for n in (4 * MAX_ROWS, outputs))
         expected = np.asarray(_xla(x, weight))[:MAX_ROWS]
-        for ascending in (False, True):
-            found = (np.asarray(_native(x[:rows], weight, ascending)) for rows in (MAX_ROWS, 7))
-            if all(np.array_equal(some, expected[: len(some)]) for some in found):
-                return ascending
+        for found in itertools.starmap(Order, itertools.product((False, True), _BLOCKS)):
+            some = (np.asarray(_native(x[:rows], weight, found)) for rows in (1, 7, MAX_ROWS))
+            if all(np.array_equal(values, expected[: len(values)]) for values in some):
+                return found
     return None
 
 
@@ -51,12 +70,15 @@ def multiply(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> Float32
         x: bfloat16 rows.
         weight: bfloat16 weight.
     """
-    return _native(x, weight, bool(order()))
+    found = order()
+    assert found is not None
+    return _native(x, weight, found)
 
 
-def _native(x: Float[Array, "N in"], weight: Float[Array, "out in"], ascending: bool) -> Float32[Array, "N out"]:
+def _native(x: Float[Array, "N in"], weight: Float[Array, "out in"], by: Order) -> Float32[Array, "N out"]:
     out = jax.ShapeDtypeStruct((len(x), len(weight)), jnp.float32)  # type: ignore[no-untyped-call]
-    product: Float32[Array, "N out"] = jax.ffi.ffi_call(library.MULTIPLY, out)(x, weight, ascending=ascending)
+    call = jax.ffi.ffi_call(library.MULTIPLY, out)
+    product: Float32[Array, "N out"] = call(x, weight, ascending=by.ascending, block=np.int32(by.block))
     return product
 
 

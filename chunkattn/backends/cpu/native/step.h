@@ -57,7 +57,8 @@ struct FewRows {
   const uint16_t *x, *weight;
   float *out;
   int rows, in, outputs;
-  bool ascending;  // the order of the sum, where a kernel has both: value by value, or the second value of each pair first
+  bool ascending;  // the order of a sum, where a kernel has both: value by value, or the second value of each pair first
+  int block;       // depth of the sums that are added in order; a multiple of 32
 };
 
 struct Kernel {
