@@ -67,6 +67,7 @@ def describe(result: dict[str, Any]) -> list[str]:
         name += f"{result['dtype']}, {result['rows']} rows, {result['width']} pages a sequence"
         name += f", window {result['window']}" if result["window"] else ""
         name += ", chunks weighed" if result["weighs"] else ""
+        name += ", batch invariant" if result["batch_invariant"] else ""
         name += ", K/V in FP8" if result["kv_dtype"] else ""
     else:
         name = f"head_dim {result['head_dim']}, {result['stages']} stages"

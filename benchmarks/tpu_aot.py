@@ -68,6 +68,7 @@ def describe(result: dict[str, Any]) -> str:
         name += f"{result['dtype']} over {kept}, {result['rows']} rows, {result['width']} pages a sequence"
         name += f", window {result['window']}" if result["window"] else ""
         name += ", chunks weighed" if result["weighs"] else ""
+        name += ", batch invariant" if result["batch_invariant"] else ""
     elif result["kind"] == "splash":
         name = f"head_dim {result['head_dim']}, tile {result['rows']} x {result['slots']} by {result['compute']}"
     else:

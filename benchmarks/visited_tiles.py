@@ -5,8 +5,9 @@
 
 The host counts the tile ranges that every backend loops over, in tiles of 128x128 and in the Pallas kernel's own, for one
 prompt in one step. "seen" counts the tiles that hold a visible pair of tokens, by brute force over all pairs. The causal
-kernel has the same number of tokens, and each sees all tokens before it. The command fails if a tile is visited in vain or
-left out. `--png` draws a small prompt's tiles and the walk of one query tile instead.
+kernel has the same number of tokens, and each sees all tokens before it. "invariant" counts the tiles under
+`batch_invariant=True`, where every part is a sequence of its own. The command fails if a tile is visited in vain or left
+out. `--png` draws a small prompt's tiles and the walk of one query tile instead.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends import AttentionBatch, AttentionSpec
+from chunkattn.backends.own_sequences import own_sequences
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
 from chunkattn.backends.tiles import cut, spans, tile_ranges
 from chunkattn.cache.slots import SlotPlan, plan_slots
@@ -82,6 +84,12 @@ def visited_tiles(plan: SlotPlan, tile: Tile) -> list[set[int]]:
     return [{*range(a), *range(b, c)} for a, b, c in zip(*ranges, strict=True)]
 
 
+def invariant_tiles(layout: ChunkLayout, tile: Tile) -> int:
+    """Return the number of KV tiles that the query tiles visit if every part is a sequence of its own."""
+    batch = own_sequences(batch_of(plan_slots(layout, BLOCK, aligned=True)), tile.slots)
+    return int(tile_ranges(batch, cut(spans(batch), tile.rows), tile.slots).counts.sum())
+
+
 def seen_tiles(layout: ChunkLayout, plan: SlotPlan, tile: Tile) -> tuple[list[set[int]], int]:
     """Return every query tile's KV tiles with a pair visible by the parts' names, and the number of visible pairs."""
     part, kv_tile = layout.chunk_ids, plan.slots // tile.slots
@@ -115,6 +123,7 @@ def measure(name: str, tile: Tile) -> dict[str, Any]:
         "visited": total,
         "seen": sum(map(len, seen)),
         "exact": visited == seen,
+        "invariant": invariant_tiles(layout, tile),
         "causal": causal,
         "visited_percent": round(100 * total / causal, 2),
         "visible_pairs_percent": round(100 * pairs / (tokens * (tokens + 1) // 2), 2),
@@ -136,11 +145,11 @@ def main() -> None:
     if args.json == "-":
         print(text)
     else:
-        print(f"{'prompt':36} tokens     tile  visited    seen   causal  visited/causal  visible pairs")
+        print(f"{'prompt':36} tokens     tile  visited    seen   causal  invariant  visited/causal  visible pairs")
         for r in rows:
             print(
                 f"{r['workload']:36} {r['tokens']:6}  {r['tile_rows']}x{r['tile_slots']}  {r['visited']:7} {r['seen']:7}  "
-                f"{r['causal']:7}  {r['visited_percent']:13.2f}% {r['visible_pairs_percent']:13.2f}%"
+                f"{r['causal']:7}  {r['invariant']:9}  {r['visited_percent']:13.2f}% {r['visible_pairs_percent']:13.2f}%"
             )
     if args.json and args.json != "-":
         with open(args.json, "w", encoding="utf-8") as file:

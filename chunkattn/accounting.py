@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 
-def groups(lens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+def groups(lens: Sequence[int], most: int, unit: int = 1) -> Iterator[tuple[int, int]]:
     """Yield ranges `[first, last)` of consecutive entries that sum to at most `most` tokens; a longer entry stands alone.
 
     Args:
         lens: tokens of each entry.
         most: token limit of a range.
+        unit: entries count as whole multiples of it.
     """
     first, tokens = 0, 0
-    for index, size in enumerate(lens):
+    for index, length in enumerate(lens):
+        size = -(-length // unit) * unit
         if index > first and tokens + size > most:
             yield first, index
             first, tokens = index, 0
@@ -44,7 +46,7 @@ def precompute_tokens(prefix: int, documents: Sequence[int]) -> int:
 
 
 def score_tokens(
-    query: int, items: Sequence[int], *, max_pack_tokens: int, max_multi_item_seq_len: int, block_size: int
+    query: int, items: Sequence[int], *, max_pack_tokens: int, max_multi_item_seq_len: int, block_size: int, unit: int = 1
 ) -> dict[str, int]:
     """Return the tokens that each scoring algorithm computes for one query, by the algorithm's name.
 
@@ -54,11 +56,12 @@ def score_tokens(
         max_pack_tokens: token limit of a pack (see `chunkattn.scoring.QueryItems`).
         max_multi_item_seq_len: token limit of a pack of `packed_dense` (see `chunkattn.scoring.QueryItems`).
         block_size: tokens of a KV page. If an item is empty, `prefill_extend` computes the query's last page again.
+        unit: see `groups`.
     """
     own = sum(items)
 
     def packed(most: int) -> int:
-        return own + query * sum(1 for _ in groups(items, most - query))
+        return own + query * sum(1 for _ in groups(items, most - query, unit))
 
     again = (query - 1) % block_size + 1 if query and not all(items) else 0
     return {

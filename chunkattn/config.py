@@ -76,8 +76,8 @@ class EngineConfig:
             their turn; the first sequence gets the rest of the budget. By default half of the budget is for the first
             sequence in line, and half for the sequences with the fewest tokens left.
         batch_invariant: give every score, log-probability and token the same bits whatever else the engine computes. True pads
-            steps to one size where the machine needs that; False promises nothing; by default on where it needs no padding: on
-            CPUs whose products pass a test at the start.
+            steps to one size where the machine needs that, as GPUs and TPUs do; False promises nothing; by default on where it
+            needs no padding: on CPUs whose products pass a test at the start.
         kv_store: folder that keeps the K/V of prefixes and chunks beyond this process. By default K/V stays in memory.
         kv_store_max_bytes: size limit of the `kv_store` folder in bytes.
         warmup: compile every program ahead: a server and `AsyncLLM` beside the first requests, `LLM` at its start. By default a

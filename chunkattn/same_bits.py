@@ -91,6 +91,7 @@ class SameBits:
     ) -> None:
         self._backend, self._rng, self._draw, self._options = backend, rng, draw, options
         self._plain, self._weighs = plain, weighs
+        self._pages = not backend.keeps_bits and backend.can_keep_bits
         self._block, self._longest = backend.spec.block_size, 4 * backend.spec.block_size * scale
         self._width = 12 * self._longest // self._block
         self._forward = jax.jit(backend.forward, static_argnames=("scale", "window"))
@@ -99,7 +100,8 @@ class SameBits:
         """Compare the rows of some prompts alone with the same rows in companies.
 
         Each company is computed in steps of another size, with a page table of another width. It adds prompts, adds,
-        lengthens, removes and moves the other parts of a prompt, moves pages, and cuts spans elsewhere.
+        lengthens, removes and moves the other parts of a prompt, moves pages, and cuts spans elsewhere. For a backend that only
+        `can_keep_bits`, steps differ in the rows that they use, and items begin on pages.
 
         Raises:
             AssertionError: a bit differs; the message names the company, the part and the row.
@@ -134,7 +136,7 @@ class SameBits:
         prompt.append(prefix, self._block, aligned=False, own=False)
         prompt.prefix_end = len(prefix.q)
         for item in items:
-            prompt.append(item, self._block, aligned=bool(self._rng.integers(2)), own=True)
+            prompt.append(item, self._block, aligned=self._pages or bool(self._rng.integers(2)), own=True)
         return prompt
 
     def _whole(self, name: str = "") -> _Prompt:
@@ -160,15 +162,16 @@ class SameBits:
 
         Args:
             prompts: the prompts.
-            rows: rows of a step.
+            rows: rows that a step uses at most.
             width: width of the page tables.
             cut: whether to cut spans at random; else a step takes as many rows as it can.
         """
         backend, spec, found = self._backend, self._backend.spec, {}
         cache = backend.allocate(_SEQS * self._width)
-        shapes = [(rows, heads, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        size = _STEPS[-1] if self._pages else rows
+        shapes = [(size, heads, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
         given = [[np.concatenate(x) for x in list(zip(*p.tokens, strict=True))[1:]] for p in prompts]
-        for batch, taken in self._batches(prompts, rows, width, cut):
+        for batch, taken in self._batches(prompts, size, rows, width, cut):
             step = [np.zeros(shape, np.float32) for shape in shapes]
             for to, index in zip(step, range(3), strict=True):
                 for at, (number, row) in enumerate(taken):
@@ -181,9 +184,9 @@ class SameBits:
         return {name: found[n, i] for n, prompt in enumerate(prompts) for i, name in enumerate(prompt.rows())}
 
     def _batches(
-        self, prompts: list[_Prompt], rows: int, width: int, cut: bool
+        self, prompts: list[_Prompt], size: int, rows: int, width: int, cut: bool
     ) -> Iterator[tuple[AttentionBatch, list[tuple[int, int]]]]:
-        """Yield the steps, each with the prompt and the row number of every row."""
+        """Yield the steps of `size` rows, each with the prompt and the row number of every row that it uses."""
         tables, page_len = np.zeros((_SEQS, width), np.int32), np.full((_SEQS, width), self._block, np.int32)
         prefix_end, pool = np.zeros(_SEQS, np.int32), self._rng.permutation(_SEQS * self._width)
         weighing = Weighing(np.full(_SEQS, NO_QUESTION, np.int32), *np.ones((2, _SEQS), np.float32))
@@ -201,7 +204,7 @@ class SameBits:
                 span = int(self._rng.integers(0, min(most, self._rng.choice([2, 40, rows])) + 1)) if cut else most
                 taken += [(number, row) for row in range(done[number], done[number] + span)]
                 done[number] += span
-            columns = np.zeros((3, rows), np.int32)
+            columns = np.zeros((3, size), np.int32)
             for at, (number, row) in enumerate(taken):
                 columns[:, at] = number, prompts[number].slots[row], prompts[number].row_start[row]
             weighed = weighing if self._weighs else None

@@ -181,13 +181,15 @@ def check_backend(
         raise BackendError(f"backend {cls.name!r} refuses {spec}: {reason}")
     if weighs and not cls.weighs:
         raise BackendError(f"backend {cls.name!r} computes no `AttentionBatch.weighing`")
+    judged_backend = cls(spec)
+    judged_backend.batch_invariant = bits
     rng, worst = np.random.default_rng(seed), 0.0
     (values,) = rng.spawn(1)
     # Stretch one lane far beyond FP8's range; the inverse factors keep its weight in scores and differences at 1.
     stretch = np.ones(head_dim)
     stretch[0] = _STRETCH if kept == FP8 else 1
     judged, oracle = (
-        (b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (cls(spec), get_backend("reference")(spec))
+        (b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (judged_backend, get_backend("reference")(spec))
     )
     for case in range(cases):
         caches = [jax.tree.map(_full_of_nan, b.allocate(scale * _SEQS * _WIDTH)) for b, _ in (judged, oracle)]
@@ -212,7 +214,7 @@ def check_backend(
                 )
             worst = max(worst, difference)
     if bits:
-        _check_bits(judged[0], cases, seed, scale, stretch, weighs, window)
+        _check_bits(judged_backend, cases, seed, scale, stretch, weighs, window)
     return worst
 
 

@@ -6,6 +6,7 @@ import pytest
 from chunkattn.backends import get_backend
 from chunkattn.backends.cpu import library
 from chunkattn.testing import check_backend
+from tests.tiled_backend import FromSlotZero, Tiled
 
 OPTIONS = [
     {},
@@ -25,17 +26,10 @@ def test_bits_do_not_depend_on_the_company(backend, options):
     check_backend(backend, cases=1, scale=4, bits=True, **options)
 
 
-class FromSlotZero(get_backend("xla")):  # type: ignore[misc]
-    """Counts the portions of all parts from slot 0."""
-
-    def build_metadata(self, batch):
-        metadata = super().build_metadata(batch)
-        return metadata._replace(
-            **{
-                name: tasks and tasks._replace(begin=tasks.begin // 128 * 128)
-                for name, tasks in (("many", metadata.many), ("few", metadata.few))
-            }
-        )
+@pytest.mark.parametrize("options", [{}, pytest.param({"weighs": True}, marks=pytest.mark.telling)], ids=str)
+def test_parts_as_own_sequences_keep_bits(options, monkeypatch):
+    monkeypatch.setattr("chunkattn.testing.TOLERANCE", {"float32": 10.0})  # the judge of bits alone
+    check_backend(Tiled, cases=1, scale=4, bits=True, **options)
 
 
 class ByTheStep(get_backend("xla")):  # type: ignore[misc]

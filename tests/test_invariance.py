@@ -1,5 +1,7 @@
 """The option `batch_invariant`, the test of the machine behind it, and products and norms bit by bit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,9 @@ def test_what_the_option_comes_to(demo, monkeypatch, caplog):
     assert of(False) == of(None, other) == Invariance(False, one_size=False)
     with pytest.raises(ConfigError, match="the attention backend 'packed_dense' adds up a row"):
         of(True, other)
+    tiled = get_backend("pallas_tpu")(dataclasses.replace(SPEC, head_dim=128))
+    assert of(True, tiled) == Invariance(True, one_size=True, own_pages=True)
+    assert of(None, tiled) == Invariance(False, one_size=False)
     assert not caplog.records
     monkeypatch.setattr(invariance, "rows_agree", lambda *_: False)
     assert of(None) == Invariance(False, one_size=False)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
+from chunkattn.backends import registry
 from chunkattn.backends.cpu import backend as cpu_backend
 from chunkattn.engine import intake, sampling
 from chunkattn.models import linear, norm
 from tests.checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
+from tests.tiled_backend import Tiled
 
 DTYPES = ("float32", "bfloat16", "float16")
 ALGORITHMS = ("serial", "packed_segment", "prefill_extend")
@@ -150,6 +152,23 @@ def test_answers_in_company(engines, dtype, tmp_path_factory):
                 assert party.answers(company) == alone, (company, tokens, reset)
     assert core.scheduler.preemptions
     assert core.disk.counts["hit"]
+
+
+@pytest.mark.telling
+def test_company_of_a_backend_of_tiles(engines, monkeypatch):
+    """`batch_invariant` begins items on pages and pads steps, for backends that count from absolute slots."""
+    monkeypatch.setitem(registry._REGISTERED, "tiled", Tiled)
+    monkeypatch.setattr(Tiled, "name", "tiled")
+    party = Party(engines(attention_backend="tiled", batch_invariant=True, max_num_batched_tokens=192), 4, query_tokens=300)
+    alone, answers = party.scores("serial"), [party.answer(p, s) for p in party.prompts for s in party.sampling]
+    np.testing.assert_allclose(
+        np.frombuffer(alone, np.float32), np.frombuffer(Party(engines(), 4, 300).scores("serial"), np.float32), atol=1e-4
+    )
+    for company, tokens in ((0, 192), (7, 97), (40, 192)):
+        for algorithm in ALGORITHMS:
+            with steps_of(party.llm, tokens):
+                assert party.scores(algorithm, min(company, 4) if algorithm == "serial" else company) == alone
+        assert party.answers(min(company, 7)) == answers
 
 
 @pytest.mark.slow

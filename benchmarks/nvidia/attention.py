@@ -43,6 +43,7 @@ class Case(LayerCase):
     window: int | None = None
     weighs: bool = False
     """True if the step weighs chunks anew."""
+    batch_invariant: bool = False
     kv_dtype: str | None = None
 
 
@@ -51,6 +52,7 @@ def cases() -> Iterator[Case]:
     common = Case()
     yield common
     yield replace(common, weighs=True)
+    yield replace(common, batch_invariant=True)
     yield replace(common, rows=64)
     yield replace(common, head_dim=64, heads=14, kv_heads=2)
     yield replace(common, head_dim=256, heads=8, kv_heads=1)
@@ -107,6 +109,7 @@ def compile_case(case: Case, dumps: Path) -> dict[str, Any]:
     if (refusal := CompiledBackend.supports(case.spec)) is not None:
         return {"kind": "pallas_gpu", **asdict(case), "compiled": False, "error": refusal}
     backend = CompiledBackend(case.spec)
+    backend.batch_invariant = case.batch_invariant
     result = {"kind": "pallas_gpu", **asdict(case), "pool_mib": round(case.pool_bytes / MIB, 1)}
     result |= compile_call(lambda: lower(case, backend))
     if not result["compiled"]:

@@ -39,6 +39,7 @@ class Case(LayerCase):
     kv_dtype: str | None = None
     weighs: bool = False
     """True if the step weighs chunks anew."""
+    batch_invariant: bool = False
 
 
 def compiled_backend(chip: str) -> type[PallasTpuBackend]:
@@ -54,6 +55,7 @@ def cases(chip: str) -> Iterator[Case]:
     common = Case(chip)
     yield common
     yield replace(common, weighs=True)
+    yield replace(common, batch_invariant=True)
     yield replace(common, weighs=True, head_dim=64, heads=9, kv_heads=3, kv_dtype=FP8)
     yield replace(common, kv_dtype=FP8)
     yield replace(common, head_dim=64, heads=14, kv_heads=2)
@@ -121,6 +123,7 @@ def compile_case(case: Case, schedules: Path | None = None) -> dict[str, Any]:
         schedules: folder of the schedules. The result then holds the loops' costs, or `unread`, the reason for their absence.
     """
     backend = compiled_backend(case.chip)(case.spec)
+    backend.batch_invariant = case.batch_invariant
     result = {"kind": "attention", **asdict(case), "pool_mib": round(case.pool_bytes / MIB, 1)}
     result |= compile_kernels(lambda: lower(case, backend))
     if schedules is not None:

@@ -173,6 +173,9 @@ class AttentionBackend(ABC):
         max_table_pages: maximum number of entries of a page table, the largest `W`.
         keeps_bits: whether a row's bits depend on its own sequence alone: on no other row of the step and on none of the sizes
             `T`, `S` and `W`.
+        can_keep_bits: whether that holds under `batch_invariant`, in steps of one size `T` and for own parts that begin on a
+            page. The programs then compute more than they need.
+        batch_invariant: whether rows must keep their bits; the engine sets it.
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
         smallest_step: rows to which smaller steps are padded.
@@ -181,12 +184,14 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     keeps_bits: ClassVar[bool] = False
+    can_keep_bits: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     any_table_width: ClassVar[bool] = False
     smallest_step: ClassVar[int] = 8
     max_pages: ClassVar[int] = 1 << 31
     max_table_pages: ClassVar[int] = 1 << 31
     max_rows: int = 1 << 31
+    batch_invariant: bool = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -234,11 +239,11 @@ class AttentionBackend(ABC):
         A row of this step is read back as the cache stores it, quantised or not, so computed and cached tokens give the same
         result.
 
-        A backend that `keeps_bits` gives a row the same bits in any company: beside other rows and sequences, in a step or a
-        page table of another size, on other pages, with spans cut elsewhere, and with parts that it does not see added,
-        lengthened, removed or moved. It counts the portions of a sum from slot 0 for the prefix and from the start of the row's
-        own part, `max(row_start, prefix_end)`, never from absolute slots or from a tile of rows. `check_backend` of
-        `chunkattn.testing` judges this with `bits`.
+        A backend that `keeps_bits`, or that `can_keep_bits` and is asked to, gives a row the same bits in any company: beside
+        other rows and sequences, in a step or a page table of another size, on other pages, with spans cut elsewhere, and with
+        parts that it does not see added, lengthened, removed or moved. It counts the portions of a sum from slot 0 for the
+        prefix and from the start of the row's own part, `max(row_start, prefix_end)`, never from absolute slots or from a tile
+        of rows. `check_backend` of `chunkattn.testing` judges this with `bits`.
 
         Args:
             q: queries; heads `g * groups ... (g + 1) * groups - 1` share KV head `g`.

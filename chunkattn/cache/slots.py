@@ -23,6 +23,7 @@ class SlotPlan:
             their own.
         block_size: slots per page.
         aligned: whether every part begins on a page of its own.
+        packed_chunks: whether the chunks of an aligned plan lie without holes after the prefix.
     """
 
     slots: Int32[np.ndarray, " T"]
@@ -31,6 +32,7 @@ class SlotPlan:
     page_len: Int32[np.ndarray, " pages"]
     block_size: int
     aligned: bool
+    packed_chunks: bool = False
 
     @cached_property
     def end(self) -> int:
@@ -87,6 +89,7 @@ def plan_slots(
         page_len=page_len,
         block_size=block_size,
         aligned=aligned,
+        packed_chunks=aligned and packed_chunks,
     )
 
 

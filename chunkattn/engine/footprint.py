@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunkattn.cache.slots import num_slots
-from chunkattn.engine.messages import GenerateRequest, Message, PrecomputeRequest, ScoreRequest
+from chunkattn.engine.messages import EngineLimits, GenerateRequest, Message, PrecomputeRequest, ScoreRequest
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,23 @@ class Footprint:
         return pages * self.block_size - self.end + 1
 
 
-def is_aligned(message: Message) -> bool:
-    """Return whether every part of a prompt begins on a new page, so that its pages can be shared.
+def slot_options(message: Message, limits: EngineLimits) -> dict[str, bool]:
+    """Return the arguments `aligned` and `packed_chunks` of `plan_slots` for a request.
 
-    A plain prompt shares its beginning only and needs no alignment. Scored items share only the prefix, if `share_prefix`.
+    Parts begin on new pages, so that their pages can be shared. A plain prompt shares its beginning only and needs no
+    alignment. Scored items share only the prefix, if `share_prefix`; they begin on pages where `limits` demand it.
     """
-    return message.layout.num_chunks > 0 and (not isinstance(message, ScoreRequest) or message.share_prefix)
+    scores = isinstance(message, ScoreRequest)
+    if scores and limits.items_on_pages:
+        return {"aligned": True, "packed_chunks": False}
+    shares = message.layout.num_chunks > 0 and (not isinstance(message, ScoreRequest) or message.share_prefix)
+    return {"aligned": shares, "packed_chunks": scores}
 
 
-def footprint_of(message: Message, block_size: int) -> Footprint:
-    """Return the footprint of a request with `block_size` slots per page."""
-    layout, aligned, repeated = message.layout, is_aligned(message), 0
+def footprint_of(message: Message, limits: EngineLimits) -> Footprint:
+    """Return the footprint of a request within the limits of an engine."""
+    layout, block_size, options = message.layout, limits.block_size, slot_options(message, limits)
+    aligned, repeated = options["aligned"], 0
     # Log-probabilities need every prompt token computed, including the tokens of a repeated chunk.
     distinct = isinstance(message, GenerateRequest) and message.distinct
     if aligned and not distinct and isinstance(message, (GenerateRequest, PrecomputeRequest)):
@@ -65,6 +71,6 @@ def footprint_of(message: Message, block_size: int) -> Footprint:
                 key = int(layout.positions[segment.start]), layout.part(segment).tobytes()
                 repeated += -(-(segment.end - segment.start) // block_size) if key in seen else 0
                 seen.add(key)
-    end = num_slots(layout, block_size, aligned=aligned, packed_chunks=isinstance(message, ScoreRequest))
+    end = num_slots(layout, block_size, **options)
     samples = message.sampling.n if isinstance(message, GenerateRequest) else 1
     return Footprint(end, repeated, samples, block_size)

@@ -8,7 +8,7 @@ import numpy as np
 
 from chunkattn.cache.slots import plan_slots
 from chunkattn.config import EngineConfig
-from chunkattn.engine.footprint import Footprint, footprint_of, is_aligned
+from chunkattn.engine.footprint import Footprint, footprint_of, slot_options
 from chunkattn.engine.messages import EngineLimits, GenerateRequest, Message, PrecomputeRequest, ScoreRequest
 from chunkattn.engine.request import Request
 from chunkattn.errors import CapacityError, RequestError
@@ -65,8 +65,8 @@ class Intake:
         if layout.chunks_share_positions and layout.num_chunks > 1 and not scores:
             order = layout.canonical_order()
             index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
-        footprint = footprint_of(message, self.limits.block_size)
-        plan = plan_slots(layout, self.limits.block_size, aligned=is_aligned(message), packed_chunks=scores, apart=apart)
+        footprint = footprint_of(message, self.limits)
+        plan = plan_slots(layout, self.limits.block_size, **slot_options(message, self.limits), apart=apart)
         return Request(
             message.request_id,
             layout,
@@ -109,7 +109,7 @@ class Intake:
         Args:
             message: request that has been checked.
         """
-        return self._max_tokens(message, footprint_of(message, self.limits.block_size))
+        return self._max_tokens(message, footprint_of(message, self.limits))
 
     def _max_tokens(self, message: GenerateRequest, footprint: Footprint) -> int:
         """Return the limit on generated tokens: the caller's limit, or as many as positions and pages allow."""
@@ -118,7 +118,7 @@ class Intake:
 
     def _check_pages(self, message: Message) -> None:
         limits, tokens = self.limits, len(message.layout)
-        footprint = footprint_of(message, limits.block_size)
+        footprint = footprint_of(message, limits)
         longest = self._max_tokens(message, footprint) if isinstance(message, GenerateRequest) else 0
         if isinstance(message, GenerateRequest) and message.sampling.min_tokens > longest:
             text = f"min_tokens {message.sampling.min_tokens} exceeds the {longest} that fit"

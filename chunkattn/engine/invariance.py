@@ -29,10 +29,12 @@ class Invariance:
     Attributes:
         holds: whether the bits of a result depend on its request alone.
         one_size: whether all steps, and all blocks of rows that are read, have one size for that.
+        own_pages: whether scored items begin on pages for that.
     """
 
     holds: bool
     one_size: bool
+    own_pages: bool = False
 
     @classmethod
     def of(cls, wanted: bool | None, backend: AttentionBackend, model: DecoderSpec, dtype: jnp.dtype) -> Invariance:
@@ -45,14 +47,17 @@ class Invariance:
             dtype: dtype of the model's weights.
 
         Raises:
-            ConfigError: the option is True, and the backend's rows depend on each other.
+            ConfigError: the option is True, and the backend cannot keep bits.
         """
         if wanted is False or (wanted is None and not backend.keeps_bits):
             return cls(False, False)
         if not backend.keeps_bits:
+            if backend.can_keep_bits:
+                return cls(True, one_size=True, own_pages=True)
             raise ConfigError(
                 f"batch_invariant True: the attention backend {backend.name!r} adds up a row in an order that follows the "
-                "other rows of its step; choose attention_backend 'cpu', 'xla' or 'reference' on a CPU, or leave the option out"
+                "other rows of its step; choose attention_backend 'pallas_tpu' or 'pallas_gpu', or 'cpu', 'xla' or 'reference' "
+                "on a CPU, or leave the option out"
             )
         agree = rows_agree(dtype, max(model.hidden_size, model.intermediate_size), model.vocab_size)
         if wanted is None and not agree:

@@ -131,6 +131,7 @@ class EngineLimits:
         num_labels: classes of a sequence classifier, None for a language model.
         backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None.
         batch_invariant: whether the bits of a result depend on its request alone.
+        items_on_pages: whether every scored item begins on a page of its own.
     """
 
     num_pages: int
@@ -145,6 +146,7 @@ class EngineLimits:
     num_labels: int | None = None
     backends: dict[str, str | None] = field(default_factory=dict)
     batch_invariant: bool = False
+    items_on_pages: bool = False
 
     @property
     def kv_tokens(self) -> int:

@@ -142,10 +142,11 @@ class Request:
         has_prefix = self.plan.aligned or (self.score and self.score.share_prefix and whole_pages)
         if not has_prefix:
             return [(PREFIX_ID if self.precompute else QUESTION_ID, 0, len(self.layout))]
-        if self.score:  # no other request shares the items, so they need no page alignment
-            parts = [(PREFIX_ID, 0, self.layout.prefix_len), (QUESTION_ID, self.layout.prefix_len, len(self.layout))]
-            return [part for part in parts if part[2] > part[1]]
-        return [(s.chunk_id, s.start, s.end) for s in self.layout.segments if s.end > s.start]
+        parts = [(s.chunk_id, s.start, s.end) for s in self.layout.segments]
+        if self.score:  # no other request shares the items
+            own = [(QUESTION_ID, self.layout.prefix_len, len(self.layout))] if self.plan.packed_chunks else parts[1:]
+            parts = [parts[0], *((QUESTION_ID, start, end) for _, start, end in own)]
+        return [part for part in parts if part[2] > part[1]]
 
     def key_of(self, sequence: Sequence, start: int, width: int) -> tuple[int, bytes]:
         """Return position and tokens of a block, cached for prompt blocks because admission may ask repeatedly.

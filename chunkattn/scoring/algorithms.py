@@ -32,6 +32,7 @@ class QueryItems:
         max_extend_tokens: maximum number of tokens of one item after a cached query: the room that the KV pool has beside the
             query.
         block_size: tokens of a KV page.
+        items_on_pages: whether every item begins on a page.
     """
 
     query: list[int]
@@ -43,6 +44,12 @@ class QueryItems:
     max_batch_tokens: int = 2048
     max_extend_tokens: int = 1 << 31
     block_size: int = 16
+    items_on_pages: bool = False
+
+    @property
+    def unit(self) -> int:
+        """Return the number of slots of whose multiples an item takes."""
+        return self.block_size if self.items_on_pages else 1
 
     @property
     def prefix(self) -> list[int]:
@@ -58,6 +65,7 @@ class QueryItems:
             max_pack_tokens=self.max_pack_tokens,
             max_multi_item_seq_len=self.max_multi_item_seq_len,
             block_size=self.block_size,
+            unit=self.unit,
         )
 
 
@@ -114,7 +122,7 @@ def _packs(job: QueryItems, most: int, picked: Sequence[int] | None = None) -> I
     if job.item_first:
         raise ValueError("item_first leaves no shared prefix to pack after")
     picked = range(len(job.items)) if picked is None else picked
-    for first, last in groups([len(job.items[index]) for index in picked], most):
+    for first, last in groups([len(job.items[index]) for index in picked], most, job.unit):
         # Every item starts at the query's length, as if it were alone, regardless of the engine's position strategy.
         layout = make_layout(job.prefix, [job.items[index] for index in picked[first:last]], [], "shared")
         ends = np.asarray([s.end - 1 if s.end > s.start else layout.prefix_len - 1 for s in layout.segments[1:-1]])

@@ -33,8 +33,8 @@ def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: boo
         padded = [size for part in rows for size in _steps(part, sizes)]
         return rates.step * len(padded) + rates.row * sum(padded) + rates.area * area
 
-    packs = list(groups(lens, job.max_pack_tokens - query))
-    batches = list(groups([n for n in lens if n], job.max_batch_tokens))
+    packs = list(groups(lens, job.max_pack_tokens - query, job.unit))
+    batches = list(groups([n for n in lens if n], job.max_batch_tokens, job.unit))
     filled = [n for n in lens if n]
     alone = _causal(query)
     costs = {

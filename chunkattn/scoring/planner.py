@@ -100,6 +100,7 @@ class ScorePlanner:
             max_batch_tokens=max(min(batch, room, beside_query), 1),
             max_extend_tokens=beside_query,
             block_size=block,
+            items_on_pages=limits.items_on_pages,
         )
 
     def too_costly(self, jobs: Sequence[QueryItems]) -> dict[str, str]:

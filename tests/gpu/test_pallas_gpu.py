@@ -205,6 +205,8 @@ def test_planted_faults_are_noticed(kernel_name, fault, small_tiles, monkeypatch
         pytest.param({"head_dim": 128, "block_size": 64, "num_heads": 8}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": FP8.name, "seed": 3}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": FP8.name, "head_dim": 256, "weighs": True, "block_size": 32}, marks=pytest.mark.slow),
+        pytest.param({"bits": True}, marks=pytest.mark.slow),
+        pytest.param({"bits": True, "weighs": True, "head_dim": 128}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

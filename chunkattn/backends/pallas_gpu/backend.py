@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +20,7 @@ from chunkattn.backends.base import (
     storage_dtype,
     to_cache,
 )
+from chunkattn.backends.own_sequences import own_sequences
 from chunkattn.backends.pallas_gpu import cards, walk
 from chunkattn.backends.pallas_gpu.combine import Rows, combine
 from chunkattn.backends.pallas_gpu.kernel import attend
@@ -69,6 +71,7 @@ class PallasGpuBackend(AttentionBackend):
     """
 
     weighs = True
+    can_keep_bits = True
     any_table_width = True
     max_pages = 1 << walk.LENGTH_SHIFT
     interpret: ClassVar[Any] = None
@@ -128,12 +131,16 @@ class PallasGpuBackend(AttentionBackend):
 
     def block_splits(self, batch: AttentionBatch) -> int:
         """Return the splits of blocks of rows in a step, see `plan.block_splits`."""
+        if self.batch_invariant:
+            return 1
         return block_splits(batch, self.block_shape, self.groups, self.spec.num_kv_heads)
 
     def build_metadata(self, batch: AttentionBatch) -> GpuMetadata:
         """Cut the batch into work items; see `AttentionBackend.build_metadata`."""
+        if self.batch_invariant:
+            batch = own_sequences(batch, math.lcm(self.tile_shape.slots, self.block_shape.slots, batch.block_size))
         weighing, splits = batch.row_weighing(), self.block_splits(batch)
-        parts = divide(batch, weighing, split=splits > 1)
+        parts = divide(batch, weighing, split=splits > 1, decodes=not self.batch_invariant)
         tiles = blocks = None
         if splits == 1:
             tiles = plan_tiles(batch, parts.tiles, self.tile_shape, self.groups)

@@ -51,23 +51,24 @@ class Parts(NamedTuple):
     decodes: Tiles
 
 
-def divide(batch: AttentionBatch, weighing: RowWeighing | None, *, split: bool) -> Parts:
+def divide(batch: AttentionBatch, weighing: RowWeighing | None, *, split: bool, decodes: bool = True) -> Parts:
     """Return the runs of a step's rows by the way they are computed.
 
     Args:
         batch: the step.
         weighing: weighing of every row, or None.
         split: whether all blocks are split, else only those whose chunks are weighed anew.
+        decodes: whether single rows go a way of their own.
     """
     runs = spans(batch)
-    single = (runs.size == 1) & (batch.row_start[runs.row] <= batch.prefix_end[batch.row_seq[runs.row]])
-    decodes, others = (Tiles(runs.row[x], runs.size[x]) for x in (single, ~single))
+    single = (runs.size == 1) & (batch.row_start[runs.row] <= batch.prefix_end[batch.row_seq[runs.row]]) & decodes
+    singles, others = (Tiles(runs.row[x], runs.size[x]) for x in (single, ~single))
     apart = np.full(len(others.row), split)
     if weighing is not None:
         others = cut_at_questions(others, weighing)
         apart = split | (weighing.end[others.row] > weighing.begin[others.row])
     tiles, blocks = (Tiles(others.row[x], others.size[x]) for x in (~apart, apart))
-    return Parts(tiles, blocks, decodes)
+    return Parts(tiles, blocks, singles)
 
 
 def block_splits(batch: AttentionBatch, shape: Shape, groups: int, kv_heads: int) -> int:

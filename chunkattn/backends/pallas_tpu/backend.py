@@ -21,6 +21,7 @@ from chunkattn.backends.base import (
     StepArray,
     to_cache,
 )
+from chunkattn.backends.own_sequences import own_sequences
 from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.blocks import CHIPS, LANES, LARGE_PAGE, TABLE, Blocks, Chip, Shape, chip_here
 from chunkattn.backends.pallas_tpu.pages import LENGTH_BITS
@@ -89,6 +90,7 @@ class PallasTpuBackend(AttentionBackend):
     """
 
     weighs = True
+    can_keep_bits = True
     max_pages = 1 << (31 - LENGTH_BITS)
     max_table_pages = 1 << 15  # the megabyte of scalar memory holds four rows of the page table
     interpret: ClassVar[Any] = None
@@ -191,11 +193,14 @@ class PallasTpuBackend(AttentionBackend):
 
     def build_metadata(self, batch: AttentionBatch) -> PallasMetadata:
         """Cut the batch into query tiles and decodes; see `AttentionBackend.build_metadata`."""
+        size = self.block(len(batch.row_seq))
+        if self.batch_invariant:
+            batch = own_sequences(batch, self.shape(size).slots)
         rows, seqs = len(batch.row_seq), len(batch.prefix_end)
-        size = self.block(rows)
         blocks = -(-rows // size)
         runs = spans(batch)
         decode = (runs.size == 1) & (batch.row_start[runs.row] <= batch.prefix_end[batch.row_seq[runs.row]])
+        decode &= not self.batch_invariant  # the other kernel may add up in another order
         prompts, weighing = Tiles(runs.row[~decode], runs.size[~decode]), batch.row_weighing()
         if weighing is not None:
             prompts = cut_at_questions(prompts, weighing)
