@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from chunkattn.backends.base import FP8
+from chunkattn.backends.base import FP8, AttentionBatch
 from chunkattn.backends.pallas_gpu import kernel, plan, producer, walk
+from chunkattn.cache.slots import plan_slots
+from chunkattn.rope.positions import make_layout
 from chunkattn.testing import check_backend
 from tests.gpu.interpreted import (
     Interpreted,
     Setting,
+    Whole,
     check_step,
     draw_arrays,
     draw_step,
@@ -205,8 +208,6 @@ def test_planted_faults_are_noticed(kernel_name, fault, small_tiles, monkeypatch
         pytest.param({"head_dim": 128, "block_size": 64, "num_heads": 8}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": FP8.name, "seed": 3}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": FP8.name, "head_dim": 256, "weighs": True, "block_size": 32}, marks=pytest.mark.slow),
-        pytest.param({"bits": True}, marks=pytest.mark.slow),
-        pytest.param({"bits": True, "weighs": True, "head_dim": 128}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -216,3 +217,30 @@ def test_check_backend_passes(options):
     with recorded_races() as races:
         check_backend(Interpreted, cases=1, **given)
     assert not races.found
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_bits_of_an_item_in_company(invariant, small_tiles):
+    """An item alone as a question, alone in a pack, and between others, in steps of one size: one step each."""
+    backend, rng = Whole(Setting().spec), np.random.default_rng(4)
+    backend.batch_invariant = invariant
+    forward = jax.jit(backend.forward, static_argnames="scale")
+    prefix, item, *others = (rng.standard_normal((n, 4, 64)) for n in (20, 22, 14, 5))
+    found = []
+    for items in ([item], [item], [others[0], item, others[1]]):
+        chunks, question = ([], items[0]) if not found else (items, [])
+        layout = make_layout(np.zeros(20), [np.zeros(len(x)) for x in chunks], np.zeros(len(question)))
+        slots = plan_slots(layout, 16, aligned=True, apart=True)
+        rows, pages = len(layout), len(slots.page_len)
+        columns, tables = np.zeros((3, 64), np.int32), np.zeros((2, 1, 16), np.int32)
+        columns[1, :rows], columns[2, :rows] = slots.slots, slots.row_start
+        tables[0, 0], tables[1, 0] = rng.permutation(16), np.pad(slots.page_len, (0, 16 - pages), constant_values=16)
+        batch = AttentionBatch(rows, *columns, np.asarray([20], np.int32), *tables, 16)
+        given = np.concatenate([prefix, *items, np.zeros((64 - rows, 4, 64))])
+        q, k, v = (jnp.asarray(given[:, heads], jnp.bfloat16) for heads in (slice(2), slice(2, 3), slice(3, 4)))
+        out, _ = forward(q, k, v, backend.allocate(16), backend.build_metadata(batch), scale=0.125)
+        first = 20 + (14 if len(items) > 1 else 0)
+        found.append(np.asarray(out, np.float32)[first : first + 22])
+    np.testing.assert_allclose(found[2], found[0], atol=0.02)
+    np.testing.assert_array_equal(found[1], found[0])
+    assert np.array_equal(found[2], found[0]) == invariant
