@@ -125,7 +125,7 @@ def main() -> None:
     from benchmarks.nvidia import attention, peer, step
 
     parts: dict[str, Iterable[Any]] = {
-        "kernels": islice(attention.cases(), 3) if args.quick else attention.cases(),
+        "kernels": islice(attention.cases(), 4) if args.quick else attention.cases(),
         "peers": (case for head_dim in ((128,) if args.quick else HEAD_DIMS) for case in peer.peers(head_dim)),
         "steps": step.steps(args.layers or (2 if args.quick else None)),
     }

@@ -52,8 +52,8 @@ def cases() -> Iterator[Case]:
     common = Case()
     yield common
     yield replace(common, weighs=True)
-    yield replace(common, batch_invariant=True)
     yield replace(common, rows=64)
+    yield replace(common, batch_invariant=True)
     yield replace(common, head_dim=64, heads=14, kv_heads=2)
     yield replace(common, head_dim=256, heads=8, kv_heads=1)
     yield replace(common, block_size=16, pages=16384, width=256)

@@ -132,6 +132,7 @@ def compile_case(case: Case, schedules: Path | None = None) -> dict[str, Any]:
             if result["compiled"]:
                 result["smem_kib"] = {name: schedule.smem_bytes / 1024 for name, schedule in found.items()}
                 result["prefill"] = prefill_cost(pick(found, "chunk_attention"), backend.shape(backend.block(case.rows)), case)
+            if result["compiled"] and not case.batch_invariant:
                 result["decode"] = decode_cost(pick(found, "chunk_decode"), backend.shape(1), case)
         except UnknownSchedule as error:
             result["unread"] = str(error)

@@ -35,7 +35,7 @@ def of_kind(cases, kind):
 def check_kinds(case, kinds, told):
     """Steps of few rows are split; those with weighed rows use tiles where their states would exceed the limit."""
     many = case["rows"] * case["heads"] > 64 * 132
-    assert "decodes" in kinds, told
+    assert ("decodes" in kinds) != case["batch_invariant"], told
     assert ("tiles" in kinds) == many or (case["weighs"] and "tiles" in kinds), told
     assert ("blocks" in kinds) == (case["weighs"] or "tiles" not in kinds), told
 
@@ -43,7 +43,7 @@ def check_kinds(case, kinds, told):
 def check_kernels(cases):
     """No kernel spills, each fits shared memory and multiplies as often as it must, and the pool is written in place."""
     for case in cases:
-        names = ("head_dim", "block_size", "dtype", "heads", "kv_heads", "rows", "window", "weighs")
+        names = ("head_dim", "block_size", "dtype", "heads", "kv_heads", "rows", "window", "weighs", "batch_invariant")
         told = {name: case[name] for name in names}
         check_kinds(case, set(case["kernels"]), told)
         for name, kernel in case["kernels"].items():
@@ -54,6 +54,7 @@ def check_kernels(cases):
         # A copy of the pool would be as large as the pool. Small pools show nothing: a step needs some room of its own, and
         # more for the states of weighed rows.
         small = case["pool_mib"] < (1024 if case["weighs"] else 256)
+        small |= case["batch_invariant"]  # every row may be a block of queries of its own
         assert small or case["rows"] > 8192 or case["temporary_mib"] < case["pool_mib"] / 2, told
 
 

@@ -42,7 +42,7 @@ class GpuMetadata(NamedTuple):
     Attributes:
         tiles: rows that are computed in one go; None in steps whose blocks are all split.
         blocks: rows that end in states; None in steps whose blocks are not split and weigh no chunk anew.
-        decodes: single rows behind their whole sequence.
+        decodes: single rows behind their whole sequence; None if bits must be kept.
         table: page and valid length in one integer, see `walk.LENGTH_SHIFT`.
         tile_holes: whether a page of a KV tile of `tiles` is not full.
         state_holes: the same for `blocks` and `decodes`.
@@ -51,7 +51,7 @@ class GpuMetadata(NamedTuple):
 
     tiles: Work | None
     blocks: Work | None
-    decodes: Work
+    decodes: Work | None
     table: Int32[StepArray, "S W"]
     tile_holes: Int32[StepArray, "S tiles"]
     state_holes: Int32[StepArray, "S tiles"]
@@ -137,20 +137,23 @@ class PallasGpuBackend(AttentionBackend):
 
     def build_metadata(self, batch: AttentionBatch) -> GpuMetadata:
         """Cut the batch into work items; see `AttentionBackend.build_metadata`."""
+        sequences = len(batch.prefix_end)
         if self.batch_invariant:
             batch = own_sequences(batch, math.lcm(self.tile_shape.slots, self.block_shape.slots, batch.block_size))
         weighing, splits = batch.row_weighing(), self.block_splits(batch)
         parts = divide(batch, weighing, split=splits > 1, decodes=not self.batch_invariant)
-        tiles = blocks = None
+        tiles = blocks = decodes = None
         if splits == 1:
             tiles = plan_tiles(batch, parts.tiles, self.tile_shape, self.groups)
         if splits > 1 or weighing is not None:
-            blocks = plan_blocks(batch, weighing, parts.blocks, self.block_shape, self.groups, splits)
+            blocks = plan_blocks(batch, weighing, parts.blocks, self.block_shape, self.groups, splits, sequences)
+        if not self.batch_invariant:
+            decodes = plan_decodes(batch, weighing, parts.decodes, self.decode_shape)
         table, tile_holes = pack_table(batch, self.tile_shape)
         return GpuMetadata(
             tiles,
             blocks,
-            plan_decodes(batch, weighing, parts.decodes, self.decode_shape),
+            decodes,
             table,
             tile_holes,
             pack_table(batch, self.decode_shape)[1],
@@ -199,11 +202,12 @@ class PallasGpuBackend(AttentionBackend):
             block, token = jnp.divmod(jnp.maximum(blocks.place, 0), blocks.tokens.shape[1])
             of_token = Rows(block, token[:, None] * self.groups + head)
             out = _put(out, blocks.place, run_states(blocks, self.block_shape, of_token))
-        decodes = metadata.decodes
-        decode = jnp.arange(len(decodes.tokens))
-        of_decode = Rows(decode, jnp.broadcast_to(head, (len(decode), self.groups)))
-        by_decode = run_states(decodes, self.decode_shape, of_decode)
-        return _put(out, decodes.place, by_decode[jnp.maximum(decodes.place, 0)]), cache
+        if (decodes := metadata.decodes) is not None:
+            decode = jnp.arange(len(decodes.tokens))
+            of_decode = Rows(decode, jnp.broadcast_to(head, (len(decode), self.groups)))
+            by_decode = run_states(decodes, self.decode_shape, of_decode)
+            out = _put(out, decodes.place, by_decode[jnp.maximum(decodes.place, 0)])
+        return out, cache
 
 
 def _write(pool: jax.Array, rows: Float[Array, "T Hkv D"], flat_slots: Int32[Array, " T"]) -> jax.Array:

@@ -78,7 +78,8 @@ def block_splits(batch: AttentionBatch, shape: Shape, groups: int, kv_heads: int
     """
     if len(batch.row_seq) * groups * kv_heads > ROWS * shape.blocks:
         return 1
-    one_each = 4 * shape.rows * shape.head_dim * kv_heads * _most_blocks(batch, shape.rows // groups)
+    most_blocks = _most_blocks(batch, shape.rows // groups, len(batch.prefix_end))
+    one_each = 4 * shape.rows * shape.head_dim * kv_heads * most_blocks
     splits = min(MOST_SPLITS, -(-shape.blocks // kv_heads), _MOST_STATE_BYTES // one_each - _more_states(batch))
     return max(splits, 1)
 
@@ -86,13 +87,19 @@ def block_splits(batch: AttentionBatch, shape: Shape, groups: int, kv_heads: int
 def plan_tiles(batch: AttentionBatch, runs: Tiles, shape: Shape, groups: int) -> Work:
     """Return the work items of rows that are computed in one go."""
     per_block = shape.rows // groups
-    tiles, bound = cut(runs, per_block), _most_blocks(batch, per_block)
+    tiles, bound = cut(runs, per_block), _most_blocks(batch, per_block, len(batch.prefix_end))
     items, rows = _items(batch, tiles, shape), _bounds(batch, tiles, shape, groups)
     return Work(pad(items, bound), pad(rows, bound), *_tokens(batch, tiles, per_block, bound))
 
 
 def plan_blocks(
-    batch: AttentionBatch, weighing: RowWeighing | None, runs: Tiles, shape: Shape, groups: int, most_splits: int
+    batch: AttentionBatch,
+    weighing: RowWeighing | None,
+    runs: Tiles,
+    shape: Shape,
+    groups: int,
+    most_splits: int,
+    sequences: int,
 ) -> Work:
     """Return the work items of blocks of rows that end in states.
 
@@ -103,9 +110,10 @@ def plan_blocks(
         shape: sizes.
         groups: query heads per KV head.
         most_splits: see `block_splits`.
+        sequences: largest number of sequences whose rows are in `runs`.
     """
     per_block = shape.rows // groups
-    tiles, bound = cut(runs, per_block), _most_blocks(batch, per_block)
+    tiles, bound = cut(runs, per_block), _most_blocks(batch, per_block, sequences)
     most = most_splits + _more_states(batch)
     items, splits = split_items(_items(batch, tiles, shape), batch, weighing, tiles, shape, most_splits, most, bound)
     rows = pad(_bounds(batch, tiles, shape, groups), bound)
@@ -132,9 +140,9 @@ def pack_table(batch: AttentionBatch, shape: Shape) -> tuple[Int32[np.ndarray, "
     return entries, short.reshape(sequences, -1, shape.boxes).max(axis=2)
 
 
-def _most_blocks(batch: AttentionBatch, per_block: int) -> int:
+def _most_blocks(batch: AttentionBatch, per_block: int, sequences: int) -> int:
     """Return the largest number of blocks of queries of a step. A run may be cut in two where its question begins."""
-    rows, runs = len(batch.row_seq), len(batch.prefix_end) * (1 if batch.weighing is None else 2)
+    rows, runs = len(batch.row_seq), sequences * (1 if batch.weighing is None else 2)
     return rows // per_block + min(rows, runs)
 
 

@@ -273,6 +273,8 @@ class PallasTpuBackend(AttentionBackend):
             scalars, metadata.tile_factors, metadata.num_tiles, wide, metadata.rows, table, cache, tiles, **common
         )
         out = out[:rows].reshape(q.shape)
+        if self.batch_invariant:  # there are no decodes
+            return out[..., tiles.head_dim - self.spec.head_dim :], cache
         single = q[metadata.decode_rows].reshape(-1, tiles.kv_heads, tiles.groups, tiles.head_dim)
         scalars = _within(metadata.decodes, decodes.slots, window)
         factors = metadata.decode_factors
