@@ -14,6 +14,7 @@ from chunkattn.backends.cpu import backend as cpu_backend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.score import score_job
 from chunkattn.engine import intake, sampling
+from chunkattn.engine.runner import LABEL_WIDTHS
 from chunkattn.models import linear, norm
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.gguf_files import SMOLLM2
@@ -72,6 +73,7 @@ class Party:
         def tokens(count):
             return fixed.integers(2, self.vocab, count).tolist()
 
+        self.labels = [tokens(count) for count in (1, 2, LABEL_WIDTHS[-1] + 1)]
         self.query, self.items = tokens(query_tokens), [*map(tokens, (1, 23, 150)), []]
         chunks = [*map(tokens, (270, 9, 70))]
         self.prompts = [
@@ -117,21 +119,22 @@ class Party:
         core, running = self.llm.core, self.llm.core.scheduler.running
         if running and self.rng.random() < 0.2:
             core.scheduler.preempt(running[int(self.rng.integers(len(running)))])
-        if self.guests and self.rng.random() < 0.7:
+        if self.guests and self.rng.random() < 0.8:
             self.guests -= 1
             for request in next(iter(self.guest().stages())):
                 core.add(request, checked=True)
         return type(core).step(core)
 
     def guest(self):
-        """Make a job of one stage: a prompt, or items behind this query or another, with 1 to 12 labels."""
+        """Make a job of one stage: a prompt, or a few items whose labels may need another program."""
         frontend = self.llm.frontend
         if self.rng.random() < 0.4:
             prompts = frontend.parse([{"prompt_token_ids": self.draw(200)}], None)
             return generate_job(frontend, prompts, self.sampling[int(self.rng.integers(2))], 0)
-        query = self.query if self.rng.random() < 0.5 else self.draw(200)
-        items, labels = [self.draw(60) for _ in range(int(self.rng.integers(1, 9)))], self.draw(12)
-        return score_job(frontend, query, items, label_token_ids=labels, algorithm=ALGORITHMS[int(self.rng.integers(2))])
+        query, items = self.draw(30), [self.draw(10) for _ in range(int(self.rng.integers(1, 5)))]
+        algorithm, labels = ALGORITHMS[int(self.rng.integers(2))], self.labels[int(self.rng.integers(3))]
+        # First in the queue, and short, so that the steps that read this party's items read these, too.
+        return score_job(frontend, query, items, label_token_ids=labels, algorithm=algorithm, priority=-1)
 
     def answers(self, company=0):
         """The bits of every answer to the prompts, among `company` other prompts."""
@@ -173,7 +176,7 @@ def test_scores_in_company(engines, model, dtype):
     party = Party(engines(model, dtype), 1, QUERY[model])
     party.llm.reset_prefix_cache()
     alone = party.scores("serial")
-    for company, tokens, guests in ((0, 512, 0), (1, 97, 3), (7, 512, 0), (40, 512, 3)):
+    for company, tokens, guests in ((0, 512, 6), (1, 97, 6), (7, 512, 0), (40, 512, 6)):
         for algorithm in ALGORITHMS:
             others = min(company, 4) if algorithm == "serial" else company
             with steps_of(party.llm, tokens), party.crowd(guests):
