@@ -26,6 +26,8 @@ QUERY = {"qwen3": 600, "demo": 300, "smollm2": 600}
 """Tokens of the query by model. 600 are more than two tiles of attention. The demo model has 512 positions."""
 POOL = {"qwen3": 8 << 20, "demo": 16 << 20, "smollm2": 384 << 20}
 """Bytes of K/V by model."""
+PREEMPTIONS = 6
+"""Limit on the preemptions of a call: a preempted pack begins anew, so a call of many steps would never end."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ class Party:
 
     def __init__(self, llm, seed, query_tokens):
         self.llm, self.rng = llm, np.random.default_rng(seed)
-        self.vocab, self.guests = llm.core.runner.spec.vocab_size, 0
+        self.vocab, self.guests, self.preemptions = llm.core.runner.spec.vocab_size, 0, 0
         fixed = np.random.default_rng(99)
 
         def tokens(count):
@@ -110,14 +112,15 @@ class Party:
     @contextmanager
     def crowd(self, guests):
         """Let other clients score with other labels and generate, and let requests lose their pages."""
-        self.guests = guests
+        self.guests, self.preemptions = guests, PREEMPTIONS
         with patch.object(self.llm.core, "step", self.crowded_step):
             yield
         assert self.guests < max(guests, 1), "nobody came"
 
     def crowded_step(self):
         core, running = self.llm.core, self.llm.core.scheduler.running
-        if running and self.rng.random() < 0.2:
+        if running and self.preemptions and self.rng.random() < 0.2:
+            self.preemptions -= 1
             core.scheduler.preempt(running[int(self.rng.integers(len(running)))])
         if self.guests and self.rng.random() < 0.8:
             self.guests -= 1
