@@ -3,14 +3,16 @@
 import os
 
 import jax
+import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
 from chunkattn import testing
-from chunkattn.backends import register_backend
-from chunkattn.backends.cpu import library
+from chunkattn.backends import AttentionSpec, get_backend, register_backend
+from chunkattn.backends.cpu import library, linear
 from chunkattn.backends.xla import XlaBackend
-from chunkattn.cli import app, check
+from chunkattn.cli import app, check, environment
+from chunkattn.engine import invariance
 
 
 @register_backend("half_as_large")
@@ -33,6 +35,27 @@ def test_env_names_what_is_in_use(monkeypatch):
     assert lines["native CPU kernel"].strip() == expected
     assert lines["CHUNKATTN_API_KEY"].strip() == "(set)"
     assert "very secret" not in result.output
+    few_rows = "XLA computes them" if library.refusal() else f"native, in XLA's order: {linear.order()}"
+    assert lines["products of few rows"].strip() == few_rows
+    assert lines["same bits"].strip() == (
+        f"kept by {'xla' if library.refusal() else 'cpu'} in float32, bfloat16 and float16: XLA's rows agree for any number of "
+        "rows in products of depth 3,072 or sums of 1,000"
+    )
+
+
+def test_env_tells_where_bits_are_not_kept(monkeypatch):
+    backend = get_backend("xla")(AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16))
+    monkeypatch.setattr(invariance, "rows_agree", lambda dtype, *_: dtype != jnp.bfloat16)
+    assert environment._same_bits(backend).startswith("not kept in bfloat16 without batch_invariant=True: ")
+    other = get_backend("packed_dense")(AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16))
+    assert environment._same_bits(other) == "not kept: the sums of packed_dense follow the step"
+    assert str(linear.Order(ascending=False, block=2048)) == "pair by pair in blocks of 2,048"
+    assert str(linear.Order(ascending=True, block=1 << 30)) == "value by value in one block"
+    monkeypatch.setattr(library, "refusal", lambda: None)
+    monkeypatch.setattr(linear, "order", lambda: None)
+    assert environment._few_rows() == "XLA computes them, because the native kernel lacks its order of additions"
+    monkeypatch.setattr(library, "refusal", lambda: "no compiler")
+    assert environment._few_rows() == "XLA computes them"
 
 
 @pytest.fixture

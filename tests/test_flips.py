@@ -8,6 +8,7 @@ import signal
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +16,10 @@ from typer.testing import CliRunner
 from chunkattn.bench.flips.replies import Tally, Tokens, read_scores, read_tokens, verdict
 from chunkattn.cli import app
 from chunkattn.errors import EngineError
+from tests.server_helpers import SMALL as SERVER
+from tests.server_helpers import ServerProcess
+
+ROOT = Path(__file__).parent.parent
 
 # Counting
 
@@ -516,10 +521,45 @@ def test_bad_options(options, message):
 # The real server
 
 
+SIZES = ["--rounds", "1", "--company", "1,7", "--documents", "2", "--output-tokens", "4"]
+STEP_SIZE = """
+from jax import numpy as jnp
+from chunkattn.models import norm
+norm.sums = lambda x: jnp.roll(x, len(x) // 8, -1).sum(-1, keepdims=True)
+"""
+"""A fault: norms add up a row in an order that follows the number of rows of the step."""
+
+
 def test_the_demo_server(demo_server):
-    sizes = ["--rounds", "1", "--company", "1,7", "--documents", "2", "--output-tokens", "4"]
-    result = CliRunner().invoke(app, ["flips", demo_server.url, *SMALL, *sizes, "--json", "-"])
+    result = CliRunner().invoke(app, ["flips", demo_server.url, *SMALL, *SIZES, "--json", "-"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["verdict"] == "0 of 56 answers flip, 0 differ; probabilities move by 0.0"
     assert report["notes"] == []
+
+
+@pytest.mark.telling
+def test_more_questions_to_the_demo_server(demo_server):
+    options = ["--queries", "4", "--items", "8", "--company", "1,7,50", "--scoring", "score", "--generation", "prompt"]
+    result = CliRunner().invoke(app, ["flips", demo_server.url, *options, "--json", "-"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["verdict"] == "0 of 472 answers flip, 0 differ; probabilities move by 0.0"
+    assert report["notes"] == []
+
+
+@pytest.mark.telling
+def test_a_server_with_a_planted_fault(tmp_path):
+    """Python imports the fault at its start, in the server's process and in the engine's."""
+    (tmp_path / "sitecustomize.py").write_text(STEP_SIZE)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    server = ServerProcess(*SERVER, PYTHONPATH=path)
+    try:
+        result = CliRunner().invoke(app, ["flips", server.url, *SMALL, *SIZES, "--json", "-"])
+    finally:
+        assert server.close() == 0
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.stdout)
+    differ = {kind: sum(t["differ"] for t in report["results"] if t["kind"] == kind) for kind in ("scores", "texts")}
+    assert min(differ.values()) > 0, differ
+    assert f", {sum(differ.values())} differ (" in report["verdict"]

@@ -8,19 +8,29 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import chunkattn
 from chunkattn.cli.common import app, command, console
+
+if TYPE_CHECKING:
+    from chunkattn.backends import AttentionBackend
 
 PACKAGES = ("jax", "jaxlib", "flax", "transformers", "numpy", "libtpu", "vllm")
 VARIABLES = ("CHUNKATTN_", "JAX_", "XLA_", "CUDA_VISIBLE_DEVICES", "TPU_", "LIBTPU_", "HF_HUB_OFFLINE", "LD_PRELOAD", "OMP_")
 """Beginnings of the names of environment variables that change what runs."""
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+PROBE = (3072, 1000)
+"""Depth of the products and length of the sums that are probed to see whether bits are kept.
+
+An engine probes its model's sizes. The probe takes about a second for each dtype, mostly to compile, so smaller sizes
+would save little.
+"""
 
 
 @command(app)
 def env() -> None:
-    """Print versions, devices, the attention backend of this machine and the settings that change what runs."""
+    """Print versions, devices, the attention backend, whether bits are kept, and the settings that change what runs."""
     for name, value in environment():
         console.print(f"{name + ':':24} {value}", markup=False, soft_wrap=True)
 
@@ -44,9 +54,12 @@ def environment() -> Iterator[tuple[str, str]]:
     from chunkattn.engine.compile_cache import enable_compile_cache
 
     yield "JAX devices", ", ".join(f"{d.device_kind} ({d.platform})" for d in jax.devices())
-    yield "attention backend", f"auto is {_auto()}"
+    backend = _auto()
+    yield "attention backend", f"auto is {backend.name} for heads of 128 in bfloat16"
     yield "native CPU kernel", library.kernel_name() or f"none: {library.refusal()}"
     enable_compile_cache()
+    yield "products of few rows", _few_rows()
+    yield "same bits", _same_bits(backend)
     yield "compile cache", str(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
     for name in sorted(os.environ):
         if name.startswith(VARIABLES):
@@ -63,10 +76,39 @@ def processor() -> str:
     return f"{next(named, platform.processor() or 'unknown')} ({platform.machine()})"
 
 
-def _auto() -> str:
+def _auto() -> AttentionBackend:
     """Return the backend that `auto` takes for a common model here: 16 query and 8 KV heads of 128, bfloat16."""
     import jax.numpy as jnp
 
     from chunkattn.backends import AttentionSpec, make_backend
 
-    return f"{make_backend('auto', AttentionSpec(16, 8, 128, jnp.dtype('bfloat16'), 16)).name} for heads of 128 in bfloat16"
+    return make_backend("auto", AttentionSpec(16, 8, 128, jnp.dtype("bfloat16"), 16))
+
+
+def _few_rows() -> str:
+    """Return what computes products of up to 16 rows in bfloat16, and the order of additions."""
+    import jax
+
+    from chunkattn.backends.cpu import library, linear
+
+    if jax.default_backend() != "cpu" or library.refusal() is not None:
+        return "XLA computes them"
+    if (order := linear.order()) is None:
+        return "XLA computes them, because the native kernel lacks its order of additions"
+    return f"native, in XLA's order: {order}"
+
+
+def _same_bits(backend: AttentionBackend) -> str:
+    """Return whether engines keep the bits of results here, by the rule of `Invariance`."""
+    import jax.numpy as jnp
+
+    from chunkattn.engine.invariance import rows_agree
+
+    if not backend.keeps_bits:
+        return f"not kept: the sums of {backend.name} follow the step"
+    depth, length = PROBE
+    differ = [d for d in ("float32", "bfloat16", "float16") if not rows_agree(jnp.dtype(d), depth, length)]
+    probed = f"products of depth {depth:,} or sums of {length:,}"
+    if differ:
+        return f"not kept in {', '.join(differ)} without batch_invariant=True: XLA's rows differ by their number in {probed}"
+    return f"kept by {backend.name} in float32, bfloat16 and float16: XLA's rows agree for any number of rows in {probed}"

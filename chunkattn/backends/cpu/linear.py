@@ -18,8 +18,10 @@ MAX_ROWS = 16
 IN_STEP = 32
 LEAST_OUTPUTS = 32
 """Outputs below which XLA computes the product, which then has another order of additions."""
-_BLOCKS = (2048, 1 << 30, 1024, 4096, 512, 256)
-"""Depths of a block that XLA may add up, the likeliest first; the second adds up everything in one block."""
+_ONE_BLOCK = 1 << 30
+"""Depth of a block that holds everything."""
+_BLOCKS = (2048, _ONE_BLOCK, 1024, 4096, 512, 256)
+"""Depths of a block that XLA may add up, the likeliest first."""
 _PROBE = (2 * 4096 + 96, 80)
 """Depth and outputs of the products that are compared with XLA's."""
 
@@ -34,6 +36,11 @@ class Order(NamedTuple):
 
     ascending: bool
     block: int
+
+    def __str__(self) -> str:
+        """Return the order in words."""
+        blocks = "in one block" if self.block == _ONE_BLOCK else f"in blocks of {self.block:,}"
+        return f"{'value by value' if self.ascending else 'pair by pair'} {blocks}"
 
 
 def serves(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> bool:
