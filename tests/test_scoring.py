@@ -9,16 +9,23 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from chunkattn.backends import AttentionBatch
+from chunkattn.calls.algorithms import (
+    ALGORITHMS,
+    AUTO,
+    STEADY,
+    QueryItems,
+    packed_segment,
+    predict,
+    prefill_extend,
+    refusals,
+    select_algorithm,
+)
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, StepRates
 from chunkattn.engine.tile_area import tile_area
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring import ALGORITHMS, QueryItems
-from chunkattn.scoring.algorithms import AUTO, packed_segment, prefill_extend
-from chunkattn.scoring.cost import predict
-from chunkattn.scoring.selector import STEADY, refusals, select_algorithm
 from tests.checkpoints import VOCAB
 
 SHARING = [name for name in ALGORITHMS if name != "serial"]
