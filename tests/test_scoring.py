@@ -381,7 +381,7 @@ def test_a_query_nearly_as_large_as_the_pool(engine, oracle):
         if fits:
             check(llm.score(query, items, label_token_ids=[5], algorithm="prefill_extend"), expected)
         else:
-            with pytest.raises(RequestError, match=r"an item of 17 tokens does not fit the KV pool .* room for 16"):
+            with pytest.raises(RequestError, match=r"the longest item of 17 tokens does not fit the KV pool .* room for 16"):
                 llm.score(query, items, label_token_ids=[5], algorithm="prefill_extend")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -23,6 +24,27 @@ EQUAL = 1.01
 """Costs within this factor count as equal; the first of `AUTO` then wins."""
 STEADY = 1.13
 """Maximum loss accepted to keep the choice independent of the cache's contents, and to leave the query in the cache."""
+
+
+class Nouns(NamedTuple):
+    """What the caller of a job calls its parts, in errors.
+
+    Attributes:
+        item: an item; the argument is its plural.
+        labels: the argument that decides the labels.
+    """
+
+    item: str
+    labels: str
+
+    @property
+    def items(self) -> str:
+        """Return the argument that holds the items."""
+        return f"{self.item}s"
+
+
+ITEMS, DOCUMENTS = Nouns("item", "label_token_ids"), Nouns("document", "template")
+"""Nouns of `LLM.score` and of `LLM.rerank`."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +63,7 @@ class QueryItems:
             query.
         block_size: tokens of a KV page.
         items_on_pages: whether every item begins on a page.
+        nouns: the caller's nouns.
     """
 
     query: list[int]
@@ -53,6 +76,7 @@ class QueryItems:
     max_extend_tokens: int = 1 << 31
     block_size: int = 16
     items_on_pages: bool = False
+    nouns: Nouns = ITEMS
 
     @property
     def unit(self) -> int:
@@ -282,13 +306,13 @@ def refusals(
     if item > job.max_extend_tokens:
         refused.setdefault(
             "prefill_extend",
-            f"an item of {item} tokens does not fit the KV pool on pages of its own beside the query's; there is room for "
-            f"{max(job.max_extend_tokens, 0)}",
+            f"the longest {job.nouns.item} of {item} tokens does not fit the KV pool on pages of its own beside the query's; "
+            f"there is room for {max(job.max_extend_tokens, 0)}",
         )
     if longest > job.max_multi_item_seq_len:
         refused.setdefault(
             "packed_dense",
-            f"the query and its longest item are {longest} tokens, the mask of a pack is bounded by "
+            f"the query and its longest {job.nouns.item} are {longest} tokens, the mask of a pack is bounded by "
             f"max_multi_item_seq_len {job.max_multi_item_seq_len}",
         )
     return refused

@@ -12,6 +12,7 @@ from numbers import Integral
 from operator import or_
 from typing import Any
 
+from chunkattn.calls.algorithms import DOCUMENTS
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.rerank_template import RerankTemplate, pick_template
 from chunkattn.calls.score import ScoreJob, plan_job
@@ -301,10 +302,6 @@ def rerank_job(
     def ranked(outputs: list[ScoreOutput]) -> RerankOutput:
         return plan.ranked(outputs[0], column)
 
-    try:
-        scored = tokenize_query(frontend, plan.prefix, plan.items, labels=plan.labels, delimited=False)
-        raw = len(plan.labels) == 1
-        return plan_job(frontend, [scored], ranked, plan.labels, True, algorithm, cache_salt, priority, raw=raw)
-    except RequestError as error:  # translate to the argument names of this call
-        names = {"items": "documents", "label_token_ids": "template"}
-        raise error.renamed(error.part, names.get(error.param or "", error.param)) from None
+    scored = tokenize_query(frontend, plan.prefix, plan.items, labels=plan.labels, delimited=False, nouns=DOCUMENTS)
+    raw = len(plan.labels) == 1
+    return plan_job(frontend, [scored], ranked, plan.labels, True, algorithm, cache_salt, priority, raw=raw)

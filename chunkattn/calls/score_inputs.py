@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.calls.algorithms import QueryItems
+from chunkattn.calls.algorithms import ITEMS, Nouns, QueryItems
 from chunkattn.calls.frontend import Frontend
 from chunkattn.config import MAX_LABELS, check_size
 from chunkattn.errors import CapacityError, MissingError, RequestError
@@ -38,6 +38,7 @@ def tokenize_query(
     item_first: bool = False,
     delimited: bool = True,
     known: dict[int, list[list[int]]] | None = None,
+    nouns: Nouns = ITEMS,
 ) -> QueryItems:
     """Tokenize and check one query and its items.
 
@@ -50,6 +51,7 @@ def tokenize_query(
         item_first: see `LLM.score`.
         delimited: whether to reject parts that hold the engine's delimiter, if it has one.
         known: token ids of the item lists of this call, by the identity of the list; new lists are added.
+        nouns: the caller's nouns, for errors.
 
     Raises:
         RequestError: the query, items or labels are malformed.
@@ -64,8 +66,8 @@ def tokenize_query(
         query_ids, item_ids, leading = _tokenized(frontend, query, items, {} if known is None else known)
         if delimited and delimiter is not None:
             check_no_delimiter(query_ids, item_ids, delimiter)
-    _check(frontend, query_ids, item_ids, leading, labels)
-    return frontend.scores.query_items(query_ids, item_ids, leading, item_first)
+    _check(frontend, query_ids, item_ids, leading, labels, nouns)
+    return frontend.scores.query_items(query_ids, item_ids, leading, item_first, nouns)
 
 
 def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int]) -> tuple[list[int], list[list[int]]]:
@@ -102,12 +104,19 @@ def _tokenized(
     return query_ids, known[given], frontend.parser.encode.leading_ids if kinds == {True} else []
 
 
-def _check(frontend: Frontend, query: list[int], items: list[list[int]], leading: list[int], labels: tuple[int, ...]) -> None:
+def _check(
+    frontend: Frontend,
+    query: list[int],
+    items: list[list[int]],
+    leading: list[int],
+    labels: tuple[int, ...],
+    nouns: Nouns,
+) -> None:
     """Check every limit that is independent of the algorithm; errors use the caller's names."""
     limits, longest = frontend.limits, frontend.config.max_chunk_len
     slots = limits.max_request_tokens
-    named = [("query", query, "query"), *((f"item {i}", item, "items") for i, item in enumerate(items))]
-    for name, ids, param in [*named, ("label_token_ids", labels, "label_token_ids")]:
+    named = [("query", query, "query"), *((f"{nouns.item} {i}", item, nouns.items) for i, item in enumerate(items))]
+    for name, ids, param in [*named, (nouns.labels, labels, nouns.labels)]:
         if ids and max(ids) >= limits.vocab_size:
             text = f": token id {max(ids)} is outside the vocabulary of {limits.vocab_size}"
             raise RequestError(text, param=param, part=name)

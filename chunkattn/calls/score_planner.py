@@ -12,7 +12,17 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
-from chunkattn.calls.algorithms import AUTO, BACKENDS, QueryItems, check_algorithm, predict, refusals, select_algorithm
+from chunkattn.calls.algorithms import (
+    AUTO,
+    BACKENDS,
+    ITEMS,
+    Nouns,
+    QueryItems,
+    check_algorithm,
+    predict,
+    refusals,
+    select_algorithm,
+)
 from chunkattn.calls.result_cache import ResultCache, item_keys
 from chunkattn.calls.score_plan import QueryPlan
 from chunkattn.config import EngineConfig
@@ -73,7 +83,9 @@ class ScorePlanner:
             while sum(self._cached.values()) > self.limits.kv_tokens and len(self._cached) > 1:
                 self._cached.popitem(last=False)
 
-    def query_items(self, query: list[int], items: list[list[int]], leading: list[int], item_first: bool) -> QueryItems:
+    def query_items(
+        self, query: list[int], items: list[list[int]], leading: list[int], item_first: bool, nouns: Nouns = ITEMS
+    ) -> QueryItems:
         """Return a job within this engine's limits.
 
         Args:
@@ -81,6 +93,7 @@ class ScorePlanner:
             items: token ids of each item.
             leading: special tokens at the start of every sequence.
             item_first: whether each sequence is item + query.
+            nouns: the caller's nouns.
         """
         prefix, budget, limits = len(leading) + len(query), self.config.max_num_batched_tokens, self.limits
         room, block = limits.kv_tokens // 4, limits.block_size
@@ -99,6 +112,7 @@ class ScorePlanner:
             max_extend_tokens=beside_query,
             block_size=block,
             items_on_pages=limits.items_on_pages,
+            nouns=nouns,
         )
 
     def too_costly(self, jobs: Sequence[QueryItems]) -> dict[str, str]:
@@ -160,8 +174,8 @@ class ScorePlanner:
         refused |= too_costly
         names = AUTO if wanted == "auto" else (wanted,)
         if all(name in refused for name in names) and (over := [name for name in names if name in too_costly]):
-            text = f"algorithm {over[-1]!r} cannot serve this request: {too_costly[over[-1]]}; send fewer or shorter items"
-            raise CapacityError(text, param="items")
+            text = f"algorithm {over[-1]!r} cannot serve this request: {too_costly[over[-1]]}; "
+            raise CapacityError(f"{text}send fewer or shorter {job.nouns.items}", param=job.nouns.items)
         costs, cached = (
             predict(job, self._rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
         )
