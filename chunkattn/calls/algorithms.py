@@ -59,6 +59,8 @@ class QueryItems:
         max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
         max_multi_item_seq_len: maximum number of tokens of a sequence of `packed_dense`, even with one item.
         max_batch_tokens: maximum number of tokens of several items sent together after a cached query.
+        max_pack_slots: maximum number of KV slots of a packed sequence with more than one item.
+        max_batch_slots: maximum number of KV slots of several items sent together after a cached query.
         max_extend_tokens: maximum number of tokens of one item after a cached query: the room that the KV pool has beside the
             query.
         block_size: tokens of a KV page.
@@ -73,14 +75,29 @@ class QueryItems:
     max_pack_tokens: int = 8192
     max_multi_item_seq_len: int = 8192
     max_batch_tokens: int = 2048
+    max_pack_slots: int = 1 << 31
+    max_batch_slots: int = 1 << 31
     max_extend_tokens: int = 1 << 31
     block_size: int = 16
     items_on_pages: bool = False
     nouns: Nouns = ITEMS
 
+    def packs(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield ranges of items of these lengths that are packed behind the query, see `groups`."""
+        query, unit = len(self.leading) + len(self.query), self._unit
+        return groups(lens, self.max_pack_tokens - query, self.max_pack_slots + query // -unit * unit, unit)
+
+    def batches(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield ranges of items of these lengths that are sent together after a cached query, see `groups`."""
+        return groups(lens, self.max_batch_tokens, self.max_batch_slots, self._unit)
+
+    def masks(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield ranges of items of these lengths that fit a dense mask with the query, see `groups`."""
+        return groups(lens, self.max_multi_item_seq_len - len(self.leading) - len(self.query))
+
     @property
-    def unit(self) -> int:
-        """Return the number of slots of whose multiples an item takes."""
+    def _unit(self) -> int:
+        """Return the slots to whose multiples an item's length is rounded up."""
         return self.block_size if self.items_on_pages else 1
 
     @property
@@ -94,16 +111,13 @@ class QueryItems:
         items = [len(item) for item in dict.fromkeys(map(tuple, self.items))]  # repeated items are scored once
         own = sum(items)
 
-        def packed(most: int) -> int:
-            return own + query * sum(1 for _ in groups(items, most - query, self.unit))
-
         # An empty item makes `prefill_extend` compute the query's last page again.
         again = (query - 1) % self.block_size + 1 if query and not all(items) else 0
         return {
             "serial": own + query * len(items),
-            "packed_segment": packed(self.max_pack_tokens),
+            "packed_segment": own + query * sum(1 for _ in self.packs(items)),
             "prefill_extend": own + query + again if items else 0,
-            "packed_dense": packed(self.max_multi_item_seq_len),
+            "packed_dense": own + query * sum(1 for _ in self.masks(items)),
         }
 
 
@@ -134,12 +148,12 @@ def packed_segment(job: QueryItems) -> Iterator[ScorePart]:
 
     Scores are read at each item's last token, or at the query's last token for an empty item.
     """
-    return _packs(job, job.max_pack_tokens - len(job.prefix))
+    return _packs(job, job.packs)
 
 
 def packed_dense(job: QueryItems) -> Iterator[ScorePart]:
     """Yield packs like `packed_segment`, small enough for a mask over all pairs of their tokens."""
-    return _packs(job, job.max_multi_item_seq_len - len(job.prefix))
+    return _packs(job, job.masks)
 
 
 def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
@@ -148,19 +162,27 @@ def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
     A cached token has no logits, so empty items make the query's last page of tokens be computed again.
     """
     prefix, empty = job.prefix, [index for index, item in enumerate(job.items) if not item]
-    yield from _packs(job, job.max_batch_tokens, [index for index, item in enumerate(job.items) if item])
+    yield from _packs(job, job.batches, [index for index, item in enumerate(job.items) if item])
     if empty:
         last = len(prefix) - 1
         cut = last - last % job.block_size
         yield ScorePart(make_layout(prefix[:cut], [], prefix[cut:]), np.full(len(empty), last), empty)
 
 
-def _packs(job: QueryItems, most: int, picked: Sequence[int] | None = None) -> Iterator[ScorePart]:
-    """Yield sequences of the query and up to `most` tokens of the items in `picked`, in that order; None picks all items."""
+def _packs(
+    job: QueryItems, cut: Callable[[Sequence[int]], Iterator[tuple[int, int]]], picked: Sequence[int] | None = None
+) -> Iterator[ScorePart]:
+    """Yield sequences of the query and some of the items in `picked`, in that order; None picks all items.
+
+    Args:
+        job: the job.
+        cut: cuts lengths of items into ranges, see `groups`.
+        picked: places of the items.
+    """
     if job.item_first:
         raise ValueError("item_first leaves no shared prefix to pack after")
     picked = range(len(job.items)) if picked is None else picked
-    for first, last in groups([len(job.items[index]) for index in picked], most, job.unit):
+    for first, last in cut([len(job.items[index]) for index in picked]):
         # Every item starts at the query's length, as if it were alone, regardless of the engine's position strategy.
         layout = make_layout(job.prefix, [job.items[index] for index in picked[first:last]], [], "shared")
         ends = np.asarray([s.end - 1 if s.end > s.start else layout.prefix_len - 1 for s in layout.segments[1:-1]])
@@ -183,21 +205,22 @@ AUTO = "packed_segment", "prefill_extend", "serial"
 """Algorithms that `auto` chooses from; at equal cost the first algorithm wins. `packed_dense` exists for comparison only."""
 
 
-def groups(lens: Sequence[int], most: int, unit: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield ranges `[first, last)` of consecutive entries that sum to at most `most` tokens; a longer entry stands alone.
+def groups(lens: Sequence[int], most: int, room: int = 1 << 31, unit: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield ranges `[first, last)` of consecutive entries within two limits; a longer entry stands alone.
 
     Args:
         lens: tokens of each entry.
         most: token limit of a range.
-        unit: entries count as whole multiples of it.
+        room: slot limit of a range.
+        unit: slots to whose multiples an entry's tokens are rounded up.
     """
-    first, tokens = 0, 0
-    for index, length in enumerate(lens):
-        size = -(-length // unit) * unit
-        if index > first and tokens + size > most:
+    first = tokens = slots = 0
+    for index, size in enumerate(lens):
+        taken = -(-size // unit) * unit
+        if index > first and (tokens + size > most or slots + taken > room):
             yield first, index
-            first, tokens = index, 0
-        tokens += size
+            first, tokens, slots = index, 0, 0
+        tokens, slots = tokens + size, slots + taken
     if first < len(lens):
         yield first, len(lens)
 
@@ -224,9 +247,8 @@ def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: boo
         padded = [size for part in rows for size in _steps(part, sizes)]
         return rates.step * len(padded) + rates.row * sum(padded) + rates.area * area
 
-    packs = list(groups(lens, job.max_pack_tokens - query, job.unit))
-    batches = list(groups([n for n in lens if n], job.max_batch_tokens, job.unit))
     filled = [n for n in lens if n]
+    packs, batches = list(job.packs(lens)), list(job.batches(filled))
     alone = _causal(query)
     costs = {
         "serial": seconds([sum(lens) + query * len(lens)], sum(_causal(query + n) for n in lens)),

@@ -106,9 +106,11 @@ class ScorePlanner:
             leading,
             item_first,
             # Large packs keep the query's share small; several packs must fit the pool.
-            max_pack_tokens=min(max(8192, 4 * prefix, budget), max(room, min(2 * prefix, limits.max_request_tokens))),
+            max_pack_tokens=max(8192, 4 * prefix, budget),
+            max_pack_slots=max(room, min(2 * prefix, limits.max_request_tokens)),
             max_multi_item_seq_len=self.config.max_multi_item_seq_len,
-            max_batch_tokens=max(min(batch, room, beside_query), 1),
+            max_batch_tokens=max(batch, 1),
+            max_batch_slots=min(room, beside_query),
             max_extend_tokens=beside_query,
             block_size=block,
             items_on_pages=limits.items_on_pages,

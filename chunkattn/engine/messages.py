@@ -131,7 +131,8 @@ class EngineLimits:
         num_labels: classes of a sequence classifier, None for a language model.
         backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None.
         batch_invariant: whether the bits of a result depend on its request alone.
-        items_on_pages: whether every scored item begins on a page of its own.
+        items_on_pages: whether every scored item begins on a page of its own; not under a sliding window, whose slots equal
+            positions.
     """
 
     num_pages: int
