@@ -45,7 +45,7 @@ _HOMES = {
     "RequestOutput": "outputs",
     "RerankOutput": "outputs",
     "RerankResult": "outputs",
-    "RerankTemplate": "scoring.rerank_template",
+    "RerankTemplate": "calls.rerank_template",
     "SamplingParams": "config",
     "ScoreOutput": "outputs",
     "chunk_attention": "backends",

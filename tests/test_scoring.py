@@ -292,7 +292,7 @@ SLOW = StepRates(step=1e-3, row=1e-3, area=1e-9)
 def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
     refused = refusals(job, **{"sliding_window": None, "caching": True, "backends": {}, **options})
     costs, extend = (predict(job, rates, budget, query_cached=known) for known in (False, True))
-    return select_algorithm("auto", refused, costs, extend["prefill_extend"], query_cached=cached).algorithm
+    return select_algorithm("auto", refused, costs, extend["prefill_extend"], query_cached=cached)[0]
 
 
 def test_auto_takes_what_is_cheapest():

@@ -27,7 +27,7 @@ STEADY = 1.13
 
 
 class Nouns(NamedTuple):
-    """What the caller of a job calls its parts, in errors.
+    """Nouns that the caller of a job has for its parts, for errors.
 
     Attributes:
         item: an item; the argument is its plural.
