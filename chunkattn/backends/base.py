@@ -186,7 +186,7 @@ class AttentionBackend(ABC):
     keeps_bits: ClassVar[bool] = False
     can_keep_bits: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
-    any_table_width: ClassVar[bool] = False
+    any_table_width: bool = False
     smallest_step: ClassVar[int] = 8
     max_pages: ClassVar[int] = 1 << 31
     max_table_pages: ClassVar[int] = 1 << 31
