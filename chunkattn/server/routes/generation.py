@@ -17,17 +17,25 @@ from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.server import logprobs
 from chunkattn.server.answers import JsonRoute, json_answer
 from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError, api_error
 from chunkattn.server.events import HEARTBEAT, EventStream, Timed, event_of, merged
 from chunkattn.server.keys import Caller
-from chunkattn.server.logprobs import Entry
 from chunkattn.server.protocol.base import Sampling
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody, named_documents
 from chunkattn.server.state import ServerState, State, new_id, unless_gone
-from chunkattn.server.texts import Offsets, Part, Tail, token_name, usage
+from chunkattn.server.texts import (
+    Entry,
+    Offsets,
+    Part,
+    Tail,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    token_name,
+    usage,
+)
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
@@ -306,7 +314,7 @@ class Completion(Answer):
             "stop_reason": stop_reason,
         }
         if output is not None and self.body.prompt_logprobs is not None:
-            made["prompt_logprobs"] = logprobs.prompt(output.prompt_logprobs)
+            made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return made
 
     def _prompt_text(self, output: RequestOutput) -> str:
@@ -326,7 +334,7 @@ class Completion(Answer):
         return Offsets(self.texts.tokenizer, begin, output.prompt_token_ids, skip_special_tokens=skip)
 
     def _logprobs(self, ids: list[int], entries: Sequence[Entry], offsets: list[int]) -> dict[str, Any]:
-        return logprobs.legacy(ids, entries, self.body.logprobs or 0, offsets, self.token_name)
+        return completion_logprobs(ids, entries, self.body.logprobs or 0, offsets, self.token_name)
 
 
 class Chat(Answer):
@@ -373,8 +381,9 @@ class Chat(Answer):
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
-        prompt = logprobs.prompt(output.prompt_logprobs)
-        return made if self.body.prompt_logprobs is None else {**made, "prompt_logprobs": prompt}
+        if self.body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return made
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """Return the choice with the assistant's role, which opens a sample's stream."""
@@ -388,7 +397,7 @@ class Chat(Answer):
         return made if part.finish_reason is None else {**made, "stop_reason": part.stop_reason}
 
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
-        return logprobs.chat(token_ids, entries, self.body.top_logprobs or 0, self.texts, self.token_name)
+        return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.texts, self.token_name)
 
 
 async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, request: Request, state: ServerState) -> Response:
