@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from chunkattn.backends import AttentionBatch
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, StepRates
-from chunkattn.engine.tile_area import tile_area
+from chunkattn.engine.rates import tile_area
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
 from chunkattn.rope.positions import make_layout

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from chunkattn.accounting import groups
 from chunkattn.engine.buckets import bucket_for, buckets, trimmed
 from chunkattn.engine.messages import StepRates
-from chunkattn.engine.tile_area import TILE_ROWS, TILE_SLOTS
+from chunkattn.engine.rates import TILE_ROWS, TILE_SLOTS
 from chunkattn.scoring.algorithms import QueryItems
 
 
