@@ -1,10 +1,10 @@
-"""What the answers say of tokens: texts, character offsets, log-probabilities and counts, and the parts of a growing text."""
+"""What answers say of tokens: texts, character offsets, log-probabilities and counts, and what a growing text has gained."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -137,19 +137,8 @@ class TokenTexts:
         return offsets, growing.finish()
 
 
-@dataclass
-class Part:
-    """Text, tokens and log-probabilities that a sample has gained since its previous part."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
 class Tail:
-    """Cutter of one sample's growing text into parts. It holds back text that may begin a stop string.
+    """Cutter of a growing sample into what its stream sends at once. It holds back text that may begin a stop string.
 
     Args:
         stop: stop strings of the request.
@@ -164,15 +153,15 @@ class Tail:
         self._ended = False
         self.offsets: Offsets | None = None
 
-    def take(self, sample: CompletionOutput) -> Part | None:
-        """Return the new part of a sample, or None without one."""
+    def take(self, sample: CompletionOutput) -> CompletionOutput | None:
+        """Return the text, tokens and log-probabilities that a sample has gained, or None if it has gained nothing."""
         end = len(sample.text) if sample.finish_reason else max(len(sample.text) - self._held, self._chars)
         text, ids, ends = sample.text[self._chars : end], sample.token_ids[self._tokens :], sample.finish_reason is not None
         if not (text or ids or ends) or self._ended:
             return None
         logprobs = None if sample.logprobs is None else sample.logprobs[self._tokens :]
         self._chars, self._tokens, self._ended = end, len(sample.token_ids), ends
-        return Part(text, ids, logprobs, sample.finish_reason, sample.stop_reason)
+        return replace(sample, text=text, token_ids=ids, logprobs=logprobs)
 
 
 def completion_logprobs(

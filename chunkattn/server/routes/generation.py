@@ -28,7 +28,6 @@ from chunkattn.server.state import ServerState, State, new_id, unless_gone
 from chunkattn.server.texts import (
     Entry,
     Offsets,
-    Part,
     Tail,
     chat_logprobs,
     completion_logprobs,
@@ -99,8 +98,8 @@ class Answer(ABC):
         """Return the choice that opens a sample's stream before any text, or None."""
 
     @abstractmethod
-    def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """Return a choice with the new part of a sample."""
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """Return a choice with what a sample has gained."""
 
     def check_size(self) -> None:
         """Check the number of log-probabilities in the answer, before any work.
@@ -289,13 +288,13 @@ class Completion(Answer):
             token_logprobs = self._logprobs(output.prompt_token_ids, output.prompt_logprobs or [], offsets)
         return self._choice(index, self._prompt_text(output), token_logprobs, None, None)
 
-    def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """Return a choice with the new part of a sample."""
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """Return a choice with what a sample has gained."""
         token_logprobs, generates = None, self.body.max_tokens > 0
-        if part.logprobs is not None and generates:
+        if new.logprobs is not None and generates:
             tail.offsets = tail.offsets or self._offsets(output, 0)
-            token_logprobs = self._logprobs(part.token_ids, part.logprobs, [tail.offsets.take(t) for t in part.token_ids])
-        return self._choice(index, part.text if generates else "", token_logprobs, part.finish_reason, part.stop_reason)
+            token_logprobs = self._logprobs(new.token_ids, new.logprobs, [tail.offsets.take(t) for t in new.token_ids])
+        return self._choice(index, new.text if generates else "", token_logprobs, new.finish_reason, new.stop_reason)
 
     def _choice(
         self,
@@ -389,12 +388,12 @@ class Chat(Answer):
         """Return the choice with the assistant's role, which opens a sample's stream."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """Return a choice with the new part of a sample."""
-        token_logprobs = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
-        delta = {"content": part.text} if part.text or token_logprobs else {}
-        made = {"index": index, "delta": delta, "logprobs": token_logprobs, "finish_reason": part.finish_reason}
-        return made if part.finish_reason is None else {**made, "stop_reason": part.stop_reason}
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """Return a choice with what a sample has gained."""
+        token_logprobs = None if new.logprobs is None else self._logprobs(new.token_ids, new.logprobs)
+        delta = {"content": new.text} if new.text or token_logprobs else {}
+        made = {"index": index, "delta": delta, "logprobs": token_logprobs, "finish_reason": new.finish_reason}
+        return made if new.finish_reason is None else {**made, "stop_reason": new.stop_reason}
 
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
         return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.texts, self.token_name)
@@ -467,8 +466,8 @@ async def _events(
                 tail = tails[index] = Tail(answer.params.stop)
                 if begin := answer.begin(index, output, tail):
                     yield event([begin], with_usage=continuous)
-            if part := tail.take(sample):
-                yield event([answer.delta(index, part, output, tail)], with_usage=continuous)
+            if new := tail.take(sample):
+                yield event([answer.delta(index, new, output, tail)], with_usage=continuous)
 
     continuous = stream_options is not None and stream_options.continuous_usage_stats
     try:
