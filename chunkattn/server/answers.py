@@ -270,7 +270,7 @@ async def json_answer(
     if values > _LARGE:
         await caller.hold_bytes(values * _BYTES_PER_VALUE, state.config.request_timeout_s)
     elif not in_thread:
-        return Response(b"".join(pieces()), media_type="application/json")
+        return Response(msgspec.json.encode(build(), enc_hook=list), media_type="application/json")  # `list` of iterators
     return PiecesResponse(await state.llm.threads.run(pieces))
 
 
