@@ -28,8 +28,8 @@ from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import as_list
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.remote.client import EngineClient
-from chunkattn.remote.control_messages import Checkpoint
 from chunkattn.remote.inflight import InflightRequests
+from chunkattn.remote.messages import Checkpoint
 
 T = TypeVar("T")
 

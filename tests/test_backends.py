@@ -21,7 +21,7 @@ from chunkattn import AttentionBackend, chunk_attention, register_backend
 from chunkattn.backends import AttentionBatch, AttentionSpec, available_backends, get_backend, make_backend, softmax
 from chunkattn.backends.base import FP8, to_cache
 from chunkattn.backends.cpu import library
-from chunkattn.backends.pallas_gpu import cards
+from chunkattn.backends.pallas_gpu import backend as gpu_backend
 from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.errors import BackendError
 from chunkattn.testing import check_backend, random_layout, random_steps
@@ -279,7 +279,7 @@ def test_auto_by_platform(platform, monkeypatch, caplog):
     )
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(library, "refusal", lambda: None)
-    monkeypatch.setattr(cards, "refusal", lambda interpret: None)
+    monkeypatch.setattr(gpu_backend, "device_refusal", lambda interpret: None)
     with caplog.at_level(logging.INFO, "chunkattn.backends.registry"):
         first = make_backend("auto", spec).name
         monkeypatch.setattr(kernel, "supports", lambda spec: "head_dim must be 7")

@@ -13,7 +13,7 @@ import pytest
 
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import BackendError, ConfigError, DeadlineExceededError, EngineDeadError, ModelError
-from chunkattn.remote.wire import decode
+from chunkattn.remote.messages import decode
 from tests.async_helpers import GREEDY, LONG, OPTIONS, PROMPT, idle, last, until
 
 pytest_plugins = ["tests.async_faults"]

@@ -24,7 +24,7 @@ from chunkattn.models import gguf_metadata
 from chunkattn.models.gguf_file import open_gguf
 from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_model
 from chunkattn.parsers.encode import PartEncoder
-from chunkattn.remote.control_messages import Checkpoint
+from chunkattn.remote.messages import Checkpoint
 from tests import tokenizer_texts
 from tests.checkpoints import random_parts
 from tests.gguf_files import CONFIGS, HALVES, VOCAB, Written

@@ -14,8 +14,7 @@ from chunkattn.backends.cpu import linear as few_rows
 from chunkattn.engine import invariance
 from chunkattn.engine.invariance import Invariance, rows_agree
 from chunkattn.errors import ConfigError
-from chunkattn.models.linear import dot, sums
-from chunkattn.models.norm import RMSNorm
+from chunkattn.models.linear import RMSNorm, dot, sums
 from tests.tiled_backend import OwnSequences
 
 SPEC = AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)

@@ -13,8 +13,8 @@ from schemathesis.specs.openapi.checks import (
 
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.server.app import create_app
+from chunkattn.server.errors import ErrorResponse
 from chunkattn.server.options import ServerConfig
-from chunkattn.server.protocol.errors import ErrorResponse
 from tests.server_helpers import ServerProcess
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]

@@ -22,7 +22,7 @@ from chunkattn.calls.algorithms import (
 )
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, StepRates
-from chunkattn.engine.tile_area import tile_area
+from chunkattn.engine.rates import tile_area
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
 from chunkattn.rope.positions import make_layout

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkattn.server import body_shares, json_shape
+from chunkattn.server.answers import SMALL_BODY
 from chunkattn.server.app import create_app
-from chunkattn.server.bodies import SMALL_BODY
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.json_shape import Shape, measure
 from chunkattn.server.options import ServerConfig
@@ -85,9 +85,9 @@ BROKEN = {
 def test_broken_bodies_are_refused(client, name, monkeypatch):
     body, coding, status, code = BROKEN[name]
     if name == "many texts":
-        monkeypatch.setattr("chunkattn.server.bodies._STRINGS_PER_ITEM", 1)
+        monkeypatch.setattr("chunkattn.server.answers._STRINGS_PER_ITEM", 1)
     if name == "many values":
-        monkeypatch.setattr("chunkattn.server.bodies._MAX_VALUES", 100_000)
+        monkeypatch.setattr("chunkattn.server.answers._MAX_VALUES", 100_000)
     answer = post(client, body, coding)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
 
@@ -234,3 +234,41 @@ def test_large_bodies_of_one_client_wait_for_each_other(llm):
     held.clear()
     assert post(client, body).status_code == 200
     assert not held
+
+
+def test_a_slow_body_has_its_time_anew_once_it_has_room(llm):
+    """The wait for room does not count; a sender that stalls or leaves is told so."""
+    body = json.dumps({"prompt": "a" + " " * SMALL_BODY}).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b"", "client": ("a", 1), "headers": headers}
+    config = ServerConfig(max_body_bytes=LIMIT, max_body_bytes_per_client=LIMIT, request_timeout_s=0.4)
+
+    async def answered(pieces, held=0):
+        app, sent, left = create_app(llm, config), [], list(pieces)
+        shares = app.state.server.shares.bodies
+        shares.held["a"] = held
+        if held:
+            asyncio.get_running_loop().call_later(0.3, shares.give, "a", held)
+
+        async def receive():
+            if not left:
+                await asyncio.sleep(60)
+            after, piece = left.pop(0)
+            await asyncio.sleep(after)
+            if piece is None:
+                return {"type": "http.disconnect"}
+            return {"type": "http.request", "body": piece, "more_body": piece != body[-9:]}
+
+        async def send(message):
+            sent.append(message)
+
+        await app(dict(scope), receive, send)
+        assert not shares.held
+        return sent[0]["status"]
+
+    async def main():
+        begins, ends = (0.0, body[:-9]), (0.2, body[-9:])
+        cases = answered([begins, ends]), answered([begins, ends], held=1), answered([begins]), answered([begins, (0.0, None)])
+        assert await asyncio.gather(*cases) == [200, 200, 408, 499]
+
+    asyncio.run(main())

@@ -13,7 +13,7 @@ from chunkattn import SamplingParams
 from chunkattn.calls.generate import generate_job, likelihood_job
 from chunkattn.engine.messages import CachedTokens, GenerateRequest, PromptLogprobsOutput, TokenLogprobs, TokenOutput
 from chunkattn.errors import CapacityError, ConfigError
-from chunkattn.remote.control_messages import Abort
+from chunkattn.remote.messages import Abort
 from chunkattn.server.app import create_app
 from chunkattn.server.events import event_of
 from chunkattn.server.options import ServerConfig

@@ -15,10 +15,10 @@ import zmq
 from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.engine import messages
 from chunkattn.models.loader import open_files
-from chunkattn.remote import control_messages
+from chunkattn.remote import messages as remote
+from chunkattn.remote.messages import decode, encode
 from chunkattn.remote.process import WorkerProcess
 from chunkattn.remote.watchdog import StepClock
-from chunkattn.remote.wire import decode, encode
 
 
 def plain(value):
@@ -68,7 +68,7 @@ def random_messages(rng):
     rates = messages.StepRates(*rng.random(3).tolist())
     limits = messages.EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates, 2**20, maybe(3), {text(): maybe(text())})
     config = EngineConfig(model=maybe(text()), kv_cache_memory_bytes=maybe(2**40), engine_hang_timeout_s=1 + rng.random())
-    checkpoint = control_messages.Checkpoint.of(open_files(EngineConfig(skip_tokenizer_init=True)))
+    checkpoint = remote.Checkpoint.of(open_files(EngineConfig(skip_tokenizer_init=True)))
     n = int(rng.integers(1, 6))
     return [
         messages.GenerateRequest(text(), layout, sampling, tuple(ids(2)), maybe(text()), -3, maybe((0.5, 2.0)), maybe(3)),
@@ -79,19 +79,20 @@ def random_messages(rng):
         messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32), rates),
         messages.PrecomputeResult(text(), cached),
         messages.RequestFailed(text(), text(), maybe("prompt"), finite=bool(n % 2)),
-        control_messages.Start(config, checkpoint, 30, 0.5),
-        control_messages.Abort(text()),
-        control_messages.Stop(text(), 3),
-        control_messages.Unpin(("a", text())),
-        control_messages.ResetCache(3),
-        control_messages.MetricsQuery(4),
-        control_messages.Shutdown(),
-        control_messages.Heartbeat(rng.random(), maybe("compiling")),
-        control_messages.WarmupProgress(1, 2),
-        control_messages.Ready(limits, 1.5),
-        control_messages.Failed("ValueError", text()),
-        control_messages.ResetReply(3, True),
-        control_messages.MetricsReply(4, text() * 1000),
+        remote.Start(config, checkpoint, 30, 0.5),
+        remote.Abort(text()),
+        remote.Stop(text(), 3),
+        remote.Unpin(("a", text())),
+        remote.ResetCache(3),
+        remote.MetricsQuery(4),
+        remote.Shutdown(),
+        remote.Heartbeat(rng.random(), maybe("compiling")),
+        remote.WarmupProgress(1, 2),
+        remote.Ready(limits, 1.5),
+        remote.Failed("ValueError", text()),
+        remote.Reply(3, bool(n % 2)),
+        remote.Reply(4, (cached,) * n),
+        remote.Reply(5, text() * 1000),
     ]
 
 
@@ -123,7 +124,7 @@ def test_the_clock_tells_compiling_from_running():
         asking.join()
         return x + 1
 
-    assert clock.read() == control_messages.Heartbeat(0.0, None)
+    assert clock.read() == remote.Heartbeat(0.0, None)
     clock.begin()
     time.sleep(0.1)
     assert clock.read().step_running_s >= 0.1

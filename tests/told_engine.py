@@ -6,7 +6,7 @@ import pytest
 
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.engine.messages import CachedTokens, PrecomputeRequest, PrecomputeResult
-from chunkattn.remote.control_messages import CacheQuery, CacheReply, Unpin
+from chunkattn.remote.messages import CacheQuery, Reply, Unpin
 
 
 class Engine:
@@ -24,7 +24,7 @@ class Engine:
                 self.told.append("unpin")
             elif isinstance(message, CacheQuery):
                 self.told.append("forget" if message.forget else "look up")
-                self._reply(CacheReply(message.query_id, [CachedTokens(0, (0,), 0) for _ in message.requests]))
+                self._reply(Reply(message.query_id, tuple(CachedTokens(0, (0,), 0) for _ in message.requests)))
 
     def answer(self):
         self.held = False

@@ -12,8 +12,7 @@ from transformers import Qwen3Config
 
 from chunkattn.backends import make_backend
 from chunkattn.config import EngineConfig
-from chunkattn.engine.build import attention_spec
-from chunkattn.engine.compile_cache import enable_compile_cache
+from chunkattn.engine.build import attention_spec, enable_compile_cache
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.runner import Runner
 from chunkattn.models.decoder import Decoder

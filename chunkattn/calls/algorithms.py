@@ -15,7 +15,7 @@ from jaxtyping import Int64
 
 from chunkattn.engine.buckets import bucket_for, buckets, trimmed
 from chunkattn.engine.messages import StepRates
-from chunkattn.engine.tile_area import TILE_ROWS, TILE_SLOTS
+from chunkattn.engine.rates import TILE_ROWS, TILE_SLOTS
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout

@@ -51,7 +51,7 @@ def environment() -> Iterator[tuple[str, str]]:
     import jax  # after the rest, because it looks for devices
 
     from chunkattn.backends.cpu import library
-    from chunkattn.engine.compile_cache import enable_compile_cache
+    from chunkattn.engine.build import enable_compile_cache
 
     yield "JAX devices", ", ".join(f"{d.device_kind} ({d.platform})" for d in jax.devices())
     backend = _auto()

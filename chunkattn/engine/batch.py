@@ -10,11 +10,11 @@ import numpy as np
 
 from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatch, Metadata, Weighing
 from chunkattn.engine.buckets import bucket_for, buckets
+from chunkattn.engine.rates import tile_area
 from chunkattn.engine.request import Request
 from chunkattn.engine.sampling import ROW_BUCKETS
 from chunkattn.engine.sampling_plan import SampleRow, SamplingPlan, plan_sampling
 from chunkattn.engine.scheduler import Span
-from chunkattn.engine.tile_area import tile_area
 
 
 class ReadRow(NamedTuple):

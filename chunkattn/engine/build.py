@@ -1,8 +1,9 @@
-"""Construction of an `EngineCore` from options and a checkpoint."""
+"""Construction of an `EngineCore` from options and a checkpoint, and of the cache for its compiled programs."""
 
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import jax
@@ -12,7 +13,6 @@ from chunkattn.backends import AttentionSpec, make_backend
 from chunkattn.backends.base import FP8
 from chunkattn.cache.disk.store import MIN_BYTES, KVStore
 from chunkattn.config import EngineConfig
-from chunkattn.engine.compile_cache import enable_compile_cache
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.kv_pool import page_bytes
@@ -30,6 +30,8 @@ _BLOCK_SIZES = {"gpu": 64}
 """Default page size by platform: on a GPU, one copy brings a page, and small pages cost a copy instruction each."""
 _BLOCK_SIZE = 16
 """Default page size elsewhere."""
+_JAX_SHORTEST_COMPILE_S = 1.0
+"""JAX's default for the compile time in seconds below which a program is not written to the cache."""
 
 
 def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
@@ -112,3 +114,18 @@ def _default_kv_bytes(per_page: int, block_size: int) -> int:
     if jax.default_backend() != "cpu" and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * _ACCELERATOR_SHARE) - stats.get("bytes_in_use", 0)
     return max(min(_DEFAULT_KV_BYTES, _DEFAULT_KV_TOKENS // block_size * per_page), per_page)
+
+
+def enable_compile_cache() -> None:
+    """Keep every compiled program in the user's cache folder, so that the next start loads them.
+
+    Options set by `JAX_COMPILATION_CACHE_DIR` and JAX's other environment variables or by `jax.config` take precedence.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkattn" / "jax"
+    options = {
+        "jax_compilation_cache_dir": (None, str(folder)),
+        "jax_persistent_cache_min_compile_time_secs": (_JAX_SHORTEST_COMPILE_S, 0.0),
+    }
+    for name, (default, value) in options.items():
+        if name.upper() not in os.environ and getattr(jax.config, name) == default:
+            jax.config.update(name, value)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""`RateMeter`: measures what steps cost on this machine."""
+"""The cost of steps: the area of their tiles, and `RateMeter`, which measures what they take on this machine."""
 
 from __future__ import annotations
 
@@ -8,15 +8,32 @@ from collections import deque
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import nnls
 
+from chunkattn.backends.base import AttentionBatch
+from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.engine.messages import StepRates
 
+TILE_ROWS, TILE_SLOTS = 256, 256
+"""Tile size used to estimate the cost of attention: about the size that `xla` uses. Other sizes differ by a factor."""
 _KEPT = 128
 _LAST = 8
 _TINY = 1e-12
 _GUESS_WEIGHT = 0.5
 """Weight of the initial guess in the fit; an observation has weight 1."""
+
+
+def tile_area(batch: AttentionBatch) -> int:
+    """Return rows times slots of the tiles that a step visits. Decodes use no tiles and count 0.
+
+    Args:
+        batch: attention batch of the step.
+    """
+    runs = spans(batch)
+    several = runs.size > 1
+    if not several.any():
+        return 0
+    tiles = cut(Tiles(runs.row[several], runs.size[several]), TILE_ROWS)
+    return int(tile_ranges(batch, tiles, TILE_SLOTS).counts.sum()) * TILE_ROWS * TILE_SLOTS
 
 
 class RateMeter:
@@ -82,6 +99,8 @@ class RateMeter:
         self._pending = np.zeros(3)
 
     def _fitted(self) -> StepRates:
+        from scipy.optimize import nnls  # a slow import, which callers of `tile_area` do not need
+
         features, wanted = np.eye(3) * _GUESS_WEIGHT, np.full(3, _GUESS_WEIGHT)
         if any(self._seen.values()):
             seen = np.stack([*self._seen[False], *self._seen[True]])

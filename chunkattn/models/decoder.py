@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from chunkattn.models.linear import Linear, multiply
-from chunkattn.models.norm import RMSNorm
+from chunkattn.models.linear import Linear, RMSNorm, multiply
 from chunkattn.models.spec import DecoderSpec
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 

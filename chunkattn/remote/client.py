@@ -26,28 +26,27 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.errors import ChunkAttnError, EngineDeadError, QueueFullError, RequestError
 from chunkattn.fair_threads import FairThreads
-from chunkattn.remote.control_messages import (
+from chunkattn.remote.inflight import InflightRequests
+from chunkattn.remote.messages import (
     Abort,
     CacheQuery,
-    CacheReply,
     Checkpoint,
     Failed,
+    FromWorker,
     Heartbeat,
     MetricsQuery,
-    MetricsReply,
     Ready,
+    Reply,
     ResetCache,
-    ResetReply,
     Shutdown,
     Start,
     Stop,
     ToWorker,
     Unpin,
     WarmupProgress,
+    decode,
 )
-from chunkattn.remote.inflight import InflightRequests
 from chunkattn.remote.process import WorkerProcess, describe_exit
-from chunkattn.remote.wire import WireMessage, decode
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +277,7 @@ class EngineClient:
         finally:
             del self._queries[number]
 
-    def _send(self, messages: Sequence[WireMessage]) -> None:
+    def _send(self, messages: Sequence[ToWorker]) -> None:
         assert self._worker is not None
         try:
             self._worker.send(messages)
@@ -426,7 +425,7 @@ class EngineClient:
             return f"was {busy or 'in one step'} for {spent:.1f} s (engine_hang_timeout_s is {limit:g})"
         return None
 
-    def _take(self, message: WireMessage) -> None:
+    def _take(self, message: FromWorker) -> None:
         """Handle one message of the worker."""
         match message:
             case Heartbeat():
@@ -443,9 +442,9 @@ class EngineClient:
                         self._started.set_result(None)
             case Failed():
                 self._failure = message
-            case ResetReply(query_id, answer) | CacheReply(query_id, answer) | MetricsReply(query_id, answer):
+            case Reply(query_id, value):
                 if (query := self._queries.get(query_id)) is not None and not query.done():
-                    query.set_result(answer)
+                    query.set_result(value)
             case TokenOutput() | PromptLogprobsOutput() | ScoreResult() | PrecomputeResult() | RequestFailed():
                 if (call := self._owners.get(message.request_id)) is not None:  # otherwise aborted
                     call.receive(message)

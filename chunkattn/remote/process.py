@@ -17,7 +17,7 @@ from pathlib import Path
 
 import zmq
 
-from chunkattn.remote.wire import WireMessage, encode
+from chunkattn.remote.messages import ToWorker, encode
 
 _AT_ONCE = 16
 """Frames read before the event loop runs other callbacks."""
@@ -66,11 +66,11 @@ class WorkerProcess:
         """Return the process id."""
         return self._process.pid
 
-    def send(self, messages: Sequence[WireMessage]) -> None:
+    def send(self, messages: Sequence[ToWorker]) -> None:
         """Send one frame without waiting.
 
         Raises:
-            UnicodeEncodeError, OverflowError: see `chunkattn.remote.wire.encode`.
+            UnicodeEncodeError, OverflowError: see `chunkattn.remote.messages.encode`.
         """
         self._requests.send(encode(messages), zmq.NOBLOCK)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.monitoring
 
-from chunkattn.remote.control_messages import Heartbeat
+from chunkattn.remote.messages import Heartbeat
 
 _COMPILE_EVENTS = "/jax/core/compile/"
 

@@ -24,24 +24,25 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.logs import make_handler
-from chunkattn.remote.control_messages import (
+from chunkattn.remote.messages import (
     Abort,
     CacheQuery,
-    CacheReply,
     Failed,
+    FromWorker,
     MetricsQuery,
-    MetricsReply,
     Ready,
+    Reply,
     ResetCache,
-    ResetReply,
     Shutdown,
     Start,
     Stop,
+    ToWorker,
     Unpin,
     WarmupProgress,
+    decode,
+    encode,
 )
 from chunkattn.remote.watchdog import StepClock
-from chunkattn.remote.wire import WireMessage, decode, encode
 from chunkattn.startup import since_start
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Worker:
         self._send([Ready(self.core.limits, import_s), *self._progress()])
         return start.heartbeat_s
 
-    def _progress(self) -> list[WireMessage]:
+    def _progress(self) -> list[FromWorker]:
         warm_ups = self.core.warm_ups
         return [WarmupProgress(warm_ups.done, warm_ups.total)] if warm_ups.done else []
 
@@ -118,7 +119,7 @@ class Worker:
                 _freeze()
         return self._warms
 
-    def _send(self, messages: Iterable[WireMessage]) -> None:
+    def _send(self, messages: Iterable[FromWorker]) -> None:
         if batch := list(messages):
             self._outbox.send(encode(batch))
 
@@ -133,14 +134,14 @@ class Worker:
                 frame = self._inbox.recv(zmq.NOBLOCK)  # faster than a poll
             except zmq.Again:
                 break
-            replies: list[WireMessage] = []
+            replies: list[FromWorker] = []
             for message in decode(frame):
                 self._clock.begin()
                 reply = self._handle(message)
                 replies += [] if reply is None else [reply]
             self._send(replies)
 
-    def _handle(self, message: WireMessage) -> WireMessage | None:
+    def _handle(self, message: ToWorker) -> FromWorker | None:
         match message:
             case GenerateRequest() | ScoreRequest() | PrecomputeRequest():
                 try:
@@ -154,11 +155,11 @@ class Worker:
             case Unpin(request_ids):
                 self.core.unpin(request_ids)
             case ResetCache(query_id):
-                return ResetReply(query_id, self.core.reset_prefix_cache())
+                return Reply(query_id, self.core.reset_prefix_cache())
             case CacheQuery(query_id, requests, forget):
-                return CacheReply(query_id, tuple(self._look_up(r, forget) for r in requests))
+                return Reply(query_id, tuple(self._look_up(r, forget) for r in requests))
             case MetricsQuery(query_id):
-                return MetricsReply(query_id, self.core.metrics_text())
+                return Reply(query_id, self.core.metrics_text())
             case Shutdown():
                 self._closing = True
             case _:

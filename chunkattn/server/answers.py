@@ -1,35 +1,227 @@
-"""JSON responses. Large answers are encoded in a thread and sent in pieces, so the event loop stays free."""
+"""JSON bodies of requests and answers: bounds on what a client sends and holds, and threads for the large ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import asyncio
+import json
+import zlib
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import suppress
+from email.message import Message
 from typing import Any
 
 import msgspec
-from fastapi import Response
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from chunkattn.fair_threads import check_wanted
+from chunkattn.server.errors import ApiError, too_large
+from chunkattn.server.json_shape import Shape, measure
 from chunkattn.server.keys import Caller
+from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
 
+SMALL_BODY = 1 << 16
+"""Bytes up to which a body takes nothing of its client's share, and is decoded on the event loop if it has few values."""
+_INFLATED = 1 << 16
+"""Bytes inflated at once."""
+_FEW_VALUES = 2048
+"""Values up to which such a body is decoded on the event loop."""
+_MAX_DEPTH, _MAX_VALUES = 64, 1 << 20
+_MAX_CODINGS = 2
+_STRINGS_PER_ITEM, _CONTAINERS_PER_ITEM = 32, 4
+_CODINGS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+"""Window bits of zlib for each content coding (RFC 9110, 8.4.1)."""
 _LARGE = 4096
 """Number of values above which an answer is built and encoded in a thread."""
-_PIECE = 16_384
+_ENCODED = 16_384
 """Values encoded per call. The encoder holds the GIL for one call, and the event loop waits for the GIL."""
 _BYTES_PER_VALUE = 16
 _SENT = 1 << 18
 """Bytes handed to the connection at once; the next piece waits until the client has read."""
 
 
-class JsonResponse(Response):
-    """JSON response encoded by msgspec, several times as fast as `json`."""
+class JsonRoute(APIRoute):
+    """Route whose body is a JSON object; pass the class to a router as `route_class`.
 
-    media_type = "application/json"
+    Large bodies are decoded and validated in one thread, in which clients take turns. One call of a decoder holds the GIL,
+    which the event loop needs as well, so the number of a body's values is bounded before the body becomes objects.
+    """
 
-    def render(self, content: Any) -> bytes:
-        """Return the body as UTF-8 JSON."""
-        return msgspec.json.encode(content)
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return FastAPI's handler, called with a validated body."""
+        handler, field = super().get_route_handler(), self.body_field
+
+        async def answer(request: Request) -> Response:
+            if field is not None:
+                await _read(request, field)
+            return await handler(request)
+
+        return answer
+
+
+async def _read(request: Request, field: Any) -> None:
+    """Read, decode and validate the body of a request; the handler finds the result in `request.json`.
+
+    Raises:
+        ApiError: the body is too large, has too many values, or has an unknown content coding; or the client's other requests
+            hold the memory for bodies until the timeout.
+        RequestValidationError: the body is not valid.
+    """
+    state: ServerState = request.app.state.server
+    caller: Caller = request.state.caller
+    config, threads = state.config, state.llm.threads
+    body = await _received(request, caller, config)
+    if not body or not _is_json(request):
+        return  # the handler answers with its own error
+    if coding := request.headers.get("content-encoding", "").strip().lower():
+        await caller.hold_bytes(config.max_body_bytes, config.request_timeout_s)
+        body = await threads.run(_inflated, body, coding, config.max_body_bytes)
+        caller.keep_bytes(len(body) if len(body) > SMALL_BODY else 0)
+
+    def read() -> Any:
+        plain = _utf8(body)
+        _check_shape(plain, state.llm.config.max_items_per_request)
+        value, errors = field.validate(_decoded(plain), {}, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors)
+        return value
+
+    quick = len(body) <= SMALL_BODY and sum(_bounds(body)[:3]) <= _FEW_VALUES
+    request._json = read() if quick else await state.decoder.run(read)
+
+
+async def _received(request: Request, caller: Caller, config: ServerConfig) -> bytes:
+    """Return the body of a request. A large body is read when its client has room for it.
+
+    Raises:
+        ApiError: 408, the body takes longer than a request may; 413, it is too large; 429, the client has no room until the
+            timeout.
+    """
+    timeout, length = config.request_timeout_s, request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > SMALL_BODY:
+        await caller.hold_bytes(int(length), timeout)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > SMALL_BODY and not caller.num_bytes:  # of unknown length, so it takes the room of the longest
+                    limit.reschedule(None)
+                    await caller.hold_bytes(config.max_body_bytes, timeout)
+                    limit.reschedule(asyncio.get_running_loop().time() + timeout)
+    except TimeoutError:
+        raise ApiError(408, f"the body took longer than request_timeout_s {timeout:g}", code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client has left") from None
+    request._body = bytes(body)
+    return request._body
+
+
+def _is_json(request: Request) -> bool:
+    """Return whether the content type is JSON, as FastAPI judges it."""
+    message = Message()
+    message["content-type"] = request.headers.get("content-type", "")
+    subtype = message.get_content_subtype()
+    return message.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def _inflated(body: bytes, codings: str, most: int) -> bytes:
+    """Return the content of an encoded body.
+
+    Args:
+        body: body as it was sent.
+        codings: value of the Content-Encoding header.
+        most: limit on the bytes of the content.
+
+    Raises:
+        ApiError: 415, a coding is unknown; 413, the content exceeds `most`; 400, the body does not match the coding.
+    """
+    listed = [c.strip() for c in codings.split(",") if c.strip() not in ("", "identity")]
+    if len(listed) > _MAX_CODINGS:
+        text = f"the body has {len(listed)} content codings, at most {_MAX_CODINGS} are read"
+        raise ApiError(415, text, code="unsupported_encoding")
+    for coding in reversed(listed):
+        if coding not in _CODINGS:
+            text = f"the content coding {coding[:40]!r} is not supported; send the body as it is, or with gzip or deflate"
+            raise ApiError(415, text, code="unsupported_encoding", **{"Accept-Encoding": "gzip, deflate"})
+        bits = _CODINGS[coding]
+        if coding == "deflate" and (len(body) < 2 or body[0] & 15 != 8 or (body[0] << 8 | body[1]) % 31):
+            bits = -zlib.MAX_WBITS  # some clients leave the zlib header out
+        body = _unpacked(body, coding, bits, most)
+    return body
+
+
+def _unpacked(body: bytes, coding: str, bits: int, most: int) -> bytes:
+    unpack, content, left = zlib.decompressobj(bits), bytearray(), body
+    try:
+        while left and not unpack.eof:
+            check_wanted()
+            content += unpack.decompress(left, _INFLATED)
+            left = unpack.unconsumed_tail
+            if not left:
+                content += unpack.flush()  # some symbols that were read with the last byte
+            if len(content) > most:
+                raise too_large(most)
+    except zlib.error as error:
+        raise ApiError(400, f"the body is not valid {coding}: {error}", code="invalid_encoding") from None
+    if not unpack.eof or unpack.unused_data:
+        fault = "data follows its end" if unpack.eof else "it ends early"
+        raise ApiError(400, f"the body is not valid {coding}: {fault}", code="invalid_encoding")
+    return bytes(content)
+
+
+def _utf8(body: bytes) -> bytes:
+    """Return a JSON text in UTF-8 without a byte order mark. UTF-16 and UTF-32 are recognised as in RFC 4627."""
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    try:
+        return body.decode(encoding).encode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _check_shape(body: bytes, items: int) -> None:
+    """Check the number of values and the depth of a body.
+
+    Args:
+        body: JSON text.
+        items: number of items that a request may have.
+
+    Raises:
+        ApiError: 400, a limit is exceeded.
+    """
+    limits, bounds = Shape(_CONTAINERS_PER_ITEM * items, _STRINGS_PER_ITEM * items, _MAX_VALUES, _MAX_DEPTH), _bounds(body)
+    shape = bounds if all(found <= most for found, most in zip(bounds, limits)) else measure(body)
+    for name, found, most in zip(("objects and lists", "texts", "values", "levels"), shape, limits, strict=True):
+        if found > most:
+            text = f"the body has {found} {name}, at most {most} are read; send less at once"
+            raise ApiError(400, text, code="body_too_complex")
+
+
+def _bounds(body: bytes) -> Shape:
+    """Return upper bounds on the shape of a body. They count the characters within strings, too."""
+    opened = body.count(b"[") + body.count(b"{")
+    return Shape(opened, body.count(b'"') // 2, body.count(b","), opened)
+
+
+def _decoded(body: bytes) -> Any:
+    """Return the value of a JSON text. msgspec is several times as fast as `json`, which judges what msgspec refuses.
+
+    Raises:
+        ApiError: 400, the text is malformed.
+    """
+    with suppress(ValueError, msgspec.MsgspecError):
+        return msgspec.json.decode(body)
+    try:
+        return json.loads(body)  # also reads NaN and halves of surrogate pairs, which the fields judge
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
 class PiecesResponse(Response):
@@ -70,18 +262,15 @@ async def json_answer(
         values: approximate count of values in the answer; more than 4096 select the thread.
         in_thread: whether an answer of any size is built in a thread, because building it takes long.
     """
-    if values > _LARGE:
-        await caller.hold_bytes(values * _BYTES_PER_VALUE, state.config.request_timeout_s)
-    elif not in_thread:
-        body = build()
-        if isinstance(body, Mapping):
-            return JsonResponse({name: list(v) if isinstance(v, Iterator) else v for name, v in body.items()})
-        return JsonResponse(list(body))
 
     def pieces() -> list[bytes]:
         body = build()
         return list(_pieces(body) if isinstance(body, Mapping) else _list_pieces(body))
 
+    if values > _LARGE:
+        await caller.hold_bytes(values * _BYTES_PER_VALUE, state.config.request_timeout_s)
+    elif not in_thread:
+        return Response(msgspec.json.encode(build(), enc_hook=list), media_type="application/json")  # `list` of iterators
     return PiecesResponse(await state.llm.threads.run(pieces))
 
 
@@ -98,13 +287,13 @@ def _pieces(body: Mapping[str, Any]) -> Iterator[bytes]:
     yield b"{}" if before == b"{" else b"}"
 
 
-def _list_pieces(rows: Sequence[Any] | Iterator[Any]) -> Iterator[bytes]:
-    """Yield the JSON text of a list in pieces of about `_PIECE` values."""
+def _list_pieces(rows: Iterable[Any]) -> Iterator[bytes]:
+    """Yield the JSON text of a list in pieces of about `_ENCODED` values."""
     before, group, values = b"[", list[Any](), 0
     for row in rows:
         group.append(row)
         values += _count(row)
-        if values >= _PIECE:
+        if values >= _ENCODED:
             yield before + msgspec.json.encode(group)[1:-1]
             before, group, values = b",", [], 0
     if group:

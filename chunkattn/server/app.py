@@ -13,7 +13,6 @@ from chunkattn.errors import ConfigError
 from chunkattn.server import errors
 from chunkattn.server.middleware import METRICS_PATH, Gate
 from chunkattn.server.options import ServerConfig
-from chunkattn.server.protocol.errors import answers
 from chunkattn.server.routes import documents, generation, page, scoring, status, tokens
 from chunkattn.server.routing import HeadAsGet, RouteTable
 from chunkattn.server.state import ServerState
@@ -77,7 +76,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         description="LLM inference for prompts made of many independent pieces.",
         docs_url=None,  # the docs pages load scripts from other hosts
         redoc_url=None,
-        responses=answers(401, 403, 413, 500),
+        responses=errors.error_responses(401, 403, 413, 500),
     )
     app.state.server = state
     routers = [module.router for module in (generation, scoring, documents, tokens, status, page)]
@@ -93,11 +92,11 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
             allow_credentials=state.config.allow_credentials,
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    work = answers(400, 404, 429, 503, 504)
+    work = errors.error_responses(400, 404, 429, 503, 504)
     app.include_router(generation.router, responses=_STREAM | work)
     for module in (scoring, documents):
         app.include_router(module.router, responses=work)
-    app.include_router(tokens.router, responses=answers(400, 404, 503))
+    app.include_router(tokens.router, responses=errors.error_responses(400, 404, 503))
     for module in (status, page):
         app.include_router(module.router)
     return app

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers in OpenAI's format."""
+"""Errors as HTTP answers in OpenAI's format, and their description by status."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -30,12 +31,38 @@ logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_WHEN = {
+    400: "The request is malformed, or can never fit.",
+    401: "The API key is missing or wrong.",
+    403: "A server without an API key answers only to the names of its own machine.",
+    404: "The named model, document, route or file does not exist.",
+    413: "The body exceeds max_body_bytes.",
+    429: "The queue is full, or the API key holds its share of the queue; try again.",
+    500: "The request failed in the server.",
+    503: "The server accepts no work now; try again.",
+    504: "The request took longer than request_timeout_s.",
+}
 _LONGEST_TEXT = 500
 UNKNOWN_FIELD = "unknown_field"
 """Type of pydantic's error for a name that the body has no field for; the context holds the name."""
 _WORD = re.compile(r"\w+")
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*|\d+")
 _TYPE_NAMES = frozenset({"str", "int", "float", "bool", "none", "dict", "list"})
+
+
+class ErrorDetail(BaseModel):
+    """Description of one error."""
+
+    message: Annotated[str, Field(description="Text for people.")]
+    type: Literal["invalid_request_error", "authentication_error", "not_found_error", "rate_limit_error", "server_error"]
+    param: Annotated[str | None, Field(description="Name of the request field at fault.")]
+    code: Annotated[str | None, Field(description="Identifier for programs.")]
+
+
+class ErrorResponse(BaseModel):
+    """Body of every error answer, in OpenAI's format."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):
@@ -94,6 +121,15 @@ def api_error(error: Exception, request_id: str) -> ApiError:
             return _validation_error(error.errors())
     logger.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"the request failed in the server; its id is {request_id}", code="internal_error")
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI descriptions of error answers.
+
+    Args:
+        *statuses: HTTP statuses that a route can answer with.
+    """
+    return {status: {"model": ErrorResponse, "description": _WHEN[status]} for status in statuses}
 
 
 def too_large(most: int) -> ApiError:

@@ -1,12 +1,12 @@
-"""Texts and character offsets of tokens, and the parts of a growing text that can be sent."""
+"""What answers say of tokens: texts, character offsets, log-probabilities and counts, and what a growing text has gained."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -16,6 +16,9 @@ from chunkattn.server.errors import ApiError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Entry = dict[int, Logprob] | None
+"""Log-probabilities of one token by token id."""
 
 _UNKNOWN = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -134,19 +137,8 @@ class TokenTexts:
         return offsets, growing.finish()
 
 
-@dataclass
-class Part:
-    """Text, tokens and log-probabilities that a sample has gained since its previous part."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
 class Tail:
-    """Cutter of one sample's growing text into parts. It holds back text that may begin a stop string.
+    """Cutter of a growing sample into what its stream sends at once. It holds back text that may begin a stop string.
 
     Args:
         stop: stop strings of the request.
@@ -161,15 +153,86 @@ class Tail:
         self._ended = False
         self.offsets: Offsets | None = None
 
-    def take(self, sample: CompletionOutput) -> Part | None:
-        """Return the new part of a sample, or None without one."""
+    def take(self, sample: CompletionOutput) -> CompletionOutput | None:
+        """Return the text, tokens and log-probabilities that a sample has gained, or None if it has gained nothing."""
         end = len(sample.text) if sample.finish_reason else max(len(sample.text) - self._held, self._chars)
         text, ids, ends = sample.text[self._chars : end], sample.token_ids[self._tokens :], sample.finish_reason is not None
         if not (text or ids or ends) or self._ended:
             return None
         logprobs = None if sample.logprobs is None else sample.logprobs[self._tokens :]
         self._chars, self._tokens, self._ended = end, len(sample.token_ids), ends
-        return Part(text, ids, logprobs, sample.finish_reason, sample.stop_reason)
+        return replace(sample, text=text, token_ids=ids, logprobs=logprobs)
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, offsets: Sequence[int], decode: Callable[[int], str]
+) -> dict[str, Any]:
+    """Return the `logprobs` of a completion: `tokens`, `token_logprobs`, `top_logprobs` and `text_offset`.
+
+    Args:
+        token_ids: tokens to report.
+        entries: log-probabilities by token id for each token; None for a token without log-probabilities,
+            such as the first prompt token.
+        num_top: number of likeliest tokens requested. The token itself is always included.
+        offsets: character offset of each token's text.
+        decode: function from a token id to its text.
+    """
+    pairs = list(zip(token_ids, entries, strict=True))
+    return {
+        "tokens": [decode(t) for t in token_ids],
+        "token_logprobs": [None if e is None else e[t].logprob for t, e in pairs],
+        "top_logprobs": [None if e is None else _by_text(t, e, num_top, decode) for t, e in pairs] if num_top else None,
+        "text_offset": list(offsets),
+    }
+
+
+def _by_text(token: int, entry: dict[int, Logprob], num_top: int, decode: Callable[[int], str]) -> dict[str, float]:
+    """Return the log-probabilities by text. Tokens of equal text (bytes of a character) share the likeliest token's entry."""
+    found: dict[str, float] = {}
+    for other, value in sorted(entry.items(), key=lambda pair: pair[1].rank):
+        if value.rank <= num_top or other == token:
+            found.setdefault(decode(other), value.logprob)
+    return found
+
+
+def chat_logprobs(
+    token_ids: Sequence[int],
+    entries: Sequence[dict[int, Logprob]],
+    num_top: int,
+    texts: TokenTexts,
+    decode: Callable[[int], str],
+) -> dict[str, Any]:
+    """Return the `logprobs` of a chat choice.
+
+    Args:
+        token_ids: generated tokens.
+        entries: log-probabilities by token id for each token.
+        num_top: number of likeliest tokens requested.
+        texts: texts of the tokens, for their bytes.
+        decode: function from a token id to its name.
+    """
+
+    def described(token: int, value: Logprob) -> dict[str, Any]:
+        return {"token": decode(token), "logprob": value.logprob, "bytes": list(texts.raw(token))}
+
+    content = []
+    for token, entry in zip(token_ids, entries, strict=True):
+        ranked = sorted(entry.items(), key=lambda pair: pair[1].rank)
+        top = [described(t, v) for t, v in ranked if v.rank <= num_top][:num_top]
+        content.append({**described(token, entry[token]), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(entries: Sequence[Entry] | None) -> list[dict[str, Any] | None] | None:
+    """Return vLLM's `prompt_logprobs`: for each prompt token, the log-probabilities by token id as a string.
+
+    Args:
+        entries: log-probabilities by token id for each prompt token; None for a token without
+            log-probabilities.
+    """
+    if entries is None:
+        return None
+    return [None if entry is None else {str(t): asdict(value) for t, value in entry.items()} for entry in entries]
 
 
 def usage(

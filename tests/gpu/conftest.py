@@ -10,7 +10,7 @@ os.environ["NPROC"] = "16"
 import jax
 import pytest
 
-from chunkattn.backends.pallas_gpu.cards import INTERPRETER_SINCE
+from chunkattn.backends.pallas_gpu.backend import INTERPRETER_SINCE
 
 
 def pytest_configure(config):

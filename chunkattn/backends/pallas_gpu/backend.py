@@ -1,13 +1,15 @@
-"""The GPU backend: metadata on the host, a scatter, and the kernel over query tiles, split blocks and decodes."""
+"""The GPU backend: its devices, metadata on the host, a scatter, and the kernel over query tiles, split blocks and decodes."""
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from chunkattn.backends.base import (
@@ -21,7 +23,7 @@ from chunkattn.backends.base import (
     to_cache,
 )
 from chunkattn.backends.own_sequences import own_sequences
-from chunkattn.backends.pallas_gpu import cards, walk
+from chunkattn.backends.pallas_gpu import walk
 from chunkattn.backends.pallas_gpu.combine import Rows, combine
 from chunkattn.backends.pallas_gpu.kernel import attend
 from chunkattn.backends.pallas_gpu.plan import Work, block_splits, divide, pack_table, plan_blocks, plan_decodes, plan_tiles
@@ -34,6 +36,12 @@ _BLOCK_SIZES = (16, 32, 64, 128)
 _FLOATS = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 _MOST_GROUPS = 8
+_CAPABILITY = "9.0"
+"""Compute capability of Hopper: `wgmma`, which the kernel is made of, exists on no other generation."""
+INTERPRETER_SINCE = (0, 11)
+"""First version of JAX whose GPU interpreter runs the kernel."""
+_INTERPRETER_THREADS = 8
+"""Threads of XLA's pool on a CPU that the interpreter needs: each warpgroup holds one while it waits for another."""
 
 
 class GpuMetadata(NamedTuple):
@@ -56,6 +64,29 @@ class GpuMetadata(NamedTuple):
     tile_holes: Int32[StepArray, "S tiles"]
     state_holes: Int32[StepArray, "S tiles"]
     flat_slots: Int32[StepArray, " T"]
+
+
+def device_refusal(interpret: Any) -> str | None:
+    """Return the reason why the kernel cannot run in this process, or None if it can.
+
+    Args:
+        interpret: `PallasGpuBackend.interpret`; False compiles for a Hopper GPU that need not be here.
+    """
+    if interpret is False:
+        return None
+    if jax.default_backend() == "gpu":
+        device = jax.devices()[0]
+        capability = getattr(device, "compute_capability", "unknown")
+        if capability != _CAPABILITY:
+            return f"a {device.device_kind} has compute capability {capability}; the kernel needs {_CAPABILITY} (Hopper)"
+        return None
+    if jax.__version_info__ < INTERPRETER_SINCE:
+        needed = ".".join(map(str, INTERPRETER_SINCE))
+        return f"there is no GPU, and the GPU interpreter of JAX {jax.__version__} does not run the kernel; {needed} does"
+    threads = int(os.environ.get("NPROC", 0)) or os.cpu_count() or 1
+    if threads < _INTERPRETER_THREADS:
+        return f"there is no GPU, and its interpreter hangs on {threads} threads; set the environment variable NPROC to 16"
+    return None
 
 
 @register_backend("pallas_gpu")
@@ -92,7 +123,7 @@ class PallasGpuBackend(AttentionBackend):
             return f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {spec.block_size}"
         if spec.dtype.name not in _FLOATS:
             return f"dtype must be {' or '.join(_FLOATS)}, got {spec.dtype.name}"
-        return cards.refusal(cls.interpret)
+        return device_refusal(cls.interpret)
 
     def allocate(self, num_pages: int) -> KVCache:
         """Allocate one layer's pools of K and of V, each `[pages, kv_heads, block_size, head_dim]` in `storage_dtype`."""
@@ -174,7 +205,8 @@ class PallasGpuBackend(AttentionBackend):
         """Write, then attend; see `AttentionBackend.forward`."""
         interpret = self.interpret
         if interpret is None:
-            interpret = False if cards.has_gpu() else cards.interpreter()
+            on_gpu = jax.default_backend() == "gpu"
+            interpret = False if on_gpu else plgpu.InterpretGPUParams()  # type: ignore[attr-defined, unused-ignore]  # JAX 0.11
         kept = self.spec.cache_dtype
         cache = tuple(_write(pool, to_cache(rows, kept), metadata.flat_slots) for pool, rows in zip(cache, (k, v)))
         keys, values = (jax.lax.bitcast_convert_type(pool, kept) for pool in cache)

@@ -17,18 +17,24 @@ from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.server import logprobs
-from chunkattn.server.answers import json_answer
-from chunkattn.server.bodies import JsonRoute
+from chunkattn.server.answers import JsonRoute, json_answer
 from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError, api_error
 from chunkattn.server.events import HEARTBEAT, EventStream, Timed, event_of, merged
 from chunkattn.server.keys import Caller
-from chunkattn.server.logprobs import Entry
 from chunkattn.server.protocol.base import Sampling
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody, named_documents
 from chunkattn.server.state import ServerState, State, new_id, unless_gone
-from chunkattn.server.texts import Offsets, Part, Tail, token_name, usage
+from chunkattn.server.texts import (
+    Entry,
+    Offsets,
+    Tail,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    token_name,
+    usage,
+)
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
@@ -92,8 +98,8 @@ class Answer(ABC):
         """Return the choice that opens a sample's stream before any text, or None."""
 
     @abstractmethod
-    def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """Return a choice with the new part of a sample."""
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """Return a choice with what a sample has gained."""
 
     def check_size(self) -> None:
         """Check the number of log-probabilities in the answer, before any work.
@@ -282,13 +288,13 @@ class Completion(Answer):
             token_logprobs = self._logprobs(output.prompt_token_ids, output.prompt_logprobs or [], offsets)
         return self._choice(index, self._prompt_text(output), token_logprobs, None, None)
 
-    def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """Return a choice with the new part of a sample."""
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """Return a choice with what a sample has gained."""
         token_logprobs, generates = None, self.body.max_tokens > 0
-        if part.logprobs is not None and generates:
+        if new.logprobs is not None and generates:
             tail.offsets = tail.offsets or self._offsets(output, 0)
-            token_logprobs = self._logprobs(part.token_ids, part.logprobs, [tail.offsets.take(t) for t in part.token_ids])
-        return self._choice(index, part.text if generates else "", token_logprobs, part.finish_reason, part.stop_reason)
+            token_logprobs = self._logprobs(new.token_ids, new.logprobs, [tail.offsets.take(t) for t in new.token_ids])
+        return self._choice(index, new.text if generates else "", token_logprobs, new.finish_reason, new.stop_reason)
 
     def _choice(
         self,
@@ -307,7 +313,7 @@ class Completion(Answer):
             "stop_reason": stop_reason,
         }
         if output is not None and self.body.prompt_logprobs is not None:
-            made["prompt_logprobs"] = logprobs.prompt(output.prompt_logprobs)
+            made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return made
 
     def _prompt_text(self, output: RequestOutput) -> str:
@@ -327,7 +333,7 @@ class Completion(Answer):
         return Offsets(self.texts.tokenizer, begin, output.prompt_token_ids, skip_special_tokens=skip)
 
     def _logprobs(self, ids: list[int], entries: Sequence[Entry], offsets: list[int]) -> dict[str, Any]:
-        return logprobs.legacy(ids, entries, self.body.logprobs or 0, offsets, self.token_name)
+        return completion_logprobs(ids, entries, self.body.logprobs or 0, offsets, self.token_name)
 
 
 class Chat(Answer):
@@ -374,22 +380,23 @@ class Chat(Answer):
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
-        prompt = logprobs.prompt(output.prompt_logprobs)
-        return made if self.body.prompt_logprobs is None else {**made, "prompt_logprobs": prompt}
+        if self.body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return made
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """Return the choice with the assistant's role, which opens a sample's stream."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, part: Part, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """Return a choice with the new part of a sample."""
-        token_logprobs = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
-        delta = {"content": part.text} if part.text or token_logprobs else {}
-        made = {"index": index, "delta": delta, "logprobs": token_logprobs, "finish_reason": part.finish_reason}
-        return made if part.finish_reason is None else {**made, "stop_reason": part.stop_reason}
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """Return a choice with what a sample has gained."""
+        token_logprobs = None if new.logprobs is None else self._logprobs(new.token_ids, new.logprobs)
+        delta = {"content": new.text} if new.text or token_logprobs else {}
+        made = {"index": index, "delta": delta, "logprobs": token_logprobs, "finish_reason": new.finish_reason}
+        return made if new.finish_reason is None else {**made, "stop_reason": new.stop_reason}
 
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
-        return logprobs.chat(token_ids, entries, self.body.top_logprobs or 0, self.texts, self.token_name)
+        return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.texts, self.token_name)
 
 
 async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, request: Request, state: ServerState) -> Response:
@@ -459,8 +466,8 @@ async def _events(
                 tail = tails[index] = Tail(answer.params.stop)
                 if begin := answer.begin(index, output, tail):
                     yield event([begin], with_usage=continuous)
-            if part := tail.take(sample):
-                yield event([answer.delta(index, part, output, tail)], with_usage=continuous)
+            if new := tail.take(sample):
+                yield event([answer.delta(index, new, output, tail)], with_usage=continuous)
 
     continuous = stream_options is not None and stream_options.continuous_usage_stats
     try:

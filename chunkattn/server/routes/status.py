@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 import chunkattn
 from chunkattn.errors import EngineDeadError
-from chunkattn.server.protocol.errors import answers
+from chunkattn.server.errors import error_responses
 from chunkattn.server.state import ServerState, State
 
 router = APIRouter(tags=["status"])
@@ -18,7 +18,7 @@ router = APIRouter(tags=["status"])
 _OPEN: dict[str, Any] = {"security": []}
 _NOT_READY: dict[int | str, dict[str, Any]] = {
     503: {"description": "The server is not ready, and why.", "content": {"application/json": {"schema": {}}}},
-    **answers(400),
+    **error_responses(400),
 }
 Warm = Annotated[bool, Query(description="Answer 503 until the server is warm.")]
 _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
@@ -30,7 +30,7 @@ async def models(state: State) -> dict[str, Any]:
     return {"object": "list", "data": [_model(state, name) for name in state.model_names]}
 
 
-@router.get("/v1/models/{name:path}", responses=answers(404))
+@router.get("/v1/models/{name:path}", responses=error_responses(404))
 async def model(name: str, state: State) -> dict[str, Any]:
     """Return the model of a name."""
     state.check_model(name)
@@ -77,7 +77,7 @@ async def metrics(state: State) -> Response:
     return Response(text + generate_latest(state.metrics.registry).decode(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-@router.get("/info", responses=answers(503))
+@router.get("/info", responses=error_responses(503))
 async def info(state: State) -> dict[str, Any]:
     """Describe the model and the limits in the form of text-embeddings-inference (TEI)."""
     state.check_ready()

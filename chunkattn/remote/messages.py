@@ -1,14 +1,21 @@
-"""Messages between `EngineClient` and its worker, besides requests and their outputs."""
+"""What crosses between `EngineClient` and its worker: messages besides requests and outputs, and the frames that carry all.
+
+Frames are msgpack, checked against the messages' types, without pickle.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 import jax.numpy as jnp
+import msgspec
+import numpy as np
 
 from chunkattn.config import EngineConfig
-from chunkattn.engine.messages import CachedTokens, EngineLimits, PrecomputeRequest
+from chunkattn.engine.messages import CachedTokens, EngineLimits, EngineOutput, Message, PrecomputeRequest
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.spec import DecoderSpec
 
@@ -74,14 +81,14 @@ class Unpin:
 
 @dataclass(frozen=True)
 class ResetCache:
-    """Order to empty the cache; answered by `ResetReply`."""
+    """Order to empty the cache; answered by `Reply`."""
 
     query_id: int
 
 
 @dataclass(frozen=True)
 class CacheQuery:
-    """Query for the cached tokens of requests; answered by `CacheReply`.
+    """Query for the cached tokens of requests; answered by `Reply`.
 
     Attributes:
         query_id: id of the query.
@@ -96,7 +103,7 @@ class CacheQuery:
 
 @dataclass(frozen=True)
 class MetricsQuery:
-    """Query for the metrics; answered by `MetricsReply`."""
+    """Query for the metrics; answered by `Reply`."""
 
     query_id: int
 
@@ -105,8 +112,6 @@ class MetricsQuery:
 class Shutdown:
     """Order to write everything that waits for the KV store, then exit."""
 
-
-ToWorker = Start | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
 
 # From the worker
 
@@ -159,27 +164,71 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class ResetReply:
-    """Answer to `ResetCache`: whether every page is free."""
+class Reply:
+    """Answer to a query.
+
+    Attributes:
+        query_id: id of the query.
+        value: of `ResetCache`, whether every page is free; of `CacheQuery`, the tokens of each request that were cached in
+            memory; of `MetricsQuery`, the metrics in Prometheus' text format.
+    """
 
     query_id: int
-    all_free: bool
+    value: bool | tuple[CachedTokens, ...] | str
 
 
-@dataclass(frozen=True)
-class CacheReply:
-    """Answer to `CacheQuery`: the tokens of each request that were cached in memory."""
+ToWorker = Message | Start | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
+FromWorker = EngineOutput | Heartbeat | WarmupProgress | Ready | Failed | Reply
 
-    query_id: int
-    cached: tuple[CachedTokens, ...]
+# Frames
 
-
-@dataclass(frozen=True)
-class MetricsReply:
-    """Answer to `MetricsQuery`: metrics in Prometheus' text format."""
-
-    query_id: int
-    text: str
+_KINDS = "biuf"
+"""NumPy kinds that may be sent: bool, integers, floats."""
 
 
-FromWorker = Heartbeat | WarmupProgress | Ready | Failed | ResetReply | CacheReply | MetricsReply
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in _KINDS:
+            raise TypeError(f"arrays of {value.dtype} have no wire form")
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no wire form")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise TypeError(f"{kind.__name__} has no wire form")
+    name, shape, data = value
+    dtype = np.dtype(name)
+    if dtype.kind not in _KINDS:
+        raise ValueError(f"arrays of {dtype} have no wire form")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_frames = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
+_decoders = {kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=_from_plain) for kind in get_args(ToWorker | FromWorker)}
+
+
+def encode(messages: Sequence[ToWorker | FromWorker]) -> bytes:
+    """Encode messages into one frame, each with its type's name.
+
+    Raises:
+        UnicodeEncodeError: a text holds half a surrogate pair.
+        OverflowError: an integer has more than 64 bits.
+        TypeError: a value has no wire form.
+    """
+    return _encoder.encode([(type(m).__name__, m) for m in messages])
+
+
+def decode(frame: bytes) -> list[Any]:
+    """Decode and validate the messages of a frame; arrays are read-only.
+
+    Raises:
+        msgspec.DecodeError: the frame is malformed, or a message does not match its type.
+    """
+    try:
+        return [_decoders[name].decode(raw) for name, raw in _frames.decode(frame)]
+    except KeyError as name:
+        raise msgspec.DecodeError(f"unknown kind of message {name}") from None
