@@ -44,7 +44,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS[:5] + [pytest.param(o, marks=pytest.mark.telling) for o in OPTIONS[5:]], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:5] + [pytest.param(o, marks=pytest.mark.ci) for o in OPTIONS[5:]], ids=str)
 def test_kernels_equal_the_reference(kernel, options):
     check_backend("cpu", **{"cases": 6, **options})
 

@@ -110,7 +110,7 @@ def test_rows_that_disagree_are_noticed(monkeypatch, depth):
         rows_agree.cache_clear()
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_steps_of_one_size(checkpoint, monkeypatch):
     """On a machine whose products depend on the number of rows, True pads every step and every block of rows read."""
     monkeypatch.setattr(invariance, "rows_agree", lambda *_: False)

@@ -62,7 +62,7 @@ def test_warm_up_compiles_every_step(fresh, rng):
     assert llm.core.metrics.value("compiles_after_warmup_total") > 0
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_warm_up_compiles_what_moves_pages_to_disk(fresh, rng, tmp_path):
     llm = fresh(warmup=True, kv_store=tmp_path / "kv")
     before = dict(llm.core.runner.compiles)
@@ -76,7 +76,7 @@ def test_warm_up_compiles_what_moves_pages_to_disk(fresh, rng, tmp_path):
     llm.close()
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_warm_up_beside_requests_changes_nothing(fresh, rng):
     """One program between two steps, as an engine does that was started again; and a program that fails costs nothing."""
     llm, prompt = fresh(), {"prompt_token_ids": part(rng, 40)}
@@ -92,7 +92,7 @@ def test_warm_up_beside_requests_changes_nothing(fresh, rng):
     assert not core.warm_beside()
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_the_likeliest_programs_are_compiled_first(fresh, rng, monkeypatch):
     llm, steps = fresh(), []
     core, forward = llm.core, llm.core.runner.forward
