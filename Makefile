@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-llama test-clients test-all lint reference docs eval clean
+.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-vllm-ci test-llama test-clients test-all lint reference docs eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -57,6 +57,10 @@ VLLM_ENV ?= .cache/vllm-env
 VLLM_TESTS ?= $(wildcard tests/vllm/test_*.py)
 test-vllm: .venv/.installed $(filter .cache/vllm-env/%,$(VLLM_ENV)/.installed)  ## chunk-aware prompts in vLLM's CPU build
 	for file in $(VLLM_TESTS); do PYTHONPATH=. $(VLLM_ENV)/bin/python -m pytest --confcutdir=tests/vllm $$file || exit 1; done
+
+QUICK_VLLM := $(addprefix tests/vllm/test_,units.py engine.py front.py chunk_llm.py)
+test-vllm-ci:  ## the quick tests among them, which CI runs
+	PYTEST_ADDOPTS='-m "not slow"' $(MAKE) test-vllm VLLM_TESTS="$(QUICK_VLLM)"
 
 # llama.cpp reads the same GGUF files; LLAMA_ENV names an environment with `xllamacpp` that exists already.
 LLAMA_CPP := xllamacpp==2026.10.11549
