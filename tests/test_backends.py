@@ -105,10 +105,10 @@ def test_a_mutated_weighing_of_the_reference_is_noticed(mutant, monkeypatch):
 )
 @pytest.mark.parametrize("runs", [1, pytest.param(3, marks=pytest.mark.ci)])
 def test_xla_equals_reference_with_many_small_tiles(options, runs, monkeypatch):
-    monkeypatch.setattr(xla, "PORTION", 16)
+    monkeypatch.setattr(xla, "portion", lambda: 16)
     monkeypatch.setattr(xla, "MANY_ROWS", 16)
     monkeypatch.setattr(xla, "MOST_FEW", 12)
-    monkeypatch.setattr(xla, "FEW_RUNS", runs)
+    monkeypatch.setattr(xla, "few_runs", lambda: runs)
     check_backend("xla", cases=20, seed=1, **options)
 
 

@@ -183,13 +183,13 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
-    keeps_bits: ClassVar[bool] = False
     can_keep_bits: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     any_table_width: ClassVar[bool] = False
     smallest_step: ClassVar[int] = 8
     max_pages: ClassVar[int] = 1 << 31
     max_table_pages: ClassVar[int] = 1 << 31
+    keeps_bits: bool = False
     max_rows: int = 1 << 31
     batch_invariant: bool = False
 
