@@ -16,17 +16,18 @@ from chunkattn.engine.invariance import Invariance, rows_agree
 from chunkattn.errors import ConfigError
 from chunkattn.models.linear import dot, sums
 from chunkattn.models.norm import RMSNorm
+from tests.cpu_kernels import use
 
 SPEC = AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)
 
 
 @pytest.fixture(params=list(build.kernels()))
 def kernel(request):
-    if reason := library.use(request.param):
+    if reason := use(request.param):
         pytest.skip(f"{request.param}: {reason}")
     few_rows.order.cache_clear()
     yield request.param
-    library.use("")
+    use("")
     few_rows.order.cache_clear()
 
 
