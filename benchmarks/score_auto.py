@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from chunkattn.bench.rounds import round_name
 from chunkattn.bench.score import EXTEND, ScoreBench, Workload, pool_tokens
+from chunkattn.calls.algorithms import AUTO
 from chunkattn.cli.progress import timed
-from chunkattn.scoring.algorithms import AUTO
 
 TOLERANCE, WANTED = 1.15, 0.9
 SHORT = {"packed_segment": "packed", "prefill_extend": "extend", "serial": "serial"}

@@ -10,6 +10,7 @@ from chunkattn.logs import hide_pytorch_advice
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
     from chunkattn.backends import AttentionBackend, chunk_attention, register_backend
+    from chunkattn.calls.rerank_template import RerankTemplate
     from chunkattn.config import EngineConfig, SamplingParams
     from chunkattn.layout import ChunkLayout
     from chunkattn.llm import LLM
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     )
     from chunkattn.parsers import ChunkedPrompt, DocumentPrompt
     from chunkattn.rope.positions import make_layout
-    from chunkattn.scoring.rerank_template import RerankTemplate
 
 __version__ = version("chunkattn")
 
@@ -45,7 +45,7 @@ _HOMES = {
     "RequestOutput": "outputs",
     "RerankOutput": "outputs",
     "RerankResult": "outputs",
-    "RerankTemplate": "scoring.rerank_template",
+    "RerankTemplate": "calls.rerank_template",
     "SamplingParams": "config",
     "ScoreOutput": "outputs",
     "chunk_attention": "backends",

@@ -15,7 +15,9 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, generate_job
 from chunkattn.calls.job import AskingJob, Job
 from chunkattn.calls.precompute import precompute_job
-from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, rerank_job, score_job
+from chunkattn.calls.rerank import rerank_job
+from chunkattn.calls.rerank_template import RerankTemplate
+from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_job
 from chunkattn.config import SamplingParams, make_config
 from chunkattn.engine.messages import EngineLimits, EngineOutput, Message
 from chunkattn.errors import EngineDeadError, RequestError
@@ -28,7 +30,6 @@ from chunkattn.parsers.prompt import Prompt
 from chunkattn.remote.client import EngineClient
 from chunkattn.remote.control_messages import Checkpoint
 from chunkattn.remote.inflight import InflightRequests
-from chunkattn.scoring.rerank_template import RerankTemplate
 
 T = TypeVar("T")
 
@@ -418,7 +419,7 @@ class AsyncLLM:
             documents: texts, which get the rerank template alone, or token ids; an empty list gives no results.
             top_n: number of best documents to return; None returns all.
             instruction: description of what the query wants, instead of the template's own.
-            template: name of a template (`chunkattn.scoring.rerank_template.TEMPLATES`) or a template; None takes the engine's
+            template: name of a template (`chunkattn.calls.rerank_template.TEMPLATES`) or a template; None takes the engine's
                 `rerank_template`, or else the one that the checkpoint calls for.
             max_tokens_per_doc: number of tokens to which a document is cut, or fewer where fewer fit; None cuts nothing.
             truncate_prompt_tokens: limit on the tokens of query, template and document together, or what fits where that is

@@ -13,14 +13,15 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.job import AskingJob, Job
 from chunkattn.calls.precompute import precompute_job
-from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, rerank_job, score_job
+from chunkattn.calls.rerank import rerank_job
+from chunkattn.calls.rerank_template import RerankTemplate
+from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_job
 from chunkattn.config import SamplingParams, make_config
 from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
 from chunkattn.models.loader import open_files
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.scoring.rerank_template import RerankTemplate
 
 T = TypeVar("T")
 
@@ -370,7 +371,7 @@ class LLM:
             documents: texts, which get the rerank template alone, or token ids; an empty list gives no results.
             top_n: number of best documents to return; None returns all.
             instruction: description of what the query wants, instead of the template's own.
-            template: name of a template (`chunkattn.scoring.rerank_template.TEMPLATES`) or a template; None takes the engine's
+            template: name of a template (`chunkattn.calls.rerank_template.TEMPLATES`) or a template; None takes the engine's
                 `rerank_template`, or else the one that the checkpoint calls for.
             max_tokens_per_doc: number of tokens to which a document is cut, or fewer where fewer fit; None cuts nothing.
             truncate_prompt_tokens: limit on the tokens of query, template and document together, or what fits where that is

@@ -88,12 +88,12 @@ def test_scores_chat_and_cache_equal_the_batch_api(loop, llm, demo):
     async def scores():
         calls = [
             llm.score("Ana", documents, label_token_ids=[5, 6], algorithm=name, item_first=name == "serial")
-            for name in ("auto", "serial")
+            for name in ("packed_segment", "serial")
         ]
         return await asyncio.gather(*calls, llm.score("Ana", [], label_token_ids=[5]))
 
     found = loop.run(scores())
-    for number, name in enumerate(("auto", "serial")):
+    for number, name in enumerate(("packed_segment", "serial")):
         want = demo.score("Ana", documents, label_token_ids=[5, 6], algorithm=name, item_first=name == "serial")
         assert found[number].algorithm == want.algorithm
         np.testing.assert_allclose(found[number].logprobs, want.logprobs, atol=1e-4)

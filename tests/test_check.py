@@ -49,6 +49,8 @@ def test_env_tells_where_bits_are_not_kept(monkeypatch):
     assert environment._same_bits(backend).startswith("not kept in bfloat16 without batch_invariant=True: ")
     other = get_backend("packed_dense")(AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16))
     assert environment._same_bits(other) == "not kept: the sums of packed_dense follow the step"
+    tiled = get_backend("pallas_tpu")(AttentionSpec(4, 2, 128, jnp.dtype("float32"), 16))
+    assert environment._same_bits(tiled) == "kept by pallas_tpu with batch_invariant=True: by default its sums follow the step"
     assert str(linear.Order(ascending=False, block=2048)) == "pair by pair in blocks of 2,048"
     assert str(linear.Order(ascending=True, block=1 << 30)) == "value by value in one block"
     monkeypatch.setattr(library, "refusal", lambda: None)

@@ -12,12 +12,12 @@ from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from chunkattn import LLM, AsyncLLM, SamplingParams
+from chunkattn.calls.algorithms import ALGORITHMS
 from chunkattn.cli import app
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest
 from chunkattn.errors import ModelError, NonFiniteError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER, open_model
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring import ALGORITHMS
 from tests.checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 from tests.test_non_finite import BAD, damaged
 

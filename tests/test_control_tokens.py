@@ -10,6 +10,8 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 from chunkattn import ChunkedPrompt, DocumentPrompt
 from chunkattn.calls import score
 from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.rerank import plan_rerank
+from chunkattn.calls.rerank_template import RerankTemplate
 from chunkattn.config import EngineConfig
 from chunkattn.errors import RequestError
 from chunkattn.models.loader import DEMO_FOLDER
@@ -18,8 +20,6 @@ from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.parsers.special_tokens import ControlTokens
-from chunkattn.scoring.rerank import plan_rerank
-from chunkattn.scoring.rerank_template import RerankTemplate
 
 SPECIAL = ["<|start|>", "<|end|>", "<|end|>x"]
 KEPT = ["<think>", "  "]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chunkattn import LLM
-from chunkattn.backends import AttentionSpec, get_backend, make_backend
+from chunkattn.backends import AttentionSpec, get_backend, make_backend, registry
 from chunkattn.backends.cpu import build, library
 from chunkattn.backends.cpu import linear as few_rows
 from chunkattn.engine import invariance
@@ -17,6 +17,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.models.linear import dot, sums
 from chunkattn.models.norm import RMSNorm
 from tests.cpu_kernels import use
+from tests.tiled_backend import OwnSequences
 
 SPEC = AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)
 
@@ -127,3 +128,18 @@ def test_steps_of_one_size(checkpoint, monkeypatch):
     assert len(llm.generate([{"prompt_token_ids": [1, 2]}], use_tqdm=False)[0].outputs[0].token_ids) > 0
     assert sizes == {48}
     assert llm.core.runner.row_sizes == (64,)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3"])
+def test_own_sequences_change_no_score(checkpoint, monkeypatch, name):
+    """Under a window, slots equal positions."""
+    monkeypatch.setitem(registry._REGISTERED, "own", OwnSequences)
+    monkeypatch.setattr(OwnSequences, "name", "own")
+    options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 4 << 20}
+    rng, found = np.random.default_rng(0), []
+    query, items = rng.integers(2, 90, 37).tolist(), [rng.integers(2, 90, n).tolist() for n in (12, 1, 30)]
+    for invariant in (True, False):
+        llm = LLM(str(checkpoint(name)), attention_backend="own", batch_invariant=invariant, **options)
+        found.append(llm.score(query, items, label_token_ids=[7, 8], use_tqdm=False).logprobs)
+    np.testing.assert_allclose(*found, atol=1e-4)

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from chunkattn import ChunkedPrompt, SamplingParams
-from chunkattn.accounting import generation_tokens, score_tokens
+from chunkattn.calls import algorithms
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.precompute import precompute_job
@@ -23,7 +23,6 @@ from chunkattn.layout import ChunkLayout
 from chunkattn.models.loader import open_files
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring import algorithms
 from chunkattn.server.errors import ApiError
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.protocol.documents import CacheBody
@@ -191,11 +190,9 @@ def test_costs_are_those_of_what_is_laid_out(frontend):
 
 def test_the_documented_contract_is_admitted():
     limit = EngineConfig().max_tokens_per_call
-    sizes = {"max_pack_tokens": 8192, "max_multi_item_seq_len": 8192, "block_size": 16}
-    costs = score_tokens(2000, [20] * 10_000, **sizes)
+    costs = algorithms.QueryItems([7] * 2000, distinct(10_000, 20)).tokens()
     assert max(costs["packed_segment"], costs["prefill_extend"], costs["serial"]) <= limit
     assert costs["serial"] == 10_000 * 2020
-    assert generation_tokens(10, 3, 5) == 25
 
 
 def test_a_call_that_costs_too_much_is_refused_before_it_is_laid_out(frontend, monkeypatch):

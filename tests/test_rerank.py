@@ -8,15 +8,14 @@ import torch
 from transformers import AutoTokenizer
 
 from chunkattn import LLM, AsyncLLM
+from chunkattn.calls.rerank import plan_rerank
+from chunkattn.calls.rerank_template import GENERIC, PLAIN, QWEN3_RERANKER, RerankTemplate
+from chunkattn.calls.score_inputs import pair_queries, resolve_labels
 from chunkattn.engine.messages import ScoreRequest
 from chunkattn.errors import CapacityError, ChunkAttnError, RequestError
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring.labels import resolve_labels
-from chunkattn.scoring.queries import pair_queries
-from chunkattn.scoring.rerank import plan_rerank
-from chunkattn.scoring.rerank_template import GENERIC, PLAIN, QWEN3_RERANKER, RerankTemplate
 from tests.async_helpers import OPTIONS
 from tests.checkpoints import Oracle
 from tests.reranker_files import OFFICIAL, make_reranker
@@ -306,6 +305,7 @@ BAD_RERANKS = [
     ({"documents": ["a", 5]}, "document 1 must be a string or token ids, got int"),
     ({"documents": ["a", "\udc80"]}, "document 1 .*valid Unicode"),
     ({"documents": ["a"] * 10_001}, "max_items_per_request 10000"),
+    ({"documents": ["a", [5, 999_999]]}, "^document 1: token id 999999 is outside the vocabulary"),
     ({"top_n": 0}, "top_n must be"),
     ({"top_n": True}, "top_n must be"),
     ({"top_n": 1.5}, "top_n must be"),

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from chunkattn import LLM, RerankTemplate
 from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.rerank import plan_rerank, relevance_class
+from chunkattn.calls.rerank_template import MXBAI_RERANK_V2, QWEN3_RERANKER, TEMPLATES, default_template
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, ModelError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER, open_model
 from chunkattn.parsers.encode import PartEncoder
-from chunkattn.scoring.rerank import plan_rerank, relevance_class
-from chunkattn.scoring.rerank_template import MXBAI_RERANK_V2, QWEN3_RERANKER, TEMPLATES, default_template
 from tests.checkpoints import Oracle
 from tests.gguf_files import Written
 from tests.llama_cpp import llama_server

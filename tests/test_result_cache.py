@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from chunkattn.scoring import ALGORITHMS, QueryItems
-from chunkattn.scoring.result_cache import ResultCache, item_keys
+from chunkattn.calls.algorithms import ALGORITHMS, QueryItems
+from chunkattn.calls.result_cache import ResultCache, item_keys
 from tests.checkpoints import VOCAB
 from tests.test_scoring import check, one_forward_per_item
 

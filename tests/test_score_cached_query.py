@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from chunkattn.async_llm import AsyncLLM
+from chunkattn.calls.score_planner import ScorePlanner
 from chunkattn.engine.messages import StepRates
 from chunkattn.errors import RequestError
-from chunkattn.scoring.planner import ScorePlanner
 from tests.checkpoints import VOCAB
 
 RATES = StepRates(step=1e-3, row=1e-3, area=1e-9)

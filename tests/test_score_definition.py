@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from chunkattn import LLM
+from chunkattn.calls.algorithms import ALGORITHMS
 from chunkattn.models.loader import DEMO_FOLDER
-from chunkattn.scoring import ALGORITHMS
 from tests.checkpoints import VOCAB, Oracle
 
 WORDS = ["Meru", "likes", "figs", "Böb", "東京", "plays", "the", "cello.", "Who", "is", "🦔", "naïve", "кот", "\u200b", "Ω?"]

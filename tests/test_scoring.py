@@ -9,16 +9,23 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from chunkattn.backends import AttentionBatch
+from chunkattn.calls.algorithms import (
+    ALGORITHMS,
+    AUTO,
+    STEADY,
+    QueryItems,
+    packed_segment,
+    predict,
+    prefill_extend,
+    refusals,
+    select_algorithm,
+)
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, StepRates
 from chunkattn.engine.tile_area import tile_area
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring import ALGORITHMS, QueryItems
-from chunkattn.scoring.algorithms import AUTO, packed_segment, prefill_extend
-from chunkattn.scoring.cost import predict
-from chunkattn.scoring.selector import STEADY, refusals, select_algorithm
 from tests.checkpoints import VOCAB
 
 SHARING = [name for name in ALGORITHMS if name != "serial"]
@@ -285,7 +292,7 @@ SLOW = StepRates(step=1e-3, row=1e-3, area=1e-9)
 def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
     refused = refusals(job, **{"sliding_window": None, "caching": True, "backends": {}, **options})
     costs, extend = (predict(job, rates, budget, query_cached=known) for known in (False, True))
-    return select_algorithm("auto", refused, costs, extend["prefill_extend"], query_cached=cached).algorithm
+    return select_algorithm("auto", refused, costs, extend["prefill_extend"], query_cached=cached)[0]
 
 
 def test_auto_takes_what_is_cheapest():
@@ -374,7 +381,7 @@ def test_a_query_nearly_as_large_as_the_pool(engine, oracle):
         if fits:
             check(llm.score(query, items, label_token_ids=[5], algorithm="prefill_extend"), expected)
         else:
-            with pytest.raises(RequestError, match=r"an item of 17 tokens does not fit the KV pool .* room for 16"):
+            with pytest.raises(RequestError, match=r"the longest item of 17 tokens does not fit the KV pool .* room for 16"):
                 llm.score(query, items, label_token_ids=[5], algorithm="prefill_extend")
 
 

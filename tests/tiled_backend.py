@@ -24,3 +24,12 @@ class Tiled(FromSlotZero):
 
     def build_metadata(self, batch):
         return super().build_metadata(own_sequences(batch, 128) if self.batch_invariant else batch)
+
+
+class OwnSequences(get_backend("reference")):  # type: ignore[misc]
+    """The reference over the sequences of every part, with the right results wherever parts begin."""
+
+    keeps_bits, can_keep_bits = False, True
+
+    def build_metadata(self, batch):
+        return super().build_metadata(own_sequences(batch, 128) if self.batch_invariant else batch)

@@ -171,10 +171,8 @@ class AttentionBackend(ABC):
     Attributes:
         max_pages: maximum number of pages of a pool.
         max_table_pages: maximum number of entries of a page table, the largest `W`.
-        keeps_bits: whether a row's bits depend on its own sequence alone: on no other row of the step and on none of the sizes
-            `T`, `S` and `W`.
-        can_keep_bits: whether that holds under `batch_invariant`, in steps of one size `T` and for own parts that begin on a
-            page. The programs then compute more than they need.
+        can_keep_bits: whether `keeps_bits` holds under `batch_invariant`, in steps of one size `T` and for own parts that begin
+            on a page. The programs then compute more than they need.
         batch_invariant: whether rows must keep their bits; the engine sets it.
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
@@ -185,16 +183,23 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     can_keep_bits: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
-    any_table_width: ClassVar[bool] = False
+    any_table_width: bool = False
     smallest_step: ClassVar[int] = 8
     max_pages: ClassVar[int] = 1 << 31
     max_table_pages: ClassVar[int] = 1 << 31
-    keeps_bits: bool = False
     max_rows: int = 1 << 31
     batch_invariant: bool = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Return whether a row's bits depend on its own sequence alone, on no other row and on no size `T`, `S` or `W`.
+
+        A property, as it may depend on the platform. A class may set it to a constant.
+        """
+        return False
 
     @classmethod
     @abstractmethod

@@ -15,7 +15,7 @@ def own_sequences(batch: AttentionBatch, tile_slots: int) -> AttentionBatch:
     Every run of rows with one own part becomes a sequence. Its page table holds the prefix's pages, empty pages up to a
     multiple of `tile_slots`, and the pages from the start of the own part, `max(row_start, prefix_end)`. If own parts begin on
     pages, a backend that visits KV tiles of `tile_slots` from slot 0 thus counts its portions from the start of the prefix and
-    from the start of the own part.
+    from the start of the own part. A window needs slots that equal positions, so it is for sequences without a prefix alone.
 
     Args:
         batch: the step, of `T` rows and page tables of `W` entries.
@@ -39,7 +39,7 @@ def own_sequences(batch: AttentionBatch, tile_slots: int) -> AttentionBatch:
     first = np.where(own, first, lead)
     shift = (at - first) * block
 
-    column = np.arange(width + per_tile)
+    column = np.arange(width + per_tile, dtype=np.int32)
     source = np.where(column < lead[:, None], column, column - (at - first)[:, None])
     empty = (column >= lead[:, None]) & (column < at[:, None])
     inside = (source < width) & ~empty

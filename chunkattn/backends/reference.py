@@ -54,9 +54,10 @@ class ReferenceBackend(AttentionBackend):
 
     weighs = True
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(spec)
-        self.keeps_bits = on_cpu()
+    @property
+    def keeps_bits(self) -> bool:
+        """Return whether the platform is a CPU."""
+        return on_cpu()
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:

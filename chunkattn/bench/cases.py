@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from chunkattn.bench.peer_script import DecodeClock
 from chunkattn.bench.score import BLOCK, IN_ORDER, ScoreBench, Workload, needed_flops, pool_tokens
+from chunkattn.calls.algorithms import refusals
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
 from chunkattn.errors import EngineError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring.selector import refusals
 
 CASES = ("prefill", "rag", "decode", "score")
 _SPARE = 8

@@ -21,12 +21,13 @@ import numpy as np
 from chunkattn.bench.geometry import make_core
 from chunkattn.bench.memory import peak_bytes, reset_peak, resident_bytes
 from chunkattn.bench.rounds import Progress, round_name
+from chunkattn.calls.algorithms import ALGORITHMS, QueryItems, refusals
+from chunkattn.calls.score_plan import QueryPlan
+from chunkattn.calls.score_planner import ScorePlanner
 from chunkattn.engine.messages import GenerateRequest, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.engine.runner import Runner
 from chunkattn.errors import EngineError, RequestError
 from chunkattn.outputs import ScoreOutput
-from chunkattn.scoring import ALGORITHMS, QueryItems, QueryPlan, ScorePlanner
-from chunkattn.scoring.selector import refusals
 
 LABELS = 9454, 2753
 EXTEND = "prefill_extend"

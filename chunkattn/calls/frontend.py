@@ -9,6 +9,8 @@ from numbers import Integral
 from typing import Any
 
 from chunkattn.calls.output import token_decoder
+from chunkattn.calls.rerank_template import RerankTemplate, default_template
+from chunkattn.calls.score_planner import ScorePlanner
 from chunkattn.config import EngineConfig
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits
@@ -19,8 +21,6 @@ from chunkattn.parsers.arguments import as_list, one_each
 from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.scoring import ScorePlanner
-from chunkattn.scoring.rerank_template import RerankTemplate, default_template
 
 
 class Frontend:

@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from chunkattn.accounting import precompute_tokens
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Taken
+from chunkattn.calls.score_planner import STAGE_STEPS
 from chunkattn.engine.messages import CachedTokens, EngineLimits, EngineOutput, PrecomputeRequest, PrecomputeResult
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.outputs import CachedDocument, CacheReport
 from chunkattn.parsers.arguments import salt_key
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring.planner import STAGE_STEPS
 
 _MAX_STAGE_LAYOUT = 1 << 20
 """Limit on the tokens of one stage, counting the prefix in every request: a layout takes 8 bytes per token."""
@@ -174,7 +173,7 @@ def precompute_job(
     # Under shared positions every document is independent; otherwise all documents form one sequence.
     alone = config.position_strategy == "shared" and chunks
     groups = [[number] for number in range(len(chunks))] if alone else [list(range(len(chunks)))]
-    frontend.check_tokens(precompute_tokens(len(prefix_ids), [*map(len, chunks)]), "prefix and documents", "documents")
+    frontend.check_tokens(len(prefix_ids) + sum(map(len, chunks)), "prefix and documents", "documents")
 
     def request(group: Sequence[int]) -> PrecomputeRequest | None:
         parts = [chunks[number] for number in group]

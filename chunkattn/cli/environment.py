@@ -104,6 +104,8 @@ def _same_bits(backend: AttentionBackend) -> str:
 
     from chunkattn.engine.invariance import rows_agree
 
+    if backend.can_keep_bits and not backend.keeps_bits:
+        return f"kept by {backend.name} with batch_invariant=True: by default its sums follow the step"
     if not backend.keeps_bits:
         return f"not kept: the sums of {backend.name} follow the step"
     depth, length = PROBE

@@ -91,7 +91,7 @@ class EngineCore:
             num_labels=runner.spec.num_labels,
             backends={name: backend.supports(backend.spec) for name, backend in named.items()},
             batch_invariant=runner.invariance.holds,
-            items_on_pages=runner.invariance.own_pages,
+            items_on_pages=runner.invariance.own_pages and runner.spec.sliding_window is None,
         )
         self.intake = Intake(config, self.limits)
         self.scheduler = Scheduler(

@@ -60,7 +60,9 @@ class Intake:
                 does not run.
         """
         layout, index, order = message.layout, np.arange(len(message.layout)), [*range(message.layout.num_chunks)]
-        scores, apart = isinstance(message, ScoreRequest), isinstance(message, ScoreRequest) and not message.share_prefix
+        scores = isinstance(message, ScoreRequest)
+        # Under a window every item is a plain prompt, and stays one.
+        apart = isinstance(message, ScoreRequest) and not message.share_prefix and self.limits.sliding_window is None
         # Scored items keep their order, so that the content of one item cannot move another.
         if layout.chunks_share_positions and layout.num_chunks > 1 and not scores:
             order = layout.canonical_order()

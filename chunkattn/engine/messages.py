@@ -55,7 +55,7 @@ class ScoreRequest:
         rows: `[R]`, ascending token indices to read scores from.
         label_token_ids: tokens whose log-probabilities are returned; empty for a classifier.
         share_prefix: whether to read the prefix from the cache and keep it there; then `rows` follow the prefix.
-        algorithm: algorithm that made this layout, one of `chunkattn.scoring.ALGORITHMS`.
+        algorithm: algorithm that made this layout, one of `chunkattn.calls.algorithms.ALGORITHMS`.
         cache_salt: see `GenerateRequest`.
         priority: see `GenerateRequest`.
         backend: attention backend that computes the whole prompt in one step without the cache, one of
@@ -131,7 +131,8 @@ class EngineLimits:
         num_labels: classes of a sequence classifier, None for a language model.
         backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None.
         batch_invariant: whether the bits of a result depend on its request alone.
-        items_on_pages: whether every scored item begins on a page of its own.
+        items_on_pages: whether every scored item begins on a page of its own; not under a sliding window, whose slots equal
+            positions.
     """
 
     num_pages: int
@@ -152,6 +153,11 @@ class EngineLimits:
     def kv_tokens(self) -> int:
         """Return the number of slots of the KV pool."""
         return self.num_pages * self.block_size
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Return the maximum number of tokens of one request, bounded by the pool and by a page table."""
+        return min(self.num_pages, self.max_table_pages) * self.block_size
 
     @property
     def max_table_pages(self) -> int:

@@ -123,6 +123,7 @@ class Runner:
         self.dtype = model.dtype
         self.invariance = Invariance.of(batch_invariant, backend, model.spec, model.dtype)
         backend.batch_invariant = self.invariance.holds
+        backend.any_table_width &= not self.invariance.own_pages  # every part of a step gets a table of its own
         self.row_sizes = ROW_BUCKETS[-1:] if self.invariance.one_size else ROW_BUCKETS
         self._read_sizes = ROW_BUCKETS[-1:] if self.invariance.one_size else READ_BUCKETS
         # The pool's arrays are donated, so that writing a token does not copy them.

@@ -14,7 +14,9 @@ from chunkattn import ChunkedPrompt, ChunkLayout, SamplingParams, make_layout
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.precompute import precompute_job
-from chunkattn.calls.score import rerank_job, score_job
+from chunkattn.calls.rerank import rerank_job
+from chunkattn.calls.rerank_template import PLAIN
+from chunkattn.calls.score import score_job
 from chunkattn.engine.messages import (
     EngineOutput,
     GenerateRequest,
@@ -25,7 +27,6 @@ from chunkattn.engine.messages import (
     ScoreResult,
     TokenOutput,
 )
-from chunkattn.scoring.rerank_template import PLAIN
 from tests.fuzz.prompts import Ids, Prompt
 from tests.fuzz.rig import POSITIONS, SEPARATOR_ID, words
 

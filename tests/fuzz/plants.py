@@ -11,11 +11,12 @@ from unittest.mock import patch
 
 from chunkattn.cache.disk.store import entry_key
 from chunkattn.cache.trie import Block, BlockTrie
+from chunkattn.calls import score_planner
+from chunkattn.calls.algorithms import QueryItems
+from chunkattn.calls.result_cache import item_keys
 from chunkattn.engine import disk_tier
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sequence
-from chunkattn.scoring import QueryItems, planner
-from chunkattn.scoring.result_cache import item_keys
 
 
 def _scoring() -> Any:
@@ -87,7 +88,7 @@ def _results() -> Any:
     def keys(job: QueryItems, *args: Any, **options: Any) -> list[bytes]:
         return item_keys(replace(job, query=[]), *args, **options)
 
-    return patch.object(planner, "item_keys", keys)
+    return patch.object(score_planner, "item_keys", keys)
 
 
 PLANTS: dict[str, Callable[[], Any]] = {

@@ -107,7 +107,8 @@ inline void transpose(Words r[16]) { exchange<1>(r), exchange<2>(r), exchange<4>
 
 inline float as_float(uint32_t bits) { return read<float>(&bits); }
 
-// Outputs [output, output + count) of ROWS rows from `row` on; `count` is at most 16. Returns the row after them. A product of bfloat16 is exact in float32.
+// Outputs [output, output + count) of ROWS rows from `row` on; `count` is at most 16. Returns the row after them. A product of
+// bfloat16 is exact in float32.
 template <int ROWS> inline int some_rows(const FewRows &given, int row, int output, int count) {
   const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
   Floats totals[ROWS];

@@ -62,8 +62,7 @@ ffi::Error attend(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer key
 }
 
 ffi::Error multiply_few_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::BF16> weight,
-                             ffi::Result<ffi::Buffer<ffi::F32>> out, bool ascending,
-                             int32_t block) {
+                             ffi::Result<ffi::Buffer<ffi::F32>> out, bool ascending, int32_t block) {
   XlaThreads threads(pool);
   const FewRows given{static_cast<const uint16_t *>(x.untyped_data()), static_cast<const uint16_t *>(weight.untyped_data()),
                       out->typed_data(), int(x.dimensions()[0]), int(x.dimensions()[1]), int(weight.dimensions()[0]),
@@ -94,7 +93,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnMultiply, chunkattn::multiply_few_rows,
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<bool>("ascending").Attr<int32_t>("block"));
+                                  .Attr<bool>("ascending")
+                                  .Attr<int32_t>("block"));
 
 // Uses the kernel called `name`, or the best one if `name` is empty. Returns null, or why it cannot.
 extern "C" const char *chunkattn_use(const char *name) {

@@ -12,6 +12,11 @@ from numbers import Integral
 from operator import or_
 from typing import Any
 
+from chunkattn.calls.algorithms import DOCUMENTS
+from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.rerank_template import RerankTemplate, pick_template
+from chunkattn.calls.score import ScoreJob, plan_job
+from chunkattn.calls.score_inputs import tokenize_query
 from chunkattn.engine.messages import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
@@ -19,8 +24,6 @@ from chunkattn.parsers.document_encoder import document_of
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.parsers.plain import PlainEncoder
 from chunkattn.parsers.special_tokens import ControlTokens
-from chunkattn.scoring.planner import max_request_tokens
-from chunkattn.scoring.rerank_template import RerankTemplate
 
 _OPPOSITES = {
     "yes": {"no"},
@@ -98,7 +101,7 @@ class RerankPlan:
         bounds = {
             "max_chunk_len": max_chunk_len,
             "max_model_len": limits.max_model_len - len(self.prefix),
-            "the KV pool": max_request_tokens(limits) - len(self.prefix),
+            "the KV pool": limits.max_request_tokens - len(self.prefix),
         }
         limit = min(bounds, key=lambda name: bounds[name])
         room = bounds[limit] - self.tail
@@ -242,3 +245,63 @@ def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str) -> tupl
 def _check_count(name: str, value: Any, other: str = "") -> None:
     if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
         raise RequestError(f"{name} must be an integer of at least 1{other}, got {value!r}", param=name)
+
+
+def rerank_job(
+    frontend: Frontend,
+    query: str,
+    documents: Sequence[str | Sequence[int]],
+    top_n: int | None = None,
+    *,
+    instruction: str | None = None,
+    template: RerankTemplate | str | None = None,
+    max_tokens_per_doc: int | None = None,
+    truncate_prompt_tokens: int | None = None,
+    algorithm: str | None = None,
+    cache_salt: str | None = None,
+    priority: int = 0,
+) -> ScoreJob[RerankOutput]:
+    """Check the arguments of `LLM.rerank`, choose the algorithm and return the job, which scores documents as items.
+
+    Args:
+        frontend: frontend of the engine.
+        query: see `LLM.rerank`.
+        documents: see `LLM.rerank`.
+        top_n: see `LLM.rerank`.
+        instruction: see `LLM.rerank`.
+        template: see `LLM.rerank`.
+        max_tokens_per_doc: see `LLM.rerank`.
+        truncate_prompt_tokens: see `LLM.rerank`.
+        algorithm: see `LLM.score`.
+        cache_salt: see `LLM.generate`.
+        priority: rank in the queue; lower goes first.
+
+    Raises:
+        RequestError: an argument is malformed, a document is too long, or the checkpoint is a classifier whose classes do not
+            tell which one means relevant.
+        CapacityError: the call would compute more than `max_tokens_per_call`.
+    """
+    classes = frontend.reranker.class_names
+    column = relevance_class(classes) if classes else 0
+    if isinstance(documents, Sequence):
+        frontend.check_count(len(documents), "documents")
+    config, encode = frontend.config, frontend.parser.encode
+    plan = plan_rerank(
+        encode,
+        frontend.rerank_template if template is None else pick_template(template, encode),
+        query,
+        documents,
+        top_n=top_n,
+        instruction=instruction,
+        max_tokens_per_doc=max_tokens_per_doc,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        special_tokens=config.special_tokens_in_documents,
+        classifier=bool(classes),
+    ).fit(frontend.limits, config.max_chunk_len)
+
+    def ranked(outputs: list[ScoreOutput]) -> RerankOutput:
+        return plan.ranked(outputs[0], column)
+
+    scored = tokenize_query(frontend, plan.prefix, plan.items, labels=plan.labels, delimited=False, nouns=DOCUMENTS)
+    raw = len(plan.labels) == 1
+    return plan_job(frontend, [scored], ranked, plan.labels, True, algorithm, cache_salt, priority, raw=raw)

@@ -12,16 +12,24 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
+from chunkattn.calls.algorithms import (
+    AUTO,
+    BACKENDS,
+    ITEMS,
+    Nouns,
+    QueryItems,
+    check_algorithm,
+    predict,
+    refusals,
+    select_algorithm,
+)
+from chunkattn.calls.result_cache import ResultCache, item_keys
+from chunkattn.calls.score_plan import QueryPlan
 from chunkattn.config import EngineConfig
 from chunkattn.engine.messages import EngineLimits, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.errors import CapacityError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring.algorithms import AUTO, BACKENDS, QueryItems
-from chunkattn.scoring.cost import predict
-from chunkattn.scoring.plan import QueryPlan
-from chunkattn.scoring.result_cache import ResultCache, item_keys
-from chunkattn.scoring.selector import Choice, check_algorithm, refusals, select_algorithm
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +83,9 @@ class ScorePlanner:
             while sum(self._cached.values()) > self.limits.kv_tokens and len(self._cached) > 1:
                 self._cached.popitem(last=False)
 
-    def query_items(self, query: list[int], items: list[list[int]], leading: list[int], item_first: bool) -> QueryItems:
+    def query_items(
+        self, query: list[int], items: list[list[int]], leading: list[int], item_first: bool, nouns: Nouns = ITEMS
+    ) -> QueryItems:
         """Return a job within this engine's limits.
 
         Args:
@@ -83,10 +93,11 @@ class ScorePlanner:
             items: token ids of each item.
             leading: special tokens at the start of every sequence.
             item_first: whether each sequence is item + query.
+            nouns: the caller's nouns.
         """
         prefix, budget, limits = len(leading) + len(query), self.config.max_num_batched_tokens, self.limits
         room, block = limits.kv_tokens // 4, limits.block_size
-        beside_query = max_request_tokens(limits) + prefix // -block * block
+        beside_query = limits.max_request_tokens + prefix // -block * block
         # Leave room for a few decodes of other requests in the same step.
         batch = budget - _OTHERS if budget >= 8 * _OTHERS else budget
         return QueryItems(
@@ -95,12 +106,15 @@ class ScorePlanner:
             leading,
             item_first,
             # Large packs keep the query's share small; several packs must fit the pool.
-            max_pack_tokens=min(max(8192, 4 * prefix, budget), max(room, min(2 * prefix, max_request_tokens(limits)))),
+            max_pack_tokens=max(8192, 4 * prefix, budget),
+            max_pack_slots=max(room, min(2 * prefix, limits.max_request_tokens)),
             max_multi_item_seq_len=self.config.max_multi_item_seq_len,
-            max_batch_tokens=max(min(batch, room, beside_query), 1),
+            max_batch_tokens=max(batch, 1),
+            max_batch_slots=min(room, beside_query),
             max_extend_tokens=beside_query,
             block_size=block,
             items_on_pages=limits.items_on_pages,
+            nouns=nouns,
         )
 
     def too_costly(self, jobs: Sequence[QueryItems]) -> dict[str, str]:
@@ -162,28 +176,28 @@ class ScorePlanner:
         refused |= too_costly
         names = AUTO if wanted == "auto" else (wanted,)
         if all(name in refused for name in names) and (over := [name for name in names if name in too_costly]):
-            text = f"algorithm {over[-1]!r} cannot serve this request: {too_costly[over[-1]]}; send fewer or shorter items"
-            raise CapacityError(text, param="items")
+            text = f"algorithm {over[-1]!r} cannot serve this request: {too_costly[over[-1]]}; "
+            raise CapacityError(f"{text}send fewer or shorter {job.nouns.items}", param=job.nouns.items)
         costs, cached = (
             predict(job, self._rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
         )
         asked, shape = _digests(job, cache_salt)
         select = partial(select_algorithm, wanted, refused, costs, cached["prefill_extend"])
 
-        def choose(known: bool | None) -> Choice:
+        def choose(known: bool | None) -> tuple[str, dict[str, float]]:
             with self._lock:
                 found = asked in self._cached if known is None else known
                 choice = select(query_cached=found, before=self._chosen.get(shape))
                 if wanted == "auto" and whole:
-                    _remember(self._chosen, shape, choice.algorithm)
-            expected = ", ".join(f"{name} {cost:.3g} s" for name, cost in choice.predicted_seconds.items())
+                    _remember(self._chosen, shape, choice[0])
+            expected = ", ".join(f"{name} {cost:.3g} s" for name, cost in choice[1].items())
             if wanted == "auto":
-                logger.info("scoring by %s; predicted: %s", choice.algorithm, expected)
+                logger.info("scoring by %s; predicted: %s", choice[0], expected)
             return choice
 
         with self._lock:
             unknown = wanted == "auto" and asked not in self._cached and shape not in self._chosen
-        undecided = unknown and len({select(query_cached=found).algorithm for found in (False, True)}) > 1
+        undecided = unknown and len({select(query_cached=found)[0] for found in (False, True)}) > 1
 
         def lookup() -> PrecomputeRequest:
             return PrecomputeRequest(new_id(), make_layout(job.prefix, [], []), cache_salt, persist=False, priority=priority)
@@ -217,11 +231,6 @@ class ScorePlanner:
             raw or classes is not None,
             note,
         )
-
-
-def max_request_tokens(limits: EngineLimits) -> int:
-    """Return the maximum number of tokens of one request, bounded by the pool and by a page table."""
-    return min(limits.num_pages, limits.max_table_pages) * limits.block_size
 
 
 def _remember(known: OrderedDict[bytes, T], key: bytes, value: T) -> None:

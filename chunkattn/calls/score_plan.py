@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 from scipy.special import expit, softmax
 
+from chunkattn.calls.algorithms import ALGORITHMS, QueryItems
+from chunkattn.calls.result_cache import ResultCache
 from chunkattn.engine.messages import CachedTokens, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.layout import ChunkLayout
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.rope.positions import make_layout
-from chunkattn.scoring.algorithms import ALGORITHMS, QueryItems
-from chunkattn.scoring.result_cache import ResultCache
-from chunkattn.scoring.selector import Choice
 
 Stage = list[PrecomputeRequest | ScoreRequest]
 """Requests sent together once all requests of the previous stage have ended."""
@@ -30,7 +29,8 @@ class QueryPlan:
         job: the job to score.
         keys: key of each item.
         results: cache of results, read here and filled by `add`.
-        choose: chooses the algorithm, given whether the query is cached; None if the engine was not asked.
+        choose: chooses the algorithm, see `select_algorithm`, given whether the query is cached; None if the engine was not
+            asked.
         lookup: makes the request that asks the engine whether the query is cached; None if the choice does not depend on it.
         request: makes the request of a part under an algorithm; None as rows makes the request of the query alone.
         max_stage_tokens: maximum number of tokens of a stage with more than one request.
@@ -46,7 +46,7 @@ class QueryPlan:
         job: QueryItems,
         keys: Sequence[bytes],
         results: ResultCache,
-        choose: Callable[[bool | None], Choice],
+        choose: Callable[[bool | None], tuple[str, dict[str, float]]],
         lookup: Callable[[], PrecomputeRequest] | None,
         request: Callable[[ChunkLayout, np.ndarray | None, str], PrecomputeRequest | ScoreRequest],
         max_stage_tokens: int,
@@ -73,7 +73,7 @@ class QueryPlan:
         self._chosen = None if self._lookup else choose(None)
 
     @property
-    def _choice(self) -> Choice:
+    def _choice(self) -> tuple[str, dict[str, float]]:
         if self._chosen is None:
             self._chosen = self._choose(None)
         return self._chosen
@@ -104,7 +104,7 @@ class QueryPlan:
     @property
     def independent(self) -> bool:
         """Return whether requests of several stages could be sent together."""
-        return self._choice.algorithm != "prefill_extend"
+        return self._choice[0] != "prefill_extend"
 
     def stages(self) -> Iterator[Stage]:
         """Yield the stages in order, each a list of requests.
@@ -117,15 +117,15 @@ class QueryPlan:
             # The query runs first by itself, so that batches of items run alike with and without a cached query.
             query = make_layout(job.prefix, [], [])
             self._rows += len(query)
-            yield [self._request(query, None, self._choice.algorithm)]
+            yield [self._request(query, None, self._choice[0])]
         stage: Stage = []
         tokens = 0
-        for part in ALGORITHMS[self._choice.algorithm](job):
+        for part in ALGORITHMS[self._choice[0]](job):
             size = len(part.layout)
             if stage and tokens + size > most:
                 yield stage
                 stage, tokens = [], 0
-            request = self._request(part.layout, part.rows, self._choice.algorithm)
+            request = self._request(part.layout, part.rows, self._choice[0])
             self._places[request.request_id] = [self._open[item] for item in part.items]
             self._rows += size if self.independent else size - part.layout.prefix_len
             stage.append(request)
@@ -155,8 +155,8 @@ class QueryPlan:
             scores=scores.tolist(),
             logprobs=None if self._logits else values.tolist(),
             logits=values.tolist() if self._logits else None,
-            algorithm=self._choice.algorithm,
-            predicted_seconds=dict(self._choice.predicted_seconds),
+            algorithm=self._choice[0],
+            predicted_seconds=self._choice[1],
             usage=self._usage(),
         )
 

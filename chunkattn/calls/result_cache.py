@@ -10,7 +10,7 @@ from threading import Lock
 import numpy as np
 from jaxtyping import Float32
 
-from chunkattn.scoring.algorithms import QueryItems
+from chunkattn.calls.algorithms import QueryItems
 
 _MAX_BYTES = 32 << 20
 """Size limit of the results."""

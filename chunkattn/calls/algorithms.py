@@ -1,0 +1,398 @@
+"""Algorithms that turn a scoring job into sequences, their cost, and the choice. All give the same log-probabilities.
+
+An algorithm lays tokens out and names the rows to read, one sequence at a time. The engine that generates text also
+computes the scores. The predicted cost is the steps, rows and visited tiles of a job, times the engine's rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from chunkattn.engine.buckets import bucket_for, buckets, trimmed
+from chunkattn.engine.messages import StepRates
+from chunkattn.engine.tile_area import TILE_ROWS, TILE_SLOTS
+from chunkattn.errors import ConfigError, RequestError
+from chunkattn.layout import ChunkLayout
+from chunkattn.rope.positions import make_layout
+
+EQUAL = 1.01
+"""Costs within this factor count as equal; the first of `AUTO` then wins."""
+STEADY = 1.13
+"""Maximum loss accepted to keep the choice independent of the cache's contents, and to leave the query in the cache."""
+
+
+class Nouns(NamedTuple):
+    """Nouns that the caller of a job has for its parts, for errors.
+
+    Attributes:
+        item: an item; the argument is its plural.
+        labels: the argument that decides the labels.
+    """
+
+    item: str
+    labels: str
+
+    @property
+    def items(self) -> str:
+        """Return the argument that holds the items."""
+        return f"{self.item}s"
+
+
+ITEMS, DOCUMENTS = Nouns("item", "label_token_ids"), Nouns("document", "template")
+"""Nouns of `LLM.score` and of `LLM.rerank`."""
+
+
+@dataclass(frozen=True)
+class QueryItems:
+    """Token ids of a query and its items.
+
+    Attributes:
+        query: token ids of the query.
+        items: token ids of each item.
+        leading: special tokens at the start of every sequence.
+        item_first: whether each sequence is item + query instead of query + item.
+        max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
+        max_multi_item_seq_len: maximum number of tokens of a sequence of `packed_dense`, even with one item.
+        max_batch_tokens: maximum number of tokens of several items sent together after a cached query.
+        max_pack_slots: maximum number of KV slots of a packed sequence with more than one item.
+        max_batch_slots: maximum number of KV slots of several items sent together after a cached query.
+        max_extend_tokens: maximum number of tokens of one item after a cached query: the room that the KV pool has beside the
+            query.
+        block_size: tokens of a KV page.
+        items_on_pages: whether every item begins on a page.
+        nouns: the caller's nouns.
+    """
+
+    query: list[int]
+    items: list[list[int]]
+    leading: list[int] = field(default_factory=list)
+    item_first: bool = False
+    max_pack_tokens: int = 8192
+    max_multi_item_seq_len: int = 8192
+    max_batch_tokens: int = 2048
+    max_pack_slots: int = 1 << 31
+    max_batch_slots: int = 1 << 31
+    max_extend_tokens: int = 1 << 31
+    block_size: int = 16
+    items_on_pages: bool = False
+    nouns: Nouns = ITEMS
+
+    def packs(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield ranges of items of these lengths that are packed behind the query, see `groups`."""
+        query, unit = len(self.leading) + len(self.query), self._unit
+        return groups(lens, self.max_pack_tokens - query, self.max_pack_slots + query // -unit * unit, unit)
+
+    def batches(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield ranges of items of these lengths that are sent together after a cached query, see `groups`."""
+        return groups(lens, self.max_batch_tokens, self.max_batch_slots, self._unit)
+
+    def masks(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield ranges of items of these lengths that fit a dense mask with the query, see `groups`."""
+        return groups(lens, self.max_multi_item_seq_len - len(self.leading) - len(self.query))
+
+    @property
+    def _unit(self) -> int:
+        """Return the slots to whose multiples an item's length is rounded up."""
+        return self.block_size if self.items_on_pages else 1
+
+    @property
+    def prefix(self) -> list[int]:
+        """Return the tokens that precede every item."""
+        return self.leading + self.query
+
+    def tokens(self) -> dict[str, int]:
+        """Return the number of tokens that each algorithm computes for this job, by name."""
+        query = len(self.leading) + len(self.query)
+        items = [len(item) for item in dict.fromkeys(map(tuple, self.items))]  # repeated items are scored once
+        own = sum(items)
+
+        # An empty item makes `prefill_extend` compute the query's last page again.
+        again = (query - 1) % self.block_size + 1 if query and not all(items) else 0
+        return {
+            "serial": own + query * len(items),
+            "packed_segment": own + query * sum(1 for _ in self.packs(items)),
+            "prefill_extend": own + query + again if items else 0,
+            "packed_dense": own + query * sum(1 for _ in self.masks(items)),
+        }
+
+
+@dataclass(frozen=True)
+class ScorePart:
+    """One sequence of a job.
+
+    Attributes:
+        layout: layout of the sequence.
+        rows: token indices whose next-token distribution is read, ascending.
+        items: index of the item that each row belongs to.
+    """
+
+    layout: ChunkLayout
+    rows: Int64[np.ndarray, " R"]
+    items: list[int]
+
+
+def serial(job: QueryItems) -> Iterator[ScorePart]:
+    """Yield every item as a plain sequence with the query. This algorithm defines the scores."""
+    for index, item in enumerate(job.items):
+        prefix, question = ([], job.leading + item + job.query) if job.item_first else (job.prefix, item)
+        yield ScorePart(make_layout(prefix, [], question), np.asarray([len(prefix) + len(question) - 1]), [index])
+
+
+def packed_segment(job: QueryItems) -> Iterator[ScorePart]:
+    """Yield packs of the query followed by as many items as fit, each isolated from other items.
+
+    Scores are read at each item's last token, or at the query's last token for an empty item.
+    """
+    return _packs(job, job.packs)
+
+
+def packed_dense(job: QueryItems) -> Iterator[ScorePart]:
+    """Yield packs like `packed_segment`, small enough for a mask over all pairs of their tokens."""
+    return _packs(job, job.masks)
+
+
+def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
+    """Yield batches of items that follow a query in the cache.
+
+    A cached token has no logits, so empty items make the query's last page of tokens be computed again.
+    """
+    prefix, empty = job.prefix, [index for index, item in enumerate(job.items) if not item]
+    yield from _packs(job, job.batches, [index for index, item in enumerate(job.items) if item])
+    if empty:
+        last = len(prefix) - 1
+        cut = last - last % job.block_size
+        yield ScorePart(make_layout(prefix[:cut], [], prefix[cut:]), np.full(len(empty), last), empty)
+
+
+def _packs(
+    job: QueryItems, cut: Callable[[Sequence[int]], Iterator[tuple[int, int]]], picked: Sequence[int] | None = None
+) -> Iterator[ScorePart]:
+    """Yield sequences of the query and some of the items in `picked`, in that order; None picks all items.
+
+    Args:
+        job: the job.
+        cut: cuts lengths of items into ranges, see `groups`.
+        picked: places of the items.
+    """
+    if job.item_first:
+        raise ValueError("item_first leaves no shared prefix to pack after")
+    picked = range(len(job.items)) if picked is None else picked
+    for first, last in cut([len(job.items[index]) for index in picked]):
+        # Every item starts at the query's length, as if it were alone, regardless of the engine's position strategy.
+        layout = make_layout(job.prefix, [job.items[index] for index in picked[first:last]], [], "shared")
+        ends = np.asarray([s.end - 1 if s.end > s.start else layout.prefix_len - 1 for s in layout.segments[1:-1]])
+        order = np.argsort(ends, kind="stable")
+        yield ScorePart(layout, ends[order], [picked[first + place] for place in order])
+
+
+ALGORITHMS: dict[str, Callable[[QueryItems], Iterator[ScorePart]]] = {
+    "packed_segment": packed_segment,
+    "prefill_extend": prefill_extend,
+    "serial": serial,
+    "packed_dense": packed_dense,
+}
+"""Algorithms by name."""
+
+BACKENDS = {"packed_dense": "packed_dense"}
+"""Attention backends of the algorithms that do not run on the engine's own."""
+
+AUTO = "packed_segment", "prefill_extend", "serial"
+"""Algorithms that `auto` chooses from; at equal cost the first algorithm wins. `packed_dense` exists for comparison only."""
+
+
+def groups(lens: Sequence[int], most: int, room: int = 1 << 31, unit: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield ranges `[first, last)` of consecutive entries within two limits; a longer entry stands alone.
+
+    Args:
+        lens: tokens of each entry.
+        most: token limit of a range.
+        room: slot limit of a range.
+        unit: slots to whose multiples an entry's tokens are rounded up.
+    """
+    first = tokens = slots = 0
+    for index, size in enumerate(lens):
+        taken = -(-size // unit) * unit
+        if index > first and (tokens + size > most or slots + taken > room):
+            yield first, index
+            first, tokens, slots = index, 0, 0
+        tokens, slots = tokens + size, slots + taken
+    if first < len(lens):
+        yield first, len(lens)
+
+
+def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: bool) -> dict[str, float]:
+    """Return the predicted seconds of every algorithm of `AUTO`, by name.
+
+    Args:
+        job: the job to score.
+        rates: the engine's rates.
+        budget: maximum number of rows of a step.
+        query_cached: whether `prefill_extend` finds the query in the cache.
+    """
+    query, lens = len(job.prefix), [len(item) for item in job.items]
+    sizes = buckets(8, max(budget, 8), 2)
+
+    def seconds(rows: Sequence[int], area: float) -> float:
+        """Return the time in seconds of parts that run one at a time.
+
+        Args:
+            rows: rows of each part.
+            area: tile area of all parts together.
+        """
+        padded = [size for part in rows for size in _steps(part, sizes)]
+        return rates.step * len(padded) + rates.row * sum(padded) + rates.area * area
+
+    filled = [n for n in lens if n]
+    packs, batches = list(job.packs(lens)), list(job.batches(filled))
+    alone = _causal(query)
+    costs = {
+        "serial": seconds([sum(lens) + query * len(lens)], sum(_causal(query + n) for n in lens)),
+        "packed_segment": seconds(
+            [query + sum(lens[first:last]) for first, last in packs],
+            sum(alone + _behind(query, lens[first:last], query) for first, last in packs),
+        ),
+        "prefill_extend": seconds(
+            [sum(filled[first:last]) for first, last in batches],
+            sum(_behind(query, filled[first:last]) for first, last in batches),
+        ),
+    }
+    if not query_cached:
+        costs["prefill_extend"] += seconds([query], alone)
+    if len(filled) < len(lens):
+        again = (query - 1) % job.block_size + 1
+        costs["prefill_extend"] += seconds([again], _behind(query - again, [again]))
+    return costs
+
+
+def _steps(rows: int, sizes: Sequence[int]) -> list[int]:
+    """Return the padded sizes of the steps that `rows` rows of one part take."""
+    steps = []
+    while rows > 0:
+        taken = trimmed(rows, sizes)
+        steps.append(bucket_for(taken, sizes))
+        rows -= taken
+    return steps
+
+
+def _causal(tokens: int) -> int:
+    """Return the area of the tiles that plain causal rows visit."""
+    tiles = -(-tokens // TILE_ROWS)
+    return sum(-(-min((tile + 1) * TILE_ROWS, tokens) // TILE_SLOTS) for tile in range(tiles)) * TILE_ROWS * TILE_SLOTS
+
+
+def _behind(query: int, lens: Sequence[int], before: int = 0) -> float:
+    """Return the area of the tiles that items packed after a query visit: the query's tiles, and about the item's own.
+
+    Args:
+        query: tokens of the query.
+        lens: tokens of each item.
+        before: rows of the same sequence before the items. The items fill up the last query tile of these rows.
+    """
+    rows = sum(lens)
+    if not rows:
+        return 0.0
+    own = sum(n * n for n in lens) / rows / 2  # mean slots before a row in its own item
+    tiles = -(-query // TILE_SLOTS) + (TILE_ROWS + own) / TILE_SLOTS + 0.5
+    query_tiles = -(-(before + rows) // TILE_ROWS) - -(-before // TILE_ROWS)
+    return query_tiles * tiles * TILE_ROWS * TILE_SLOTS
+
+
+def refusals(
+    job: QueryItems, *, sliding_window: int | None, caching: bool, backends: Mapping[str, str | None]
+) -> dict[str, str]:
+    """Return the reason for each algorithm that cannot serve a job.
+
+    Args:
+        job: the job to score.
+        sliding_window: the model's sliding window in tokens, or None.
+        caching: whether the engine caches prefixes.
+        backends: see `EngineLimits`.
+    """
+    reason = None
+    if job.item_first:
+        reason = "item_first leaves no shared prefix"
+    elif sliding_window is not None:
+        reason = f"the checkpoint's sliding window of {sliding_window} tokens has no meaning across packed items"
+    if reason:
+        return {name: reason for name in ALGORITHMS if name != "serial"}
+    refused = {name: reason for name, backend in BACKENDS.items() if (reason := backends.get(backend))}
+    if not caching:
+        refused["prefill_extend"] = "it keeps the query in the cache, and this engine has enable_prefix_caching=False"
+    item = max(map(len, job.items), default=0)
+    longest = len(job.prefix) + item
+    if item > job.max_extend_tokens:
+        refused.setdefault(
+            "prefill_extend",
+            f"the longest {job.nouns.item} of {item} tokens does not fit the KV pool on pages of its own beside the query's; "
+            f"there is room for {max(job.max_extend_tokens, 0)}",
+        )
+    if longest > job.max_multi_item_seq_len:
+        refused.setdefault(
+            "packed_dense",
+            f"the query and its longest {job.nouns.item} are {longest} tokens, the mask of a pack is bounded by "
+            f"max_multi_item_seq_len {job.max_multi_item_seq_len}",
+        )
+    return refused
+
+
+def check_algorithm(name: str) -> None:
+    """Check the name of an engine's default algorithm.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name not in (*ALGORITHMS, "auto"):
+        raise ConfigError(f"score_algorithm {name!r} is unknown; choose auto, {', '.join(ALGORITHMS)}")
+
+
+def select_algorithm(
+    name: str,
+    refused: Mapping[str, str],
+    costs: Mapping[str, float],
+    cached: float,
+    *,
+    query_cached: bool,
+    before: str | None = None,
+) -> tuple[str, dict[str, float]]:
+    """Choose the algorithm to run: the named algorithm, or for `"auto"` the cheapest algorithm.
+
+    Args:
+        name: name of an algorithm, or `"auto"`.
+        refused: see `refusals`.
+        costs: predicted seconds by algorithm, for a query that is not in the cache.
+        cached: predicted seconds of `prefill_extend` with a cached query.
+        query_cached: whether the query is probably in the cache.
+        before: earlier choice of `"auto"` for a request of the same query and lengths, to be repeated where algorithms round
+            differently; else None.
+
+    Returns:
+        The name of the algorithm, and the predicted seconds of each algorithm that `"auto"` may choose and that can serve the
+        job.
+
+    Raises:
+        RequestError: the algorithm is unknown or cannot serve this job; the message gives the reason.
+    """
+    if name not in (*ALGORITHMS, "auto"):
+        raise RequestError(f"unknown algorithm {name!r}; choose auto, {', '.join(ALGORITHMS)}", param="algorithm")
+    if name in refused:
+        fit = next((f"; use {n!r}" for n in ALGORITHMS if n not in refused), "")
+        raise RequestError(f"algorithm {name!r} cannot serve this request: {refused[name]}{fit}", param="algorithm")
+    possible = {n: costs[n] for n in AUTO if n not in refused}
+    if query_cached and "prefill_extend" in possible:
+        possible["prefill_extend"] = cached
+    if name != "auto":
+        return name, possible
+    if before in possible:
+        return before, possible
+    others = {n: cost for n, cost in possible.items() if n != "prefill_extend"}
+    least = min(others.values(), default=float("inf"))
+    chosen = next((n for n, cost in others.items() if cost <= EQUAL * least), "prefill_extend")
+    if "prefill_extend" in possible and least > STEADY * cached:  # the cache saves time
+        gains = query_cached or costs["prefill_extend"] <= STEADY * least
+        chosen = "prefill_extend" if gains else chosen
+    return chosen, possible
