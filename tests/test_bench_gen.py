@@ -144,7 +144,7 @@ def test_operations_of_a_prompt_count_its_first_token():
     assert runner.weight_bytes == 4 * (50 * 8 + 8 + 2 * (2 * 8 * 32 + 2 * 8 * 16 + 3 * 128 + 2 * 8 + 2 * 16))
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_rounds_take_turns_with_vllm(tmp_path):
     python, log = fake_vllm(tmp_path)
     report = run("tiny", SIZES, dtype="float32", repeats=2, pythons=[Path("/nowhere/python"), python])
@@ -169,7 +169,7 @@ def test_rounds_take_turns_with_vllm(tmp_path):
     assert {call["logprobs"] for call in calls[-18:]} == {2}
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_vllm_that_fails_has_no_figures_and_says_why(tmp_path):
     python, _ = fake_vllm(tmp_path, fails_at=3)
     report = run("tiny", SIZES, ["prefill"], dtype="float32", repeats=2, pythons=[python])
@@ -190,7 +190,7 @@ def test_vllm_shares_a_gpu_and_may_use_cuda_graphs(tmp_path, monkeypatch):
     assert options["gpu_memory_utilization"] < 0.5
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_the_pool_holds_the_pages_that_prompts_of_any_page_size_need():
     sizes = replace(SIZES, block_size=64)
     bench = GenerateBench("tiny", sizes, cases.CASES, dtype="float32")
@@ -209,7 +209,7 @@ def test_a_process_that_dies_is_noticed(tmp_path):
         VllmProcess(Path("/nowhere/python"), "tiny")
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_table_and_json(tmp_path):
     python, _ = fake_vllm(tmp_path)
     target = tmp_path / "cases.json"
@@ -235,7 +235,7 @@ def test_table_and_json(tmp_path):
     assert report["facts"]["processor"]
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_json_alone_of_one_case():
     result = CliRunner().invoke(app, ["bench", "gen", *SMALL, "--case", "decode", "--json", "-"])
     report = json.loads(result.stdout)

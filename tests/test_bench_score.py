@@ -114,7 +114,7 @@ def test_table_json_and_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_json_alone(tmp_path):
     options = [*SMALL, "--items", "4", "--algorithm", "packed_segment", "--json", "-", "--png", str(tmp_path / "bars.png")]
     result = CliRunner().invoke(app, ["bench", "score", *options])

@@ -662,7 +662,7 @@ def test_a_queue_beyond_the_limit_on_open_files(monkeypatch):
     assert "--max-in-flight 512 needs 576 open files, and this process may have 256" in result.stderr
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_a_server_of_its_own():
     sizes = ["--workload", "rag-2x10", "--workload", "rerank-3x20", "--output-tokens", "4", "--document-pool", "4"]
     server = ["--enable-chunk-aware", "--max-num-batched-tokens=512", f"--kv-cache-memory-bytes={32 << 20}", "--no-warmup"]

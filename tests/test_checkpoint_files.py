@@ -33,7 +33,7 @@ def edit(folder, **changes):
 
 
 QUICK = "llama", "qwen3"
-ONCE = [pytest.param(family, marks=() if family in QUICK else pytest.mark.telling) for family in FAMILIES]
+ONCE = [pytest.param(family, marks=() if family in QUICK else pytest.mark.ci) for family in FAMILIES]
 
 
 @pytest.fixture(scope="module")

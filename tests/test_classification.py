@@ -24,7 +24,7 @@ from tests.test_non_finite import BAD, damaged
 QUICK = [("llama", 1), ("qwen3", 3), ("mistral-window", 3)]
 MODELS = [
     *QUICK,
-    *(pytest.param(*m, marks=pytest.mark.telling) for m in (("mistral", 3), ("qwen2", 1), ("llama-bias", 3), ("qwen3", 1))),
+    *(pytest.param(*m, marks=pytest.mark.ci) for m in (("mistral", 3), ("qwen2", 1), ("llama-bias", 3), ("qwen3", 1))),
 ]
 OPTIONS = {"skip_tokenizer_init": True, "max_num_batched_tokens": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 8 << 20}
 

@@ -17,6 +17,7 @@ import pytest
 from chunkattn.backends import AttentionSpec, get_backend, make_backend
 from chunkattn.backends.cpu import build, library
 from chunkattn.testing import check_backend, random_steps
+from tests.cpu_kernels import use
 
 NAMES = list(build.kernels())
 
@@ -24,11 +25,11 @@ NAMES = list(build.kernels())
 @pytest.fixture(params=NAMES)
 def kernel(request):
     """One kernel after the other, where this machine has its instructions."""
-    if reason := library.use(request.param):
+    if reason := use(request.param):
         assert "lacks its instructions" in reason
         pytest.skip(f"{request.param}: {reason}")
     yield request.param
-    library.use("")
+    use("")
 
 
 OPTIONS = [
@@ -44,20 +45,20 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS[:5] + [pytest.param(o, marks=pytest.mark.telling) for o in OPTIONS[5:]], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:5] + [pytest.param(o, marks=pytest.mark.ci) for o in OPTIONS[5:]], ids=str)
 def test_kernels_equal_the_reference(kernel, options):
     check_backend("cpu", **{"cases": 6, **options})
 
 
 def test_the_best_kernel_is_in_use():
-    running = [name for name in NAMES if not library.use(name)]
-    library.use("")
+    running = [name for name in NAMES if not use(name)]
+    use("")
     assert library.kernel_name() == running[-1]
     assert "portable" in running
 
 
 def test_unknown_kernels_are_refused():
-    assert library.use("none") == "no kernel has that name"
+    assert use("none") == "no kernel has that name"
     code = "from chunkattn.backends.cpu import library; print(library.refusal())"
     environment = {**os.environ, "CHUNKATTN_CPU_KERNEL": "none"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from training.world import RELATIONS, World, is_held_out
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("documents", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.telling)])
+@pytest.mark.parametrize("documents", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.ci)])
 def test_reads_held_out_documents(demo, documents):
     result = evaluate(demo, documents, worlds=40, reordered=4, seed=2)
     assert result.exact_answers >= 0.95

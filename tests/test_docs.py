@@ -58,7 +58,7 @@ def having(language):
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=() if name_of(p) in QUICK else pytest.mark.telling, id=name_of(p)) for p in having("python")]
+    "page", [pytest.param(p, marks=() if name_of(p) in QUICK else pytest.mark.ci, id=name_of(p)) for p in having("python")]
 )
 def test_python(page, capsys):
     names = {}
@@ -216,7 +216,7 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted([*(str(p.relative_to(ROOT / "docs")) for p in DOCS), *hooks.REPOSITORY_PAGES.values()])
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_the_site_builds(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
     variables = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

@@ -28,7 +28,7 @@ def doomed(loop, fault_file):
 
 
 @pytest.mark.parametrize(
-    "way", ["kill", "hang", *(pytest.param(way, marks=pytest.mark.telling) for way in ("stop", "error", "noise"))]
+    "way", ["kill", "hang", *(pytest.param(way, marks=pytest.mark.ci) for way in ("stop", "error", "noise"))]
 )
 def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, fault, way, monkeypatch):
     expected = loop.run(last(doomed.generate(PROMPT, GREEDY))).outputs[0].token_ids
@@ -76,7 +76,7 @@ def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, faul
     assert loop.run(die()).outputs[0].token_ids == expected
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_an_engine_that_cannot_start_again_is_tried_again(loop, doomed, fault):
     async def fail():
         fault.write_text("exit")
@@ -122,7 +122,7 @@ def test_a_first_start_is_tried_three_times(loop, fault):
         loop.run(AsyncLLM.start(**OPTIONS))
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_closing_writes_to_the_kv_store(loop, fault, tmp_path):
     documents = ["Ana lives in Oslo.", "Ben lives in Rome."]
 
@@ -138,7 +138,7 @@ def test_closing_writes_to_the_kv_store(loop, fault, tmp_path):
     assert 'chunkattn_kv_store_events_total{event="hit"} 0.0' not in after
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_closing_at_any_time(loop, fault):
     async def started(llm):
         await until(lambda: llm.client.pid is not None)

@@ -665,7 +665,7 @@ def test_eval_writes_table_json_and_picture(tmp_path, monkeypatch):
     assert json.loads(alone.stdout) == report
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_eval_of_one_question_has_no_interval(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = write(tmp_path / "data.jsonl", map(as_line, questions(1)))

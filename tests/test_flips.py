@@ -538,7 +538,7 @@ def test_the_demo_server(demo_server):
     assert report["notes"] == []
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_more_questions_to_the_demo_server(demo_server):
     options = ["--queries", "4", "--items", "8", "--company", "1,7,50", "--scoring", "score", "--generation", "prompt"]
     result = CliRunner().invoke(app, ["flips", demo_server.url, *options, "--json", "-"])
@@ -548,7 +548,7 @@ def test_more_questions_to_the_demo_server(demo_server):
     assert report["notes"] == []
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_a_server_with_a_planted_fault(tmp_path):
     """Python imports the fault at its start, in the server's process and in the engine's."""
     (tmp_path / "sitecustomize.py").write_text(STEP_SIZE)

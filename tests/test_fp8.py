@@ -19,7 +19,7 @@ def test_pages_are_a_half_or_a_quarter(engine, dtype, times):
     assert llm.core.runner.fingerprint() != fp8.core.runner.fingerprint()
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_answers_are_close(engine, backend, dtype):
@@ -37,7 +37,7 @@ def test_answers_are_close(engine, backend, dtype):
     assert difference.max() < 0.5
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_the_demo_model_answers_as_before(demo):
     llm = LLM(enable_chunk_aware=True, kv_cache_memory_bytes=8 << 20, max_num_batched_tokens=512, kv_cache_dtype="fp8_e4m3")
     documents = "Nila lives in Tunise. # # Rumi is a poet. # # Lezudo lives in Pegelu."
@@ -48,7 +48,7 @@ def test_the_demo_model_answers_as_before(demo):
     assert answers[0] == answers[1] == ["Tunise", "poet", "Pegelu"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.telling)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.ci)])
 def test_warm_is_cold_to_the_bit(engine, dtype):
     """Documents read from the pool or computed by the request itself, in another order.
 

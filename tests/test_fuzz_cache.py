@@ -48,7 +48,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_no_difference(rig, cold, oracle, alone):
     fuzzer = Fuzzer(rig, cold, oracle, 0, alone)
     fuzzer.run(1000)

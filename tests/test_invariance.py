@@ -15,6 +15,7 @@ from chunkattn.engine import invariance
 from chunkattn.engine.invariance import Invariance, rows_agree
 from chunkattn.errors import ConfigError
 from chunkattn.models.linear import RMSNorm, dot, sums
+from tests.cpu_kernels import use
 from tests.tiled_backend import OwnSequences
 
 SPEC = AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)
@@ -22,11 +23,11 @@ SPEC = AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)
 
 @pytest.fixture(params=list(build.kernels()))
 def kernel(request):
-    if reason := library.use(request.param):
+    if reason := use(request.param):
         pytest.skip(f"{request.param}: {reason}")
     few_rows.order.cache_clear()
     yield request.param
-    library.use("")
+    use("")
     few_rows.order.cache_clear()
 
 
@@ -110,7 +111,7 @@ def test_rows_that_disagree_are_noticed(monkeypatch, depth):
         rows_agree.cache_clear()
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_steps_of_one_size(checkpoint, monkeypatch):
     """On a machine whose products depend on the number of rows, True pads every step and every block of rows read."""
     monkeypatch.setattr(invariance, "rows_agree", lambda *_: False)
@@ -128,7 +129,7 @@ def test_steps_of_one_size(checkpoint, monkeypatch):
     assert llm.core.runner.row_sizes == (64,)
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["mistral-window", "qwen3"])
 def test_own_sequences_change_no_score(checkpoint, monkeypatch, name):
     """Under a window, slots equal positions."""

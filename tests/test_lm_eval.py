@@ -89,15 +89,15 @@ def evaluate(server, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
     [
         {"tokenized_requests": True},
         pytest.param({"tokenized_requests": True, "batch_size": 4}, marks=pytest.mark.slow),
-        pytest.param({"tokenized_requests": True, "num_concurrent": 3, "batch_size": 2}, marks=pytest.mark.telling),
+        pytest.param({"tokenized_requests": True, "num_concurrent": 3, "batch_size": 2}, marks=pytest.mark.ci),
         pytest.param({"tokenized_requests": False}, marks=pytest.mark.slow),
-        pytest.param({"tokenized_requests": False, "batch_size": 4}, marks=pytest.mark.telling),
+        pytest.param({"tokenized_requests": False, "batch_size": 4}, marks=pytest.mark.ci),
     ],
     ids=["ids", "ids-batched", "ids-at-once", "texts", "texts-batched"],
 )
@@ -128,7 +128,7 @@ def test_choices(evaluate, witness, options):
     assert told.metrics["acc,none"] == right / len(documents)
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_whole_texts(evaluate, witness):
     """Perplexity: each text behind the first token of all."""
     documents = [{"text": context + choices[0]} for context, choices in QUESTIONS]

@@ -60,7 +60,7 @@ def test_bfloat16_checkpoints_round_trip(checkpoint, tmp_path):
         np.testing.assert_array_equal(a.view(jnp.uint16), b.view(jnp.uint16))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.telling)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.ci)])
 def test_half_precision_is_close_to_float32(checkpoint, dtype):
     prompt, params = {"prompt_token_ids": list(range(20))}, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     values = [

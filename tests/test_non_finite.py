@@ -240,7 +240,7 @@ def test_requests_that_wait_for_a_spoilt_chunk_fail_by_themselves(slow_core, ora
         check_greedy(oracle("llama").chunked(message.layout, tokens), len(message.layout), tokens)
 
 
-@pytest.mark.parametrize("left", [1, pytest.param(2, marks=pytest.mark.telling)])
+@pytest.mark.parametrize("left", [1, pytest.param(2, marks=pytest.mark.ci)])
 def test_who_leaves_in_flight_leaves_nothing_spoilt(slow_core, oracle, left):
     """A step that reads nothing still runs when its request is aborted. The same id may be used again at once."""
     chunk = [*OTHER[:4], BAD, *GOOD, *OTHER]
@@ -402,7 +402,7 @@ def test_http_answers_500_with_a_code(llm, monkeypatch, stream):
         assert "NaN or infinite" in error["message"]
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_the_engine_in_its_process_over_http(demo, tmp_path):
     """A real engine, in float16, over the demo model with one token that overflows. Its other requests are answered."""
     (bad,) = demo.frontend.tokenizer("?", add_special_tokens=False).input_ids[-1:]

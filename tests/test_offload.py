@@ -66,7 +66,7 @@ def test_documents_survive_a_restart(start):
     assert counts(llm)[0] == 4
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_an_fp8_pool_and_another_do_not_share_entries(start):
     """Each finds its own documents on disk, and none of the other's: its keys are others."""
     cold = start().generate(PROMPT, GREEDY)
@@ -196,7 +196,7 @@ def test_a_damaged_entry_is_computed_again_and_reported(start, tmp_path, caplog)
     assert llm.generate(PROMPT, GREEDY)[0].num_cached_tokens == TOKENS
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.telling)])
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.ci)])
 def test_killing_an_engine_leaves_a_clean_store(start, checkpoint, tmp_path, kills):
     """`kill -9` at random moments while an engine computes, writes and evicts; then everything served is right."""
     rng = random.Random(kills)

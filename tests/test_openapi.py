@@ -54,7 +54,7 @@ def server():
     assert made.close() == 0
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_answers_are_as_described(server, operation):
     @EXAMPLES
@@ -68,7 +68,7 @@ def test_answers_are_as_described(server, operation):
     check()
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 @pytest.mark.parametrize("path", SOUND)
 def test_one_odd_field_in_a_sound_body(server, path):
     """Most random bodies get no further than the first check of many; these go deeper."""

@@ -72,7 +72,7 @@ def difference(name, batch, head_dim=64):
 
 @pytest.mark.parametrize("aligned", [False, True], ids=["packed", "aligned"])
 @pytest.mark.parametrize("lens", PACKS.values(), ids=PACKS)
-@pytest.mark.parametrize("name", [pytest.param("reference", marks=pytest.mark.telling), "xla"])
+@pytest.mark.parametrize("name", [pytest.param("reference", marks=pytest.mark.ci), "xla"])
 def test_equals_the_other_backends(name, lens, aligned):
     assert difference(name, pack(lens, aligned=aligned)) <= SAME
 

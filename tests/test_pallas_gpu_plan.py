@@ -137,10 +137,10 @@ def expected(batch, row, window):
     return set(slots[seen & (slots > slot - (window or 1 << 30))].tolist())
 
 
-@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.telling), 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.ci), 128])
 @pytest.mark.parametrize(
     ("window", "weighs"),
-    [(None, False), pytest.param(50, False, marks=pytest.mark.telling), pytest.param(None, True, marks=pytest.mark.telling)],
+    [(None, False), pytest.param(50, False, marks=pytest.mark.ci), pytest.param(None, True, marks=pytest.mark.ci)],
 )
 @pytest.mark.parametrize("multiprocessors", [132, 1], ids=["split", "whole"])
 def test_items_hold_every_visible_slot_of_every_row_once(head_dim, window, weighs, multiprocessors, monkeypatch):
@@ -254,9 +254,9 @@ def test_the_default_page_size_is_that_of_the_platform(monkeypatch):
     ("head_dim", "block_size", "window", "multiprocessors", "kv_dtype", "kernels"),
     [
         (64, 16, None, 132, None, 2),
-        pytest.param(128, 64, 100, 1, None, 2, marks=pytest.mark.telling),
-        pytest.param(256, 128, None, 1, None, 3, marks=pytest.mark.telling),
-        pytest.param(128, 32, None, 1, FP8, 3, marks=pytest.mark.telling),
+        pytest.param(128, 64, 100, 1, None, 2, marks=pytest.mark.ci),
+        pytest.param(256, 128, None, 1, None, 3, marks=pytest.mark.ci),
+        pytest.param(128, 32, None, 1, FP8, 3, marks=pytest.mark.ci),
     ],
 )
 def test_steps_lower_for_cuda(head_dim, block_size, window, multiprocessors, kv_dtype, kernels, monkeypatch):

@@ -41,10 +41,10 @@ def small_tiles(monkeypatch):
         pytest.param({"cases": 2}, marks=pytest.mark.slow),
         pytest.param({"scale": 4}, marks=pytest.mark.slow),
         {"head_dim": 64, "dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
-        pytest.param({"window": 19}, marks=pytest.mark.telling),
+        pytest.param({"window": 19}, marks=pytest.mark.ci),
         pytest.param({"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16", "scale": 4}, marks=pytest.mark.slow),
-        pytest.param({"weighs": True, "scale": 4}, marks=pytest.mark.telling),
-        pytest.param({"bits": True}, marks=pytest.mark.telling),
+        pytest.param({"weighs": True, "scale": 4}, marks=pytest.mark.ci),
+        pytest.param({"bits": True}, marks=pytest.mark.ci),
         pytest.param({"bits": True, "weighs": True, "head_dim": 64, "dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param({"bits": True, "window": 50}, marks=pytest.mark.slow),
     ],
@@ -127,7 +127,7 @@ def test_two_cores_take_half_of_the_heads_each(small_tiles):
     assert not races.found
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_the_engine_answers_as_transformers_does(engine, oracle):
     """Chunks, their reuse in another order, decodes and scores, all over this kernel's own form of the pool."""
     options = {"attention_backend": "pallas_tpu", "max_num_batched_tokens": 64, "max_num_seqs": 4, "max_logprobs": 128}

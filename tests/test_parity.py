@@ -21,7 +21,7 @@ def engine_logits(llm, layout):
         while spans := core.scheduler.plan():
             hidden = core.runner.forward(core.batches.build(spans).batch).hidden
             rows = np.concatenate([request.user_index[span.start : span.end] for span in spans])
-            logits[rows] = core.runner.logits(hidden)[: len(rows)]
+            logits[rows] = core.runner._model(core.runner._params).logits(hidden)[: len(rows)]
             core.scheduler.commit()
         assert request.sequences[0].num_computed == len(layout)
         return logits
@@ -39,7 +39,7 @@ def check_greedy(logits, prompt_len, tokens):
 PLAIN = ("llama", "mistral-window", "qwen2-window")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in PLAIN else pytest.mark.telling) for n in CHECKPOINTS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in PLAIN else pytest.mark.ci) for n in CHECKPOINTS])
 def test_plain_prompts(name, engine, oracle):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 17, 90)]
@@ -66,7 +66,7 @@ def _matrix():
                 checked = backend == "xla" and (name == "qwen3" or strategy == "shared") and name not in STATIC_SCALING
                 quick = checked and name == "qwen3" and strategy == "shared"
                 shows = checked and name in ("llama", "mistral", "qwen2", "qwen3")
-                marks = () if quick else pytest.mark.telling if shows else pytest.mark.slow
+                marks = () if quick else pytest.mark.ci if shows else pytest.mark.slow
                 yield pytest.param(name, strategy, backend, marks=marks, id=f"{name}-{strategy}-{backend}")
 
 

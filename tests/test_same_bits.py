@@ -168,8 +168,8 @@ BY_MODEL = pytest.mark.parametrize(
     ("model", "dtype"),
     [
         ("qwen3", "bfloat16"),
-        *(pytest.param("qwen3", dtype, marks=pytest.mark.telling) for dtype in ("float32", "float16")),
-        pytest.param("demo", "bfloat16", marks=pytest.mark.telling),
+        *(pytest.param("qwen3", dtype, marks=pytest.mark.ci) for dtype in ("float32", "float16")),
+        pytest.param("demo", "bfloat16", marks=pytest.mark.ci),
         *(pytest.param("demo", dtype, marks=pytest.mark.slow) for dtype in ("float32", "float16")),
     ],
 )
@@ -205,7 +205,7 @@ def test_answers_in_company(engines, model, dtype, tmp_path_factory):
     assert core.disk.counts["hit"]
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_company_of_a_backend_of_tiles(engines, monkeypatch):
     """`batch_invariant` begins items on pages and pads steps, for backends that count from absolute slots."""
     monkeypatch.setitem(registry._REGISTERED, "tiled", Tiled)
@@ -293,7 +293,7 @@ def _block():
     return patch.object(sampling, "sums", lambda x: x[:, ::-1].sum(-1, keepdims=True) if len(x) > 16 else linear.sums(x))
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 @pytest.mark.parametrize("plant", [_contiguous, _single_row, _absolute, _step_size, _block])
 def test_planted_faults_are_found(folder, plant):
     with plant():

@@ -74,7 +74,7 @@ def test_bfloat16(algorithm, half, witness):
     assert np.mean(differences) <= 0.01
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_the_first_request_after_warm_up_compiles_nothing(checkpoint, rng):
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 20}
     llm = LLM(str(checkpoint("qwen3")), skip_tokenizer_init=True, warmup=True, **sizes)

@@ -66,7 +66,7 @@ def test_requests_of_up_to_a_thousand_items(algorithm, engine, oracle):
         check(llm.score(query, items, label_token_ids=labels, algorithm=algorithm), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(n, marks=pytest.mark.telling) for n in ("llama-yarn", "qwen2"))])
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(n, marks=pytest.mark.ci) for n in ("llama-yarn", "qwen2"))])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_scores_are_one_forward_per_item(name, algorithm, engine, oracle):
     rng = np.random.default_rng([len(name), len(algorithm)])

@@ -442,7 +442,7 @@ def tight():
     assert made.close() == 0
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_documents_that_the_template_makes_too_long(tight):
     for call in (completion, chat):
         assert call(tight, ["a", "b"]).status_code == 200
@@ -453,7 +453,7 @@ def test_documents_that_the_template_makes_too_long(tight):
     assert refused(posted, 400, "context_length_exceeded").startswith("document 1 has ")
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_evicted_documents_are_computed_again(tight):
     """Their ids stay; the answer is the one of before."""
     (made,) = put(tight, [{"id": "a", "text": TEXTS[0]}], prefix=CHAT_PREFIX)

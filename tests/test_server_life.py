@@ -175,9 +175,7 @@ def test_a_failed_step_is_told_by_an_id(server, fault):
         wait_until(lambda: is_idle(http))
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.telling)], ids=["killed", "hung"]
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.ci)], ids=["killed", "hung"])
 def test_a_server_outlives_its_engine(server, fault, number):
     """Every client gets an answer or an explicit error; then all is well again."""
     with server.client() as http:
@@ -202,7 +200,7 @@ def test_a_server_outlives_its_engine(server, fault, number):
         assert http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"] == expected
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_answers_before_it_is_warm_and_a_restart_loads_what_was_compiled(tmp_path):
     sizes = ("--max-num-seqs=8", "--max-num-batched-tokens=16", f"--kv-cache-memory-bytes={32 << 20}")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -253,7 +251,7 @@ def test_the_first_signal_drains(fault):
     assert server.process.wait(15) == 0
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_the_second_signal_stops(fault):
     fault.write_text("slow")
     server = ServerProcess(*SMALL, "--log-format=json", CHUNKATTN_SERVED_MODEL_NAME="mine")
@@ -339,7 +337,7 @@ def test_bad_server_options(options):
         ServerConfig(**options)
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_out_of_pages():
     """Requests that do not fit together take turns; one that cannot fit says so, and why; nobody else is touched."""
     server = ServerProcess(*SMALL, f"--kv-cache-memory-bytes={1 << 20}", "--max-pinned-share=1")

@@ -21,7 +21,7 @@ def test_walks_are_the_visible_tiles_and_whole_ones_those_without_an_invisible_p
     assert any(len(w.ranges) == 2 and len({v.whole for v in w.visits}) == 2 for w in found)
 
 
-@pytest.mark.telling
+@pytest.mark.ci
 def test_the_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     draw(tmp_path / "tiles.png")

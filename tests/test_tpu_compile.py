@@ -29,9 +29,9 @@ def check_pools(cases, chips):
     assert all(case["aliased_mib"] == case["pool_mib"] for case in cases)
     # A copy of the pool would be as large as the pool. Small pools show nothing, because a step needs some room of its own;
     # very many rows need a lot, which the last test covers.
-    telling = [case for case in cases if case["pool_mib"] >= 256 and case["rows"] <= 8192]
-    assert {case["chip"] for case in telling} == chips
-    assert not [case for case in telling if case["temporary_mib"] >= case["pool_mib"] / 2]
+    large = [case for case in cases if case["pool_mib"] >= 256 and case["rows"] <= 8192]
+    assert {case["chip"] for case in large} == chips
+    assert not [case for case in large if case["temporary_mib"] >= case["pool_mib"] / 2]
 
 
 @pytest.fixture(scope="module")

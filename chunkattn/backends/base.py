@@ -171,10 +171,8 @@ class AttentionBackend(ABC):
     Attributes:
         max_pages: maximum number of pages of a pool.
         max_table_pages: maximum number of entries of a page table, the largest `W`.
-        keeps_bits: whether a row's bits depend on its own sequence alone: on no other row of the step and on none of the sizes
-            `T`, `S` and `W`.
-        can_keep_bits: whether that holds under `batch_invariant`, in steps of one size `T` and for own parts that begin on a
-            page. The programs then compute more than they need.
+        can_keep_bits: whether `keeps_bits` holds under `batch_invariant`, in steps of one size `T` and for own parts that begin
+            on a page. The programs then compute more than they need.
         batch_invariant: whether rows must keep their bits; the engine sets it.
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
@@ -183,7 +181,6 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
-    keeps_bits: ClassVar[bool] = False
     can_keep_bits: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     any_table_width: bool = False
@@ -195,6 +192,14 @@ class AttentionBackend(ABC):
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Return whether a row's bits depend on its own sequence alone, on no other row and on no size `T`, `S` or `W`.
+
+        A property, as it may depend on the platform. A class may set it to a constant.
+        """
+        return False
 
     @classmethod
     @abstractmethod

@@ -25,7 +25,7 @@ from chunkattn.backends.base import (
     write_pages,
 )
 from chunkattn.backends.registry import register_backend
-from chunkattn.backends.softmax import ON_CPU
+from chunkattn.backends.softmax import on_cpu
 
 PORTION = 128
 """Slots that are summed at once."""
@@ -52,8 +52,12 @@ class RowMetadata(NamedTuple):
 class ReferenceBackend(AttentionBackend):
     """A backend that gathers the slots of every row."""
 
-    keeps_bits = ON_CPU
     weighs = True
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Return whether the platform is a CPU."""
+        return on_cpu()
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:

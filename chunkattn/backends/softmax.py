@@ -14,7 +14,7 @@ Source: FlashAttention, arXiv:2205.14135.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
-ON_CPU = jax.default_backend() == "cpu"
-
-_COLUMNS = 64 if ON_CPU else 1
-"""Divisor of the columns of a product whose right side has its depth first."""
-_ONES = 8 if ON_CPU else 1
-"""Columns of ones in the product that adds up weights; XLA:CPU adds up fewer columns in another order."""
+_COLUMNS = 64
+"""Divisor of the columns of a product whose right side has its depth first, on CPUs."""
+_ONES = 8
+"""Columns of ones in the product that adds up weights, on CPUs; XLA:CPU adds up fewer columns in another order."""
 _TINY = np.finfo(np.float32).tiny
 _MASKED = -1e30
 """Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
+
+
+@cache
+def on_cpu() -> bool:
+    """Return whether JAX computes on a CPU. The call initialises JAX's devices."""
+    return jax.default_backend() == "cpu"
 
 
 class Softmax(NamedTuple):
@@ -102,7 +106,8 @@ def update(
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     head_dim, slots = q.shape[-1], mask.shape[-1]
-    if ON_CPU:  # the copy is faster than a product of keys in another order
+    columns, ones = (_COLUMNS, _ONES) if on_cpu() else (1, 1)
+    if on_cpu():  # the copy is faster than a product of keys in another order
         keys = barrier(keys.transpose(2, 0, 1, 3))
         scores = multiply("gbrd,gbnd->gbrn", q, keys)
     else:
@@ -114,9 +119,9 @@ def update(
     weights = barrier(_rounded(jnp.exp(scores - maximum[..., None]), values.dtype))
     decay = jnp.exp(state.maximum - maximum)
     values = jnp.where(present[..., None, None], values, 0)
-    values = jnp.pad(values, (*3 * [(0, 0)], (0, -head_dim % _COLUMNS)))
+    values = jnp.pad(values, (*3 * [(0, 0)], (0, -head_dim % columns)))
     added = multiply("gbrn,bngd->gbrd", weights, values)[..., :head_dim]
-    total = multiply("gbrn,cn->gbrc", weights, jnp.ones((_ONES, slots), weights.dtype))[..., 0]
+    total = multiply("gbrn,cn->gbrc", weights, jnp.ones((ones, slots), weights.dtype))[..., 0]
     return Softmax(maximum, state.total * decay + total, state.values * decay[..., None] + added)
 
 

@@ -1,6 +1,6 @@
 """Tile-range attention in plain XLA operations, for any platform and without an O(n^2) array.
 
-The algorithm is online softmax. Each row sums portions of `PORTION` slots, first those of the prefix, then those of its own
+The algorithm is online softmax. Each row sums portions of `portion()` slots, first those of the prefix, then those of its own
 part; where a portion begins depends on the row's own part alone (see `AttentionBackend.forward`). A task is a run of
 consecutive rows of one sequence and a range of slots whose portions they share: rows of all parts share the prefix, and rows
 of one part share this part. The states of all rows are kept between tasks. Tasks are computed in tiles of many rows, one
@@ -35,11 +35,9 @@ from chunkattn.backends.base import (
     write_pages,
 )
 from chunkattn.backends.registry import register_backend
-from chunkattn.backends.softmax import ON_CPU, Softmax
+from chunkattn.backends.softmax import Softmax, on_cpu
 from chunkattn.backends.tiles import Tiles, cut, cut_at_questions, spans
 
-PORTION = 128 if ON_CPU else 256
-"""Slots of a portion."""
 MANY_ROWS = 256
 """Maximum number of rows of a tile of many rows."""
 FOLDED_ROWS = 16
@@ -47,9 +45,19 @@ FOLDED_ROWS = 16
 values at most, with other instructions, which round otherwise."""
 MOST_FEW = 128
 """Maximum number of rows that are computed in tiles of few rows."""
-FEW_RUNS = 1 if ON_CPU else 32
-"""Maximum number of runs of a tile of few rows. XLA:CPU takes as long for runs together as one by one, and runs together wait
-for the longest."""
+
+
+def portion() -> int:
+    """Return the number of slots of a portion."""
+    return 128 if on_cpu() else 256
+
+
+def few_runs() -> int:
+    """Return the maximum number of runs of a tile of few rows.
+
+    XLA:CPU takes as long for runs together as one by one, and runs together wait for the longest.
+    """
+    return 1 if on_cpu() else 32
 
 
 class Tasks(NamedTuple):
@@ -118,8 +126,12 @@ class _Kind(NamedTuple):
 class XlaBackend(AttentionBackend):
     """The portable backend, which `auto` falls back to on every platform."""
 
-    keeps_bits = ON_CPU
     weighs = True
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Return whether the platform is a CPU."""
+        return on_cpu()
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -142,7 +154,7 @@ class XlaBackend(AttentionBackend):
         few_bound = (len(few) - 1) * min(rows, rows // few_rows + seqs) + rows
         return TileMetadata(
             many=_tasks(batch, many, many_bound, 1) if many_bound else None,
-            few=_tasks(batch, few, few_bound, min(FEW_RUNS, rows)),
+            few=_tasks(batch, few, few_bound, min(few_runs(), rows)),
             row_seq=batch.row_seq,
             row_slot=batch.row_slot,
             flat_slots=batch.flat_slots(),
@@ -248,7 +260,7 @@ def _attend(
     window: int | None,
 ) -> Softmax:
     """Add tasks to the state of all rows, one tile of `rows` rows a run at a time."""
-    groups = q.shape[1] // len(metadata.row_slot)
+    groups, length = q.shape[1] // len(metadata.row_slot), portion()
 
     def one_tile(index: jax.Array, state: Softmax) -> Softmax:
         row, size, begin, end = (x[index] for x in tasks[:4])
@@ -262,10 +274,10 @@ def _attend(
             _, _, temperature, chunk_scale = (x[row] for x in metadata.weighing)
             factor = jnp.where(tasks.of_chunks[index], scale / temperature, scale)[:, None, None, None]
 
-        def one_portion(portion: jax.Array, state: Softmax) -> Softmax:
-            first = begin + portion * PORTION
-            slots = first[:, None] + jnp.arange(PORTION)
-            keys, values, valid = read_slots(cache, tables, page_len, first, PORTION, q.dtype)
+        def one_portion(number: jax.Array, state: Softmax) -> Softmax:
+            first = begin + number * length
+            slots = first[:, None] + jnp.arange(length)
+            keys, values, valid = read_slots(cache, tables, page_len, first, length, q.dtype)
             present = valid & (slots < end[:, None])
             mask = present[:, None] & (slots[:, None] <= own)
             if window is not None:
@@ -275,8 +287,8 @@ def _attend(
         first = jnp.int32(0)
         if window is not None:
             unseen = jnp.maximum(metadata.row_slot[row] - window + 1 - begin, 0)
-            first = jnp.where(size > 0, unseen, np.iinfo(np.int32).max).min() // PORTION
-        new = jax.lax.fori_loop(first, -(-(end - begin).max() // PORTION), one_portion, old)
+            first = jnp.where(size > 0, unseen, np.iinfo(np.int32).max).min() // length
+        new = jax.lax.fori_loop(first, -(-(end - begin).max() // length), one_portion, old)
         if metadata.weighing is not None and tasks.of_chunks is not None:
             of_chunks = tasks.of_chunks[index][:, None]
             one = softmax.as_one_slot(new, chunk_scale[:, None])

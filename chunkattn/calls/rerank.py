@@ -227,7 +227,7 @@ def plan_rerank(
 
 
 def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str) -> tuple[int, ...]:
-    """Return the tokens with which the labels continue the last part of the template."""
+    """Return the token id of each label. A label must be one token where it follows the last part of the template."""
     found, end = [], plain.fill([tail])
     for label in template.labels:
         ids = plain.fill([tail + label])

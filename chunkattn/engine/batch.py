@@ -176,11 +176,6 @@ class BatchBuilder:
         whole = backends[None].any_table_width
         self.width_buckets = (max_table_pages,) if whole else buckets(32, max_table_pages, 8)
 
-    @property
-    def variants(self) -> list[tuple[int, int]]:
-        """Return every `(T, W)` that a step can have, largest first."""
-        return [(rows, width) for width in self.width_buckets for rows in reversed(self.token_buckets)]
-
     def empty(self, rows: int, width: int) -> StepBatch:
         """Return a step of padding rows only, which writes no page.
 

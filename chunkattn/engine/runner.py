@@ -209,10 +209,6 @@ class Runner:
 
         return self._step.lower(*jax.tree.map(there, arrays))
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Return the logits, float32 `[N, vocab or num_labels]`, of hidden states `[N, hidden]`: uncompiled, for tests."""
-        return self._model(self._params).logits(hidden)
-
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
         for size in self.row_sizes:

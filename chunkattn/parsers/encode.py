@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -105,15 +105,6 @@ class PartEncoder:
             if tokens > limit + limit // 4 + _MARGIN:
                 return start + _PIECE
         return None
-
-    def parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of consecutive parts. The first begins with the tokenizer's leading special tokens.
-
-        Args:
-            texts: texts of the parts, at least one.
-        """
-        first, *rest = [self(t) for t in texts]
-        return [[*self.leading_ids, *first], *rest]
 
     @cached_property
     def special(self) -> ControlTokens:

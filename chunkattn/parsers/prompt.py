@@ -130,15 +130,12 @@ class PromptParser:
         self._chunks = self.encode if special_tokens_in_documents else self._plain
         self.documents = DocumentEncoder(document_template, self._chunks)
         self.separator = separator
-        self._place(strategy, gap)
+        get_strategy(strategy)
+        self.strategy, self.gap = strategy, gap
         self.chunk_aware = chunk_aware
         self.max_chunks = max_chunks
         self.max_tokens: int | None = None
         self._separator_ids = self.encode(separator) if tokenizer is not None else []
-
-    def _place(self, strategy: str, gap: int) -> None:
-        get_strategy(strategy)
-        self.strategy, self.gap = strategy, gap
 
     def bound(self, part_tokens: int, prompt_tokens: int, *, name: str = "max_model_len") -> None:
         """Set the sizes that no prompt of an engine may exceed, so that longer text is refused before it is tokenized whole.
@@ -149,20 +146,6 @@ class PromptParser:
             name: name of the limit on a part, for error messages.
         """
         self.encode.limit, self.encode.limit_name, self.max_tokens = part_tokens, name, prompt_tokens
-
-    def with_positions(self, strategy: str, gap: int) -> PromptParser:
-        """Return a parser that differs in its positions alone.
-
-        Args:
-            strategy: name of the position strategy.
-            gap: positions left free between prefix and chunks, under `shared` positions.
-
-        Raises:
-            ConfigError: the strategy is unknown.
-        """
-        parser = copy(self)
-        parser._place(strategy, gap)
-        return parser
 
     def without_leading(self) -> PromptParser:
         """Return a parser that puts no special tokens before a text."""

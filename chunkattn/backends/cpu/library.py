@@ -43,15 +43,6 @@ def refusal() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def use(name: str) -> str | None:
-    """Make the kernel called `name` serve this process, or the best one if `name` is empty. Return why it cannot, or None."""
-    found = _load()
-    if isinstance(found, str):
-        return found
-    why = found.chunkattn_use(name.encode())
-    return why.decode() if why else None
-
-
 def kernel_name() -> str | None:
     """Return the name of the kernel in use, or None without the library."""
     found = _load()
