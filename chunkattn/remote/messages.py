@@ -1,4 +1,4 @@
-"""What crosses between `EngineClient` and its worker: messages besides requests and outputs, and the frames that carry all.
+"""Messages between `EngineClient` and its worker, besides requests and outputs, and the frames that carry all of them.
 
 Frames are msgpack, checked against the messages' types, without pickle.
 """

@@ -1,4 +1,4 @@
-"""What answers say of tokens: texts, character offsets, log-probabilities and counts, and what a growing text has gained."""
+"""Tokens in answers: texts, character offsets, log-probabilities and counts, and the part by which a text has grown."""
 
 from __future__ import annotations
 
