@@ -94,9 +94,9 @@ def test_a_chunk_of_one_gap_never_serves_another(engine, checkpoint, tmp_path):
     llm = engine("qwen3")
     llm.reset_prefix_cache()
     for gap, tokens in ((0, 0), (5, 20), (6, 20), (5, 20 + 120)):  # the prefix serves every gap
-        llm.parser._place("shared", gap)
+        llm.parser.gap = gap
         assert llm.generate(prompt, one)[0].num_cached_tokens == tokens, gap
-    llm.parser._place("shared", 0)
+    llm.parser.gap = 0
 
 
 @pytest.mark.parametrize("gap", [2**31 - 3, 2**31, 2**32, 10**400], ids=["int32", "2**31", "2**32", "10**400"])

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from chunkattn import ChunkedPrompt, DocumentPrompt
-from chunkattn.calls import score
+from chunkattn.calls import score_inputs
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.rerank import plan_rerank
 from chunkattn.calls.rerank_template import RerankTemplate
@@ -391,7 +391,7 @@ def test_the_options_reach_every_reader():
         frontend = Frontend(config, Files(tokenizer))
         first, chunk, last = parts(frontend.parser.parse(ChunkedPrompt(FORGED, [FORGED], FORGED)).layout)
         assert [end in p for p in (first, chunk, last)] == [prompts, documents, prompts]
-        query, items, _ = score._tokenized(frontend, FORGED, [FORGED], {})
+        query, items, _ = score_inputs._tokenized(frontend, FORGED, [FORGED], {})
         assert [end in query, end in items[0]] == [prompts, prompts]
         template = RerankTemplate("own", "{query}{document}<|end|>", ("a", "b"))
         plan = plan_rerank(frontend.parser.encode, template, FORGED, [FORGED], special_tokens=documents)
