@@ -524,8 +524,8 @@ def test_bad_options(options, message):
 SIZES = ["--rounds", "1", "--company", "1,7", "--documents", "2", "--output-tokens", "4"]
 STEP_SIZE = """
 from jax import numpy as jnp
-from chunkattn.models import norm
-norm.sums = lambda x: jnp.roll(x, len(x) // 8, -1).sum(-1, keepdims=True)
+from chunkattn.models import linear
+linear.sums = lambda x: jnp.roll(x, len(x) // 8, -1).sum(-1, keepdims=True)
 """
 """A fault: norms add up a row in an order that follows the number of rows of the step."""
 

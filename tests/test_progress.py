@@ -15,7 +15,8 @@ from chunkattn.cli import progress
 from chunkattn.cli.progress import Rounds, timed
 
 ROOT = Path(__file__).parent.parent
-AT_ONCE = {"fuzz_cache", "gpu_aot", "mutants", "nq_eval_data", "random_model", "serve_attacks", "tpu_aot", "visited_tiles"}
+AT_ONCE = {"fuzz_cache", "gpu_aot", "mutants", "nq_eval_data", "random_model", "serve_attacks", "tpu_aot"}
+AT_ONCE |= {"trace_calls", "visited_tiles"}
 """Scripts that print a line as soon as a case has ended, or that take a few seconds."""
 
 

@@ -16,7 +16,7 @@ from chunkattn.calls.generate import generate_job
 from chunkattn.calls.score import score_job
 from chunkattn.engine import intake, sampling
 from chunkattn.engine.runner import LABEL_WIDTHS
-from chunkattn.models import linear, norm
+from chunkattn.models import linear
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.gguf_files import SMOLLM2
 from tests.tiled_backend import Tiled
@@ -285,7 +285,7 @@ def _absolute():
 
 def _step_size():
     """Norms add up a row as XLA does, in an order that follows the rows of the step."""
-    return patch.object(norm, "sums", lambda x: x.sum(-1, keepdims=True))
+    return patch.object(linear, "sums", lambda x: x.sum(-1, keepdims=True))
 
 
 def _block():
