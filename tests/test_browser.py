@@ -69,6 +69,15 @@ return [...document.querySelectorAll(arguments[0])].map((row) => ({
 }));
 """
 
+KEEP_ANSWER = """
+const { fetch } = window;
+window.fetch = async (...request) => {
+  const response = await fetch(...request);
+  if (response.url.endsWith("/v1/completions")) window.answer = response.clone().text();
+  return response;
+};
+"""
+
 
 class Page:
     """The page in a browser.
@@ -289,6 +298,7 @@ def test_generate(page, server):
 
     # The clock moves 0.1 s each time that it is read: once at the start, and once for each piece of the answer.
     page.run("performance.now = () => 100 * (window.reads = (window.reads ?? 0) + 1)")
+    page.run(KEEP_ANSWER)
     page.get("mode-text").click()
     page.get("prompt-text").clear()
     page.get("prompt-text").send_keys("Read")
@@ -302,10 +312,12 @@ def test_generate(page, server):
             )
         )
     )
-    assert pieces > 8
+    events = [json.loads(line[6:]) for line in page.run("return window.answer").splitlines() if line.startswith("data: {")]
+    first = events[0]["usage"]["completion_tokens"]  # more than one where the client reads slowly
+    assert pieces > 1
     assert shown["generated"] == str(generated)
     assert shown["first token"] == "100 ms"
-    assert shown["tokens/s"] == f"{(generated - 1) / (0.1 * (pieces - 1)):.1f}"
+    assert shown["tokens/s"] == f"{(generated - first) / (0.1 * (pieces - 1)):.1f}"
 
     answers = [event["response"] for event in page.network("Network.responseReceived")]
     kinds = [answer["mimeType"] for answer in answers if answer["url"] == f"{server.url}/v1/completions"]
