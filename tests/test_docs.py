@@ -365,6 +365,29 @@ def test_files_that_are_named_exist():
     assert [path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "chunkattn"))] == []
 
 
+def test_a_place_is_found_within_two_files():
+    rows = re.findall(r"^\| (Wh.*) \| (.*) \|$", read("CONTRIBUTING.md"), flags=re.MULTILINE)
+    assert len(rows) > 25
+    counts = {question: len(set(re.findall(r"`(chunkattn/[\w/]+(?:\.py|/))`", files))) for question, files in rows}
+    assert {question: count for question, count in counts.items() if not 1 <= count <= 2} == {}
+
+
+def test_the_price_is_told_with_every_column():
+    """README and front page name the figures of the guide, the share of right answers among them."""
+    five, ten = [
+        {name: cells for name, *cells in (re.split(r" *\| *", line.strip("| ")) for line in table.splitlines())}
+        for table in re.findall(r"^\| condition .*\n\| --- .*\n((?:\|.*\n)+)", read("docs/guides/isolation.md"), flags=re.MULTILINE)
+    ]
+    conditions = ["`full`", "`full`, T 0.55, S 0.55 (control)", "`shared`", "`shared`, gap 8, T 0.55, S 0.55"]
+    shares = [[table[name][-1] for name in conditions] for table in (five, ten)]
+    readme = re.findall(r"^\| .*(?:full attention|isolated).* \| (.*) \| ([\d.]+) \|$", read("README.md"), flags=re.MULTILINE)
+    assert [share for _, share in readme] == shares[0] + shares[1]
+    differences = [table[name][1].replace(", ", " to ").replace("[", "(").replace("]", ")") for table in (five, ten) for name in conditions]
+    assert [difference for difference, _ in readme] == differences
+    front = re.findall(r"^\| .* \| ([\d.]+); (\S+) \| ([\d.]+); (\S+) \|$", read("docs/index.md"), flags=re.MULTILINE)
+    assert front == [(five[n][-1], five[n][0], ten[n][-1], ten[n][0]) for n in conditions]
+
+
 def test_the_house_is_as_drawn():
     rows = re.findall(r"^\| `(chunkattn/[\w/]*)` \| .* \| (.*) \|$", read("docs/concepts/architecture.md"), flags=re.MULTILINE)
     drawn = {folder: set(listed.split(", ")) for folder, listed in rows}
