@@ -372,20 +372,24 @@ def test_a_place_is_found_within_two_files():
     assert {question: count for question, count in counts.items() if not 1 <= count <= 2} == {}
 
 
-def test_the_price_is_told_with_every_column():
-    """README and front page name the figures of the guide, the share of right answers among them."""
-    five, ten = [
-        {name: cells for name, *cells in (re.split(r" *\| *", line.strip("| ")) for line in table.splitlines())}
-        for table in re.findall(r"^\| condition .*\n\| --- .*\n((?:\|.*\n)+)", read("docs/guides/isolation.md"), flags=re.MULTILINE)
-    ]
-    conditions = ["`full`", "`full`, T 0.55, S 0.55 (control)", "`shared`", "`shared`, gap 8, T 0.55, S 0.55"]
-    shares = [[table[name][-1] for name in conditions] for table in (five, ten)]
-    readme = re.findall(r"^\| .*(?:full attention|isolated).* \| (.*) \| ([\d.]+) \|$", read("README.md"), flags=re.MULTILINE)
-    assert [share for _, share in readme] == shares[0] + shares[1]
-    differences = [table[name][1].replace(", ", " to ").replace("[", "(").replace("]", ")") for table in (five, ten) for name in conditions]
-    assert [difference for difference, _ in readme] == differences
+def figures_of_isolation():
+    """Return the two tables of the guide, for five and for ten passages: the cells of each condition's row."""
+    tables = re.findall(r"^\| condition \| log-.*\n.*\n((?:\|.*\n)+)", read("docs/guides/isolation.md"), flags=re.MULTILINE)
+    rows = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()] for table in tables]
+    return [{name: cells for name, *cells in table} for table in rows]
+
+
+def test_the_price_is_told_with_the_share_of_right_answers():
+    """README and front page have the guide's log-probabilities and shares, those of the control among them."""
+    tables = figures_of_isolation()
+    names = ["`full`", "`full`, T 0.55, S 0.55 (control)", "`shared`", "`shared`, gap 8, T 0.55, S 0.55"]
+    rows = [table[name] for table in tables for name in names]
+    told = re.findall(r"^\| .*(?:full attention|isolated).* \|(.*)\| ([\d.]+) \|$", read("README.md"), flags=re.MULTILINE)
+    differences = [re.sub(r"\[(.*), (.*)\]", r"(\1 to \2)", row[1]) for row in rows]
+    assert [(a.strip(), b) for a, b in told] == [(a, row[-1]) for a, row in zip(differences, rows, strict=True)]
     front = re.findall(r"^\| .* \| ([\d.]+); (\S+) \| ([\d.]+); (\S+) \|$", read("docs/index.md"), flags=re.MULTILINE)
-    assert front == [(five[n][-1], five[n][0], ten[n][-1], ten[n][0]) for n in conditions]
+    five, ten = tables
+    assert front == [(five[n][-1], five[n][0], ten[n][-1], ten[n][0]) for n in names]
 
 
 def test_the_house_is_as_drawn():
