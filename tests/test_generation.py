@@ -1,7 +1,9 @@
 """Generation: batches, budgets, samples, order independence, stops, log-probabilities, failures."""
 
 import math
+import pickle
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -477,3 +479,18 @@ def test_a_step_makes_no_copy_of_the_pool(dtype, checkpoint):
     memory, pool = compiled.memory_analysis(), sum(a.nbytes for layer in runner.pool.caches for a in layer)
     assert memory.alias_size_in_bytes >= pool > 60 << 20
     assert memory.temp_size_in_bytes < 4 << 20
+
+
+def test_the_arrays_of_a_step_pass_a_wire(engine):
+    """Without the step's samples and requests, they run as the step does."""
+    core = engine("qwen3").core
+    core.add(GenerateRequest("r", make_layout([], [], [1, 2, 3]), GREEDY))
+    core.scheduler.admit()
+    try:
+        arrays = core.builder.build(core.scheduler.plan()).arrays
+        assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(arrays))
+        sent = pickle.loads(pickle.dumps(arrays))
+        np.testing.assert_array_equal(*(core.runner.forward(given)[0][:3] for given in (arrays, sent)))
+        core.scheduler.commit()
+    finally:
+        core.abort("r")

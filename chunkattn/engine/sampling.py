@@ -123,7 +123,7 @@ def empty_edits(size: int, width: int, vocab_size: int) -> Edits:
 
 
 def sampling_blocks(
-    rows: list[SampleRow], vocab_size: int, sizes: tuple[int, ...] = ROW_BUCKETS
+    rows: list[SampleRow], vocab_size: int, sizes: tuple[int, ...]
 ) -> list[tuple[list[SampleRow], SampleInput | None, Edits | None]]:
     """Return the rows to sample from in blocks of up to `READ_ROWS`, each with its parameters and edits.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -104,9 +104,9 @@ class Step:
     arrays: StepArrays
     num_rows: int
     area: int
-    samples: list[SampleRow] = field(default_factory=list)
-    scores: list[ReadRow] = field(default_factory=list)
-    prompt_logprobs: list[ReadRow] = field(default_factory=list)
+    samples: list[SampleRow]
+    scores: list[ReadRow]
+    prompt_logprobs: list[ReadRow]
 
     @property
     def is_read(self) -> bool:
