@@ -60,7 +60,7 @@ class ModelFiles:
         Raises:
             ModelError: a file or tensor is missing, unreadable or of the wrong shape.
         """
-        from chunkattn.models.weights import load_weights  # imports Flax, which a server's process does not need
+        from chunkattn.models.weights import load_weights  # imports kernels, which a server's process does not need
 
         return load_weights(self.spec, self.gguf or self.path, self.dtype)
 
