@@ -338,9 +338,9 @@ _MEANINGS = {
 
 def _described(thing: Any) -> dict[str, str]:
     """Return the description of every attribute or argument, from a docstring."""
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(thing.__doc__ or ""), re.MULTILINE)
-    texts = {name: " ".join(text.split()) for name, text in entries}
-    return {name: text for name, text in texts.items() if not text.startswith("see `")}
+    from chunkattn.options import descriptions
+
+    return {name: text for name, text in descriptions(thing).items() if not text.startswith("see `")}
 
 
 TABLES: dict[str, Callable[[str], str]] = {

@@ -16,9 +16,8 @@ from typing import Self
 
 from chunkattn.bench.cases import CASES, GenerateBench, Job, Sample, Sizes
 from chunkattn.bench.geometry import GEOMETRIES
-from chunkattn.bench.memory import peak_bytes, reset_peak
+from chunkattn.bench.measure import Progress, peak_bytes, reset_peak, round_name
 from chunkattn.bench.peers import NOT_FOUND, PeerError, VllmProcess, find_python
-from chunkattn.bench.rounds import Progress, round_name
 from chunkattn.bench.score import matmul_rate, read_mib, read_rate
 from chunkattn.errors import EngineError
 

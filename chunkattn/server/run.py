@@ -30,11 +30,10 @@ from chunkattn.server.http import BoundedHttp, ConnectionLimits
 from chunkattn.server.key_reloader import KeyReloader
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
-from chunkattn.startup import since_start
 
 logger = logging.getLogger(__name__)
 
-_IMPORT_S = since_start()
+_IMPORT_S = logs.since_start()
 """Seconds that this process's imports took."""
 
 _KEEP_ALIVE_S = 75
@@ -164,7 +163,7 @@ def _log_start(llm: AsyncLLM) -> None:
     engine = llm.client.import_s
     logger.info(
         "ready after %.1f s; the imports took %.1f s of them, %.1f s in this process and then %.1f s in the engine's",
-        *(since_start(), _IMPORT_S + engine, _IMPORT_S, engine),
+        *(logs.since_start(), _IMPORT_S + engine, _IMPORT_S, engine),
     )
 
 

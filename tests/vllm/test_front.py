@@ -17,7 +17,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from chunkattn.errors import CapacityError, ConfigError
-from chunkattn.integrations.vllm import chunk_options, serve, versions
+from chunkattn.integrations import vllm as versions
+from chunkattn.integrations.vllm import chunk_options, serve
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, refused_param, server_options, take_options
 from chunkattn.integrations.vllm.composer import RETRIES, Composer, Costs, HeldKeys, PromptTask
 from chunkattn.integrations.vllm.llm import _NOT_OFFERED
