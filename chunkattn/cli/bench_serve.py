@@ -22,7 +22,7 @@ from chunkattn.bench.load.summary import Objective, Spread, Summary
 from chunkattn.bench.load.sweep import Plan, random_seed, served_model, sweep, tokenizer_of
 from chunkattn.bench.load.workloads import GENERATIONS, SCORINGS, Form, Workload
 from chunkattn.cli.bench import JsonFile, check_files, group
-from chunkattn.cli.common import Tokenizer, command, console, figures, print_lines, write_json
+from chunkattn.cli.common import command, console, figures, print_lines, write_json
 from chunkattn.cli.environment import processor
 from chunkattn.cli.options import check_positive, with_options
 from chunkattn.cli.progress import say
@@ -32,8 +32,85 @@ _WORKLOADS = ("rag-8x100", "rerank-10x300")
 _OTHER_FILES = 64
 """Files that the client may have open beside its connections."""
 _SERVER, _REQUESTS, _GOOD, _BOUNDS = "Server", "Requests", "Objective", "Bounds"
+_TARGET = "url model geometry server_option api_key tokenizer"
 _FORM = "generation scoring prefix_tokens question_tokens output_tokens item_tokens document_pool ignore_eos"
 _ARRIVALS, _LIMITS = "seconds requests", "max_in_flight drain_s warm_up_s max_lag_ms"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Server to load: the one at a URL, or one that the command starts.
+
+    Attributes:
+        url: base URL of the server; without it, the command starts one.
+        model: with --url the served model's name, by default the first that the server lists; without --url the folder, GGUF
+            file or hub id to serve, by default the demo model.
+        geometry: serve random weights of this shape: qwen3-0.6b or small.
+        server_option: option of `chunkattn serve` for the server to start, with = and its value; repeatable.
+        api_key: API key of the server at --url.
+        tokenizer: folder, GGUF file or hub id of the tokenizer; by default the server's `/tokenize` is asked.
+    """
+
+    url: str | None = None
+    model: str | None = None
+    geometry: str | None = None
+    server_option: tuple[str, ...] = ()
+    api_key: str | None = None
+    tokenizer: str | None = None
+
+    def check(self) -> None:
+        """Check that the options agree.
+
+        Raises:
+            ConfigError: options exclude each other, or one is malformed.
+        """
+        if self.url is not None and (self.geometry is not None or self.server_option):
+            raise ConfigError("--geometry and --server-option belong to a server that the command starts; leave out --url")
+        if self.url is None and self.api_key is not None:
+            raise ConfigError("--api-key belongs to the server at --url; the command starts its own without a key")
+        if self.geometry is not None:
+            if self.model is not None:
+                raise ConfigError("give --model or --geometry, not both")
+            from chunkattn.bench.geometry import GEOMETRIES
+
+            if self.geometry not in GEOMETRIES:
+                raise ConfigError(f"unknown geometry {self.geometry!r}; choose one of {', '.join(GEOMETRIES)}")
+        if wrong := [option for option in self.server_option if not option.startswith("--")]:
+            text = "--server-option takes one option of `chunkattn serve`, such as --max-num-seqs=32"
+            raise ConfigError(f"{text}; got {wrong[0]!r}")
+        if self.url is not None:
+            Client(self.url, self.api_key)  # checks both
+
+    def facts(self) -> dict[str, str]:
+        """Return the server, its weights and the client, by name."""
+        facts = {"server": self.url or " ".join(["chunkattn serve, on this machine", *self.server_option])}
+        if self.geometry:
+            facts["weights"] = f"random, of the shape of {self.geometry}"
+        return facts | {
+            "client": f"chunkattn {chunkattn.__version__}",
+            "client's processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
+        }
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        """Yield the base URL of the server, which is started and ended unless it has a URL."""
+        if self.url is not None:
+            yield self.url
+            return
+        with TemporaryDirectory() as folder:
+            model, options = self.model, [*self.server_option]
+            if self.geometry is not None:
+                from chunkattn.bench.geometry import save_model
+
+                say(f"writing a model of the shape of {self.geometry}")
+                save_model(self.geometry, Path(folder))
+                model, options = folder, [f"--served-model-name={self.geometry}", *options]
+            say("starting a server")
+            server = Server(*([model] if model else []), *options)
+            try:
+                yield server.url
+            finally:
+                server.end()
 
 
 def _milliseconds(what: str) -> Any:
@@ -41,33 +118,8 @@ def _milliseconds(what: str) -> Any:
 
 
 @command(group)
-@with_options((Form, _REQUESTS, _FORM), (Plan, _REQUESTS, _ARRIVALS), (Plan, _BOUNDS, _LIMITS))
+@with_options((Target, _SERVER, _TARGET), (Form, _REQUESTS, _FORM), (Plan, _REQUESTS, _ARRIVALS), (Plan, _BOUNDS, _LIMITS))
 def serve(
-    url: Annotated[
-        str | None,
-        typer.Option(help="Base URL of the server; without it, the command starts one.", rich_help_panel=_SERVER),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="With --url the served model's name, by default the first that the server lists; without --url the folder, "
-            "GGUF file or hub id to serve, by default the demo model.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None,
-    geometry: Annotated[
-        str | None,
-        typer.Option(help="Serve random weights of this shape: qwen3-0.6b or small.", rich_help_panel=_SERVER),
-    ] = None,
-    server_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Option of `chunkattn serve` for the server to start, with = and its value; repeatable.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(help="API key of the server at --url.", rich_help_panel=_SERVER)] = None,
-    tokenizer: Tokenizer = None,
     workload: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,9 +147,10 @@ def serve(
     check_positive({name: value for name, value in options.items() if name != "document_pool"})
     check_positive({"slo_latency_ms": slo_latency_ms, "slo_ttft_ms": slo_ttft_ms, "slo_tpot_ms": slo_tpot_ms})
     workloads = tuple(Workload.parse(name) for name in dict.fromkeys(workload or _WORKLOADS))
-    form = Form(model or "", **{name: options[name] for name in _FORM.split()})
+    target = Target(**{name: options[name] for name in _TARGET.split()})
+    form = Form(target.model or "", **{name: options[name] for name in _FORM.split()})
     _check_choices(form, workloads)
-    _check_server(url, model, geometry, server_option, api_key)
+    target.check()
     plan = Plan(
         workloads=workloads,
         rates=_rates(rates),
@@ -106,12 +159,10 @@ def serve(
         **{name: options[name] for name in f"{_ARRIVALS} {_LIMITS}".split()},
     )
     _check_open_files(plan.max_in_flight)
-    if url is not None:
-        Client(url, api_key)  # checks both before the work begins
-    report = Report(_facts(url, geometry, server_option), plan, form)
+    report = Report(target.facts(), plan, form)
     try:
-        with _server(url, model, geometry, server_option or []) as base:
-            _run(_measure(base, api_key, tokenizer, report))
+        with target.running() as url:
+            _run(_measure(url, target, report))
     except (ChunkAttnError, KeyboardInterrupt) as error:
         report.error = " ".join(str(error).split()) or "interrupted"
         if report.runs:
@@ -151,24 +202,6 @@ def _check_choices(form: Form, workloads: tuple[Workload, ...]) -> None:
         )
 
 
-def _check_server(
-    url: str | None, model: str | None, geometry: str | None, options: list[str] | None, api_key: str | None
-) -> None:
-    if url is not None and (geometry is not None or options):
-        raise ConfigError("--geometry and --server-option belong to a server that the command starts; leave out --url")
-    if url is None and api_key is not None:
-        raise ConfigError("--api-key belongs to the server at --url; the command starts its own without a key")
-    if geometry is not None:
-        if model is not None:
-            raise ConfigError("give --model or --geometry, not both")
-        from chunkattn.bench.geometry import GEOMETRIES
-
-        if geometry not in GEOMETRIES:
-            raise ConfigError(f"unknown geometry {geometry!r}; choose one of {', '.join(GEOMETRIES)}")
-    if wrong := [option for option in options or () if not option.startswith("--")]:
-        raise ConfigError(f"--server-option takes one option of `chunkattn serve`, such as --max-num-seqs=32; got {wrong[0]!r}")
-
-
 def _check_open_files(max_in_flight: int) -> None:
     try:
         from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
@@ -192,37 +225,6 @@ def _rates(text: str) -> tuple[float, ...]:
     return rates
 
 
-def _facts(url: str | None, geometry: str | None, options: list[str] | None) -> dict[str, str]:
-    facts = {"server": url or " ".join(["chunkattn serve, on this machine", *(options or ())])}
-    if geometry:
-        facts["weights"] = f"random, of the shape of {geometry}"
-    return facts | {
-        "client": f"chunkattn {chunkattn.__version__}",
-        "client's processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
-    }
-
-
-@contextmanager
-def _server(url: str | None, model: str | None, geometry: str | None, options: list[str]) -> Iterator[str]:
-    """Yield the base URL of the server, which is started and ended unless it has a URL."""
-    if url is not None:
-        yield url
-        return
-    with TemporaryDirectory() as folder:
-        if geometry is not None:
-            from chunkattn.bench.geometry import save_model
-
-            say(f"writing a model of the shape of {geometry}")
-            save_model(geometry, Path(folder))
-            model, options = folder, [f"--served-model-name={geometry}", *options]
-        say("starting a server")
-        server = Server(*([model] if model else []), *options)
-        try:
-            yield server.url
-        finally:
-            server.end()
-
-
 def _run(work: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine on uvloop where it is installed: the client then takes less of a machine that it shares."""
     try:
@@ -233,13 +235,12 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
         runner.run(work)
 
 
-async def _measure(url: str, api_key: str | None, tokenizer: str | None, report: Report) -> None:
-    client = Client(url, api_key)
-    own = url != report.facts["server"]
-    name = await served_model(client) if own or not report.form.model else report.form.model
+async def _measure(url: str, target: Target, report: Report) -> None:
+    client = Client(url, target.api_key)
+    name = await served_model(client) if target.url is None or not report.form.model else report.form.model
     report.form, report.facts["model"] = replace(report.form, model=name), name
     try:
-        tokens = await tokenizer_of(client, name, tokenizer)
+        tokens = await tokenizer_of(client, name, target.tokenizer)
         async for summary in sweep(client, report.plan, report.form, tokens, say):
             report.runs.append(summary)
             say(_line(summary))
