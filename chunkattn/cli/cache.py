@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from chunkattn.cache.disk.store import KVStore
 from chunkattn.cli.common import Model, Verbose, command, command_group, console, log_to_stderr, make_llm
 from chunkattn.cli.options import with_options
+from chunkattn.cli.progress import Steps
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, RequestError
 
@@ -71,13 +71,10 @@ def build(
     if api_key_name is not None:
         cache_salt = _salt_of(api_key_name, api_key_file, cache_salt)
     llm = make_llm(model, kv_store=kv_store, kv_store_max_bytes=max_bytes, **engine)
-    began = time.time()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    tokens, size, start_text = 0, 0, str(start)
+    began, tokens, size, start_text = time.time(), 0, 0, str(start)
     parts: set[tuple[str, str | None]] = set()
     try:
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("documents", total=len(files))
+        with Steps("documents", len(files)) as steps:
             for first in range(0, len(files), BATCH):
                 batch = documents[first : first + BATCH]
                 try:
@@ -89,11 +86,10 @@ def build(
                 parts |= {(start_text, document) for document, d in zip(batch, report.documents, strict=True) if d.tokens}
                 tokens += sum(d.tokens for d in report.documents)
                 size += sum(d.num_bytes for d in report.documents)
-                progress.update(task, advance=len(batch))
-        assert llm.core.disk is not None
-        parts |= {(start_text, None)} if report.prefix_tokens else set()
+                steps.advance(len(batch))
         disk = llm.core.disk
         assert disk is not None
+        parts |= {(start_text, None)} if report.prefix_tokens else set()
         disk.writer.flush(timeout=600)
         kept = sum(entry.last_used >= began - 1 for entry in disk.store.entries())
     finally:
