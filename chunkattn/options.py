@@ -56,7 +56,7 @@ def options_of(cls: type) -> dict[str, Option]:
     Args:
         cls: dataclass whose fields are of type `bool`, `int`, `float`, `str` or `tuple[str, ...]`, or that or None.
     """
-    hints, texts, found = get_type_hints(cls), descriptions(cls), {}
+    hints, texts, found = get_type_hints(cls), descriptions(cls), dict[str, Option]()
     for field in fields(cls):
         hint = hints[field.name]
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)

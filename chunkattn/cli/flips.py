@@ -29,27 +29,16 @@ _DIFFERENT = 1
 _SERVER, _QUESTIONS, _CONDITIONS = "Server", "Questions", "Conditions"
 _SIZES = (
     "scoring generation queries items prompts documents query_tokens item_tokens prefix_tokens document_tokens question_tokens "
-    "output_tokens ignore_eos"
+    "output_tokens ignore_eos seed"
 )
 
 
 @command(app)
-@with_options((Plan, _SERVER, "timeout_s"), (Plan, _QUESTIONS, _SIZES), (Plan, _CONDITIONS, "rounds load"))
+@with_options((Plan, _SERVER, "model timeout_s"), (Plan, _QUESTIONS, _SIZES), (Plan, _CONDITIONS, "rounds load"))
 def flips(
     url: Annotated[str, typer.Argument(help="Base URL of the server, with or without /v1.", show_default=False)],
-    model: Annotated[
-        str | None,
-        typer.Option(help="The served model's name, by default the first that the server lists.", rich_help_panel=_SERVER),
-    ] = None,
     api_key: Annotated[str | None, typer.Option(help="API key of the server.", rich_help_panel=_SERVER)] = None,
     tokenizer: Tokenizer = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Seed of the texts. By default random: a server has the texts of a seed it has seen cached.",
-            rich_help_panel=_QUESTIONS,
-        ),
-    ] = None,
     company: Annotated[
         str,
         typer.Option(
@@ -69,9 +58,9 @@ def flips(
     The exit code is 0 if no answer differs, 1 if any differs, and 2 after an error.
     """
     check_files(json_file, None)
-    check_positive(options)
-    seed = random_seed() if seed is None else seed
-    plan = Plan(model=model or "", company=_company(company), seed=seed, **options | _chosen(**options))
+    check_positive({name: value for name, value in options.items() if name != "seed"})
+    options |= _chosen(**options) | ({"seed": random_seed()} if options["seed"] is None else {})
+    plan = Plan(company=_company(company), **options)
     client = Client(url, api_key, name="URL")
     report = Report({"server": url, "client": f"chunkattn {chunkattn.__version__}"}, plan)
     try:

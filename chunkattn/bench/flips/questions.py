@@ -32,7 +32,7 @@ class Plan:
     """Questions and conditions.
 
     Attributes:
-        model: name of the served model.
+        model: name of the served model, by default the first that the server lists.
         scoring: form in which items are sent: rerank (/v1/rerank), score (/v1/score of this project and SGLang), pairs
             (/v1/score of vLLM), generative_scoring (vLLM); none asks for no scores.
         generation: form in which documents are sent: chunks (this project's completions), prompt (one text), chat; none asks
@@ -52,13 +52,13 @@ class Plan:
         company: numbers of other items that are scored in the same request.
         rounds: number of times that each condition is asked.
         load: other requests under way at once in the condition under load.
-        seed: seed of the texts.
+        seed: seed of the texts. By default random: a server has the texts of a seed it has seen cached.
         timeout_s: longest wait for an answer in seconds.
         salted: whether every scoring request in company, in other orders and under load has a `cache_salt` of its own, which
             makes a server compute scores that it keeps.
     """
 
-    model: str
+    model: str | None = None
     scoring: str | None = "rerank"
     generation: str | None = "chunks"
     label_ids: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class Plan:
     company: tuple[int, ...]
     rounds: int = 2
     load: int = 8
-    seed: int
+    seed: int | None = None
     timeout_s: float = 300.0
     salted: bool = False
 
