@@ -27,7 +27,7 @@ from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
 from chunkattn.server.http import BoundedHttp, ConnectionLimits
-from chunkattn.server.key_reloader import KeyReloader
+from chunkattn.server.keys import KeyReloader
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
 
@@ -106,7 +106,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
     """Serve, and return the number of threads that still work for clients that left."""
     address, port = listening.getsockname()[:2]
     app = create_app(llm, replace(config, host=address))  # resolved, so the app knows whether it is a loopback address
-    reloader = KeyReloader(app.state.server.keys, app.state.server.documents)
+    reloader = KeyReloader(app.state.server.keys, app.state.server.documents.delete_owned)
     if hasattr(signal, "SIGHUP"):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
     limits = ConnectionLimits(config, _raise_file_limit(config.max_connections))
