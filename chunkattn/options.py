@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import fields
-from functools import cache
+from dataclasses import Field, fields
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -49,21 +48,25 @@ class Option(NamedTuple):
         return isinstance(value, (int, float) if self.kind is float else self.kind)
 
 
-@cache
+_found: dict[type, dict[str, Option]] = {}
+"""Options of the classes that were asked for."""
+
+
 def options_of(cls: type) -> dict[str, Option]:
     """Return the fields of a dataclass as options, by name.
 
     Args:
         cls: dataclass whose fields are of type `bool`, `int`, `float`, `str` or `tuple[str, ...]`, or that or None.
     """
-    hints, texts, found = get_type_hints(cls), descriptions(cls), dict[str, Option]()
-    for field in fields(cls):
-        hint = hints[field.name]
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        found[field.name] = Option(
-            field.name, get_origin(kinds[0]) or kinds[0], NoneType in kinds, field.default, texts.get(field.name, "")
-        )
-    return found
+    if cls not in _found:
+        hints, texts = get_type_hints(cls), descriptions(cls)
+        _found[cls] = {f.name: _option(f, hints[f.name], texts.get(f.name, "")) for f in fields(cls)}
+    return _found[cls]
+
+
+def _option(field: Field[Any], hint: Any, text: str) -> Option:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return Option(field.name, get_origin(kinds[0]) or kinds[0], NoneType in kinds, field.default, text)
 
 
 def descriptions(thing: Any) -> dict[str, str]:

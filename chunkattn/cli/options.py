@@ -18,7 +18,7 @@ def with_options(*groups: tuple[type, str | None, str], from_environment: bool =
 
     Args:
         *groups: dataclass with defaults (see `options_of`), title of the help panel (None for the general one), and names of
-            fields, separated by spaces.
+            fields, separated by spaces. `--help` lists them in the order of the class.
         from_environment: whether the variable `CHUNKATTN_` and the name in capitals sets an option, too.
     """
 
@@ -26,7 +26,9 @@ def with_options(*groups: tuple[type, str | None, str], from_environment: bool =
         signature = inspect.signature(function, eval_str=True)
         listed = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         for cls, panel, names in groups:
-            listed += [_parameter(options_of(cls)[name], panel, from_environment) for name in names.split()]
+            options = options_of(cls)
+            ordered = sorted(names.split(), key=list(options).index)
+            listed += [_parameter(options[name], panel, from_environment) for name in ordered]
         function.__signature__ = signature.replace(parameters=listed)
         return function
 
@@ -43,8 +45,8 @@ def _parameter(option: Option, panel: str | None, from_environment: bool) -> ins
     )
     kind: Any = list[str] if option.kind is tuple else option.kind
     default = list(option.default) if option.kind is tuple else option.default
-    annotation = Annotated[kind | None if option.is_optional else kind, info]
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    wanted = kind | None if option.is_optional else kind
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[wanted, info])
 
 
 def check_positive(options: Mapping[str, Any]) -> None:
