@@ -32,10 +32,11 @@ from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from chunkattn.evaluation.data import Ranking
+    from chunkattn.evaluation.data import Question, Ranking
     from chunkattn.evaluation.measures import Mean
     from chunkattn.evaluation.report import Row
     from chunkattn.evaluation.results import Results
+    from chunkattn.llm import LLM
 
 Data = Annotated[Path, typer.Argument(help="File of JSON lines: questions with documents and answers, or rankings.")]
 Limit = Annotated[int | None, typer.Option(help="Number of questions or rankings to read; by default all.")]
@@ -68,22 +69,35 @@ def evaluate(
 ) -> None:
     """Measure a model's loss to isolated documents on your questions, or how well it ranks your documents."""
     log_to_stderr(verbose)
-    from chunkattn.evaluation.conditions import conditions_for, tokenize
     from chunkattn.evaluation.data import Ranking, read_data
-    from chunkattn.evaluation.examiner import Examiner
-    from chunkattn.evaluation.report import as_json, compare, conclusion
+    from chunkattn.evaluation.measures import check_ranking_measures
+    from chunkattn.evaluation.report import as_json
     from chunkattn.evaluation.results import Results
 
     check_files(json_file, plot)
     read = read_data(data, _at_least_one("limit", limit))
     known = Results(results or Path(f"{data.stem}.results.jsonl"))
-    engine["max_chunk_len"] = _NO_CHUNK_LIMIT
     rankings = [line for line in read if isinstance(line, Ranking)]
     questions = [line for line in read if not isinstance(line, Ranking)]
     if rankings:
-        _rank(rankings, known, data, model, engine, json_file, plot)
-        return
-    llm = make_llm(model, **engine)
+        check_ranking_measures()
+    llm, facts = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, **engine), dict[str, Any]()
+    if rankings:
+        rows, said = _rank(llm, rankings, known)
+    else:
+        rows, said = _answer(llm, questions, known, max_tokens)
+        facts = {"document_template": llm.parser.documents.template, **asdict(llm.config.calibration)}
+    kind = "queries" if rankings else "questions"
+    head = {"data": data.name, kind: len(read), "model": _name(model), **facts}
+    report = {**head, "rows": as_json(rows), "conclusion": said}
+    _show(rows, f"{_name(model)}, {len(read)} {kind} of {data.name}", said, report, json_file, plot)
+
+
+def _answer(llm: LLM, questions: Sequence[Question], known: Results, max_tokens: int) -> tuple[list[Row], str]:
+    from chunkattn.evaluation.conditions import conditions_for, tokenize
+    from chunkattn.evaluation.examiner import Examiner
+    from chunkattn.evaluation.report import compare, conclusion
+
     calibration = llm.config.calibration
     conditions = conditions_for(calibration, gold=all(question.gold is not None for question in questions))
     prompts = tokenize(llm.parser, questions)
@@ -91,47 +105,18 @@ def evaluate(
         examiner = Examiner(llm, questions, prompts, known, max_tokens=max_tokens, advance=steps.advance)
         examiner.check(conditions)
         values = examiner.examine(conditions, range(len(questions)), texts=True)
-    rows, said = compare(values), conclusion(values, calibration)
-    report = {
-        "data": data.name,
-        "questions": len(questions),
-        "model": _name(model),
-        "document_template": llm.parser.documents.template,
-        **asdict(calibration),
-        "rows": as_json(rows),
-        "conclusion": said,
-    }
-    _show(rows, f"{_name(model)}, {len(questions)} questions of {data.name}", said, report, json_file, plot)
+    return compare(values), conclusion(values, calibration)
 
 
-def _rank(
-    rankings: Sequence[Ranking],
-    known: Results,
-    data: Path,
-    model: str | None,
-    engine: dict[str, Any],
-    json_file: str | None,
-    plot: Path | None,
-) -> None:
-    from chunkattn.evaluation.measures import check_ranking_measures
+def _rank(llm: LLM, rankings: Sequence[Ranking], known: Results) -> tuple[list[Row], str]:
     from chunkattn.evaluation.rankings import measured, rank
-    from chunkattn.evaluation.report import as_json, compare_rankings, ranking_conclusion
+    from chunkattn.evaluation.report import compare_rankings, ranking_conclusion
 
-    check_ranking_measures()
-    llm = make_llm(model, **engine)
     with Steps("queries", len(rankings)) as steps:
         orders = rank(llm, rankings, known, steps.advance)
     given = [list(range(len(ranking.documents))) for ranking in rankings]
     rows = compare_rankings(measured(given, rankings), measured(orders, rankings))
-    said = ranking_conclusion(rows)
-    report = {
-        "data": data.name,
-        "queries": len(rankings),
-        "model": _name(model),
-        "rows": as_json(rows),
-        "conclusion": said,
-    }
-    _show(rows, f"{_name(model)}, {len(rankings)} queries of {data.name}", said, report, json_file, plot)
+    return rows, ranking_conclusion(rows)
 
 
 @command(app)

@@ -343,6 +343,10 @@ def test_commands_of_the_guide_are_taken_by_the_server():
     assert configs[0] == configs[1]
 
 
+def test_the_servers_help_describes_every_option():
+    assert all(action.help for action in serve.chunk_arguments()._actions)
+
+
 def test_every_option_stands_in_the_guide():
     for kind in (ChunkOptions, ConnectorOptions):
         for option in fields(kind):
