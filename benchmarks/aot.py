@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from transformers import LlamaConfig
 
 from chunkattn.backends import AttentionBackend, AttentionBatch, AttentionSpec
@@ -137,13 +136,13 @@ def decoder(model: str, layers: int | None = None) -> Decoder:
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
-    return nnx.eval_shape(lambda: Decoder(spec_from_config(config), jnp.dtype("bfloat16"), rngs=nnx.Rngs(0)))
+    spec = spec_from_config(config)
+    return Decoder(spec, {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in spec.parameters().items()})
 
 
 def weight_bytes(model: str) -> int:
     """Return the bytes of a model's weights."""
-    leaves = jax.tree.leaves(nnx.state(decoder(model)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in decoder(model).weights.values())
 
 
 def lower_step(

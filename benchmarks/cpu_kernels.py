@@ -24,7 +24,7 @@ from chunkattn.backends.base import AttentionBatch, AttentionSpec, Weighing
 from chunkattn.backends.cpu import library
 from chunkattn.backends.cpu import linear as few_rows
 from chunkattn.backends.registry import get_backend
-from chunkattn.bench.rounds import round_name
+from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed
 from chunkattn.models import linear
 

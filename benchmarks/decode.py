@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 
 import chunkattn.backends.xla as xla
 from chunkattn.bench.geometry import GEOMETRIES, make_core
-from chunkattn.bench.rounds import round_name
+from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chunkattn.bench.rounds import round_name
+from chunkattn.bench.measure import round_name
 from chunkattn.bench.score import EXTEND, ScoreBench, Workload, pool_tokens
 from chunkattn.calls.algorithms import AUTO
 from chunkattn.cli.progress import timed

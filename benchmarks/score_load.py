@@ -27,7 +27,7 @@ import numpy as np
 
 from chunkattn import LLM, SamplingParams
 from chunkattn.async_llm import AsyncLLM
-from chunkattn.bench.memory import resident_bytes
+from chunkattn.bench.measure import resident_bytes
 from chunkattn.cli.progress import say, timed
 from chunkattn.errors import DeadlineExceededError
 

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 
 from benchmarks.serving import PATH, Server, greedy
-from chunkattn.bench.rounds import round_name
+from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed
 
 WAYS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}

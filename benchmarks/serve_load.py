@@ -37,7 +37,7 @@ from openai import AsyncOpenAI
 from benchmarks.score_load import GROWTH, SETTLED, mib, percentile
 from benchmarks.serving import Server
 from chunkattn import LLM, ChunkedPrompt, RequestOutput, SamplingParams
-from chunkattn.bench.memory import resident_bytes
+from chunkattn.bench.measure import resident_bytes
 from chunkattn.cli.progress import say, timed
 from chunkattn.server.state import DEMO_NAME
 from training.world import PREFIX, World

@@ -50,7 +50,7 @@ import uvloop
 from benchmarks.serving import Job, Server, connected, greedy
 from chunkattn import LLM, AsyncLLM, SamplingParams
 from chunkattn.bench.geometry import GEOMETRIES, save_model
-from chunkattn.bench.rounds import round_name
+from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed as told
 from chunkattn.engine.messages import EngineLimits
 

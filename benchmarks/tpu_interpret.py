@@ -30,7 +30,7 @@ from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.backend import PallasMetadata, PallasTpuBackend
 from chunkattn.backends.pallas_tpu.blocks import TABLE, Blocks
 from chunkattn.backends.pallas_tpu.write import DEPTH
-from chunkattn.bench.rounds import round_name
+from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed
 from chunkattn.testing import TOLERANCE, check_backend
 

@@ -4,8 +4,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from chunkattn import startup as startup  # starts its clock before the slow imports
-from chunkattn.logs import hide_pytorch_advice
+from chunkattn.logs import hide_pytorch_advice  # starts its clock before the slow imports
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkattn.errors import ConfigError
-from chunkattn.json_files import read_object
+from chunkattn.local_files import read_object
 
 logger = logging.getLogger(__name__)
 

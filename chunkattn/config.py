@@ -13,6 +13,7 @@ import numpy as np
 
 from chunkattn.calibration import Calibration, calibration_of, checked
 from chunkattn.errors import ConfigError, RequestError
+from chunkattn.options import options_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
@@ -38,10 +39,11 @@ class EngineConfig:
         tokenizer: folder, GGUF file or hub id of the tokenizer; by default the model's own.
         revision: revision of the model on the hub.
         skip_tokenizer_init: load no tokenizer. Prompts must then be token ids.
-        dtype: dtype of weights, activations and KV; `"auto"` is the checkpoint's own.
+        dtype: dtype of weights, activations and KV: `"auto"` (the checkpoint's own), `"float32"`, `"bfloat16"` or `"float16"`.
         kv_cache_dtype: dtype of the KV pool. `"auto"` is `dtype`; `"fp8"` and `"fp8_e4m3"` store one byte per value, at
             scale 1.
-        attention_backend: name of a registered attention backend, or `"auto"` to choose by platform.
+        attention_backend: name of a registered attention backend: `"cpu"`, `"pallas_gpu"`, `"pallas_tpu"`, `"xla"`,
+            `"reference"` or another one; `"auto"` chooses by platform.
         enable_chunk_aware: split text and token id prompts at `chunk_separator`.
         chunk_separator: text between prefix, chunks and question.
         document_template: text of a document's chunk, with `{document}` once where the document's text goes. The engine adds it
@@ -145,10 +147,9 @@ class EngineConfig:
             object.__setattr__(self, "kv_store", os.fspath(self.kv_store))
         if self.kv_store == "":
             raise ConfigError("kv_store must be a folder or None, got ''")
-        for option in fields(self):
-            kinds, value = _OPTION_TYPES[str(option.type)], getattr(self, option.name)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise ConfigError(f"{option.name} must be of type {option.type}, got {value!r}")
+        for option in options_of(type(self)).values():
+            if not option.accepts(value := getattr(self, option.name)):
+                raise ConfigError(f"{option.name} must be of type {option.type_name}, got {value!r}")
         for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
@@ -158,9 +159,9 @@ class EngineConfig:
         if self.chunk_position_gap and self.position_strategy != "shared":
             raise ConfigError(f"chunk_position_gap needs position_strategy 'shared', got {self.position_strategy!r}")
         lowest = {"max_logprobs": 0, "seed": 0, "multi_item_scoring_delimiter": 0, "chunk_position_gap": 0}
-        for option in fields(self):
+        for option in options_of(type(self)).values():
             value = getattr(self, option.name)
-            if "int" in str(option.type) and value is not None and value < lowest.get(option.name, 1):
+            if option.kind is int and value is not None and value < lowest.get(option.name, 1):
                 raise ConfigError(f"{option.name} must be at least {lowest.get(option.name, 1)}, got {value}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -183,16 +184,6 @@ class EngineConfig:
         return Calibration(**{name: value for name, value in given.items() if value is not None})
 
 
-_OPTION_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "bool": (bool,),
-    "bool | None": (bool, type(None)),
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-}
 _CALIBRATED = tuple(field.name for field in fields(Calibration))
 """Options that a calibration file can set."""
 
@@ -289,8 +280,8 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: an option is unknown or invalid, or the calibration file is.
     """
-    known = {f.name for f in fields(EngineConfig)}
-    if unknown := sorted(set(options) - known):
+    known = options_of(EngineConfig)
+    if unknown := sorted(options.keys() - known.keys()):
         raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(known))}")
     given = {name: value for name, value in options.items() if value is not None or name not in _CALIBRATED}
     config = EngineConfig(model=model, **given)

@@ -1,11 +1,13 @@
-"""Format of log lines, in the server's process and the engine's, and the line of transformers that is not shown."""
+"""Log lines of both processes: their format and clock, and the line of transformers that is not shown."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import time
 
+_BEGAN = time.perf_counter()
 VARIABLE = "CHUNKATTN_LOG_FORMAT"
 """Environment variable with the log format, `json` or `text`. The engine's process inherits it."""
 
@@ -24,6 +26,11 @@ class JsonFormatter(logging.Formatter):
             **({"exception": self.formatException(record.exc_info)} if record.exc_info else {}),
         }
         return json.dumps(fields, ensure_ascii=False)
+
+
+def since_start() -> float:
+    """Return the seconds since this process began to import the package, whose first module this is."""
+    return time.perf_counter() - _BEGAN
 
 
 def hide_pytorch_advice() -> None:

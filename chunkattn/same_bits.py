@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatc
 _SEQS = 8
 _STEPS = (16, 96, 512)
 """Rows of a step, in turn."""
+Row = tuple[int, int, int]
+"""Number of the prompt, slot and row start of one row."""
 
 
 class _Tokens(NamedTuple):
@@ -27,7 +29,7 @@ class _Tokens(NamedTuple):
 
 
 @dataclass
-class _Prompt:
+class Prompt:
     """A prompt laid out in slots.
 
     Attributes:
@@ -130,18 +132,18 @@ class SameBits:
     def _tokens(self, name: str, longest: int) -> _Tokens:
         return _Tokens(name, *self._draw(int(self._rng.integers(1, longest * self._longest))))
 
-    def _packed(self, prefix: _Tokens, items: list[_Tokens]) -> _Prompt:
+    def _packed(self, prefix: _Tokens, items: list[_Tokens]) -> Prompt:
         """Return a prompt of items that see the prefix and themselves, some of them on a page of their own."""
-        prompt = _Prompt()
+        prompt = Prompt()
         prompt.append(prefix, self._block, aligned=False, own=False)
         prompt.prefix_end = len(prefix.q)
         for item in items:
             prompt.append(item, self._block, aligned=self._pages or bool(self._rng.integers(2)), own=True)
         return prompt
 
-    def _whole(self, name: str = "") -> _Prompt:
+    def _whole(self, name: str = "") -> Prompt:
         """Return a prompt with parts that a question and generated tokens see, or one without."""
-        prompt = _Prompt()
+        prompt = Prompt()
         if self._plain:
             prompt.append(self._tokens(f"{name} plain", 4), self._block, aligned=False, own=False)
             return prompt
@@ -157,7 +159,7 @@ class SameBits:
             prompt.weighing = (float(self._rng.uniform(0.3, 2)), float(self._rng.uniform(0.3, 2)))
         return prompt
 
-    def _compute(self, prompts: list[_Prompt], rows: int, width: int, *, cut: bool) -> dict[tuple[str, int], np.ndarray]:
+    def _compute(self, prompts: list[Prompt], rows: int, width: int, *, cut: bool) -> dict[tuple[str, int], np.ndarray]:
         """Return the outputs of all rows, by the name and the number of the row.
 
         Args:
@@ -184,18 +186,12 @@ class SameBits:
         return {name: found[n, i] for n, prompt in enumerate(prompts) for i, name in enumerate(prompt.rows())}
 
     def _batches(
-        self, prompts: list[_Prompt], size: int, rows: int, width: int, cut: bool
+        self, prompts: list[Prompt], size: int, rows: int, width: int, cut: bool
     ) -> Iterator[tuple[AttentionBatch, list[tuple[int, int]]]]:
         """Yield the steps of `size` rows, each with the prompt and the row number of every row that it uses."""
-        tables, page_len = np.zeros((_SEQS, width), np.int32), np.full((_SEQS, width), self._block, np.int32)
-        prefix_end, pool = np.zeros(_SEQS, np.int32), self._rng.permutation(_SEQS * self._width)
-        weighing = Weighing(np.full(_SEQS, NO_QUESTION, np.int32), *np.ones((2, _SEQS), np.float32))
-        for number, prompt in enumerate(prompts):
+        tables, pool = np.zeros((_SEQS, width), np.int32), self._rng.permutation(_SEQS * self._width)
+        for number in range(len(prompts)):
             tables[number, : self._width] = pool[number * self._width :][: self._width]
-            page_len[number, : len(prompt.page_len)] = prompt.page_len
-            prefix_end[number] = prompt.prefix_end
-            weighing.question_start[number] = prompt.question
-            weighing.temperature[number], weighing.scale[number] = prompt.weighing
         done = [0] * len(prompts)
         while any(n < len(p.slots) for n, p in zip(done, prompts, strict=True)):
             taken: list[tuple[int, int]] = []
@@ -204,12 +200,37 @@ class SameBits:
                 span = int(self._rng.integers(0, min(most, self._rng.choice([2, 40, rows])) + 1)) if cut else most
                 taken += [(number, row) for row in range(done[number], done[number] + span)]
                 done[number] += span
-            columns = np.zeros((3, size), np.int32)
-            for at, (number, row) in enumerate(taken):
-                columns[:, at] = number, prompts[number].slots[row], prompts[number].row_start[row]
-            weighed = weighing if self._weighs else None
-            row_seq, row_slot, row_start = columns
-            yield (
-                AttentionBatch(len(taken), row_seq, row_slot, row_start, prefix_end, tables, page_len, self._block, weighed),
-                taken,
-            )
+            picked = [(number, prompts[number].slots[row], prompts[number].row_start[row]) for number, row in taken]
+            yield batch_of(prompts, tables, picked, size, self._block, weighs=self._weighs), taken
+
+
+def batch_of(
+    prompts: Sequence[Prompt],
+    tables: np.ndarray,
+    rows: Sequence[Row],
+    size: int,
+    block_size: int,
+    *,
+    weighs: bool,
+) -> AttentionBatch:
+    """Return a step of some rows.
+
+    Args:
+        prompts: the prompts, at most as many as there are tables.
+        tables: int32 `[sequences, width]` pages of every prompt.
+        rows: every row in use.
+        size: rows of the step, unused ones included.
+        block_size: slots per page.
+        weighs: whether the batch weighs chunks anew.
+    """
+    page_len, prefix_end = np.full(tables.shape, block_size, np.int32), np.zeros(len(tables), np.int32)
+    weighing = Weighing(np.full(len(tables), NO_QUESTION, np.int32), *np.ones((2, len(tables)), np.float32))
+    for number, prompt in enumerate(prompts):
+        page_len[number, : len(prompt.page_len)] = prompt.page_len
+        prefix_end[number] = prompt.prefix_end
+        weighing.question_start[number] = prompt.question
+        weighing.temperature[number], weighing.scale[number] = prompt.weighing
+    row_seq, row_slot, row_start = np.zeros((3, size), np.int32)
+    row_seq[: len(rows)], row_slot[: len(rows)], row_start[: len(rows)] = np.asarray(rows, np.int32).reshape(-1, 3).T
+    found = weighing if weighs else None
+    return AttentionBatch(len(rows), row_seq, row_slot, row_start, prefix_end, tables, page_len, block_size, found)

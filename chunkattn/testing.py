@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import FP8, NO_QUESTION, AttentionBackend, AttentionBatch, AttentionSpec, Weighing
+from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec
 from chunkattn.backends.registry import get_backend
-from chunkattn.cache.slots import SlotPlan, plan_slots
+from chunkattn.cache.slots import plan_slots
 from chunkattn.errors import BackendError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
-from chunkattn.same_bits import SameBits
+from chunkattn.same_bits import Prompt, Row, SameBits, batch_of
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 """Largest absolute difference from the reference, by dtype."""
@@ -27,15 +27,11 @@ _MAX_VALUE = 3**0.5
 
 
 @dataclass
-class _Sequence:
-    """Sequence with the slots and row starts of all tokens, including generated tokens, and the rows computed so far."""
+class _Sequence(Prompt):
+    """Prompt with the slots and row starts of its generated tokens, too, its pages, and the rows computed so far."""
 
-    plan: SlotPlan
-    pages: list[int]
-    slots: list[int]
-    row_start: list[int]
-    question: int = NO_QUESTION
-    weighing: tuple[float, float] = (1.0, 1.0)
+    prompt_len: int = 0
+    pages: list[int] = field(default_factory=list)
     done: int = 0
 
 
@@ -81,45 +77,26 @@ def random_steps(
         decodes = _DECODES if layout.question_len else 0
         if plan.end + decodes <= width * block_size:
             slots = [*plan.slots.tolist(), *range(plan.end, plan.end + decodes)]
-            pages = [pool.pop() for _ in range(width)]
-            sequence = _Sequence(plan, pages, slots, plan.row_start.tolist() + [0] * decodes)
+            sequence = _Sequence([], slots, plan.row_start.tolist() + [0] * decodes, plan.prefix_end, list(plan.page_len))
+            sequence.prompt_len, sequence.pages = len(plan.slots), [pool.pop() for _ in range(width)]
             if weighs and layout.question_len and any(layout.chunk_lens) and rng.random() < 0.8:
                 sequence.question = int(plan.slots[layout.question_start])
                 sequence.weighing = (float(rng.uniform(0.3, 2)), float(rng.uniform(0.3, 2)))
             sequences.append(sequence)
+    tables = np.zeros((_SEQS, width), np.int32)
+    tables[: len(sequences)] = np.reshape([sequence.pages for sequence in sequences], (-1, width))
     steps: list[AttentionBatch] = []
     while any(s.done < len(s.slots) for s in sequences) or not steps:
-        rows: list[tuple[int, int, int]] = []  # sequence, slot, row_start
+        rows: list[Row] = []
         for index, seq in enumerate(sequences):
-            prompt = len(seq.plan.slots) - seq.done
+            prompt = seq.prompt_len - seq.done
             most = min(prompt if prompt > 0 else min(1, len(seq.slots) - seq.done), most_rows - len(rows))
             span = int(rng.integers(0, most + 1))
             picked = slice(seq.done, seq.done + span)
             rows += [(index, slot, start) for slot, start in zip(seq.slots[picked], seq.row_start[picked], strict=True)]
             seq.done += span
-        steps.append(_batch(sequences, rows, block_size, scale, weighs))
+        steps.append(batch_of(sequences, tables, rows, most_rows, block_size, weighs=weighs))
     return steps
-
-
-def _batch(
-    sequences: list[_Sequence], rows: list[tuple[int, int, int]], block_size: int, scale: int, weighs: bool
-) -> AttentionBatch:
-    table = np.zeros((_SEQS, scale * _WIDTH), np.int32)
-    page_len = np.full((_SEQS, scale * _WIDTH), block_size, np.int32)
-    prefix_end = np.zeros(_SEQS, np.int32)
-    weighing = Weighing(np.full(_SEQS, NO_QUESTION, np.int32), *np.ones((2, _SEQS), np.float32))
-    for index, seq in enumerate(sequences):
-        table[index] = seq.pages
-        page_len[index, : len(seq.plan.page_len)] = seq.plan.page_len
-        prefix_end[index] = seq.plan.prefix_end
-        weighing.question_start[index] = seq.question
-        weighing.temperature[index], weighing.scale[index] = seq.weighing
-    columns = np.zeros((3, scale * _ROWS), np.int32)
-    columns[:, : len(rows)] = np.asarray(rows, np.int32).reshape(-1, 3).T
-    row_seq, row_slot, row_start = columns
-    return AttentionBatch(
-        len(rows), row_seq, row_slot, row_start, prefix_end, table, page_len, block_size, weighing if weighs else None
-    )
 
 
 def _full_of_nan(pool: jax.Array) -> jax.Array:

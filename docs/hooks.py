@@ -151,17 +151,19 @@ def _flags(parameter: Any) -> str:
 def _command_table(name: str) -> str:
     """Arguments and flags of one command."""
     command, rows = commands()[name], [("argument or flag", "type", "default", "meaning")]
-    types, texts = _types(command), _option_texts() if name == "serve" else {}
+    types, texts = _types(command), _option_texts()
     for parameter in command.params:
         flags = f"`{parameter.name.upper()}`" if parameter.param_type_name == "argument" else _flags(parameter)
         default = "required" if parameter.required else _flag_default(parameter.default)
-        text = _sentence(texts[parameter.name]) if parameter.name in texts else parameter.help or ""
+        text = _sentence(texts.get(parameter.name))
+        if text.replace("`", "") != parameter.help:
+            text = parameter.help or ""
         rows.append((flags, types[parameter.name], default, text))
     return "\n\n".join([_first_line(command.help), _table(*rows) if len(rows) > 1 else "It takes no flags."])
 
 
 def _option_texts() -> dict[str, str]:
-    """Return the description of every option of engine and server; the help of `chunkattn serve` has no code spans."""
+    """Return the description of every option of engine and server; the help of commands has no code spans."""
     from chunkattn.config import EngineConfig
     from chunkattn.server.options import ServerConfig
 
@@ -338,9 +340,9 @@ _MEANINGS = {
 
 def _described(thing: Any) -> dict[str, str]:
     """Return the description of every attribute or argument, from a docstring."""
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(thing.__doc__ or ""), re.MULTILINE)
-    texts = {name: " ".join(text.split()) for name, text in entries}
-    return {name: text for name, text in texts.items() if not text.startswith("see `")}
+    from chunkattn.options import descriptions
+
+    return {name: text for name, text in descriptions(thing).items() if not text.startswith("see `")}
 
 
 TABLES: dict[str, Callable[[str], str]] = {

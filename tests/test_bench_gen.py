@@ -14,7 +14,7 @@ from chunkattn.bench import cases, generate, geometry, peer_script, peers
 from chunkattn.bench.cases import GenerateBench, Sizes
 from chunkattn.bench.generate import Case, run
 from chunkattn.bench.peer_script import DecodeClock
-from chunkattn.bench.peers import PeerError, VllmProcess
+from chunkattn.bench.peers import PeerError, PeerProcess
 from chunkattn.bench.score import Workload, needed_flops
 from chunkattn.cli import app
 from chunkattn.engine.messages import GenerateRequest
@@ -182,7 +182,7 @@ def test_vllm_that_fails_has_no_figures_and_says_why(tmp_path):
 def test_vllm_shares_a_gpu_and_may_use_cuda_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.jax, "default_backend", lambda: "gpu")
     python, log = fake_vllm(tmp_path)
-    with VllmProcess(python, "tiny", max_model_len=20) as process:
+    with PeerProcess(python, "vllm", "tiny", max_model_len=20) as process:
         process.run([[[1, 2]]], 2)
     options = json.loads(log.read_text().splitlines()[0])["load"]
     assert process.note == ""  # no library that only CPUs need is missing
@@ -204,9 +204,9 @@ def test_a_process_that_dies_is_noticed(tmp_path):
     python.write_text("#!/bin/sh\nsleep 60 &\necho the reason >&2\nexit 3\n")  # a child holds the pipes
     python.chmod(0o755)
     with pytest.raises(PeerError, match="the reason"):
-        VllmProcess(python, "tiny")
+        PeerProcess(python, "vllm", "tiny")
     with pytest.raises(PeerError, match="No such file"):
-        VllmProcess(Path("/nowhere/python"), "tiny")
+        PeerProcess(Path("/nowhere/python"), "vllm", "tiny")
 
 
 @pytest.mark.ci

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from benchmarks.score_auto import Query, draw
 from benchmarks.score_auto import measure as measure_auto
 from chunkattn.bench import geometry
-from chunkattn.bench.memory import peak_bytes, reset_peak, resident_bytes
+from chunkattn.bench.measure import peak_bytes, reset_peak, resident_bytes
 from chunkattn.bench.peers import time_peer
 from chunkattn.bench.score import Case, ScoreBench, Workload, needed_flops, run
 from chunkattn.cli import app

@@ -4,11 +4,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 
 import pytest
 import typer
 
 from chunkattn.cli import app
+from chunkattn.config import EngineConfig
+from chunkattn.options import options_of
+from chunkattn.server.options import ServerConfig
 
 
 def commands(command=None, *names) -> Iterator:
@@ -62,3 +66,28 @@ def test_help_without_a_terminal():
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=variables, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     check(ALL["serve",], done.stdout, 80)
+
+
+def test_every_field_of_the_configurations_is_an_option_of_serve():
+    options = {option.name: option for option in ALL["serve",].params}
+    for cls in (EngineConfig, ServerConfig):
+        for field in fields(cls):
+            option, default = options[field.name], field.default
+            assert option.default == (list(default) if isinstance(default, tuple) else default), field.name
+            assert option.help, field.name
+
+
+def test_options_have_the_types_of_their_fields():
+    options = options_of(EngineConfig)
+    for name, right, wrong in (
+        ("warmup", (True, None), (1, "on")),
+        ("seed", (0, 2**40), (True, None, 1.0)),
+        ("block_size", (16, None), (True, 16.0)),
+        ("max_decode_gap_s", (1, 0.5), (True, None, "1")),
+        ("dtype", ("auto",), (None, 1)),
+    ):
+        assert all(map(options[name].accepts, right)), name
+        assert not any(map(options[name].accepts, wrong)), name
+    assert options["block_size"].type_name == "int | None"
+    assert options["kv_store_max_bytes"].flag == "--kv-store-max-bytes"
+    assert options["kv_store_max_bytes"].help == "Size limit of the kv_store folder in bytes."

@@ -1,6 +1,7 @@
 """The option `batch_invariant`, the test of the machine behind it, and products and norms bit by bit."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from chunkattn.backends.cpu import linear as few_rows
 from chunkattn.engine import invariance
 from chunkattn.engine.invariance import Invariance, rows_agree
 from chunkattn.errors import ConfigError
-from chunkattn.models.linear import RMSNorm, dot, sums
+from chunkattn.models.linear import dot, rms_norm, sums
 from tests.cpu_kernels import use
 from tests.tiled_backend import OwnSequences
 
@@ -71,7 +72,7 @@ def test_products_and_sums_have_one_order(dtype, depth, outputs):
 
 
 def test_norms_have_one_order():
-    norm, rng = RMSNorm(128, 1e-6, jnp.dtype("bfloat16")), np.random.default_rng(0)
+    norm, rng = partial(rms_norm, scale=jnp.ones(128, jnp.bfloat16), epsilon=1e-6), np.random.default_rng(0)
     x = rng.standard_normal((40, 3, 128)).astype(np.float32)
     whole = jax.jit(norm)(x)
     np.testing.assert_allclose(whole, x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6), rtol=1e-5)

@@ -14,7 +14,6 @@ from chunkattn.server import key_file, keys
 from chunkattn.server.app import create_app
 from chunkattn.server.document_store import Documents
 from chunkattn.server.errors import ApiError
-from chunkattn.server.key_reloader import KeyReloader
 from chunkattn.server.keys import Keys
 from chunkattn.server.middleware import OPEN_PATHS
 from chunkattn.server.options import ServerConfig
@@ -125,7 +124,7 @@ def test_the_loop_runs_on_while_the_file_is_read(tmp_path):
             return 0
 
     async def main():
-        reloader = KeyReloader(made, NoDocuments())
+        reloader = keys.KeyReloader(made, NoDocuments().delete_owned)
         task = asyncio.create_task(reloader.run())
         reloader.ask()
         while not running.is_set():

@@ -51,8 +51,7 @@ SPOILT = [*OTHER[:4], BAD, *OTHER[4:]]
 def damaged(core, name, value, row=BAD):
     """A row of the first array of a name is `value` in the loaded model."""
     runner = core.runner
-    paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(runner._state, runner._params))[0]
-    place, *_ = [i for i, (path, _) in enumerate(paths) if name in str(path)]
+    place = next(place for place, found in enumerate(runner._names) if name in found)
     kept = runner._params[place]
     runner._params[place] = kept.at[row].set(value)
     try:

@@ -19,8 +19,8 @@ from fastapi.testclient import TestClient
 from chunkattn import async_llm
 from chunkattn.calls.precompute import PrecomputeJob
 from chunkattn.server import document_store
-from chunkattn.server.answers import json_answer
 from chunkattn.server.app import create_app
+from chunkattn.server.bodies import json_answer
 from chunkattn.server.document_store import Documents
 from chunkattn.server.http import BoundedHttp, ConnectionLimits
 from chunkattn.server.keys import Caller

@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from transformers import AutoTokenizer, Qwen3Config
 
 from chunkattn.layout import ChunkLayout
-from chunkattn.models.decoder import Decoder
+from chunkattn.models.decoder import Decoder, random_decoder
 from chunkattn.models.spec import spec_from_config
 from chunkattn.models.weights import save_weights
 from chunkattn.rope.positions import make_layout
@@ -201,9 +200,9 @@ def main() -> None:
     sampler = Sampler(args.out, args.seed)
     config = demo_config(len(sampler.tokenizer))
     config.save_pretrained(args.out)
-    model = Decoder(spec_from_config(config), rngs=nnx.Rngs(args.seed))
-    graph, params = nnx.split(model)
-    print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters", flush=True)
+    spec = spec_from_config(config)
+    params = random_decoder(spec, jnp.dtype("float32"), args.seed).weights
+    print(f"{sum(p.size for p in params.values()):,} parameters", flush=True)
     steps = sum(int(s.steps * args.scale) for s in CURRICULUM)
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, 200, steps, args.learning_rate / 50)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05))
@@ -211,7 +210,7 @@ def main() -> None:
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        loss, grads = jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch))(params)
+        loss, grads = jax.value_and_grad(lambda p: loss_fn(Decoder(spec, p), batch))(params)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -225,7 +224,7 @@ def main() -> None:
             print(json.dumps({"step": number, "of": steps, "loss": round(mean, 4), "s": seconds}), flush=True)
             losses = []
         if number % 500 == 0 or number == steps:
-            save_weights(nnx.merge(graph, params), args.out)
+            save_weights(Decoder(spec, params), args.out)
 
 
 if __name__ == "__main__":

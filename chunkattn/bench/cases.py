@@ -113,7 +113,7 @@ class Job:
         name: see `Case`.
         unit: see `Case`.
         measure: measures chunkattn.
-        batches: token ids that vLLM gets; see `VllmProcess.run`.
+        batches: token ids that vLLM gets; see `PeerProcess.run`.
         max_tokens: tokens to generate for each prompt.
         items: items of a scoring request, else 0.
     """

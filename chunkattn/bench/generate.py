@@ -16,9 +16,8 @@ from typing import Self
 
 from chunkattn.bench.cases import CASES, GenerateBench, Job, Sample, Sizes
 from chunkattn.bench.geometry import GEOMETRIES
-from chunkattn.bench.memory import peak_bytes, reset_peak
-from chunkattn.bench.peers import NOT_FOUND, PeerError, VllmProcess, find_python
-from chunkattn.bench.rounds import Progress, round_name
+from chunkattn.bench.measure import Progress, peak_bytes, reset_peak, round_name
+from chunkattn.bench.peers import NOT_FOUND, PeerError, PeerProcess, find_python
 from chunkattn.bench.score import matmul_rate, read_mib, read_rate
 from chunkattn.errors import EngineError
 
@@ -213,7 +212,7 @@ class _Peer:
         pythons: Sequence[Path] | None,
         progress: Progress,
     ) -> None:
-        self._process: VllmProcess | None = None
+        self._process: PeerProcess | None = None
         self._progress = progress
         self.name, self.note = "", ""
         if pythons is None:
@@ -226,7 +225,7 @@ class _Peer:
         options = {"dtype": dtype, "max_model_len": limit, "max_num_batched_tokens": max(8192, limit)}
         try:
             with progress("start of vllm"):
-                self._process = VllmProcess(python, geometry, **options)
+                self._process = PeerProcess(python, "vllm", geometry, **options)
         except PeerError as error:
             self.note = f"failed: {error}"
         else:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 from transformers import Qwen3Config
 
 from chunkattn.backends import make_backend
@@ -15,9 +14,9 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.build import attention_spec, enable_compile_cache
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.runner import Runner
-from chunkattn.models.decoder import Decoder
+from chunkattn.models.decoder import Decoder, random_decoder
 from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
-from chunkattn.models.spec import DecoderSpec, spec_from_config
+from chunkattn.models.spec import EMBEDDING, DecoderSpec, spec_from_config
 from chunkattn.models.weights import save_weights
 
 _COMMON = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1e6}
@@ -70,7 +69,7 @@ def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend
     config = EngineConfig(dtype=dtype, **options)
     spec = spec_of(geometry)
     enable_compile_cache()
-    model = Decoder(spec, jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    model = random_decoder(spec, jnp.dtype(dtype))
     attention = make_backend(backend, attention_spec(config, spec, jnp.dtype(dtype)))
     return EngineCore(Runner(model, attention, num_pages, config.max_logprobs), config, spec.max_model_len)
 
@@ -89,8 +88,7 @@ def save_model(geometry: str, folder: Path) -> None:
     config = deepcopy(GEOMETRIES[geometry])
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
-    model = Decoder(spec_of(geometry), jnp.bfloat16, rngs=nnx.Rngs(0))
-    embedding = model.embed_tokens.embedding
+    model = random_decoder(spec_of(geometry), jnp.dtype("bfloat16"))
     # Zero the embeddings of ids without text, so every token can be streamed: a logit of 0 is never the highest.
-    embedding[...] = embedding[...].at[len(tokenizer) :].set(0)
-    save_weights(model, folder)
+    embedding = model.weights[EMBEDDING].at[len(tokenizer) :].set(0)
+    save_weights(Decoder(model.spec, model.weights | {EMBEDDING: embedding}), folder)

@@ -13,10 +13,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.bench.score import LABELS, Workload
@@ -80,44 +82,29 @@ def time_peer(
     python = find_python(pythons, peer)
     if python is None:
         return PeerCase(**asdict(workload), peer=peer, note=NOT_FOUND)
-    config = GEOMETRIES[geometry]
-    job = {
-        **asdict(workload),
-        "config": config.to_dict(),
-        "measured_items": measured_items,
-        "repeats": repeats,
-        "labels": [label % config.vocab_size for label in LABELS],
-        "options": _gpu_options(),
-    }
-    # Spinning threads of torch lose much time on a machine with other load.
-    added, note = _for_vllm(python) if peer == "vllm" else ({"OMP_WAIT_POLICY": "passive"}, "")
+    vocab, is_vllm = GEOMETRIES[geometry].vocab_size, peer == "vllm"
+    options = {"dtype": "bfloat16", "max_model_len": workload.query + workload.item_len + 16} if is_vllm else {}
+    rng, seconds = np.random.default_rng(), list[float]()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            result_file = Path(folder) / "result.json"
-            subprocess.run(
-                [python, _SCRIPT, peer, result_file],
-                input=json.dumps(job),
-                env=os.environ | {"HF_HUB_OFFLINE": "1"} | added,
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_S,
-                check=True,
-            )
-            result = json.loads(result_file.read_text())
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-        return PeerCase(**asdict(workload), peer=peer, note=f"failed: {last}")
-    except (OSError, subprocess.TimeoutExpired) as error:
+        with PeerProcess(python, peer, geometry, **options) as process:
+            for count in (min(8 if is_vllm else 1, measured_items), *repeat(measured_items, repeats)):
+                query = rng.integers(0, vocab, workload.query)
+                prompts = [[*query.tolist(), *rng.integers(0, vocab, workload.item_len).tolist()] for _ in range(count)]
+                # vLLM gets the first item before the others, so that the query is in its cache.
+                batches = [batch for batch in (prompts[:1], prompts[1:]) if batch]
+                found = process.run(batches, 1, len(LABELS), labels=[label % vocab for label in LABELS])
+                seconds.append(found["seconds"])
+    except PeerError as error:
         return PeerCase(**asdict(workload), peer=peer, note=f"failed: {error}")
-    seconds = statistics.median(result["seconds"])
+    median = statistics.median(seconds[1:])
     return PeerCase(
         **asdict(workload),
         peer=peer,
-        version=result["version"],
+        version=process.version,
         measured_items=measured_items,
-        seconds=seconds * workload.items / measured_items,
-        items_per_s=measured_items / seconds,
-        note=note,
+        seconds=median * workload.items / measured_items,
+        items_per_s=measured_items / median,
+        note=process.note,
     )
 
 
@@ -125,34 +112,37 @@ class PeerError(Exception):
     """A peer's process could not run a job."""
 
 
-class VllmProcess:
-    """vLLM in a process of its own interpreter. It keeps the model between jobs, so that rounds can take turns with it.
+class PeerProcess:
+    """A library in a process of its own interpreter. It keeps the model between jobs, so that rounds can take turns with it.
 
     Args:
-        python: interpreter with vLLM.
+        python: interpreter with the library.
+        peer: name in `PEERS`.
         geometry: name of the model's geometry; the weights are random.
-        **options: other options of `vllm.LLM`.
+        **options: options of `vllm.LLM`; none for transformers.
 
     Attributes:
-        version: version of vLLM.
-        note: libraries that would make vLLM faster and are missing, or an empty text.
+        version: version of the library.
+        note: libraries that would make the peer faster and are missing, or an empty text.
 
     Raises:
-        PeerError: vLLM does not start.
+        PeerError: the library does not start.
     """
 
-    def __init__(self, python: Path, geometry: str, **options: Any) -> None:
-        variables, self.note = _for_vllm(python)
+    def __init__(self, python: Path, peer: str, geometry: str, **options: Any) -> None:
+        # Spinning threads of torch lose much time on a machine with other load.
+        variables, self.note = _for_vllm(python) if peer == "vllm" else ({"OMP_WAIT_POLICY": "passive"}, "")
+        gpu = _gpu_options() if peer == "vllm" else {}
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  `close` closes it
         try:
             self._process = subprocess.Popen(
-                [python, _SCRIPT, "serve"],
+                [python, _SCRIPT, peer],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env=os.environ | {"HF_HUB_OFFLINE": "1"} | variables,
                 text=True,
-                start_new_session=True,  # so that `close` can end vLLM's own processes too
+                start_new_session=True,  # so that `close` can end the library's own processes too
             )
         except OSError as error:
             self._errors.close()
@@ -161,7 +151,7 @@ class VllmProcess:
         assert self._process.stdout is not None
         self._jobs, self._answers = self._process.stdin, self._process.stdout
         try:
-            self.version = self._ask({"config": GEOMETRIES[geometry].to_dict(), **_gpu_options(), **options})["version"]
+            self.version = self._ask({"config": GEOMETRIES[geometry].to_dict(), **gpu, **options})["version"]
         except BaseException:
             self.close()
             raise
@@ -172,22 +162,25 @@ class VllmProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, batches: list[list[list[int]]], max_tokens: int, logprobs: int | None = None) -> dict[str, Any]:
+    def run(
+        self, batches: list[list[list[int]]], max_tokens: int, logprobs: int | None = None, labels: Sequence[int] = ()
+    ) -> dict[str, Any]:
         """Run batches of prompts one after the other, each as a whole.
 
         Args:
             batches: token ids of each prompt of each batch.
             max_tokens: tokens to generate for each prompt.
             logprobs: number of likeliest tokens whose log-probabilities are returned; None returns none.
+            labels: token ids whose log-probabilities transformers returns.
 
         Returns:
-            `seconds` of all batches, and `decode_rate`, the tokens per second of the last batch while all of its sequences
-            decode.
+            `seconds` of all batches, and from vLLM `decode_rate`, the tokens per second of the last batch while all of its
+            sequences decode.
 
         Raises:
-            PeerError: vLLM failed.
+            PeerError: the library failed.
         """
-        return self._ask({"batches": batches, "max_tokens": max_tokens, "logprobs": logprobs})
+        return self._ask({"batches": batches, "max_tokens": max_tokens, "logprobs": logprobs, "labels": [*labels]})
 
     def close(self) -> None:
         """End the process. A process that does not end in time is killed."""

@@ -14,12 +14,12 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
 from chunkattn.bench.geometry import GEOMETRIES, make_core
-from chunkattn.bench.rounds import Progress, round_name
+from chunkattn.bench.measure import Progress, round_name
 from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
@@ -156,8 +156,3 @@ def _layout(mode: str, prefix: list[int], documents: list[list[int]], question: 
     if mode.startswith("chunks"):
         return make_layout(prefix, documents, question)
     return make_layout([], [], [*prefix, *(token for document in documents for token in document), *question])
-
-
-def as_records(cases: list[Case]) -> list[dict[str, object]]:
-    """Return the cases as JSON objects."""
-    return [asdict(c) for c in cases]

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.bench.geometry import make_core
-from chunkattn.bench.memory import peak_bytes, reset_peak, resident_bytes
-from chunkattn.bench.rounds import Progress, round_name
+from chunkattn.bench.measure import Progress, peak_bytes, reset_peak, resident_bytes, round_name
 from chunkattn.calls.algorithms import ALGORITHMS, QueryItems, refusals
 from chunkattn.calls.score_plan import QueryPlan
 from chunkattn.calls.score_planner import ScorePlanner

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from chunkattn.cli.common import check_file, command, command_group, console
+from chunkattn.cli.common import check_file, command, command_group, console, write_json
 from chunkattn.cli.progress import Rounds
 from chunkattn.errors import ConfigError
 
@@ -40,7 +40,7 @@ def rag(
 ) -> None:
     """Measure the time to the first token of an answer from documents: plain and chunk-aware, cold and warm."""
     from chunkattn.bench.geometry import GEOMETRIES
-    from chunkattn.bench.rag import Workload, as_records, run
+    from chunkattn.bench.rag import Workload, run
 
     check_options(geometry, dtype, json_file, plot)
     numbers = (*(documents or (4, 12)), *(document_tokens or (500,)), prefix_tokens, question_tokens, repeats)
@@ -52,13 +52,8 @@ def rag(
         raise ConfigError(f"a plain prompt of {longest} tokens is longer than the {limit} of {geometry}")
     with Rounds() as rounds:
         cases = list(run(geometry, workload, dtype=dtype, progress=rounds))
-    records = json.dumps(as_records(cases), indent=2)
-    if json_file == "-":
-        print(records)
-    else:
+    if write_json([asdict(case) for case in cases], json_file):
         console.print(_table(cases, f"{geometry}, {dtype}: prefix {prefix_tokens}, question {question_tokens} tokens"))
-        if json_file:
-            Path(json_file).write_text(records + "\n")
     if plot is not None:
         _plot(cases, plot, geometry)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -10,12 +9,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
 import chunkattn
 from chunkattn.cli.bench import BlockSize, Geometry, JsonFile, check_options, group
-from chunkattn.cli.common import command, console
+from chunkattn.cli.common import command, console, figures, print_lines, write_json
 from chunkattn.cli.environment import processor
 from chunkattn.cli.progress import Rounds
 from chunkattn.errors import ConfigError
@@ -92,13 +89,8 @@ def gen(
             progress=rounds,
         )
     facts = _facts(report)
-    records = json.dumps({"geometry": geometry, "dtype": dtype, "facts": facts, **asdict(report)}, indent=2)
-    if json_file == "-":
-        print(records)
-        return
-    _print(report, facts, f"{geometry}, {dtype}: median (minimum to maximum) of {repeats} rounds")
-    if json_file:
-        Path(json_file).write_text(records + "\n")
+    if write_json({"geometry": geometry, "dtype": dtype, "facts": facts, **asdict(report)}, json_file):
+        _print(report, facts, f"{geometry}, {dtype}: median (minimum to maximum) of {repeats} rounds")
 
 
 def _facts(report: Report) -> dict[str, str]:
@@ -124,9 +116,7 @@ def _facts(report: Report) -> dict[str, str]:
 def _print(report: Report, facts: dict[str, str], title: str) -> None:
     """Print the table and what is needed to read it."""
     columns = ["", "chunkattn", *(["vllm", "ratio"] if report.peer else []), "of peak"]
-    table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.no_wrap, column.justify = True, "right" if column.header else "left"
+    table = figures(*columns, title=title)
     for case in report.cases:
         table.add_row(*_cells(case, bool(report.peer)))
     console.print(table)
@@ -139,8 +129,7 @@ def _print(report: Report, facts: dict[str, str], title: str) -> None:
         "of peak, decode: the weights, read once a step, against the memory's rate",
         "of peak, other cases: needed operations against the rate of matrix products",
     ]
-    for note in notes:
-        console.print(note, soft_wrap=True, markup=False)
+    print_lines(notes)
 
 
 def _cells(case: Case, peer: bool) -> list[str]:

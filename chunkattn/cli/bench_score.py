@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -10,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
 from chunkattn.cli.bench import BlockSize, Geometry, JsonFile, check_options, group, save_picture
-from chunkattn.cli.common import command, console
+from chunkattn.cli.common import command, console, figures, print_lines, write_json
 from chunkattn.cli.progress import Rounds
 from chunkattn.errors import ConfigError
 
@@ -84,17 +81,12 @@ def score(
             with rounds(f"{workload.name}, {peer}, all rounds"):
                 others.append(time_peer(peer_python or [], peer, geometry, workload, measured_items=measured, repeats=repeated))
     report = {"geometry": geometry, "dtype": dtype, "cases": [*map(asdict, cases)], "peers": [*map(asdict, others)]}
-    records = json.dumps(report, indent=2)
-    if json_file == "-":
-        print(records)
-    else:
+    if write_json(report, json_file):
         for w in workloads:
             title = f"{geometry}, {dtype}: query {w.query}, {w.items} items of {w.item_len}"
             served = [c for c in cases if _workload(c) == w]
             left_out = [name for name in names if name not in {c.algorithm for c in served}]
             _print(served, [o for o in others if _workload(o) == w], left_out, title)
-        if json_file:
-            Path(json_file).write_text(records + "\n")
     if plot is not None:
         _plot(cases, others, plot, geometry)
 
@@ -107,9 +99,7 @@ def _workload(case: Case | PeerCase) -> Workload:
 
 def _print(cases: list[Case], others: list[PeerCase], left_out: list[str], title: str) -> None:
     columns = ("", "seconds", "items/s", "ratio", "of peak", "rows", "predicted", "host MiB")
-    table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.no_wrap, column.justify = True, "right" if column.header else "left"
+    table = figures(*columns, title=title)
     for case in cases:
         table.add_row(
             ("  query cached" if case.cached else case.algorithm) + (" *" if case.auto else ""),
@@ -123,9 +113,9 @@ def _print(cases: list[Case], others: list[PeerCase], left_out: list[str], title
         )
     serial = next((case.seconds for case in cases if case.algorithm == "serial"), None)
     for other in others:
-        figures = () if other.seconds is None else (f"{other.seconds:.3g}", f"{other.items / other.seconds:.3g}")
+        cells = () if other.seconds is None else (f"{other.seconds:.3g}", f"{other.items / other.seconds:.3g}")
         ratio = f"{serial / other.seconds:.2f}" if serial and other.seconds else ""
-        table.add_row(other.peer, *figures, ratio)
+        table.add_row(other.peer, *cells, ratio)
     console.print(table)
     notes = [
         "ratio: speed over serial; *: the algorithm that auto picks",
@@ -137,9 +127,7 @@ def _print(cases: list[Case], others: list[PeerCase], left_out: list[str], title
     for other in others:
         timed = f"{other.measured_items} of {other.items} items timed" if other.seconds else ""
         notes.append(f"{other.name}: {', '.join(text for text in (timed, other.note) if text)}")
-    for note in notes:
-        console.print(note, soft_wrap=True, markup=False)
-    console.print()
+    print_lines([*notes, ""])
 
 
 def _plot(cases: list[Case], others: list[PeerCase], path: Path, geometry: str) -> None:

@@ -7,30 +7,16 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from chunkattn.cache.disk.store import KVStore
-from chunkattn.cli.common import (
-    Backend,
-    CalibrationFile,
-    DocumentTemplate,
-    Dtype,
-    Gap,
-    KVCacheDtype,
-    Model,
-    Strategy,
-    Tokenizer,
-    Verbose,
-    command,
-    command_group,
-    console,
-    log_to_stderr,
-    make_llm,
-)
+from chunkattn.cli.common import Model, Verbose, command, command_group, console, log_to_stderr, make_llm
+from chunkattn.cli.options import with_options
+from chunkattn.cli.progress import Steps
+from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, RequestError
 
 group = command_group("cache", "Compute the K/V of documents ahead of use and keep it on disk.")
@@ -40,14 +26,19 @@ BATCH = 16
 """Documents per call: the progress bar moves after each call, and at most one call's documents wait for the disk."""
 
 
+_ENGINE = (
+    "tokenizer document_template position_strategy chunk_position_gap chunk_calibration dtype kv_cache_dtype attention_backend"
+)
+
+
 @command(group)
+@with_options((EngineConfig, None, _ENGINE))
 def build(
     folder: Annotated[Path, typer.Argument(help="Folder of the documents; every matching file is one document.")],
     kv_store: Store,
     prefix: Annotated[str | None, typer.Option(help="Prefix of the prompts that will use the documents.")] = None,
     prefix_file: Annotated[Path | None, typer.Option(help="File that holds the prefix.")] = None,
     system: Annotated[str | None, typer.Option(help="System message of the chats that will use the documents.")] = None,
-    document_template: DocumentTemplate = None,
     pattern: Annotated[str, typer.Option(help="Glob pattern of the files, relative to the folder.")] = "**/*.txt",
     cache_salt: Annotated[str | None, typer.Option(help="Salt of the requests that may use the K/V.")] = None,
     api_key_file: Annotated[
@@ -57,15 +48,9 @@ def build(
         str | None, typer.Option(help="Name in the key file; its requests without a cache_salt may use the K/V.")
     ] = None,
     max_bytes: Annotated[int, typer.Option(help="Size limit of the K/V folder in bytes.")] = 16 << 30,
-    position_strategy: Strategy = "shared",
-    chunk_position_gap: Gap = None,
-    chunk_calibration: CalibrationFile = None,
     model: Model = None,
-    tokenizer: Tokenizer = None,
-    dtype: Dtype = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    attention_backend: Backend = "auto",
     verbose: Verbose = False,
+    **engine: Any,
 ) -> None:
     """Compute the K/V of a prefix and documents. A document ends before the last line break of its file."""
     log_to_stderr(verbose)
@@ -85,26 +70,11 @@ def build(
     documents = [_read(f) for f in files]
     if api_key_name is not None:
         cache_salt = _salt_of(api_key_name, api_key_file, cache_salt)
-    llm = make_llm(
-        model,
-        tokenizer=tokenizer,
-        document_template=document_template,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        attention_backend=attention_backend,
-        position_strategy=position_strategy,
-        chunk_position_gap=chunk_position_gap,
-        chunk_calibration=chunk_calibration,
-        kv_store=kv_store,
-        kv_store_max_bytes=max_bytes,
-    )
-    began = time.time()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    tokens, size, start_text = 0, 0, str(start)
+    llm = make_llm(model, kv_store=kv_store, kv_store_max_bytes=max_bytes, **engine)
+    began, tokens, size, start_text = time.time(), 0, 0, str(start)
     parts: set[tuple[str, str | None]] = set()
     try:
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("documents", total=len(files))
+        with Steps("documents", len(files)) as steps:
             for first in range(0, len(files), BATCH):
                 batch = documents[first : first + BATCH]
                 try:
@@ -116,11 +86,10 @@ def build(
                 parts |= {(start_text, document) for document, d in zip(batch, report.documents, strict=True) if d.tokens}
                 tokens += sum(d.tokens for d in report.documents)
                 size += sum(d.num_bytes for d in report.documents)
-                progress.update(task, advance=len(batch))
-        assert llm.core.disk is not None
-        parts |= {(start_text, None)} if report.prefix_tokens else set()
+                steps.advance(len(batch))
         disk = llm.core.disk
         assert disk is not None
+        parts |= {(start_text, None)} if report.prefix_tokens else set()
         disk.writer.flush(timeout=600)
         kept = sum(entry.last_used >= began - 1 for entry in disk.store.entries())
     finally:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from chunkattn.cli.help_text import Command, Group
 from chunkattn.errors import ChunkAttnError, ConfigError, NonFiniteError, RequestError
@@ -31,29 +34,10 @@ Model = Annotated[str | None, typer.Option(help="Local folder, GGUF file or hub 
 Tokenizer = Annotated[
     str | None, typer.Option(help="Folder, GGUF file or hub id of the tokenizer; the model's own when left out.")
 ]
-Separator = Annotated[str, typer.Option("--chunk-separator", help="Text between prefix, chunks and question.")]
-Strategy = Annotated[str, typer.Option("--position-strategy", help="Strategy of position ids: shared or offset.")]
-Gap = Annotated[
-    int | None,
-    typer.Option("--chunk-position-gap", help="Positions between the prefix and every chunk; by default the calibration's."),
-]
-CalibrationFile = Annotated[
-    str | None,
-    typer.Option("--chunk-calibration", help="Calibration file; 'off' ignores the file in the model's folder."),
-]
 PrefixPart = Annotated[str | None, typer.Option("--prefix", help="Prefix as a part; parts are not split at separators.")]
 Documents = Annotated[list[str] | None, typer.Option("--document", help="Document as a part; repeatable.")]
-DocumentTemplate = Annotated[
-    str | None, typer.Option(help="Text of a document's chunk, {document} in it; by default the engine's own.")
-]
 QuestionPart = Annotated[str | None, typer.Option("--question", help="Question as a part.")]
 PromptText = Annotated[str | None, typer.Argument(help="Text of the prompt; '-' reads standard input.", show_default=False)]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto (the model's dtype) or fp8.")]
-Backend = Annotated[
-    str, typer.Option("--attention-backend", help="auto, cpu, pallas_gpu, pallas_tpu, xla, reference or a registered backend.")
-]
-KVStore = Annotated[Path | None, typer.Option("--kv-store", help="Folder that keeps the K/V of prefixes and documents.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")]
 
 
@@ -143,14 +127,49 @@ def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None,
     return DocumentPrompt(prefix or "", documents or [], question or "")
 
 
-def make_llm(model: str | None, *, kv_store: Path | None = None, **options: Any) -> LLM:
+def make_llm(model: str | None, **options: Any) -> LLM:
     """Return an engine. JAX is imported here, so `--help` starts fast.
 
     Args:
         model: local folder, GGUF file or hub id; None for the bundled demo model.
-        kv_store: folder that keeps K/V; None keeps nothing on disk.
-        **options: other options of the engine.
+        **options: other fields of `EngineConfig`.
     """
     from chunkattn.llm import LLM
 
-    return LLM(model, kv_store=None if kv_store is None else str(kv_store), **options)
+    return LLM(model, **options)
+
+
+def figures(*columns: str, title: str | None = None, texts: Collection[str] = ("",)) -> Table:
+    """Return a table of figures without rows. In a narrow terminal texts wrap, and no figure is cut.
+
+    Args:
+        *columns: headers.
+        title: title of the table.
+        texts: headers of the columns that hold texts, which are aligned to the left.
+    """
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, no_wrap=name not in texts, justify="left" if name in texts else "right")
+    return table
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines without markup, and leave line breaks to the terminal."""
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def write_json(report: Any, json_file: str | None) -> bool:
+    """Write a report as JSON, and return whether it is to be shown as text too.
+
+    Args:
+        report: value that JSON can hold.
+        json_file: file to write; '-' prints the JSON alone, None writes none.
+    """
+    if json_file:
+        text = json.dumps(report, indent=2)
+        if json_file == "-":
+            print(text)
+        else:
+            Path(json_file).write_text(text + "\n", encoding="utf-8")
+    return json_file != "-"

@@ -16,7 +16,7 @@ from chunkattn.cli.common import app, command, console
 if TYPE_CHECKING:
     from chunkattn.backends import AttentionBackend
 
-PACKAGES = ("jax", "jaxlib", "flax", "transformers", "numpy", "libtpu", "vllm")
+PACKAGES = ("jax", "jaxlib", "transformers", "numpy", "libtpu", "vllm")
 VARIABLES = ("CHUNKATTN_", "JAX_", "XLA_", "CUDA_VISIBLE_DEVICES", "TPU_", "LIBTPU_", "HF_HUB_OFFLINE", "LD_PRELOAD", "OMP_")
 """Beginnings of the names of environment variables that change what runs."""
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")

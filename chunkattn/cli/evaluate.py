@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from chunkattn.calibration import FILE_NAME, OFF, write_calibration
 from chunkattn.cli.bench import JsonFile, Plot, check_files, save_picture
 from chunkattn.cli.common import (
-    Backend,
-    CalibrationFile,
-    DocumentTemplate,
-    Dtype,
-    Gap,
-    KVCacheDtype,
     Model,
-    Tokenizer,
     Verbose,
     app,
     check_file,
     command,
     console,
+    figures,
     log_to_stderr,
     make_llm,
+    print_lines,
+    write_json,
 )
+from chunkattn.cli.options import with_options
 from chunkattn.cli.progress import Steps, TrialLog, say
+from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from chunkattn.evaluation.data import Ranking
+    from chunkattn.evaluation.data import Question, Ranking
     from chunkattn.evaluation.measures import Mean
     from chunkattn.evaluation.report import Row
     from chunkattn.evaluation.results import Results
+    from chunkattn.llm import LLM
 
 Data = Annotated[Path, typer.Argument(help="File of JSON lines: questions with documents and answers, or rankings.")]
 Limit = Annotated[int | None, typer.Option(help="Number of questions or rankings to read; by default all.")]
@@ -50,62 +47,57 @@ ResultsFile = Annotated[
 AnswerTokens = Annotated[
     int, typer.Option(help="Number of tokens of a greedy answer at most; every prompt leaves room for them.")
 ]
-PoolBytes = Annotated[int | None, typer.Option("--kv-cache-memory-bytes", help="Size of the KV pool in bytes.")]
 _NO_CHUNK_LIMIT = (1 << 31) - 1
 """`max_chunk_len` of the engines: the control joins all documents into one chunk, which only the model's positions bound."""
 
 
+_ENGINE = "tokenizer document_template dtype kv_cache_dtype attention_backend kv_cache_memory_bytes"
+
+
 @command(app, "eval")
+@with_options((EngineConfig, None, f"{_ENGINE} chunk_position_gap chunk_temperature chunk_scale chunk_calibration"))
 def evaluate(
     data: Data,
     model: Model = None,
-    tokenizer: Tokenizer = None,
-    document_template: DocumentTemplate = None,
-    chunk_position_gap: Gap = None,
-    chunk_temperature: Annotated[float | None, typer.Option(help="Divisor of a question's scores of its chunks.")] = None,
-    chunk_scale: Annotated[float | None, typer.Option(help="Factor of the chunks' log-sum-exp in a question.")] = None,
-    chunk_calibration: CalibrationFile = None,
     max_tokens: AnswerTokens = 32,
     limit: Limit = None,
     results: ResultsFile = None,
     json_file: JsonFile = None,
     plot: Plot = None,
-    dtype: Dtype = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    attention_backend: Backend = "auto",
-    kv_cache_memory_bytes: PoolBytes = None,
     verbose: Verbose = False,
+    **engine: Any,
 ) -> None:
     """Measure a model's loss to isolated documents on your questions, or how well it ranks your documents."""
     log_to_stderr(verbose)
-    from chunkattn.evaluation.conditions import conditions_for, tokenize
     from chunkattn.evaluation.data import Ranking, read_data
-    from chunkattn.evaluation.examiner import Examiner
-    from chunkattn.evaluation.report import as_json, compare, conclusion
+    from chunkattn.evaluation.measures import check_ranking_measures
+    from chunkattn.evaluation.report import as_json
     from chunkattn.evaluation.results import Results
 
     check_files(json_file, plot)
     read = read_data(data, _at_least_one("limit", limit))
     known = Results(results or Path(f"{data.stem}.results.jsonl"))
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "max_chunk_len": _NO_CHUNK_LIMIT,
-        "document_template": document_template,
-        "chunk_position_gap": chunk_position_gap,
-        "chunk_temperature": chunk_temperature,
-        "chunk_scale": chunk_scale,
-        "chunk_calibration": chunk_calibration,
-        "dtype": dtype,
-        "kv_cache_dtype": kv_cache_dtype,
-        "attention_backend": attention_backend,
-        "kv_cache_memory_bytes": kv_cache_memory_bytes,
-    }
     rankings = [line for line in read if isinstance(line, Ranking)]
     questions = [line for line in read if not isinstance(line, Ranking)]
     if rankings:
-        _rank(rankings, known, data, model, options, json_file, plot)
-        return
-    llm = make_llm(model, **options)
+        check_ranking_measures()
+    llm, facts = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, **engine), dict[str, Any]()
+    if rankings:
+        rows, said = _rank(llm, rankings, known)
+    else:
+        rows, said = _answer(llm, questions, known, max_tokens)
+        facts = {"document_template": llm.parser.documents.template, **asdict(llm.config.calibration)}
+    kind = "queries" if rankings else "questions"
+    head = {"data": data.name, kind: len(read), "model": _name(model), **facts}
+    report = {**head, "rows": as_json(rows), "conclusion": said}
+    _show(rows, f"{_name(model)}, {len(read)} {kind} of {data.name}", said, report, json_file, plot)
+
+
+def _answer(llm: LLM, questions: Sequence[Question], known: Results, max_tokens: int) -> tuple[list[Row], str]:
+    from chunkattn.evaluation.conditions import conditions_for, tokenize
+    from chunkattn.evaluation.examiner import Examiner
+    from chunkattn.evaluation.report import compare, conclusion
+
     calibration = llm.config.calibration
     conditions = conditions_for(calibration, gold=all(question.gold is not None for question in questions))
     prompts = tokenize(llm.parser, questions)
@@ -113,56 +105,26 @@ def evaluate(
         examiner = Examiner(llm, questions, prompts, known, max_tokens=max_tokens, advance=steps.advance)
         examiner.check(conditions)
         values = examiner.examine(conditions, range(len(questions)), texts=True)
-    rows, said = compare(values), conclusion(values, calibration)
-    report = {
-        "data": data.name,
-        "questions": len(questions),
-        "model": _name(model),
-        "document_template": llm.parser.documents.template,
-        **asdict(calibration),
-        "rows": as_json(rows),
-        "conclusion": said,
-    }
-    _show(rows, f"{_name(model)}, {len(questions)} questions of {data.name}", said, report, json_file, plot)
+    return compare(values), conclusion(values, calibration)
 
 
-def _rank(
-    rankings: Sequence[Ranking],
-    known: Results,
-    data: Path,
-    model: str | None,
-    options: dict[str, Any],
-    json_file: str | None,
-    plot: Path | None,
-) -> None:
-    from chunkattn.evaluation.measures import check_ranking_measures
+def _rank(llm: LLM, rankings: Sequence[Ranking], known: Results) -> tuple[list[Row], str]:
     from chunkattn.evaluation.rankings import measured, rank
-    from chunkattn.evaluation.report import as_json, compare_rankings, ranking_conclusion
+    from chunkattn.evaluation.report import compare_rankings, ranking_conclusion
 
-    check_ranking_measures()
-    llm = make_llm(model, **options)
     with Steps("queries", len(rankings)) as steps:
         orders = rank(llm, rankings, known, steps.advance)
     given = [list(range(len(ranking.documents))) for ranking in rankings]
     rows = compare_rankings(measured(given, rankings), measured(orders, rankings))
-    said = ranking_conclusion(rows)
-    report = {
-        "data": data.name,
-        "queries": len(rankings),
-        "model": _name(model),
-        "rows": as_json(rows),
-        "conclusion": said,
-    }
-    _show(rows, f"{_name(model)}, {len(rankings)} queries of {data.name}", said, report, json_file, plot)
+    return rows, ranking_conclusion(rows)
 
 
 @command(app)
+@with_options((EngineConfig, None, _ENGINE))
 def calibrate(
     data: Data,
     output: Annotated[Path, typer.Option(help="File to write, for the option chunk_calibration.")] = Path(FILE_NAME),
     model: Model = None,
-    tokenizer: Tokenizer = None,
-    document_template: DocumentTemplate = None,
     gap: Annotated[list[int] | None, typer.Option(help="Gap of the coarse grid; repeatable. Default: 0, 16, 64, 256.")] = None,
     weighing: Annotated[bool, typer.Option(help="Search temperature and scale as well as the gap.")] = True,
     max_tokens: AnswerTokens = 32,
@@ -170,11 +132,8 @@ def calibrate(
     results: ResultsFile = None,
     json_file: JsonFile = None,
     plot: Plot = None,
-    dtype: Dtype = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    attention_backend: Backend = "auto",
-    kv_cache_memory_bytes: PoolBytes = None,
     verbose: Verbose = False,
+    **engine: Any,
 ) -> None:
     """Find a model's chunk gap, temperature and scale on half of your questions, and measure them on the other half."""
     log_to_stderr(verbose)
@@ -196,18 +155,8 @@ def calibrate(
         raise RequestError(f"{data} holds rankings; calibrate needs questions, because scores are exact without a calibration")
     searched = len(halves_of(len(questions)).search)
     known = Results(results or Path(f"{data.stem}.results.jsonl"))
-    llm = make_llm(
-        model,
-        tokenizer=tokenizer,
-        max_chunk_len=_NO_CHUNK_LIMIT,
-        document_template=document_template,
-        chunk_calibration=OFF,
-        chunk_temperature=0.8 if weighing else None,  # any value unlike 1 builds an engine with a calibration
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        attention_backend=attention_backend,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-    )
+    weights = 0.8 if weighing else None  # any value unlike 1 builds an engine with a calibration
+    llm = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, chunk_calibration=OFF, chunk_temperature=weights, **engine)
     gaps = sorted(set(gap or GAPS))
     examiner = Examiner(llm, questions, tokenize(llm.parser, questions), known, max_tokens=max_tokens)
     say(
@@ -256,18 +205,13 @@ def _show(rows: Sequence[Row], title: str, said: str, report: dict[str, Any], js
     """Print tables and conclusion, or the JSON alone, and write the files."""
     from chunkattn.evaluation.chart import draw
 
-    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
-    if json_file == "-":
-        print(text)
-    else:
-        for table in _tables(rows, title):
-            console.print(table)
-        if json_file:
-            Path(json_file).write_text(text + "\n", encoding="utf-8")
+    shown = write_json(report, json_file)
+    if shown:
+        console.print(*_tables(rows, title))
     if plot is not None:
         save_picture(draw(rows, title), plot)
-    if json_file != "-":
-        console.print(said, soft_wrap=True, markup=False)
+    if shown:
+        print_lines([said])
 
 
 def _tables(rows: Sequence[Row], title: str) -> list[Table]:
@@ -278,7 +222,7 @@ def _tables(rows: Sequence[Row], title: str) -> list[Table]:
     tables = []
     if LOGPROB in rows[0].means:
         controlled = any(row.against_control for row in rows)
-        table = _table(title, "logprob", "- full [95%]", *(["- control [95%]"] if controlled else []))
+        table = figures("", "logprob", "- full [95%]", *(["- control [95%]"] if controlled else []), title=escape(title))
         for row in rows:
             changes = (row.against_full, row.against_control)[: 1 + controlled]
             table.add_row(row.name, _mean(row, LOGPROB), *(_change(against, LOGPROB) for against in changes))
@@ -288,22 +232,14 @@ def _tables(rows: Sequence[Row], title: str) -> list[Table]:
     if names:
         compared = "NDCG@10" if "NDCG@10" in names else "F1"
         baseline = "given" if compared == "NDCG@10" else "full"
-        table = _table("greedy answers" if tables else title, *names, f"{compared} - {baseline} [95%]")
+        title = "greedy answers" if tables else escape(title)
+        table = figures("", *names, f"{compared} - {baseline} [95%]", title=title)
         for row in rows:
             table.add_row(row.name, *(_mean(row, name) for name in names), _change(row.against_full, compared))
         tables.append(table)
     doubt = "an interval that contains 0: the data cannot tell this difference from none"
     tables[-1].caption = f"{tables[-1].caption}; {doubt}" if tables[-1].caption else doubt
     return tables
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table("", *columns, title=escape(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.title_justify = table.caption_justify = "left"
-    for column in table.columns:
-        # In a narrow terminal the names wrap, and no figure is cut.
-        column.no_wrap, column.justify = bool(column.header), "right" if column.header else "left"
-    return table
 
 
 def _mean(row: Row, name: str) -> str:

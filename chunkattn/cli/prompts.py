@@ -5,28 +5,18 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from chunkattn.cli.common import (
-    Backend,
-    CalibrationFile,
     Documents,
-    DocumentTemplate,
-    Dtype,
-    Gap,
-    KVCacheDtype,
-    KVStore,
     Model,
     PrefixPart,
     PromptText,
     QuestionPart,
-    Separator,
-    Strategy,
-    Tokenizer,
     Verbose,
     app,
     command,
@@ -35,61 +25,40 @@ from chunkattn.cli.common import (
     make_llm,
     prompt_of,
 )
-from chunkattn.config import SamplingParams, make_config
+from chunkattn.cli.options import with_options
+from chunkattn.config import EngineConfig, SamplingParams, make_config
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.picture import layout_summary, layout_table, plot_layout
 
+_CHUNKS = "document_template chunk_separator position_strategy chunk_position_gap chunk_calibration"
+_DEVICE = "dtype kv_cache_dtype attention_backend"
+
 
 @command(app)
+@with_options((EngineConfig, None, f"tokenizer {_CHUNKS} chunk_temperature chunk_scale {_DEVICE} kv_store"))
 def generate(
     prompt: PromptText = None,
     prefix: PrefixPart = None,
     document: Documents = None,
     question: QuestionPart = None,
     model: Model = None,
-    tokenizer: Tokenizer = None,
-    document_template: DocumentTemplate = None,
     chunk_aware: Annotated[bool, typer.Option(help="Split the prompt at separators.")] = True,
-    chunk_separator: Separator = " # # ",
-    position_strategy: Strategy = "shared",
-    chunk_position_gap: Gap = None,
-    chunk_temperature: Annotated[float | None, typer.Option(help="Divisor of a question's scores of its chunks.")] = None,
-    chunk_scale: Annotated[float | None, typer.Option(help="Factor of the chunks' log-sum-exp in a question.")] = None,
-    chunk_calibration: CalibrationFile = None,
     max_tokens: Annotated[int, typer.Option(help="Number of tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Probability mass of nucleus sampling.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the random numbers.")] = None,
     n: Annotated[int, typer.Option("-n", help="Number of samples.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")] = None,
-    dtype: Dtype = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    attention_backend: Backend = "auto",
-    kv_store: KVStore = None,
     cache_salt: Annotated[str | None, typer.Option(help="Salt of the cache; prompts of one salt share cached K/V.")] = None,
     verbose: Verbose = False,
+    **engine: Any,
 ) -> None:
     """Continue a prompt: "prefix # # document # # document # # question"."""
     log_to_stderr(verbose)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, n=n, stop=stop or ())
     wanted = prompt_of(prompt, prefix, document, question)
-    llm = make_llm(
-        model,
-        tokenizer=tokenizer,
-        document_template=document_template,
-        enable_chunk_aware=chunk_aware,
-        chunk_separator=chunk_separator,
-        position_strategy=position_strategy,
-        chunk_position_gap=chunk_position_gap,
-        chunk_temperature=chunk_temperature,
-        chunk_scale=chunk_scale,
-        chunk_calibration=chunk_calibration,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        attention_backend=attention_backend,
-        kv_store=kv_store,
-    )
+    llm = make_llm(model, enable_chunk_aware=chunk_aware, **engine)
     for sample in llm.generate(wanted, params, cache_salt=cache_salt)[0].outputs:
         text = sample.text.removeprefix(" ")  # the first word's leading space
         print(text if n == 1 else f"[{sample.index}] {text}")
@@ -97,6 +66,7 @@ def generate(
 
 
 @command(app)
+@with_options((EngineConfig, None, f"tokenizer {_DEVICE}"))
 def score(
     query: Annotated[str, typer.Argument(help="Query that every item is scored against.")],
     items: Annotated[list[str], typer.Argument(help="Items; a single '-' reads one item per line from standard input.")],
@@ -108,17 +78,14 @@ def score(
     algorithm: Annotated[str, typer.Option(help="auto, serial, packed_segment, prefill_extend or packed_dense.")] = "auto",
     sort: Annotated[bool, typer.Option(help="Sort by the first label's score, best first.")] = True,
     model: Model = None,
-    tokenizer: Tokenizer = None,
-    dtype: Dtype = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    attention_backend: Backend = "auto",
     verbose: Verbose = False,
+    **engine: Any,
 ) -> None:
     """Score items against a query: P(label | query + item), or a classifier's classes; each item as if sent alone."""
     log_to_stderr(verbose)
     if items == ["-"]:
         items = sys.stdin.read().splitlines()
-    llm = make_llm(model, tokenizer=tokenizer, dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention_backend=attention_backend)
+    llm = make_llm(model, **engine)
     num_labels = llm.limits.num_labels
     given = labels or (["yes,no"] if num_labels is None else [])
     texts = [text for part in given for text in part.split(",")]
@@ -140,34 +107,27 @@ def _bar(value: float, width: int = 20) -> str:
 
 
 @command(app)
+@with_options((EngineConfig, None, f"tokenizer {_CHUNKS}"))
 def inspect(
     prompt: PromptText = None,
     prefix: PrefixPart = None,
     document: Documents = None,
     question: QuestionPart = None,
-    document_template: DocumentTemplate = None,
     model: Model = None,
-    tokenizer: Tokenizer = None,
-    chunk_separator: Separator = " # # ",
-    position_strategy: Strategy = "shared",
-    chunk_position_gap: Gap = None,
-    chunk_calibration: CalibrationFile = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture of mask and positions (.png, .svg, .pdf).")] = None,
+    **engine: Any,
 ) -> None:
     """Show how a prompt is parsed: parts, tokens, positions. The command loads the tokenizer only."""
     from chunkattn.models.loader import load_model_tokenizer
 
-    loaded = load_model_tokenizer(model, tokenizer)
-    positions = {"position_strategy": position_strategy, "chunk_position_gap": chunk_position_gap}
-    texts = {"chunk_separator": chunk_separator, "document_template": document_template}
-    config = make_config(model, {**positions, **texts, "chunk_calibration": chunk_calibration})
+    loaded, config = load_model_tokenizer(model, engine["tokenizer"]), make_config(model, engine)
     parser = PromptParser(
         loaded,
-        separator=chunk_separator,
-        strategy=position_strategy,
+        separator=config.chunk_separator,
+        strategy=config.position_strategy,
         gap=config.calibration.chunk_position_gap,
         chunk_aware=True,
-        document_template=pick_template(document_template, loaded),
+        document_template=pick_template(config.document_template, loaded),
     )
     layout = parser.parse(prompt_of(prompt, prefix, document, question)).layout
     console.print(layout_table(layout, loaded))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
-from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +10,11 @@ import typer
 import yaml
 
 from chunkattn.cli.common import app, command
+from chunkattn.cli.options import with_options
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError
-from chunkattn.server.options import TEXTS, ServerConfig
+from chunkattn.options import options_of
+from chunkattn.server.options import ServerConfig
 
 _PANELS = {
     "Model": "tokenizer revision skip_tokenizer_init dtype attention_backend seed max_logprobs",
@@ -32,30 +31,7 @@ _PANELS = {
     ),
     "KV cache": ("block_size kv_cache_dtype kv_cache_memory_bytes enable_prefix_caching kv_store kv_store_max_bytes"),
 }
-_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
-_TYPES = {"str": str, "int": int, "float": float, "bool": bool, TEXTS: list[str]}
-
-
-def _help_texts(cls: type) -> dict[str, str]:
-    """Return the help text of every attribute, from the class's docstring."""
-    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()).replace("`", "") for name, text in entries}
-
-
-def _parameter(option: Field[Any], panel: str, text: str) -> inspect.Parameter:
-    kind: Any = _TYPES[str(option.type).partition(" | ")[0]]
-    info = typer.Option(
-        f"--{option.name.replace('_', '-')}" + (f"/--no-{option.name.replace('_', '-')}" if kind is bool else ""),
-        help=text[:1].upper() + text[1:],
-        envvar=f"CHUNKATTN_{option.name.upper()}",
-        rich_help_panel=panel,
-        show_envvar=False,
-    )
-    wanted = kind | None if "None" in str(option.type) else kind
-    default: Any = option.default
-    default = list(default) if option.type == TEXTS else default
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[wanted, info])
+_NAMED = {"model", *" ".join(_PANELS.values()).split()}
 
 
 def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
@@ -85,24 +61,13 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
-def _with_options(function: Any) -> Any:
-    """Add every field of both configurations to a command as an option."""
-    parameters = [
-        p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
-    for cls in (ServerConfig, EngineConfig):
-        texts = _help_texts(cls)
-        for option in fields(cls):
-            if option.name != "model":
-                panel = "Server" if cls is ServerConfig else _PANEL_OF[option.name]
-                parameters.append(_parameter(option, panel, texts[option.name]))
-    function.__signature__ = inspect.Signature(parameters)
-    function.__annotations__ = {p.name: p.annotation for p in parameters}
-    return function
-
-
 @command(app)
-@_with_options
+@with_options(
+    (ServerConfig, "Server", " ".join(options_of(ServerConfig))),
+    *((EngineConfig, panel, names) for panel, names in _PANELS.items()),
+    (EngineConfig, None, " ".join(name for name in options_of(EngineConfig) if name not in _NAMED)),
+    from_environment=True,
+)
 def serve(
     model: Annotated[
         str | None,
@@ -125,5 +90,5 @@ def serve(
     for name in ("api_key", "api_key_file", "metrics_key"):
         if os.environ.get(variable := f"CHUNKATTN_{name.upper()}") == "" and options[name] is None:
             raise ConfigError(f"{variable} is set but empty, so every client would be accepted; unset it if that is meant")
-    server = {f.name: options.pop(f.name) for f in fields(ServerConfig)}
+    server = {name: options.pop(name) for name in options_of(ServerConfig)}
     run({"model": model, **options}, ServerConfig(**server))

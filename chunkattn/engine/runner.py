@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
 from chunkattn.backends.registry import ON_REQUEST, get_backend
@@ -79,9 +78,7 @@ class Runner:
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
         self.compiles: Counter[str] = Counter()
         self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles)
-        self._graph, state = nnx.split(model)
-        # The step takes plain arrays, since every call flattens its arguments, and nnx flattens its variables in Python.
-        self._params, self._state = jax.tree.flatten(state)
+        self._names, self._params = list(model.weights), list(model.weights.values())
         self.dtype = model.dtype
         self.invariance = Invariance.of(batch_invariant, backend, model.spec, model.dtype)
         backend.batch_invariant = self.invariance.holds
@@ -117,7 +114,7 @@ class Runner:
     @property
     def row_flops(self) -> float:
         """Return the floating-point operations of the layers' matrices per row, without the head."""
-        return 2.0 * sum(leaf.size for leaf in jax.tree.leaves(self._params) if leaf.ndim == 2) - 2.0 * self._embedding_size
+        return 2.0 * sum(leaf.size for leaf in self._params if leaf.ndim == 2) - 2.0 * self._embedding_size
 
     @property
     def pair_flops(self) -> float:
@@ -184,9 +181,8 @@ class Runner:
 
     def fingerprint(self) -> bytes:
         """Return 16 bytes that identify this model's K/V: its geometry, weights, attention and page format."""
-        weights = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self._state, self._params))[0]
         form = (self.spec, self.backend.name, self.backend.spec, self.pool.page_shapes)
-        return fingerprint(form, ((str(path), leaf) for path, leaf in weights))
+        return fingerprint(form, zip(self._names, self._params, strict=True))
 
     # Reading. These methods return values and, for each row, whether its logits are finite.
 
@@ -295,8 +291,7 @@ class Runner:
         return self._gather(hidden, padded)
 
     def _model(self, params: Params) -> Decoder:
-        model: Decoder = nnx.merge(self._graph, jax.tree.unflatten(self._state, params))
-        return model
+        return Decoder(self.spec, dict(zip(self._names, params, strict=True)))
 
     # Traced functions. They run only while JAX traces them, so the counters count compilations.
 

@@ -11,7 +11,7 @@ import numpy as np
 from chunkattn.errors import ModelError
 from chunkattn.models.gguf_file import GGUFFile
 from chunkattn.models.gguf_vocabulary import read_vocabulary
-from chunkattn.models.spec import DecoderSpec, spec_from_config
+from chunkattn.models.spec import CLASSES, HEAD, DecoderSpec, spec_from_config
 from chunkattn.rope.rotary import RotarySpec
 
 if TYPE_CHECKING:
@@ -246,7 +246,8 @@ class GGUFTensors:
         self._architecture = file.need("general.architecture", str)
         kind = next(k for k, name in MODEL_ARCH_NAMES.items() if name == self._architecture)
         places = get_tensor_name_map(kind, spec.num_layers)
-        modules = {places.get_name(module): module for module in _modules(spec)}
+        listed = [HEAD, *(name for name in spec.parameters() if name != CLASSES)]
+        modules = {places.get_name(name.rpartition(".")[0]): name.rpartition(".")[0] for name in listed}
         if spec.num_labels is not None:
             modules[_HEAD] = "score"
         self._names: dict[str, str] = {}
@@ -295,13 +296,3 @@ class GGUFTensors:
             return None
         rows = np.arange(heads * self._spec.head_dim).reshape(heads, self._spec.head_dim // 2, 2)
         return rows.swapaxes(1, 2).reshape(-1)
-
-
-def _modules(spec: DecoderSpec) -> list[str]:
-    """Return the names of all modules with parameters, in Hugging Face checkpoints."""
-    norms = ["q_norm", "k_norm"] if spec.qk_norm else []
-    attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", *norms)]
-    mlp = [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-    layer = ["input_layernorm", "post_attention_layernorm", *attention, *mlp]
-    layers = [f"model.layers.{index}.{name}" for index in range(spec.num_layers) for name in layer]
-    return ["model.embed_tokens", "model.norm", "lm_head", *layers]

@@ -1,10 +1,9 @@
-"""Linear layers and norms. On CPUs a row has the same bits beside few rows and beside many."""
+"""Matrix products and norms. On CPUs a row has the same bits beside few rows and beside many."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from chunkattn.backends.cpu import linear as few_rows
 
@@ -12,38 +11,19 @@ _COLUMNS = 8
 """Least columns of a product: XLA:CPU adds up a product of fewer in an order that follows the number of rows."""
 
 
-class Linear(nnx.Module):
-    """Linear layer that holds its weight as checkpoints do, `[out, in]`.
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Return RMSNorm over the last axis, float32 `[*axes, features]`.
 
-    XLA:CPU reads such a weight about twice as fast as `[in, out]` when the input has few rows.
-    """
-
-    def __init__(self, features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        initial = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
-        self.weight = nnx.Param(initial(rngs.params(), (features_out, features_in), dtype))
-        self.bias = nnx.Param(jnp.zeros(features_out, dtype)) if bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return float32 `[N, out]` from `[N, in]`."""
-        y = multiply(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
-
-
-class RMSNorm(nnx.Module):
-    """RMSNorm in float32.
+    Args:
+        x: `[*axes, features]`.
+        scale: `[features]` factors of the normalised values.
+        epsilon: value added to the mean square.
 
     Source: arXiv:1910.07467.
     """
-
-    def __init__(self, features: int, epsilon: float, dtype: jnp.dtype) -> None:
-        self.scale = nnx.Param(jnp.ones(features, dtype))
-        self.features, self.epsilon = features, epsilon
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return float32 `[*axes, features]`, normalised over the last axis, from an input of the same shape."""
-        x = x.astype(jnp.float32)
-        mean = sums(jnp.square(x)) / self.features
-        return x * jax.lax.rsqrt(mean + self.epsilon) * self.scale[...].astype(jnp.float32)
+    x = x.astype(jnp.float32)
+    mean = sums(jnp.square(x)) / x.shape[-1]
+    return x * jax.lax.rsqrt(mean + epsilon) * scale.astype(jnp.float32)
 
 
 def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -54,7 +34,7 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
 
     Args:
         x: `[N, in]`.
-        weight: `[out, in]`.
+        weight: `[out, in]`, as in checkpoints; XLA:CPU reads it twice as fast as `[in, out]` for few rows.
     """
     x = x.astype(weight.dtype)
     if few_rows.serves(x, weight):

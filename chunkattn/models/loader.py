@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from chunkattn.errors import ModelError
-from chunkattn.json_files import read_object
+from chunkattn.local_files import is_present, read_object
 from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, find_gguf, open_gguf
 from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
-from chunkattn.models.local_files import is_present
 from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
 from chunkattn.models.spec import FAMILIES, DecoderSpec, spec_from_config, unsupported
 from chunkattn.models.tokenizer import check_rows, load_tokenizer
@@ -60,7 +59,7 @@ class ModelFiles:
         Raises:
             ModelError: a file or tensor is missing, unreadable or of the wrong shape.
         """
-        from chunkattn.models.weights import load_weights  # imports Flax, which a server's process does not need
+        from chunkattn.models.weights import load_weights  # imports kernels, which a server's process does not need
 
         return load_weights(self.spec, self.gguf or self.path, self.dtype)
 

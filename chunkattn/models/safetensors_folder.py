@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from chunkattn.errors import ModelError
-from chunkattn.models.local_files import cause_of, is_present
+from chunkattn.local_files import cause_of, is_present
 
 logger = logging.getLogger(__name__)
 

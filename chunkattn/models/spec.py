@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _CLASSIFIER, _LANGUAGE_MODEL, _BARE = "ForSequenceClassification", "ForCausalLM", "Model"
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
+EMBEDDING, HEAD, CLASSES = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+"""Names of the embedding, of a language model's head and of a classifier's, in Hugging Face checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,36 @@ class DecoderSpec:
     def sliding_window(self) -> int | None:
         """Return the checkpoint's sliding window in tokens, or None if no layer has a sliding window."""
         return next((w for w in self.windows if w is not None), None)
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter by its name in checkpoints, `[out, in]` for a matrix."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        linear = {
+            "self_attn.q_proj": (q_size, hidden, self.qkv_bias),
+            "self_attn.k_proj": (kv_size, hidden, self.qkv_bias),
+            "self_attn.v_proj": (kv_size, hidden, self.qkv_bias),
+            "self_attn.o_proj": (hidden, q_size, self.o_bias),
+            "mlp.gate_proj": (inner, hidden, self.mlp_bias),
+            "mlp.up_proj": (inner, hidden, self.mlp_bias),
+            "mlp.down_proj": (hidden, inner, self.mlp_bias),
+        }
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            **({f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"} if self.qk_norm else {}),
+            **{f"{name}.weight": (rows, columns) for name, (rows, columns, _) in linear.items()},
+            **{f"{name}.bias": (rows,) for name, (rows, _, has_bias) in linear.items() if has_bias},
+        }
+        found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden)}
+        for index in range(self.num_layers):
+            found |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        found["model.norm.weight"] = (hidden,)
+        if self.num_labels is not None:
+            found[CLASSES] = (self.num_labels, hidden)
+        elif not self.tie_embeddings:
+            found[HEAD] = (self.vocab_size, hidden)
+        return found
 
 
 def spec_from_config(config: PretrainedConfig) -> DecoderSpec:

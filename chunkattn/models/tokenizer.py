@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from chunkattn.errors import ModelError
-from chunkattn.json_files import read_object
+from chunkattn.local_files import cause_of, is_present, read_object
 from chunkattn.models.gguf_file import GGUF_SUFFIX, find_gguf, open_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
-from chunkattn.models.local_files import cause_of, is_present
 from chunkattn.models.sentencepiece_backend import CONTROL, UNKNOWN, USER_DEFINED, Pieces, sentencepiece_backend
 
 if TYPE_CHECKING:

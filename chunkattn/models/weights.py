@@ -7,11 +7,10 @@ from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from safetensors.flax import save_file
 
 from chunkattn.errors import ModelError
@@ -19,25 +18,9 @@ from chunkattn.models.decoder import Decoder
 from chunkattn.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
-from chunkattn.models.spec import DecoderSpec
+from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
 
 logger = logging.getLogger(__name__)
-
-_EMBEDDING, _HEAD, _CLASSES = f"{BASE_PREFIX}embed_tokens.weight", "lm_head.weight", "score.weight"
-
-
-def checkpoint_name(path: Iterable[Any]) -> str:
-    """Return the checkpoint's name of the parameter at `path` in the decoder's state.
-
-    Args:
-        path: keys of the parameter in the state, from the outermost in.
-
-    >>> checkpoint_name(("layers", 3, "self_attn", "q_proj", "weight"))
-    'model.layers.3.self_attn.q_proj.weight'
-    """
-    *parents, leaf = map(str, path)
-    name = ".".join([*parents, "bias" if leaf == "bias" else "weight"])
-    return name if name in (_HEAD, _CLASSES) else BASE_PREFIX + name
 
 
 class TensorSource(Protocol):
@@ -110,22 +93,19 @@ def fill(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> Decoder:
         ModelError: a tensor is missing, unreadable, of the wrong shape or not finite.
     """
     spec, embedding = _tied(spec, source, dtype)
-    model = nnx.eval_shape(lambda: Decoder(spec, dtype, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(model)
-    wanted = {checkpoint_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    wanted[embedding] = wanted.pop(_EMBEDDING)
-    _check_names(source, spec, wanted.keys())
-    loaded = []
-    for name, (path, leaf) in wanted.items():
-        expected, found = leaf.shape, source.shape(name)
+    shapes = spec.parameters()
+    names = dict(zip(shapes, shapes)) | {EMBEDDING: embedding}
+    _check_names(source, spec, names.values())
+    weights = {}
+    for parameter, name in names.items():
+        expected, found = shapes[parameter], source.shape(name)
         if found != expected:
             raise ModelError(f"{source.path}: tensor {name!r} has shape {list(found)}, the configuration says {list(expected)}")
         values = source.read(name, dtype)
         if not _is_finite(values):
             raise _not_finite(source, name, dtype)
-        # A copy on the device, independent of the file.
-        loaded.append((path, leaf.replace(jnp.array(values))))
-    return nnx.merge(graph, nnx.from_flat_state(loaded))
+        weights[parameter] = jnp.array(values)  # a copy on the device, independent of the file
+    return Decoder(spec, weights)
 
 
 def _tied(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> tuple[DecoderSpec, str]:
@@ -135,16 +115,16 @@ def _tied(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> tuple[De
     without an embedding serves as both.
     """
     names = source.names()
-    if not spec.tie_embeddings or spec.num_labels is not None or _HEAD not in names:
-        return spec, _EMBEDDING
-    if _EMBEDDING not in names:
-        return spec, _HEAD
-    if np.array_equal(source.read(_EMBEDDING, dtype), source.read(_HEAD, dtype)):
-        return spec, _EMBEDDING
+    if not spec.tie_embeddings or spec.num_labels is not None or HEAD not in names:
+        return spec, EMBEDDING
+    if EMBEDDING not in names:
+        return spec, HEAD
+    if np.array_equal(source.read(EMBEDDING, dtype), source.read(HEAD, dtype)):
+        return spec, EMBEDDING
     logger.warning(
-        "%s: %r differs from the embedding, so the head is read although tie_word_embeddings is true", source.path, _HEAD
+        "%s: %r differs from the embedding, so the head is read although tie_word_embeddings is true", source.path, HEAD
     )
-    return replace(spec, tie_embeddings=False), _EMBEDDING
+    return replace(spec, tie_embeddings=False), EMBEDDING
 
 
 def _is_finite(values: np.ndarray) -> bool:
@@ -175,7 +155,7 @@ def _check_names(source: TensorSource, spec: DecoderSpec, names: Iterable[str]) 
         first = next((name for name in missing if name.startswith(BASE_PREFIX)), missing[0])
         why = source.why_missing(first)
         raise ModelError(f"{source.path}: tensor {first!r}{more} that {spec.architecture} needs is missing ({why})")
-    unused = {n for n in found - wanted if n not in (_HEAD, _EMBEDDING) and not n.endswith("rotary_emb.inv_freq")}
+    unused = {n for n in found - wanted if n not in (HEAD, EMBEDDING) and not n.endswith("rotary_emb.inv_freq")}
     if unused and source.needs_all:
         raise ModelError(f"{source.path}: {spec.architecture} has no place for tensor {min(unused)!r}, {len(unused)} in all")
     if unused:
@@ -189,5 +169,4 @@ def save_weights(model: Decoder, folder: Path) -> None:
         model: decoder to save.
         folder: existing folder to write to.
     """
-    tensors = {checkpoint_name(path): jnp.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
-    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    save_file(model.weights, folder / SINGLE_FILE, metadata={"format": "pt"})

@@ -23,7 +23,7 @@ from chunkattn.engine.messages import (
     ScoreRequest,
 )
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.logs import make_handler
+from chunkattn.logs import make_handler, since_start
 from chunkattn.remote.messages import (
     Abort,
     CacheQuery,
@@ -43,7 +43,6 @@ from chunkattn.remote.messages import (
     encode,
 )
 from chunkattn.remote.watchdog import StepClock
-from chunkattn.startup import since_start
 
 if TYPE_CHECKING:
     from chunkattn.engine.core import EngineCore

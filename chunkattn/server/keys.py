@@ -1,12 +1,14 @@
-"""API keys and their holders, and the queue places that each holder has."""
+"""API keys and their holders, the reading of the key file while the server runs, and the queue places of each holder."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import hashlib
+import logging
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Callable, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +16,8 @@ from chunkattn.errors import ConfigError
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.errors import ApiError
 from chunkattn.server.key_file import read_key_file
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_NAME = "default"
 
@@ -128,6 +132,54 @@ class Keys:
         if self._metrics_key is not None:
             return _given(authorization) == self._metrics_key
         return not self.needed or self.holder(authorization) is not None
+
+
+class KeyReloader:
+    """Reads the key file again when asked, and deletes the documents of keys that are no longer valid.
+
+    One read runs at a time, so the keys are those of the last read. A call of `ask` during a read causes one more read.
+
+    Args:
+        keys: API keys of the server.
+        delete_owned: deletes the documents of holders, which are named by their salts, and returns the number of documents.
+    """
+
+    def __init__(self, keys: Keys, delete_owned: Callable[[Set[str]], int]) -> None:
+        self._keys, self._delete_owned = keys, delete_owned
+        self._asked = asyncio.Event()
+
+    def ask(self) -> None:
+        """Ask for one read of the key file."""
+        if self._keys.file is None:
+            logger.warning("SIGHUP is ignored: there is no api_key_file to read again")
+        else:
+            self._asked.set()
+
+    async def run(self) -> None:
+        """Serve the calls of `ask` until cancelled."""
+        thread = ThreadPoolExecutor(1, "api-keys")  # clients can fill the shared threads
+        try:
+            while True:
+                await self._asked.wait()
+                self._asked.clear()
+                await self._reload(thread)
+        finally:
+            thread.shutdown(wait=False)
+
+    async def _reload(self, thread: ThreadPoolExecutor) -> None:
+        try:
+            removed = await asyncio.get_running_loop().run_in_executor(thread, self._keys.reload)
+        except ConfigError as error:
+            logger.error("the API keys stay as they are: %s", error)
+            return
+        except Exception:
+            logger.exception("the API keys stay as they are")
+            return
+        count = self._delete_owned({holder.salt for holder in removed})
+        logger.warning(
+            "api_key_file is read again: %d keys; %d are no longer valid, and %d documents of theirs are deleted",
+            *(len(self._keys), len(removed), count),
+        )
 
 
 def _given(authorization: str) -> bytes | None:

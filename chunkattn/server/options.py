@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError
+from chunkattn.options import options_of
 
 LOG_FORMATS = ("text", "json")
-TEXTS = "tuple[str, ...]"
-"""Type of the options that hold several texts."""
 _FROM_ZERO = ("priority_range", "stream_heartbeat_s")
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
@@ -103,8 +102,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
-        for option in fields(self):
-            if option.type == TEXTS:
+        options = options_of(type(self)).values()
+        for option in options:
+            if option.kind is tuple:
                 object.__setattr__(self, option.name, _texts(option.name, getattr(self, option.name)))
         if self.allow_credentials and "*" in self.allowed_origins:
             text = "allow_credentials with allowed_origins * would let every web page use the credentials of its visitors"
@@ -116,11 +116,11 @@ class ServerConfig:
             raise ConfigError(f"root_path must begin with / and not end with it, such as '/llm', got {self.root_path!r}")
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log_format {self.log_format!r} is unknown; choose one of {', '.join(LOG_FORMATS)}")
-        for option in fields(self):
+        for option in options:
             value = getattr(self, option.name)
             if option.name in _FROM_ZERO and not 0 <= value < float("inf"):
                 raise ConfigError(f"{option.name} must be at least 0, got {value}")
-            counts = option.type in ("int", "float") and option.name not in ("port", *_FROM_ZERO)
+            counts = option.kind in (int, float) and option.name not in ("port", *_FROM_ZERO)
             if counts and not 0 < value < float("inf"):
                 raise ConfigError(f"{option.name} must be above 0, got {value}")
             if "_share" in option.name and value > 1:

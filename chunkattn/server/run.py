@@ -27,14 +27,13 @@ from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
 from chunkattn.server.http import BoundedHttp, ConnectionLimits
-from chunkattn.server.key_reloader import KeyReloader
+from chunkattn.server.keys import KeyReloader
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
-from chunkattn.startup import since_start
 
 logger = logging.getLogger(__name__)
 
-_IMPORT_S = since_start()
+_IMPORT_S = logs.since_start()
 """Seconds that this process's imports took."""
 
 _KEEP_ALIVE_S = 75
@@ -107,7 +106,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
     """Serve, and return the number of threads that still work for clients that left."""
     address, port = listening.getsockname()[:2]
     app = create_app(llm, replace(config, host=address))  # resolved, so the app knows whether it is a loopback address
-    reloader = KeyReloader(app.state.server.keys, app.state.server.documents)
+    reloader = KeyReloader(app.state.server.keys, app.state.server.documents.delete_owned)
     if hasattr(signal, "SIGHUP"):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
     limits = ConnectionLimits(config, _raise_file_limit(config.max_connections))
@@ -164,7 +163,7 @@ def _log_start(llm: AsyncLLM) -> None:
     engine = llm.client.import_s
     logger.info(
         "ready after %.1f s; the imports took %.1f s of them, %.1f s in this process and then %.1f s in the engine's",
-        *(since_start(), _IMPORT_S + engine, _IMPORT_S, engine),
+        *(logs.since_start(), _IMPORT_S + engine, _IMPORT_S, engine),
     )
 
 

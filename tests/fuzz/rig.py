@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -111,14 +109,12 @@ def make_model(folder: Path, subject: Subject) -> Path:
         tie_word_embeddings=True,
         architectures=["Qwen3ForCausalLM"],
     )
-    model, rng = Decoder(spec_from_config(config), jnp.float32, rngs=nnx.Rngs(0)), np.random.default_rng(0)
-    weights = nnx.state(model, nnx.Param)
-    drawn = [
-        0.15 * rng.standard_normal(x.shape) if x.ndim > 1 else 1 + 0.1 * rng.standard_normal(x.shape)
-        for x in jax.tree.leaves(weights)
-    ]
-    nnx.update(model, jax.tree.unflatten(jax.tree.structure(weights), [jnp.asarray(x, jnp.float32) for x in drawn]))
-    save_weights(model, folder)
+    spec, rng = spec_from_config(config), np.random.default_rng(0)
+    drawn = {
+        name: 0.15 * rng.standard_normal(shape) if len(shape) > 1 else 1 + 0.1 * rng.standard_normal(shape)
+        for name, shape in sorted(spec.parameters().items())
+    }
+    save_weights(Decoder(spec, {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}), folder)
     config.save_pretrained(folder)
     words = [f"w{i}" for i in range(VOCAB - 4)] + ["unk", "yes", "no", "#"]
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="unk"))

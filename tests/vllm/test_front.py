@@ -17,7 +17,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from chunkattn.errors import CapacityError, ConfigError
-from chunkattn.integrations.vllm import chunk_options, serve, versions
+from chunkattn.integrations import vllm as versions
+from chunkattn.integrations.vllm import chunk_options, serve
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, refused_param, server_options, take_options
 from chunkattn.integrations.vllm.composer import RETRIES, Composer, Costs, HeldKeys, PromptTask
 from chunkattn.integrations.vllm.llm import _NOT_OFFERED
@@ -340,6 +341,10 @@ def test_commands_of_the_guide_are_taken_by_the_server():
         assert parsed.model_tag == "Qwen/Qwen3-0.6B"
         configs.append(replace(parsed.kv_transfer_config, engine_id="any"))
     assert configs[0] == configs[1]
+
+
+def test_the_servers_help_describes_every_option():
+    assert all(action.help for action in serve.chunk_arguments()._actions)
 
 
 def test_every_option_stands_in_the_guide():

@@ -27,14 +27,16 @@ _LIKELIEST = 5
 _LONGEST_MESSAGE = 300
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Questions and conditions.
 
     Attributes:
-        model: name of the served model.
-        scoring: key of `SCORINGS`; None asks for no scores.
-        generation: key of `GENERATIONS`; None asks for no texts.
+        model: name of the served model, by default the first that the server lists.
+        scoring: form in which items are sent: rerank (/v1/rerank), score (/v1/score of this project and SGLang), pairs
+            (/v1/score of vLLM), generative_scoring (vLLM); none asks for no scores.
+        generation: form in which documents are sent: chunks (this project's completions), prompt (one text), chat; none asks
+            for no texts.
         label_ids: token ids of the labels, for the forms in `LABELLED`.
         queries: number of queries.
         items: number of compared items behind each query.
@@ -46,36 +48,36 @@ class Plan:
         document_tokens: tokens of a document.
         question_tokens: tokens of a question.
         output_tokens: tokens to generate.
-        ignore_eos: whether exactly `output_tokens` are generated, by a field that vLLM and this project have.
+        ignore_eos: generate all tokens, by a field of vLLM and this project that other servers may refuse.
         company: numbers of other items that are scored in the same request.
         rounds: number of times that each condition is asked.
-        load: requests under way at once in the background of the condition `under load`.
-        seed: seed of the texts.
-        timeout_s: longest wait for an answer.
+        load: other requests under way at once in the condition under load.
+        seed: seed of the texts. By default random: a server has the texts of a seed it has seen cached.
+        timeout_s: longest wait for an answer in seconds.
         salted: whether every scoring request in company, in other orders and under load has a `cache_salt` of its own, which
             makes a server compute scores that it keeps.
     """
 
-    model: str
-    scoring: str | None
-    generation: str | None
-    label_ids: tuple[int, ...]
-    queries: int
-    items: int
-    prompts: int
-    documents: int
-    query_tokens: int
-    item_tokens: int
-    prefix_tokens: int
-    document_tokens: int
-    question_tokens: int
-    output_tokens: int
-    ignore_eos: bool
+    model: str | None = None
+    scoring: str | None = "rerank"
+    generation: str | None = "chunks"
+    label_ids: tuple[int, ...] = ()
+    queries: int = 4
+    items: int = 8
+    prompts: int = 4
+    documents: int = 4
+    query_tokens: int = 200
+    item_tokens: int = 20
+    prefix_tokens: int = 32
+    document_tokens: int = 60
+    question_tokens: int = 24
+    output_tokens: int = 8
+    ignore_eos: bool = True
     company: tuple[int, ...]
-    rounds: int
-    load: int
-    seed: int
-    timeout_s: float
+    rounds: int = 2
+    load: int = 8
+    seed: int | None = None
+    timeout_s: float = 300.0
     salted: bool = False
 
 

@@ -22,32 +22,32 @@ _ANSWER_S = 60.0
 """Longest wait for an answer about models or tokens."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Workloads, rates and limits of a sweep.
 
     Attributes:
         workloads: workloads, one after the other.
         rates: offered requests per second, for each workload.
-        seconds: length of the arrivals at one rate.
-        requests: limit on the requests at one rate; None for no limit.
+        seconds: length of the arrivals at one rate in seconds.
+        requests: limit on the requests at one rate; by default none.
         seed: seed of arrivals and texts.
         max_in_flight: requests without an answer that end the arrivals.
         drain_s: longest wait in seconds for answers after the last arrival.
-        warm_up_s: longest time in seconds of one request before the measurement.
-        max_lag_ms: delay of the client beyond which a note says so.
+        warm_up_s: longest wait in seconds for a request before the measurement.
+        max_lag_ms: delay of this client in milliseconds beyond which a note says so.
         objective: bounds on a good request.
     """
 
     workloads: tuple[Workload, ...]
     rates: tuple[float, ...]
-    seconds: float
-    requests: int | None
+    seconds: float = 30.0
+    requests: int | None = None
     seed: int
-    max_in_flight: int
-    drain_s: float
-    warm_up_s: float
-    max_lag_ms: float
+    max_in_flight: int = 512
+    drain_s: float = 60.0
+    warm_up_s: float = 300.0
+    max_lag_ms: float = 50.0
     objective: Objective
 
 

@@ -69,26 +69,27 @@ class Form:
 
     Attributes:
         model: name of the served model.
-        generation: key of `GENERATIONS`.
-        scoring: key of `SCORINGS`.
+        generation: form in which documents are sent: chunks (this project's completions), prompt (one text), chat.
+        scoring: form in which items are sent: rerank (/v1/rerank), score (/v1/score of this project and SGLang), pairs
+            (/v1/score of vLLM), generative_scoring (vLLM).
         prefix_tokens: tokens of the prefix of all prompts with documents.
         question_tokens: tokens of a question; each is new.
         output_tokens: tokens to generate.
         item_tokens: tokens of an item.
         document_pool: number of documents to draw from; 0 makes new documents for every request.
-        ignore_eos: whether exactly `output_tokens` are generated, by a field that vLLM and this project have.
+        ignore_eos: generate all tokens, by a field of vLLM and this project that other servers may refuse.
         label_ids: token ids of the labels; empty where the route takes none.
     """
 
     model: str
-    generation: str
-    scoring: str
-    prefix_tokens: int
-    question_tokens: int
-    output_tokens: int
-    item_tokens: int
-    document_pool: int
-    ignore_eos: bool
+    generation: str = "chunks"
+    scoring: str = "rerank"
+    prefix_tokens: int = 32
+    question_tokens: int = 24
+    output_tokens: int = 32
+    item_tokens: int = 20
+    document_pool: int = 64
+    ignore_eos: bool = True
     label_ids: tuple[int, ...] = ()
 
     def path(self, workload: Workload) -> str:

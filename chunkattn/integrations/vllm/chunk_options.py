@@ -42,8 +42,10 @@ class ChunkOptions:
         enable_chunk_aware: split text and token id prompts at `chunk_separator`.
         chunk_separator: text between prefix, chunks and question.
         document_template: text of a document's chunk, with `{document}` once; by default the checkpoint's own.
-        special_tokens_in_documents: see `EngineConfig`.
-        special_tokens_in_prompts: see `EngineConfig`.
+        special_tokens_in_documents: let the text of a special token become that token in chunks, documents, and user and tool
+            messages. The default is safe for untrusted documents.
+        special_tokens_in_prompts: let the text of a special token become that token in prefixes, questions, plain prompts and
+            other messages.
         position_strategy: `"shared"`, or `"reordered"`: every chunk is computed behind the prefix, and the question sees the
             chunks at consecutive positions in the caller's order.
         chunk_position_gap: positions left free between the prefix and every chunk, under `shared` positions; by default what

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import yaml
 from chunkattn.errors import ConfigError
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, take_options
 from chunkattn.integrations.vllm.options import ConnectorOptions
+from chunkattn.options import options_of
 
 _GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
 _OPT_IN = ("lora_hf_hub_resolver",)
@@ -32,12 +32,9 @@ def chunk_arguments() -> argparse.ArgumentParser:
     """Return the parser of the options that vLLM does not have."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     group = parser.add_argument_group("chunks")
-    for option in {f.name: f for kind in (ConnectorOptions, ChunkOptions) for f in fields(kind)}.values():
-        flag = f"--{option.name.replace('_', '-')}"
-        if option.type == "bool":
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=option.default)
-        else:
-            group.add_argument(flag, type=int if "int" in str(option.type) else str, default=option.default)
+    for option in (options_of(ConnectorOptions) | options_of(ChunkOptions)).values():
+        how: Any = {"action": argparse.BooleanOptionalAction} if option.kind is bool else {"type": option.kind}
+        group.add_argument(option.flag, default=option.default, help=option.help, **how)
     return parser
 
 

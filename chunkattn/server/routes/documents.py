@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from chunkattn.server.answers import JsonRoute
+from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.documents import CacheBody, ChangeBody

@@ -17,7 +17,7 @@ from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.server.answers import JsonRoute, json_answer
+from chunkattn.server.bodies import JsonRoute, json_answer
 from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError, api_error
 from chunkattn.server.events import HEARTBEAT, EventStream, Timed, event_of, merged

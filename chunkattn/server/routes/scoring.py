@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from chunkattn.errors import RequestError
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput, ScoreUsage
-from chunkattn.server.answers import JsonRoute, json_answer
+from chunkattn.server.bodies import JsonRoute, json_answer
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller
 from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody

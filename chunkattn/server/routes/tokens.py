@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.server.answers import JsonRoute, json_answer
+from chunkattn.server.bodies import JsonRoute, json_answer
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.base import Body, CacheSalt, TemplateOptions, TokenIds
 from chunkattn.server.protocol.generation import Chunks, Messages, named_documents

@@ -1,4 +1,4 @@
-"""`read_object`: the JSON object of a small file, or one clear error."""
+"""Local files: the JSON object of a small file, links without a target, and pointers of Git LFS."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chunkattn.errors import ChunkAttnError
+from chunkattn.errors import ChunkAttnError, ModelError
 
 MAX_BYTES = 16 << 20
 """Largest size of a file that is read."""
@@ -47,3 +47,36 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
     return found
+
+
+def is_present(path: Path) -> bool:
+    """Return whether a file exists.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        ModelError: the path is a link whose target does not exist, or is no valid path.
+    """
+    try:
+        found = path.exists()
+        if not found and path.is_symlink():
+            raise ModelError(f"{path} is a link to {path.readlink()}, which does not exist; get the files again")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return found
+
+
+def cause_of(path: Path, error: object) -> object:
+    """Return why a file cannot be read: the error, or that the file is a pointer of Git LFS.
+
+    Args:
+        path: path of the file.
+        error: error of the reader.
+    """
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(40).startswith(b"version https://git-lfs")
+    except OSError:
+        return error
+    return "it is a pointer of Git LFS: run `git lfs pull`" if is_pointer else error

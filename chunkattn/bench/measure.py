@@ -1,4 +1,4 @@
-"""Resident memory of processes. Linux reports all values; other systems some."""
+"""Rounds of the benchmarks, and the resident memory of processes. Linux reports all values of memory; other systems some."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ import ctypes
 import gc
 import resource
 import sys
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+
+Progress = Callable[[str], AbstractContextManager[object]]
+"""Function from a round's name to the context manager in which the round runs; `contextlib.nullcontext` reports nothing."""
+
+
+def round_name(number: int, rounds: int) -> str:
+    """Return the name of a round.
+
+    Args:
+        number: 0 for the round that compiles, which is not counted.
+        rounds: number of counted rounds.
+    """
+    return f"round {number} of {rounds}" if number else "warm-up"
 
 
 def reset_peak() -> None:

@@ -1,0 +1,75 @@
+"""Options as the fields of a dataclass: names, types, defaults and help texts, for command lines and for checks."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import Field, fields
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+
+class Option(NamedTuple):
+    """Field of a dataclass as an option.
+
+    Attributes:
+        name: name of the field.
+        kind: type of the option's values; `tuple` for an option of several texts.
+        is_optional: whether None is a value.
+        default: default of the field.
+        text: description in the docstring of the class.
+    """
+
+    name: str
+    kind: type
+    is_optional: bool
+    default: Any
+    text: str
+
+    @property
+    def flag(self) -> str:
+        """Return the flag on a command line."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def type_name(self) -> str:
+        """Return the name of the type, such as `int | None`."""
+        return self.kind.__name__ + " | None" * self.is_optional
+
+    @property
+    def help(self) -> str:
+        """Return the description as a sentence without code spans."""
+        return self.text[:1].upper() + self.text[1:].replace("`", "")
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value has the option's type. A float takes integers, and no number takes a bool."""
+        if value is None or isinstance(value, bool):
+            return self.is_optional if value is None else self.kind is bool
+        return isinstance(value, (int, float) if self.kind is float else self.kind)
+
+
+_found: dict[type, dict[str, Option]] = {}
+"""Options of the classes that were asked for."""
+
+
+def options_of(cls: type) -> dict[str, Option]:
+    """Return the fields of a dataclass as options, by name.
+
+    Args:
+        cls: dataclass whose fields are of type `bool`, `int`, `float`, `str` or `tuple[str, ...]`, or that or None.
+    """
+    if cls not in _found:
+        hints, texts = get_type_hints(cls), descriptions(cls)
+        _found[cls] = {f.name: _option(f, hints[f.name], texts.get(f.name, "")) for f in fields(cls)}
+    return _found[cls]
+
+
+def _option(field: Field[Any], hint: Any, text: str) -> Option:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return Option(field.name, get_origin(kinds[0]) or kinds[0], NoneType in kinds, field.default, text)
+
+
+def descriptions(thing: Any) -> dict[str, str]:
+    """Return the description of every attribute or argument in the docstring of a class or function, by name."""
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(thing.__doc__ or ""), re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
