@@ -14,7 +14,7 @@ from chunkattn.calls import algorithms
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.precompute import precompute_job
-from chunkattn.calls.score import score_job
+from chunkattn.calls.score_inputs import score_call
 from chunkattn.config import EngineConfig
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits, StepRates
@@ -62,7 +62,7 @@ def distinct(count, size):
 
 
 def score(made, query, items, algorithm=None, **options):
-    return score_job(made, query, items, label_token_ids=[5, 6], algorithm=algorithm, **options)
+    return score_call(made, query, items, label_token_ids=[5, 6], algorithm=algorithm, **options)
 
 
 # Chunks
@@ -148,7 +148,7 @@ def test_labels_are_bounded(frontend):
         with pytest.raises(ValidationError, match="at most 1024"):
             ScoreBody.model_validate({"query": "q", "items": ["a"], **given})
         with pytest.raises(RequestError, match="at most 1024"):
-            score_job(frontend(), "q", ["a"], **given)
+            score_call(frontend(), "q", ["a"], **given)
 
 
 # Salts
@@ -181,7 +181,7 @@ def test_costs_are_those_of_what_is_laid_out(frontend):
     made = frontend(max_num_batched_tokens=128)
     query, items = [7] * 100, [[8] * (n % 40) for n in range(300)]
     items += items[50:]  # repeated items cost nothing
-    told = made.scores.query_items(query, items, [], False).tokens()
+    told = score(made, query, items).tokens()
     for name, cost in told.items():
         requests = [*chain.from_iterable(score(made, query, items, name).stages())]
         rows = sum(len(r.layout) - (r.layout.prefix_len if getattr(r, "share_prefix", False) else 0) for r in requests)
@@ -190,7 +190,7 @@ def test_costs_are_those_of_what_is_laid_out(frontend):
 
 def test_the_documented_contract_is_admitted():
     limit = EngineConfig().max_tokens_per_call
-    costs = algorithms.QueryItems([7] * 2000, distinct(10_000, 20)).tokens()
+    costs = algorithms.ScoreInputs([7] * 2000, distinct(10_000, 20)).tokens()
     assert max(costs["packed_segment"], costs["prefill_extend"], costs["serial"]) <= limit
     assert costs["serial"] == 10_000 * 2020
 
