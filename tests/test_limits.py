@@ -10,10 +10,12 @@ import pytest
 from pydantic import ValidationError
 
 from chunkattn import ChunkedPrompt, SamplingParams
-from chunkattn.calls import algorithms
+from chunkattn.calls import algorithms, score_inputs
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.precompute import precompute_job
+from chunkattn.calls.rerank import rerank_call
+from chunkattn.calls.rerank_template import PLAIN
 from chunkattn.calls.score_inputs import score_call
 from chunkattn.config import EngineConfig
 from chunkattn.engine.intake import Intake
@@ -21,6 +23,7 @@ from chunkattn.engine.messages import EngineLimits, StepRates
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.models.loader import open_files
+from chunkattn.parsers import arguments
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.rope.positions import make_layout
 from chunkattn.server.errors import ApiError
@@ -246,6 +249,16 @@ def test_items_that_all_queries_share_are_tokenized_once(frontend, monkeypatch):
     monkeypatch.setattr(PartEncoder, "__call__", count)
     score(made, ["one", "two", "three"], ["a", "b"])
     assert seen == ["one", "a", "b", "two", "three"]
+
+
+def test_ids_of_the_tokenizer_are_not_checked_one_by_one(frontend, monkeypatch):
+    made = frontend()
+    for module in (arguments, score_inputs):
+        monkeypatch.setattr(module, "check_ids", refuse)
+    assert rerank_call(made, "q", ["a", "b"], template=PLAIN).total == 2
+    assert score_call(made, "q", ["a", "b"], labels=["yes"]).total == 2
+    with pytest.raises(AssertionError, match="work has begun"):
+        rerank_call(made, "q", [[5]], template=PLAIN)
 
 
 # Stages
