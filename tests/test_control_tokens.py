@@ -17,8 +17,7 @@ from chunkattn.errors import RequestError
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.models.reranker import RerankerTraits
 from chunkattn.parsers import PromptParser
-from chunkattn.parsers.encode import PartEncoder, PlainEncoder
-from chunkattn.parsers.special_tokens import ControlTokens
+from chunkattn.parsers.encode import ControlTokens, PartEncoder, PlainEncoder
 
 SPECIAL = ["<|start|>", "<|end|>", "<|end|>x"]
 KEPT = ["<think>", "  "]

@@ -21,9 +21,8 @@ from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, Promp
 from chunkattn.parsers.arguments import as_list, one_each
 from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
-from chunkattn.parsers.encode import PlainEncoder
+from chunkattn.parsers.encode import ControlTokens, PlainEncoder
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.parsers.special_tokens import ControlTokens
 
 
 class Frontend:
