@@ -15,11 +15,10 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, generate_job
 from chunkattn.calls.job import AskingJob, Job
 from chunkattn.calls.precompute import precompute_job
-from chunkattn.calls.rerank import rerank_job
-from chunkattn.calls.rerank_template import RerankTemplate
-from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_job
+from chunkattn.calls.rerank import RerankOptions, rerank_call
+from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
 from chunkattn.config import SamplingParams, make_config
-from chunkattn.engine.messages import EngineLimits, EngineOutput, Message
+from chunkattn.engine.messages import EngineLimits, Message, PrecomputeRequest
 from chunkattn.errors import EngineDeadError, RequestError
 from chunkattn.fair_threads import FairThreads
 from chunkattn.models.loader import open_files
@@ -292,7 +291,7 @@ class AsyncLLM:
                 builder.output.request_id = name
                 self._generations[name] = call, job
                 (requests,) = job.stages()
-                call.send(requests, partial(self._take, job), quiet=job.final_only)
+                call.send(requests, partial(job.take, stop=self.client.stop), quiet=job.final_only)
                 ended = False
                 while not ended:
                     await call.wait()
@@ -345,54 +344,22 @@ class AsyncLLM:
         query: Query | ListedQueries | None = None,
         items: Items | ListedItems | None = None,
         *,
-        labels: Sequence[str] | None = None,
-        label_token_ids: Sequence[int] | None = None,
-        apply_softmax: bool = False,
-        item_first: bool = False,
-        algorithm: str | None = None,
-        packed_ids: Sequence[int] | None = None,
-        cache_salt: str | None = None,
-        priority: int = 0,
         timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> ScoreOutput | list[ScoreOutput]:
-        """Return P(label | query + item) for every item; see `LLM.score` for the arguments.
+        """Return P(label | query + item) for every item; see `LLM.score`.
 
         Args:
-            query: text or token ids, or a list of either.
-            items: texts or token ids, of the same kind as the query. For a list of queries, one list of items per query, or one
-                list of items for all queries. Text is tokenized without special tokens.
-            labels: texts of one token each; the score is the probability of the label after the item.
-            label_token_ids: token ids of the labels, instead of `labels`. A sequence classifier takes no labels: its scores are
-                the softmax over its classes, or the sigmoid of its only class.
-            apply_softmax: normalise over the labels instead of the whole vocabulary; ignored for a classifier.
-            item_first: score item + query instead, which shares nothing between items.
-            algorithm: see `LLM.score`.
-            packed_ids: see `LLM.score`.
-            cache_salt: see `generate`.
-            priority: see `generate`.
+            query: see `LLM.score`.
+            items: see `LLM.score`.
             timeout: see `generate`.
+            **options: labels and how to score, see `chunkattn.calls.score_inputs.ScoreOptions`.
 
         Raises:
             RequestError: the query, items or labels are malformed. The error comes before any request is sent.
             ChunkAttnError: as `generate`.
         """
-        return await self._run(
-            partial(
-                score_job,
-                self.frontend,
-                query,
-                items,
-                labels=labels,
-                label_token_ids=label_token_ids,
-                apply_softmax=apply_softmax,
-                item_first=item_first,
-                algorithm=algorithm,
-                packed_ids=packed_ids,
-                cache_salt=cache_salt,
-                priority=priority,
-            ),
-            timeout,
-        )
+        return await self._run(partial(score_call, self.frontend, query, items, **options), timeout)
 
     async def rerank(
         self,
@@ -400,60 +367,24 @@ class AsyncLLM:
         documents: Sequence[str | Sequence[int]],
         top_n: int | None = None,
         *,
-        instruction: str | None = None,
-        template: RerankTemplate | str | None = None,
-        max_tokens_per_doc: int | None = None,
-        truncate_prompt_tokens: int | None = None,
-        algorithm: str | None = None,
-        cache_salt: str | None = None,
-        priority: int = 0,
         timeout: float | None = None,
+        **options: Unpack[RerankOptions],
     ) -> RerankOutput:
-        """Rank documents by their relevance to a query: the probability of "yes" against "no" as the model's answer.
-
-        Instruction and query come first in the prompt, so that all documents share them. The text of special tokens in
-        instruction, query or documents is tokenized as plain text.
+        """Rank documents by their relevance to a query; see `LLM.rerank`.
 
         Args:
-            query: text that documents are judged by.
-            documents: texts, which get the rerank template alone, or token ids; an empty list gives no results.
-            top_n: number of best documents to return; None returns all.
-            instruction: description of what the query wants, instead of the template's own.
-            template: name of a template (`chunkattn.calls.rerank_template.TEMPLATES`) or a template; None takes the engine's
-                `rerank_template`, or else the one that the checkpoint calls for.
-            max_tokens_per_doc: number of tokens to which a document is cut, or fewer where fewer fit; None cuts nothing.
-            truncate_prompt_tokens: limit on the tokens of query, template and document together, or what fits where that is
-                less. The document alone is cut. -1 cuts to what fits; None cuts nothing.
-            algorithm: see `score`.
-            cache_salt: see `generate`.
-            priority: see `generate`.
+            query: see `LLM.rerank`.
+            documents: see `LLM.rerank`.
+            top_n: see `LLM.rerank`.
             timeout: see `generate`.
-
-        Returns:
-            The best document first; documents of equal score keep their order.
+            **options: template, cuts and how to score, see `chunkattn.calls.rerank.RerankOptions`.
 
         Raises:
             RequestError: an argument is invalid, or a document is too long and not cut. The error comes before any request is
                 sent.
             ChunkAttnError: as `generate`.
         """
-        return await self._run(
-            partial(
-                rerank_job,
-                self.frontend,
-                query,
-                documents,
-                top_n,
-                instruction=instruction,
-                template=template,
-                max_tokens_per_doc=max_tokens_per_doc,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                algorithm=algorithm,
-                cache_salt=cache_salt,
-                priority=priority,
-            ),
-            timeout,
-        )
+        return await self._run(partial(rerank_call, self.frontend, query, documents, top_n, **options), timeout)
 
     # The cache
 
@@ -600,33 +531,28 @@ class AsyncLLM:
             ChunkAttnError: the job or a stage cannot be made, or as `InflightRequests.finish`.
         """
 
-        def begin() -> tuple[Job[T], Iterator[Sequence[Message]], Sequence[Message] | None]:
+        def begin() -> tuple[Job[T], Iterator[Sequence[PrecomputeRequest]], Iterator[Sequence[Message]], Any, Any]:
             job = make()
-            stages = iter(job.stages())
-            return job, stages, None if isinstance(job, AskingJob) and job.is_undecided else next(stages, None)
+            lookups, stages = job.lookups() if isinstance(job, AskingJob) else iter(()), iter(job.stages())
+            asked = next(lookups, None)
+            return job, lookups, stages, asked, None if asked else next(stages, None)
 
         with self.client.call(_check_timeout(timeout)) as call:
-            job, stages, stage = await call.prepare(begin)
+            job, lookups, stages, asked, stage = await call.prepare(begin)
             try:
-                if isinstance(job, AskingJob) and job.is_undecided:
-                    lookups = job.lookups()
-                    while (asked := await call.prepare(next, lookups, None)) is not None:
-                        job.decide(asked, await call.ask(self.client.look_up(asked, forget=False)))
+                while isinstance(job, AskingJob) and asked is not None:
+                    job.decide(asked, await call.ask(self.client.look_up(asked, forget=False)))
+                    asked = await call.prepare(next, lookups, None)
+                if stage is None:
                     stage = await call.prepare(next, stages, None)
                 while stage is not None:
-                    await call.finish(stage, partial(self._take, job))
+                    await call.finish(stage, partial(job.take, stop=self.client.stop))
                     stage = await call.prepare(next, stages, None)
                 return await self.threads.run(job.result)
             except BaseException:
                 call.abort()  # before `unpin`, so that the engine pins nothing afterwards
                 self.client.unpin(job.pins)
                 raise
-
-    def _take(self, job: Job[T], output: EngineOutput) -> bool:
-        taken = job.take(output)
-        if taken.stop is not None:
-            self.client.stop(output.request_id, taken.stop)
-        return taken.ended
 
 
 def snapshot(output: RequestOutput) -> RequestOutput:

@@ -13,12 +13,11 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.job import AskingJob, Job
 from chunkattn.calls.precompute import precompute_job
-from chunkattn.calls.rerank import rerank_job
-from chunkattn.calls.rerank_template import RerankTemplate
-from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_job
+from chunkattn.calls.rerank import RerankOptions, rerank_call
+from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
 from chunkattn.config import SamplingParams, make_config
 from chunkattn.engine.build import build_core
-from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
+from chunkattn.engine.messages import Message, RequestFailed
 from chunkattn.models.loader import open_files
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers.prompt import Prompt
@@ -295,15 +294,8 @@ class LLM:
         query: Query | ListedQueries | None = None,
         items: Items | ListedItems | None = None,
         *,
-        labels: Sequence[str] | None = None,
-        label_token_ids: Sequence[int] | None = None,
-        apply_softmax: bool = False,
-        item_first: bool = False,
-        algorithm: str | None = None,
-        packed_ids: Sequence[int] | None = None,
-        cache_salt: str | None = None,
-        priority: int = 0,
         use_tqdm: bool = True,
+        **options: Unpack[ScoreOptions],
     ) -> ScoreOutput | list[ScoreOutput]:
         """Return P(label | query + item) for every item, exactly as if each item were sent alone.
 
@@ -311,18 +303,8 @@ class LLM:
             query: text or token ids, or a list of either.
             items: texts or token ids, of the same kind as the query. For a list of queries, one list of items per query, or one
                 list of items for all queries. Text is tokenized without special tokens.
-            labels: texts of one token each; the score is the probability of the label after the item.
-            label_token_ids: token ids of the labels, instead of `labels`. A sequence classifier takes no labels: its scores are
-                the softmax over its classes, or the sigmoid of its only class.
-            apply_softmax: normalise over the labels instead of the whole vocabulary; ignored for a classifier.
-            item_first: score item + query instead, which shares nothing between items.
-            algorithm: `"auto"`, `"serial"`, `"packed_segment"`, `"prefill_extend"` or `"packed_dense"`, which return equal
-                scores; None takes the engine's `score_algorithm`.
-            packed_ids: token ids `query<d>item<d>...item<d>`, instead of query and items. `<d>` is the engine's
-                `multi_item_scoring_delimiter`.
-            cache_salt: see `generate`.
-            priority: see `generate`; one value for the call.
             use_tqdm: see `generate`.
+            **options: labels and how to score, see `chunkattn.calls.score_inputs.ScoreOptions`.
 
         Returns:
             One row of scores per item, one column per label or class; for a list of queries, one such output per query.
@@ -331,20 +313,7 @@ class LLM:
             RequestError: the query, items or labels are malformed. The error comes before any item is scored.
             EngineError: a step failed.
         """
-        job = score_job(
-            self.frontend,
-            query,
-            items,
-            labels=labels,
-            label_token_ids=label_token_ids,
-            apply_softmax=apply_softmax,
-            item_first=item_first,
-            algorithm=algorithm,
-            packed_ids=packed_ids,
-            cache_salt=cache_salt,
-            priority=priority,
-        )
-        return self.run(job, use_tqdm)
+        return self.run(score_call(self.frontend, query, items, **options), use_tqdm)
 
     def rerank(
         self,
@@ -352,14 +321,8 @@ class LLM:
         documents: Sequence[str | Sequence[int]],
         top_n: int | None = None,
         *,
-        instruction: str | None = None,
-        template: RerankTemplate | str | None = None,
-        max_tokens_per_doc: int | None = None,
-        truncate_prompt_tokens: int | None = None,
-        algorithm: str | None = None,
-        cache_salt: str | None = None,
-        priority: int = 0,
         use_tqdm: bool = True,
+        **options: Unpack[RerankOptions],
     ) -> RerankOutput:
         """Rank documents by their relevance to a query: the probability of "yes" against "no" as the model's answer.
 
@@ -370,16 +333,8 @@ class LLM:
             query: text that documents are judged by.
             documents: texts, which get the rerank template alone, or token ids; an empty list gives no results.
             top_n: number of best documents to return; None returns all.
-            instruction: description of what the query wants, instead of the template's own.
-            template: name of a template (`chunkattn.calls.rerank_template.TEMPLATES`) or a template; None takes the engine's
-                `rerank_template`, or else the one that the checkpoint calls for.
-            max_tokens_per_doc: number of tokens to which a document is cut, or fewer where fewer fit; None cuts nothing.
-            truncate_prompt_tokens: limit on the tokens of query, template and document together, or what fits where that is
-                less. The document alone is cut. -1 cuts to what fits; None cuts nothing.
-            algorithm: see `score`.
-            cache_salt: see `generate`.
-            priority: see `generate`.
             use_tqdm: see `generate`.
+            **options: template, cuts and how to score, see `chunkattn.calls.rerank.RerankOptions`.
 
         Returns:
             The best document first; documents of equal score keep their order.
@@ -389,20 +344,7 @@ class LLM:
                 scored.
             EngineError: a step failed.
         """
-        job = rerank_job(
-            self.frontend,
-            query,
-            documents,
-            top_n,
-            instruction=instruction,
-            template=template,
-            max_tokens_per_doc=max_tokens_per_doc,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            algorithm=algorithm,
-            cache_salt=cache_salt,
-            priority=priority,
-        )
-        return self.run(job, use_tqdm)
+        return self.run(rerank_call(self.frontend, query, documents, top_n, **options), use_tqdm)
 
     # The engine's loop
 
@@ -441,19 +383,15 @@ class LLM:
                 while self.core.has_work:
                     for output in self.core.step():
                         if output.request_id in wanted:
-                            self._take(output, job)
+                            if isinstance(output, RequestFailed):
+                                raise output.error()
+                            job.take(output, self.core.stop)
                             bar.update(job.done - bar.n)
                     if self.core.disk is not None and self.core.disk_is_behind:
                         self.core.disk.catch_up()
             finally:
                 for request in requests:
                     self.core.abort(request.request_id)
-
-    def _take(self, output: EngineOutput, job: Job[T]) -> None:
-        if isinstance(output, RequestFailed):
-            raise output.error()
-        if (stop := job.take(output).stop) is not None:
-            self.core.stop(output.request_id, stop)
 
 
 def _progress(total: int, wanted: bool, unit: str) -> tqdm:

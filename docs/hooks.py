@@ -257,11 +257,15 @@ _CALLS = {
 
 
 def _body_table(name: str) -> str:
-    """Fields of one request body, described by the body, by `SamplingParams`, or by the method of `LLM` it is for."""
+    """Fields of one request body, described by the body, by the method of `LLM` it is for, or by the method's options."""
+    from chunkattn.calls.rerank import RerankOptions
+    from chunkattn.calls.score_inputs import ScoreOptions
     from chunkattn.config import SamplingParams
     from chunkattn.llm import LLM
 
-    texts = _described(getattr(LLM, _CALLS.get(name, "generate"))) | _described(SamplingParams)
+    call = _CALLS.get(name, "generate")
+    options = {"score": ScoreOptions, "rerank": RerankOptions}.get(call, SamplingParams)
+    texts = _described(getattr(LLM, call)) | _described(options)
     schema = bodies()[name].model_json_schema()
     rows = [("field", "type", "default", "meaning")]
     for field, about in schema["properties"].items():

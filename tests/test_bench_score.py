@@ -55,7 +55,7 @@ def test_operations_are_those_counted_by_hand():
         "prefill_extend": 7 * row + (6 + behind) * pair + 2 * head,
     }
     for name, flops in expected.items():
-        requests = [*chain.from_iterable(bench.plan(query, items, name).stages())]
+        requests = [*chain.from_iterable(bench.call(query, items, name).stages())]
         assert needed_flops(bench.core.runner, requests, 0) == flops, name
     bench.run(query, items, "prefill_extend")
     warm = bench.run(query, items, "prefill_extend")

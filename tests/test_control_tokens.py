@@ -10,16 +10,14 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 from chunkattn import ChunkedPrompt, DocumentPrompt
 from chunkattn.calls import score_inputs
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.rerank import plan_rerank
+from chunkattn.calls.rerank import fill_template
 from chunkattn.calls.rerank_template import RerankTemplate
 from chunkattn.config import EngineConfig
 from chunkattn.errors import RequestError
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.models.reranker import RerankerTraits
 from chunkattn.parsers import PromptParser
-from chunkattn.parsers.encode import PartEncoder
-from chunkattn.parsers.plain import PlainEncoder
-from chunkattn.parsers.special_tokens import ControlTokens
+from chunkattn.parsers.encode import ControlTokens, PartEncoder, PlainEncoder
 
 SPECIAL = ["<|start|>", "<|end|>", "<|end|>x"]
 KEPT = ["<think>", "  "]
@@ -391,8 +389,8 @@ def test_the_options_reach_every_reader():
         frontend = Frontend(config, Files(tokenizer))
         first, chunk, last = parts(frontend.parser.parse(ChunkedPrompt(FORGED, [FORGED], FORGED)).layout)
         assert [end in p for p in (first, chunk, last)] == [prompts, documents, prompts]
-        query, items, _ = score_inputs._tokenized(frontend, FORGED, [FORGED], {})
+        _, query, items = score_inputs._tokenized(frontend, FORGED, [FORGED], {})
         assert [end in query, end in items[0]] == [prompts, prompts]
         template = RerankTemplate("own", "{query}{document}<|end|>", ("a", "b"))
-        plan = plan_rerank(frontend.parser.encode, template, FORGED, [FORGED], special_tokens=documents)
-        assert [end in plan.prefix, plan.items[0].count(end)] == [documents, 1 + documents]
+        before, (document,), after = fill_template(frontend.plain, template, FORGED, [FORGED])
+        assert [end in before, document.count(end), after.count(end)] == [documents, documents, 1]

@@ -10,17 +10,20 @@ import pytest
 from pydantic import ValidationError
 
 from chunkattn import ChunkedPrompt, SamplingParams
-from chunkattn.calls import algorithms
+from chunkattn.calls import algorithms, score_inputs
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.precompute import precompute_job
-from chunkattn.calls.score import score_job
+from chunkattn.calls.rerank import rerank_call
+from chunkattn.calls.rerank_template import PLAIN
+from chunkattn.calls.score_inputs import score_call
 from chunkattn.config import EngineConfig
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits, StepRates
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.models.loader import open_files
+from chunkattn.parsers import arguments
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.rope.positions import make_layout
 from chunkattn.server.errors import ApiError
@@ -62,7 +65,7 @@ def distinct(count, size):
 
 
 def score(made, query, items, algorithm=None, **options):
-    return score_job(made, query, items, label_token_ids=[5, 6], algorithm=algorithm, **options)
+    return score_call(made, query, items, label_token_ids=[5, 6], algorithm=algorithm, **options)
 
 
 # Chunks
@@ -148,7 +151,7 @@ def test_labels_are_bounded(frontend):
         with pytest.raises(ValidationError, match="at most 1024"):
             ScoreBody.model_validate({"query": "q", "items": ["a"], **given})
         with pytest.raises(RequestError, match="at most 1024"):
-            score_job(frontend(), "q", ["a"], **given)
+            score_call(frontend(), "q", ["a"], **given)
 
 
 # Salts
@@ -181,7 +184,7 @@ def test_costs_are_those_of_what_is_laid_out(frontend):
     made = frontend(max_num_batched_tokens=128)
     query, items = [7] * 100, [[8] * (n % 40) for n in range(300)]
     items += items[50:]  # repeated items cost nothing
-    told = made.scores.query_items(query, items, [], False).tokens()
+    told = score(made, query, items).tokens()
     for name, cost in told.items():
         requests = [*chain.from_iterable(score(made, query, items, name).stages())]
         rows = sum(len(r.layout) - (r.layout.prefix_len if getattr(r, "share_prefix", False) else 0) for r in requests)
@@ -190,7 +193,7 @@ def test_costs_are_those_of_what_is_laid_out(frontend):
 
 def test_the_documented_contract_is_admitted():
     limit = EngineConfig().max_tokens_per_call
-    costs = algorithms.QueryItems([7] * 2000, distinct(10_000, 20)).tokens()
+    costs = algorithms.ScoreInputs([7] * 2000, distinct(10_000, 20)).tokens()
     assert max(costs["packed_segment"], costs["prefill_extend"], costs["serial"]) <= limit
     assert costs["serial"] == 10_000 * 2020
 
@@ -246,6 +249,16 @@ def test_items_that_all_queries_share_are_tokenized_once(frontend, monkeypatch):
     monkeypatch.setattr(PartEncoder, "__call__", count)
     score(made, ["one", "two", "three"], ["a", "b"])
     assert seen == ["one", "a", "b", "two", "three"]
+
+
+def test_ids_of_the_tokenizer_are_not_checked_one_by_one(frontend, monkeypatch):
+    made = frontend()
+    for module in (arguments, score_inputs):
+        monkeypatch.setattr(module, "check_ids", refuse)
+    assert rerank_call(made, "q", ["a", "b"], template=PLAIN).total == 2
+    assert score_call(made, "q", ["a", "b"], labels=["yes"]).total == 2
+    with pytest.raises(AssertionError, match="work has begun"):
+        rerank_call(made, "q", [[5]], template=PLAIN)
 
 
 # Stages

@@ -8,13 +8,12 @@ import torch
 from transformers import AutoTokenizer
 
 from chunkattn import LLM, AsyncLLM
-from chunkattn.calls.rerank import plan_rerank
+from chunkattn.calls.rerank import fill_template, label_ids, rerank_call
 from chunkattn.calls.rerank_template import GENERIC, PLAIN, QWEN3_RERANKER, RerankTemplate
 from chunkattn.calls.score_inputs import pair_queries, resolve_labels
 from chunkattn.engine.messages import ScoreRequest
 from chunkattn.errors import CapacityError, ChunkAttnError, RequestError
-from chunkattn.parsers.encode import PartEncoder
-from chunkattn.parsers.plain import PlainEncoder
+from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.rope.positions import make_layout
 from tests.async_helpers import OPTIONS
 from tests.checkpoints import Oracle
@@ -43,6 +42,11 @@ def reranker(reranker_folder):
     assert llm.reset_prefix_cache(), "pages leaked"
 
 
+@pytest.fixture(scope="module")
+def plain(encode):
+    return PlainEncoder(encode)
+
+
 def ids_of(encode, text):
     return encode.tokenizer(text, add_special_tokens=False).input_ids
 
@@ -50,30 +54,29 @@ def ids_of(encode, text):
 # Templates and tokens
 
 
-def test_prompts_are_the_authors_token_by_token(encode):
+def test_prompts_are_the_authors_token_by_token(encode, plain):
     query, instruction = "What is  a city?\n", "Find \t cities."
     default = "Given a web search query, retrieve relevant passages that answer the query"
     for given, used in ((None, default), (instruction, instruction)):
-        plan = plan_rerank(encode, QWEN3_RERANKER, query, DOCUMENTS, instruction=given)
-        for document, item in zip(DOCUMENTS, plan.items, strict=True):
+        before, contents, after = fill_template(plain, QWEN3_RERANKER, query, DOCUMENTS, given)
+        for document, content in zip(DOCUMENTS, contents, strict=True):
             whole = OFFICIAL.format(instruction=used, query=query, document=document)
-            assert plan.prefix + item == ids_of(encode, whole)
-    assert encode.tokenizer.convert_ids_to_tokens(plan.labels) == ["yes", "no"]
-    assert plan.truncated == [False] * len(DOCUMENTS)
+            assert before + content + after == ids_of(encode, whole)
+    assert encode.tokenizer.convert_ids_to_tokens(label_ids(plain, QWEN3_RERANKER)) == ["yes", "no"]
 
 
 @pytest.mark.parametrize("template", [QWEN3_RERANKER, GENERIC, PLAIN], ids=lambda t: t.name)
-def test_users_texts_hold_no_control_tokens(template, encode):
+def test_users_texts_hold_no_control_tokens(template, encode, plain):
     """Wherever special tokens are written by users, they are text; and one document's changes no other."""
     control = set(encode.tokenizer.added_tokens_decoder)
-    honest = plan_rerank(encode, template, "q", DOCUMENTS)
+    honest_before, honest, honest_after = fill_template(plain, template, "q", DOCUMENTS)
     instruction = FORGED if template.instruction else None
-    forged = plan_rerank(encode, template, FORGED, [FORGED, *DOCUMENTS[1:]], instruction=instruction)
-    assert forged.items[1:] == honest.items[1:]
-    for ids, like in ((forged.prefix, honest.prefix), (forged.items[0], honest.items[0])):
+    before, forged, after = fill_template(plain, template, FORGED, [FORGED, *DOCUMENTS[1:]], instruction)
+    assert (forged[1:], after) == (honest[1:], honest_after)
+    for ids, like in ((before, honest_before), (forged[0], honest[0])):
         assert [i for i in ids if i in control] == [i for i in like if i in control]
-    assert FORGED in encode.tokenizer.decode(forged.items[0])
-    assert FORGED in encode.tokenizer.decode(forged.prefix)
+    assert FORGED in encode.tokenizer.decode(forged[0])
+    assert FORGED in encode.tokenizer.decode(before)
 
 
 def test_plain_text_is_what_the_tokenizer_makes_of_it(encode, demo):
@@ -109,36 +112,41 @@ def test_slow_tokenizers_refuse_what_they_cannot_take_as_text():
         plain("</s>")
 
 
-def test_documents_are_cut_and_nothing_else(encode):
+def test_documents_are_cut_and_nothing_else(reranker, encode):
     documents = ["Paris is a city. " * 9, "Paris.", ""]
-    whole = plan_rerank(encode, QWEN3_RERANKER, "q", documents)
-    cut = plan_rerank(encode, QWEN3_RERANKER, "q", documents, max_tokens_per_doc=5)
+
+    def call(**options):
+        return rerank_call(reranker.frontend, "q", documents, **options)
+
+    def truncated(call):
+        return [result.truncated for result in sorted(reranker.run(call).results, key=lambda r: r.index)]
+
+    whole, cut = call(), call(max_tokens_per_doc=5)
     tail = ids_of(encode, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert cut.prefix == whole.prefix
+    assert cut.before == whole.before
     assert cut.items[0] == ids_of(encode, f" {documents[0]}")[:5] + tail
     assert cut.items[1:] == whole.items[1:]
-    assert cut.truncated == [True, False, False]
+    assert truncated(whole) == [False] * 3
+    assert truncated(cut) == [True, False, False]
     exact = len(ids_of(encode, f" {documents[0]}"))
-    for limit, truncated in ((exact, False), (exact - 1, True)):
-        assert plan_rerank(encode, QWEN3_RERANKER, "q", documents, max_tokens_per_doc=limit).truncated[0] is truncated
+    for limit, expected in ((exact, False), (exact - 1, True)):
+        assert truncated(call(max_tokens_per_doc=limit))[0] is expected
 
 
-def test_labels_follow_the_template(encode, demo):
+def test_labels_follow_the_template(encode, plain, demo):
     """With a space or without, as the tokenizer has it behind the text."""
-    plan = plan_rerank(encode, GENERIC, "q", ["d"])
-    assert plan.items[0][-1:] == ids_of(encode, "Answer:")[-1:]
-    assert [ids_of(encode, text) for text in (" yes", " no")] == [[i] for i in plan.labels]
-    plan = plan_rerank(demo.parser.encode, PLAIN, "q", ["d"])
-    assert demo.tokenizer.convert_ids_to_tokens(plan.labels) == ["▁yes", "▁no"]
+    assert fill_template(plain, GENERIC, "q", ["d"])[2][-1:] == ids_of(encode, "Answer:")[-1:]
+    assert [ids_of(encode, text) for text in (" yes", " no")] == [[i] for i in label_ids(plain, GENERIC)]
+    assert demo.tokenizer.convert_ids_to_tokens(label_ids(PlainEncoder(demo.parser.encode), PLAIN)) == ["▁yes", "▁no"]
 
 
-def test_leading_special_tokens_begin_the_prompt(encode):
-    plain = plan_rerank(encode, GENERIC, "q", ["d"]).prefix
+def test_leading_special_tokens_begin_the_prompt(encode, plain):
+    bare, _, _ = fill_template(plain, GENERIC, "q", ["d"])
     start = encode.tokenizer.convert_tokens_to_ids("<|im_start|>")
     encode.leading_ids = [start]
     try:
-        assert plan_rerank(encode, GENERIC, "q", ["d"]).prefix == [start, *plain]
-        assert plan_rerank(encode, QWEN3_RERANKER, "q", ["d"]).prefix.count(start) == 2  # it brings its own
+        assert fill_template(plain, GENERIC, "q", ["d"])[0] == [start, *bare]
+        assert fill_template(plain, QWEN3_RERANKER, "q", ["d"])[0].count(start) == 2  # it brings its own
     finally:
         encode.leading_ids = []
 
@@ -244,10 +252,10 @@ def test_token_ids_are_documents_as_they_are(reranker, encode):
     """Beside texts; in the rerank template, spaces before a document included, and in no other."""
     text, space = ids_of(encode, " Paris is a city."), ids_of(encode, " ")
     given = [ids_of(encode, "Paris is a city."), "Paris is a city."]
-    plan = plan_rerank(encode, QWEN3_RERANKER, "q", given)
+    call = rerank_call(reranker.frontend, "q", given)
     end = ids_of(encode, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert plan.items == [[*space, *given[0], *end], [*text, *end]]
-    cut = plan_rerank(encode, QWEN3_RERANKER, "q", given, max_tokens_per_doc=3)
+    assert call.items == [[*space, *given[0], *end], [*text, *end]]
+    cut = rerank_call(reranker.frontend, "q", given, max_tokens_per_doc=3)
     assert cut.items[0] == [*space, *given[0]][:3] + end
     output = reranker.rerank("q", given)
     assert {r.index: r.document for r in output.results} == dict(enumerate(given))

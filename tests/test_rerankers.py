@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from chunkattn import LLM, RerankTemplate
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.rerank import plan_rerank, relevance_class
+from chunkattn.calls.rerank import fill_template, label_ids, relevance_class
 from chunkattn.calls.rerank_template import MXBAI_RERANK_V2, QWEN3_RERANKER, TEMPLATES, default_template
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, ModelError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER, open_model
-from chunkattn.parsers.encode import PartEncoder
+from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from tests.checkpoints import Oracle
 from tests.gguf_files import Written
 from tests.llama_cpp import llama_server
@@ -221,19 +221,19 @@ def mxbai(tmp_path_factory):
 
 def test_mxbai_s_parts_are_tokenized_apart(mxbai):
     encode = PartEncoder(AutoTokenizer.from_pretrained(mxbai))
-    joined = 0
+    plain, joined = PlainEncoder(encode), 0
     for query in QUERIES:
         for instruction in (None, "", "Find cities?\n"):
-            plan = plan_rerank(encode, MXBAI_RERANK_V2, query, DOCUMENTS, instruction=instruction)
-            for document, item in zip(DOCUMENTS, plan.items, strict=True):
+            before, contents, after = fill_template(plain, MXBAI_RERANK_V2, query, DOCUMENTS, instruction)
+            for document, content in zip(DOCUMENTS, contents, strict=True):
                 ids = mxbai_ids(encode.tokenizer, query, document, instruction)
-                assert plan.prefix + item == ids
+                assert before + content + after == ids
                 joined += ids != encode.tokenizer(encode.tokenizer.decode(ids), add_special_tokens=False).input_ids
     assert joined > 10, "tokenized as one text, they would be other tokens"
-    assert encode.tokenizer.convert_ids_to_tokens(plan.labels) == ["1", "0"]
+    assert encode.tokenizer.convert_ids_to_tokens(label_ids(plain, MXBAI_RERANK_V2)) == ["1", "0"]
     own = RerankTemplate("own", "{query}?{|}\n{document}{|}.", ("1", "0"))
-    plan = plan_rerank(encode, own, "q", ["d"])
-    assert encode.tokenizer.convert_ids_to_tokens(plan.prefix + plan.items[0]) == ["q", "?", "Ċ", "d", "."]
+    before, (content,), after = fill_template(plain, own, "q", ["d"])
+    assert encode.tokenizer.convert_ids_to_tokens(before + content + after) == ["q", "?", "Ċ", "d", "."]
 
 
 def test_mxbai_ranks_by_the_difference_of_two_logits(mxbai):

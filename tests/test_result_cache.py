@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from chunkattn.calls.algorithms import ALGORITHMS, QueryItems
-from chunkattn.calls.result_cache import ResultCache, item_keys
+from chunkattn.calls.algorithms import ALGORITHMS, ScoreInputs
+from chunkattn.calls.score_memory import ResultCache, item_keys
 from tests.checkpoints import VOCAB
 from tests.test_scoring import check, one_forward_per_item
 
@@ -152,17 +152,16 @@ def test_a_kept_result_is_a_copy():
 
 def test_keys_tell_apart_what_joins_to_the_same_tokens():
     jobs = [
-        QueryItems([1, 2], [[3]]),
-        QueryItems([1], [[2, 3]]),
-        QueryItems([2], [[3]], leading=[1]),
-        QueryItems([1, 2], [[3]], item_first=True),
+        ScoreInputs([1, 2], [[3]]),
+        ScoreInputs([1], [[2, 3]]),
+        ScoreInputs([], [[3]], after=[1, 2]),
     ]
     keys = [item_keys(job, (5, 6), "auto", None)[0] for job in jobs]
     keys += [item_keys(jobs[0], labels, "auto", None)[0] for labels in ((6, 5), (56,), ())]
     keys += [item_keys(jobs[0], (5, 6), name, salt)[0] for name, salt in (("serial", None), ("auto", "None"), ("auto", "s"))]
     assert len({*keys}) == len(keys)
     assert item_keys(jobs[0], (5, 6), "auto", None) == keys[:1]
-    others = [QueryItems([1, 2], items) for items in ([[3], [4]], [[3], [5]], [[3], [4, 5]], [[3, 4], [5]], [[3], [3]])]
+    others = [ScoreInputs([1, 2], items) for items in ([[3], [4]], [[3], [5]], [[3], [4, 5]], [[3, 4], [5]], [[3], [3]])]
     keys = [item_keys(job, (5, 6), "auto", None)[0] for job in others]
     assert len({*keys}) == len(keys)
     apart = {item_keys(job, (5, 6), name, None, whole=False)[0] for job in others[:3] for name in ("auto", "serial")}

@@ -13,7 +13,7 @@ from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.backends import registry
 from chunkattn.backends.cpu import backend as cpu_backend
 from chunkattn.calls.generate import generate_job
-from chunkattn.calls.score import score_job
+from chunkattn.calls.score_inputs import score_call
 from chunkattn.engine import intake, sampling
 from chunkattn.engine.runner import LABEL_WIDTHS
 from chunkattn.models import linear
@@ -139,7 +139,7 @@ class Party:
         query, items = self.draw(30), [self.draw(10) for _ in range(int(self.rng.integers(1, 5)))]
         algorithm, labels = ALGORITHMS[int(self.rng.integers(2))], self.labels[int(self.rng.integers(3))]
         # First in the queue, and short, so that the steps that read this party's items read these, too.
-        return score_job(frontend, query, items, label_token_ids=labels, algorithm=algorithm, priority=-1)
+        return score_call(frontend, query, items, label_token_ids=labels, algorithm=algorithm, priority=-1)
 
     def answers(self, company=0):
         """The bits of every answer to the prompts, among `company` other prompts."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkattn.async_llm import AsyncLLM
-from chunkattn.calls.score_planner import ScorePlanner
+from chunkattn.calls.score_memory import ScoreMemory
 from chunkattn.engine.messages import StepRates
 from chunkattn.errors import RequestError
 from tests.checkpoints import VOCAB
@@ -23,7 +23,7 @@ def draw(seed, query=90, lens=(8, 8, 8)):
 @pytest.fixture(autouse=True)
 def rates(monkeypatch):
     """Rates that make a packed query and its items cheapest, unless the query is cached. The engine's measured rates vary."""
-    monkeypatch.setattr(ScorePlanner, "_rates", property(lambda _: RATES, lambda *_: None), raising=False)
+    monkeypatch.setattr(ScoreMemory, "rates", property(lambda _: RATES, lambda *_: None), raising=False)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_nothing_is_asked_where_the_answer_decides_nothing(llm, monkeypatch):
     for algorithm in ("serial", "packed_segment", "prefill_extend"):
         llm.score(query, items, **LABELS, algorithm=algorithm, use_tqdm=False)
         llm.frontend.scores.results.clear()
-    assert llm.score(query, items, **LABELS, use_tqdm=False).algorithm == "prefill_extend"  # the planner knows this query
+    assert llm.score(query, items, **LABELS, use_tqdm=False).algorithm == "prefill_extend"  # the query is remembered
     llm.score(draw(7, query=3)[0], draw(7, lens=(40, 40))[1], **LABELS, use_tqdm=False)
     llm.score(draw(8)[0], [], **LABELS, use_tqdm=False)
 

@@ -9,11 +9,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from chunkattn.backends import AttentionBatch
+from chunkattn.calls import score
 from chunkattn.calls.algorithms import (
     ALGORITHMS,
     AUTO,
     STEADY,
-    QueryItems,
+    ScoreInputs,
     packed_segment,
     predict,
     prefill_extend,
@@ -93,9 +94,9 @@ def test_many_items_are_split_into_packs(count, engine, oracle, monkeypatch):
     rng = np.random.default_rng(10)
     items = [rng.integers(0, VOCAB, rng.integers(0, 6)).tolist() for _ in range(count)]
     llm = engine("qwen3")
-    make = llm.frontend.scores.query_items
+    bounds = score._bounds
     sizes = {"max_pack_tokens": 300, "max_multi_item_seq_len": 200, "max_batch_tokens": 100}
-    monkeypatch.setattr(llm.frontend.scores, "query_items", lambda *args: replace(make(*args), **sizes))
+    monkeypatch.setattr(score, "_bounds", lambda *args: bounds(*args) | sizes)
     expected = one_forward_per_item(oracle("qwen3"), [1, 2, 3], items, [4, 5])
     for algorithm in SHARING:
         result = llm.score([1, 2, 3], items, label_token_ids=[4, 5], algorithm=algorithm)
@@ -105,18 +106,20 @@ def test_many_items_are_split_into_packs(count, engine, oracle, monkeypatch):
 
 def test_packs_respect_their_size():
     items = [[1] * n for n in (5, 100, 3, 3, 0, 9)]
-    parts = list(packed_segment(QueryItems([7] * 10, items, max_pack_tokens=30)))
-    assert [len(p.layout) for p in parts] == [15, 110, 25]
-    assert [sorted(p.items) for p in parts] == [[0], [1], [2, 3, 4, 5]]
-    parts = list(prefill_extend(QueryItems([7] * 10, items, max_batch_tokens=15)))
-    assert [(p.layout.prefix_len, len(p.layout), sorted(p.items)) for p in parts] == [
+    packs = list(packed_segment(ScoreInputs([7] * 10, items, max_pack_tokens=30), range(6)))
+    assert [len(layout) for layout, _, _ in packs] == [15, 110, 25]
+    assert [sorted(places) for _, _, places in packs] == [[0], [1], [2, 3, 4, 5]]
+    batches = list(prefill_extend(ScoreInputs([7] * 10, items, max_batch_tokens=15), range(6)))
+    assert [(layout.prefix_len, len(layout), sorted(places)) for layout, _, places in batches] == [
         (10, 15, [0]),
         (10, 110, [1]),
         (10, 25, [2, 3, 5]),
         (0, 10, [4]),
     ]
-    *_, empty = prefill_extend(QueryItems([7] * 40, [[], [1], []]))
-    assert (empty.layout.prefix_len, len(empty.layout), empty.rows.tolist(), empty.items) == (32, 40, [39, 39], [0, 2])
+    *_, (layout, rows, places) = prefill_extend(ScoreInputs([7] * 40, [[], [1], []]), range(3))
+    assert (layout.prefix_len, len(layout), rows.tolist(), places) == (32, 40, [39, 39], [0, 2])
+    (layout, _, places), _ = packed_segment(ScoreInputs([7] * 10, items, max_pack_tokens=30), [1, 3])
+    assert (len(layout), places) == (110, [1])
 
 
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
@@ -297,20 +300,20 @@ def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
 
 def test_auto_takes_what_is_cheapest():
     """The two workloads every scoring system is asked about, and what changes the answer."""
-    long, short = QueryItems([1] * 2000, [[2] * 20] * 500), QueryItems([1] * 100, [[2] * 100] * 10)
+    long, short = ScoreInputs([1] * 2000, [[2] * 20] * 500), ScoreInputs([1] * 100, [[2] * 100] * 10)
     assert chosen(long) == "prefill_extend"
     assert chosen(short) == "packed_segment"
     # The same whatever the cache holds, where little is to be gained from it; else what gains.
     assert chosen(short, cached=True) == "packed_segment"
-    assert chosen(QueryItems([1] * 2000, [[2] * 20] * 3)) == "prefill_extend"
+    assert chosen(ScoreInputs([1] * 2000, [[2] * 20] * 3)) == "prefill_extend"
     huge_step = replace(SLOW, step=1.0)
-    assert [chosen(QueryItems([1] * 900, [[2] * 20] * 5), huge_step, cached=c) for c in (False, True)] == [
+    assert [chosen(ScoreInputs([1] * 900, [[2] * 20] * 5), huge_step, cached=c) for c in (False, True)] == [
         "packed_segment",
         "prefill_extend",
     ]
     assert chosen(long, caching=False) == "packed_segment"
     assert chosen(long, sliding_window=64) == "serial"
-    assert chosen(QueryItems([1] * 2000, [[2]] * 3, item_first=True)) == "serial"
+    assert chosen(ScoreInputs([], [[2]] * 3, after=[1] * 2000)) == "serial"
 
 
 def test_auto_says_what_it_expected(engine):
@@ -327,7 +330,7 @@ def test_the_same_request_gives_the_same_bits_whatever_was_learnt_since(engine):
     first = llm.score(query, items, label_token_ids=[5])
     algorithms = {first.algorithm}
     for rates in (StepRates(1.0, 1e-9, 1e-12), StepRates(1e-9, 1.0, 1e-12), StepRates(1e-9, 1e-9, 1.0)):
-        llm.frontend.scores._rates = rates
+        llm.frontend.scores.rates = rates
         llm.frontend.scores.results.clear()
         again = llm.score(query, items, label_token_ids=[5])
         assert again.logprobs == first.logprobs

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from chunkattn.bench.peer_script import DecodeClock
 from chunkattn.bench.score import BLOCK, IN_ORDER, ScoreBench, Workload, needed_flops, pool_tokens
-from chunkattn.calls.algorithms import refusals
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
 from chunkattn.errors import EngineError
@@ -220,8 +219,7 @@ class GenerateBench:
         """Run every scoring algorithm that `auto` may take."""
         workload = self.sizes.score
         query, items = self.engine.ids(workload.query), self.engine.items(workload)
-        backends = self.engine.core.limits.backends
-        refused = refusals(self.engine.job(query, items), sliding_window=None, caching=True, backends=backends)
+        refused = self.engine.refused(query, items)
         for name in IN_ORDER:
             if name not in (*refused, "packed_dense"):
                 self._score(query, items[:2] if name == "serial" else items, name)

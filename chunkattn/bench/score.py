@@ -11,21 +11,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.bench.geometry import make_core
+from chunkattn.bench.geometry import make_core, spec_of
 from chunkattn.bench.measure import Progress, peak_bytes, reset_peak, resident_bytes, round_name
-from chunkattn.calls.algorithms import ALGORITHMS, QueryItems, refusals
-from chunkattn.calls.score_plan import QueryPlan
-from chunkattn.calls.score_planner import ScorePlanner
+from chunkattn.calls.algorithms import ALGORITHMS, refusals
+from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.score import ScoreCall
 from chunkattn.engine.messages import GenerateRequest, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.engine.runner import Runner
 from chunkattn.errors import EngineError, RequestError
+from chunkattn.models.loader import ModelFiles
 from chunkattn.outputs import ScoreOutput
 
 LABELS = 9454, 2753
@@ -120,7 +121,7 @@ class Run(NamedTuple):
 
 
 class ScoreBench:
-    """Engine over random weights with the scoring planner of `LLM`, for token ids.
+    """Engine over random weights with the scoring calls of `LLM`, for token ids.
 
     Args:
         geometry: name of the model's geometry.
@@ -134,11 +135,12 @@ class ScoreBench:
         self, geometry: str, kv_tokens: int, *, dtype: str = "bfloat16", block_size: int = BLOCK, **options: Any
     ) -> None:
         self.core = make_core(geometry, -(-kv_tokens // block_size), dtype=dtype, block_size=block_size, **options)
-        self.planner = ScorePlanner(self.core.config)
-        self.planner.connect(self.core.limits)
+        files = ModelFiles(Path(), spec_of(geometry), jnp.dtype(dtype), tokenizer=None, eos_token_ids=())
+        self.frontend = Frontend(self.core.config, files)
+        self.frontend.connect(self.core.limits)
         self.vocab_size = self.core.limits.vocab_size
         self.labels = tuple(label % self.vocab_size for label in LABELS)
-        self._rng, self._numbers = np.random.default_rng(0), count()
+        self._rng = np.random.default_rng(0)
 
     def ids(self, size: int) -> list[int]:
         """Return `size` random token ids."""
@@ -148,36 +150,30 @@ class ScoreBench:
         """Return the random items of a workload."""
         return [self.ids(workload.item_len) for _ in range(workload.items)]
 
-    def job(self, query: list[int], items: list[list[int]]) -> QueryItems:
-        """Return query and items, bounded by the engine's options.
-
-        Args:
-            query: token ids of the query.
-            items: token ids of each item.
-        """
-        return self.planner.query_items(query, items, [], False)
-
-    def plan(self, query: list[int], items: list[list[int]], algorithm: str) -> QueryPlan:
-        """Return the plan of an algorithm.
+    def call(self, query: list[int], items: list[list[int]], algorithm: str = "auto") -> ScoreCall[ScoreOutput]:
+        """Return the call of one query, with its algorithm chosen.
 
         Args:
             query: token ids of the query.
             items: token ids of each item.
             algorithm: name of the algorithm, or `"auto"`.
         """
-        return self.planner.plan(
-            self.job(query, items),
-            algorithm,
-            self.labels,
-            apply_softmax=False,
-            cache_salt=None,
-            priority=0,
-            new_id=lambda: str(next(self._numbers)),
-            too_costly={},
-        )
+        call = ScoreCall(self.frontend, query, items, [], self.labels, finish=lambda output: output, algorithm=algorithm)
+        call.plan({})
+        return call
+
+    def refused(self, query: list[int], items: list[list[int]]) -> dict[str, str]:
+        """Return the reason for each algorithm that cannot serve a call.
+
+        Args:
+            query: token ids of the query.
+            items: token ids of each item.
+        """
+        call, backends = self.call(query, items), self.core.limits.backends
+        return refusals(call, sliding_window=None, caching=True, backends=backends)
 
     def run(self, query: list[int], items: list[list[int]], algorithm: str) -> Run:
-        """Run one scoring request, from the plan to the scores.
+        """Run one scoring request, from its token ids to the scores.
 
         Args:
             query: token ids of the query.
@@ -191,24 +187,24 @@ class ScoreBench:
         padding, compiled = metrics.value("padding_rows_total"), compiles.total()
         reset_peak()
         before = resident_bytes()
-        self.planner.results.clear()  # the same items again are work again
+        self.frontend.scores.results.clear()  # the same items again are work again
         began = time.perf_counter()
-        job, requests = self.plan(query, items, algorithm), []
-        for stage in job.stages():
+        call, requests = self.call(query, items, algorithm), []
+        for stage in call.stages():
             requests += stage
             for request in stage:
-                self.core.add(request)
+                self.core.add(request, checked=True)
             while self.core.has_work:
                 for event in self.core.step():
                     if not isinstance(event, (ScoreResult, PrecomputeResult)):
                         raise EngineError(f"the request failed: {event}")
-                    job.add(event)
-        output = job.output()
+                    call.take(event)
+        output = call.result()
         seconds, peak = time.perf_counter() - began, peak_bytes()
         return Run(
             seconds,
             output,
-            needed_flops(self.core.runner, requests, job.cached_query),
+            needed_flops(self.core.runner, requests, call.cached_query),
             int(metrics.value("padding_rows_total") - padding),
             compiles.total() - compiled,
             peak,
@@ -288,7 +284,7 @@ def _best_seconds(call: Callable[[], jax.Array], repeats: int) -> float:
 
 
 def pool_tokens(query: int, budget: int = 2048) -> int:
-    """Return the size in tokens of a KV pool that holds packs of the planner's full length after a query.
+    """Return the size in tokens of a KV pool that holds packs of full length after a query.
 
     Args:
         query: tokens of the query.
@@ -331,7 +327,7 @@ def run(
     matmul = 0.0
     for workload in workloads:
         query, items = bench.ids(workload.query), bench.items(workload)
-        refused = refusals(bench.job(query, items), sliding_window=None, caching=True, backends=bench.core.limits.backends)
+        refused = bench.refused(query, items)
         served = [name for name in algorithms if name not in refused]
         if not served:
             raise RequestError(next(iter(refused.values())))
@@ -343,11 +339,11 @@ def run(
                 if number:  # the first round compiles
                     runs.setdefault(key, []).append(found)
         # Ask `auto` now that the cost model has measured the engine.
-        picks = {False: bench.plan(query, items, "auto").output().algorithm}
+        picks = {False: bench.call(query, items).result().algorithm}
         if EXTEND in served:
             known = bench.ids(workload.query)
             bench.run(known, items[:1], EXTEND)
-            picks[True] = bench.plan(known, items, "auto").output().algorithm
+            picks[True] = bench.call(known, items).result().algorithm
         yield _cases(workload, runs, picks, matmul)
 
 

@@ -1,11 +1,12 @@
-"""Algorithms that turn a scoring job into sequences, their cost, and the choice. All give the same log-probabilities.
+"""Algorithms that turn a scoring call into sequences, their cost, and the choice. All give the same log-probabilities.
 
 An algorithm lays tokens out and names the rows to read, one sequence at a time. The engine that generates text also
-computes the scores. The predicted cost is the steps, rows and visited tiles of a job, times the engine's rates.
+computes the scores. The predicted cost is the steps, rows and visited tiles of a call, times the engine's rates.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,7 +28,7 @@ STEADY = 1.13
 
 
 class Nouns(NamedTuple):
-    """Nouns that the caller of a job has for its parts, for errors.
+    """Nouns that a caller has for the parts of a call, for errors.
 
     Attributes:
         item: an item; the argument is its plural.
@@ -47,15 +48,15 @@ ITEMS, DOCUMENTS = Nouns("item", "label_token_ids"), Nouns("document", "template
 """Nouns of `LLM.score` and of `LLM.rerank`."""
 
 
-@dataclass(frozen=True)
-class QueryItems:
-    """Token ids of a query and its items.
+@dataclass(eq=False)
+class ScoreInputs:
+    """Sequences to score: `before + item + after` for every item; and the bounds of sequences that hold several items.
 
     Attributes:
-        query: token ids of the query.
+        before: token ids before every item: leading special tokens, and the query unless it is `after`.
         items: token ids of each item.
-        leading: special tokens at the start of every sequence.
-        item_first: whether each sequence is item + query instead of query + item.
+        after: token ids of a query that comes after every item; else empty.
+        nouns: the caller's nouns.
         max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
         max_multi_item_seq_len: maximum number of tokens of a sequence of `packed_dense`, even with one item.
         max_batch_tokens: maximum number of tokens of several items sent together after a cached query.
@@ -65,13 +66,12 @@ class QueryItems:
             query.
         block_size: tokens of a KV page.
         items_on_pages: whether every item begins on a page.
-        nouns: the caller's nouns.
     """
 
-    query: list[int]
+    before: list[int]
     items: list[list[int]]
-    leading: list[int] = field(default_factory=list)
-    item_first: bool = False
+    after: list[int] = field(default_factory=list)
+    nouns: Nouns = ITEMS
     max_pack_tokens: int = 8192
     max_multi_item_seq_len: int = 8192
     max_batch_tokens: int = 2048
@@ -80,12 +80,12 @@ class QueryItems:
     max_extend_tokens: int = 1 << 31
     block_size: int = 16
     items_on_pages: bool = False
-    nouns: Nouns = ITEMS
 
     def packs(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield ranges of items of these lengths that are packed behind the query, see `groups`."""
-        query, unit = len(self.leading) + len(self.query), self._unit
-        return groups(lens, self.max_pack_tokens - query, self.max_pack_slots + query // -unit * unit, unit)
+        unit = self._unit
+        slots = self.max_pack_slots + self.query_len // -unit * unit
+        return groups(lens, self.max_pack_tokens - self.query_len, slots, unit)
 
     def batches(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield ranges of items of these lengths that are sent together after a cached query, see `groups`."""
@@ -93,7 +93,7 @@ class QueryItems:
 
     def masks(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield ranges of items of these lengths that fit a dense mask with the query, see `groups`."""
-        return groups(lens, self.max_multi_item_seq_len - len(self.leading) - len(self.query))
+        return groups(lens, self.max_multi_item_seq_len - self.query_len)
 
     @property
     def _unit(self) -> int:
@@ -101,13 +101,13 @@ class QueryItems:
         return self.block_size if self.items_on_pages else 1
 
     @property
-    def prefix(self) -> list[int]:
-        """Return the tokens that precede every item."""
-        return self.leading + self.query
+    def query_len(self) -> int:
+        """Return the number of tokens that every sequence has beside its item."""
+        return len(self.before) + len(self.after)
 
     def tokens(self) -> dict[str, int]:
-        """Return the number of tokens that each algorithm computes for this job, by name."""
-        query = len(self.leading) + len(self.query)
+        """Return the number of tokens that each algorithm computes, by name."""
+        query = self.query_len
         items = [len(item) for item in dict.fromkeys(map(tuple, self.items))]  # repeated items are scored once
         own = sum(items)
 
@@ -121,76 +121,70 @@ class QueryItems:
         }
 
 
-@dataclass(frozen=True)
-class ScorePart:
-    """One sequence of a job.
+Pack = tuple[ChunkLayout, Int64[np.ndarray, " R"], list[int]]
+"""One sequence: its layout, the ascending indices of the tokens whose next-token distribution is read, and the place in
+`ScoreInputs.items` of the item that each of these rows belongs to."""
 
-    Attributes:
-        layout: layout of the sequence.
-        rows: token indices whose next-token distribution is read, ascending.
-        items: index of the item that each row belongs to.
+
+def serial(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
+    """Yield every item as a plain sequence with the query. This algorithm defines the scores.
+
+    Args:
+        call: query and items.
+        places: places of the items to lay out, here and in the other algorithms.
     """
-
-    layout: ChunkLayout
-    rows: Int64[np.ndarray, " R"]
-    items: list[int]
-
-
-def serial(job: QueryItems) -> Iterator[ScorePart]:
-    """Yield every item as a plain sequence with the query. This algorithm defines the scores."""
-    for index, item in enumerate(job.items):
-        prefix, question = ([], job.leading + item + job.query) if job.item_first else (job.prefix, item)
-        yield ScorePart(make_layout(prefix, [], question), np.asarray([len(prefix) + len(question) - 1]), [index])
+    for place in places:
+        item = call.items[place]
+        prefix, question = ([], call.before + item + call.after) if call.after else (call.before, item)
+        yield make_layout(prefix, [], question), np.asarray([len(prefix) + len(question) - 1]), [place]
 
 
-def packed_segment(job: QueryItems) -> Iterator[ScorePart]:
+def packed_segment(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
     """Yield packs of the query followed by as many items as fit, each isolated from other items.
 
     Scores are read at each item's last token, or at the query's last token for an empty item.
     """
-    return _packs(job, job.packs)
+    return _packs(call, places, call.packs)
 
 
-def packed_dense(job: QueryItems) -> Iterator[ScorePart]:
+def packed_dense(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
     """Yield packs like `packed_segment`, small enough for a mask over all pairs of their tokens."""
-    return _packs(job, job.masks)
+    return _packs(call, places, call.masks)
 
 
-def prefill_extend(job: QueryItems) -> Iterator[ScorePart]:
+def prefill_extend(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
     """Yield batches of items that follow a query in the cache.
 
     A cached token has no logits, so empty items make the query's last page of tokens be computed again.
     """
-    prefix, empty = job.prefix, [index for index, item in enumerate(job.items) if not item]
-    yield from _packs(job, job.batches, [index for index, item in enumerate(job.items) if item])
-    if empty:
-        last = len(prefix) - 1
-        cut = last - last % job.block_size
-        yield ScorePart(make_layout(prefix[:cut], [], prefix[cut:]), np.full(len(empty), last), empty)
+    yield from _packs(call, [place for place in places if call.items[place]], call.batches)
+    if empty := [place for place in places if not call.items[place]]:
+        last = len(call.before) - 1
+        cut = last - last % call.block_size
+        yield make_layout(call.before[:cut], [], call.before[cut:]), np.full(len(empty), last), empty
 
 
 def _packs(
-    job: QueryItems, cut: Callable[[Sequence[int]], Iterator[tuple[int, int]]], picked: Sequence[int] | None = None
-) -> Iterator[ScorePart]:
-    """Yield sequences of the query and some of the items in `picked`, in that order; None picks all items.
+    call: ScoreInputs, places: Sequence[int], cut: Callable[[Sequence[int]], Iterator[tuple[int, int]]]
+) -> Iterator[Pack]:
+    """Yield sequences of the query and some of the items, in the order of `places`.
 
     Args:
-        job: the job.
+        call: query and items.
+        places: places of the items.
         cut: cuts lengths of items into ranges, see `groups`.
-        picked: places of the items.
     """
-    if job.item_first:
+    if call.after:
         raise ValueError("item_first leaves no shared prefix to pack after")
-    picked = range(len(job.items)) if picked is None else picked
-    for first, last in cut([len(job.items[index]) for index in picked]):
+    for first, last in cut([len(call.items[place]) for place in places]):
         # Every item starts at the query's length, as if it were alone, regardless of the engine's position strategy.
-        layout = make_layout(job.prefix, [job.items[index] for index in picked[first:last]], [], "shared")
+        layout = make_layout(call.before, [call.items[place] for place in places[first:last]], [], "shared")
         ends = np.asarray([s.end - 1 if s.end > s.start else layout.prefix_len - 1 for s in layout.segments[1:-1]])
         order = np.argsort(ends, kind="stable")
-        yield ScorePart(layout, ends[order], [picked[first + place] for place in order])
+        yield layout, ends[order], [places[first + number] for number in order]
 
 
-ALGORITHMS: dict[str, Callable[[QueryItems], Iterator[ScorePart]]] = {
+ALGORITHMS: dict[str, Callable[[ScoreInputs, Sequence[int]], Iterator[Pack]]] = {
     "packed_segment": packed_segment,
     "prefill_extend": prefill_extend,
     "serial": serial,
@@ -225,16 +219,16 @@ def groups(lens: Sequence[int], most: int, room: int = 1 << 31, unit: int = 1) -
         yield first, len(lens)
 
 
-def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: bool) -> dict[str, float]:
+def predict(call: ScoreInputs, rates: StepRates, budget: int, *, query_cached: bool) -> dict[str, float]:
     """Return the predicted seconds of every algorithm of `AUTO`, by name.
 
     Args:
-        job: the job to score.
+        call: query and items.
         rates: the engine's rates.
         budget: maximum number of rows of a step.
         query_cached: whether `prefill_extend` finds the query in the cache.
     """
-    query, lens = len(job.prefix), [len(item) for item in job.items]
+    query, lens = call.query_len, [len(item) for item in call.items]
     sizes = buckets(8, max(budget, 8), 2)
 
     def seconds(rows: Sequence[int], area: float) -> float:
@@ -248,7 +242,7 @@ def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: boo
         return rates.step * len(padded) + rates.row * sum(padded) + rates.area * area
 
     filled = [n for n in lens if n]
-    packs, batches = list(job.packs(lens)), list(job.batches(filled))
+    packs, batches = list(call.packs(lens)), list(call.batches(filled))
     alone = _causal(query)
     costs = {
         "serial": seconds([sum(lens) + query * len(lens)], sum(_causal(query + n) for n in lens)),
@@ -264,7 +258,7 @@ def predict(job: QueryItems, rates: StepRates, budget: int, *, query_cached: boo
     if not query_cached:
         costs["prefill_extend"] += seconds([query], alone)
     if len(filled) < len(lens):
-        again = (query - 1) % job.block_size + 1
+        again = (query - 1) % call.block_size + 1
         costs["prefill_extend"] += seconds([again], _behind(query - again, [again]))
     return costs
 
@@ -303,18 +297,18 @@ def _behind(query: int, lens: Sequence[int], before: int = 0) -> float:
 
 
 def refusals(
-    job: QueryItems, *, sliding_window: int | None, caching: bool, backends: Mapping[str, str | None]
+    call: ScoreInputs, *, sliding_window: int | None, caching: bool, backends: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """Return the reason for each algorithm that cannot serve a job.
+    """Return the reason for each algorithm that cannot serve a call.
 
     Args:
-        job: the job to score.
+        call: query and items.
         sliding_window: the model's sliding window in tokens, or None.
         caching: whether the engine caches prefixes.
         backends: see `EngineLimits`.
     """
     reason = None
-    if job.item_first:
+    if call.after:
         reason = "item_first leaves no shared prefix"
     elif sliding_window is not None:
         reason = f"the checkpoint's sliding window of {sliding_window} tokens has no meaning across packed items"
@@ -323,21 +317,38 @@ def refusals(
     refused = {name: reason for name, backend in BACKENDS.items() if (reason := backends.get(backend))}
     if not caching:
         refused["prefill_extend"] = "it keeps the query in the cache, and this engine has enable_prefix_caching=False"
-    item = max(map(len, job.items), default=0)
-    longest = len(job.prefix) + item
-    if item > job.max_extend_tokens:
+    item = max(map(len, call.items), default=0)
+    longest = call.query_len + item
+    if item > call.max_extend_tokens:
         refused.setdefault(
             "prefill_extend",
-            f"the longest {job.nouns.item} of {item} tokens does not fit the KV pool on pages of its own beside the query's; "
-            f"there is room for {max(job.max_extend_tokens, 0)}",
+            f"the longest {call.nouns.item} of {item} tokens does not fit the KV pool on pages of its own beside the query's; "
+            f"there is room for {max(call.max_extend_tokens, 0)}",
         )
-    if longest > job.max_multi_item_seq_len:
+    if longest > call.max_multi_item_seq_len:
         refused.setdefault(
             "packed_dense",
-            f"the query and its longest {job.nouns.item} are {longest} tokens, the mask of a pack is bounded by "
-            f"max_multi_item_seq_len {job.max_multi_item_seq_len}",
+            f"the query and its longest {call.nouns.item} are {longest} tokens, the mask of a pack is bounded by "
+            f"max_multi_item_seq_len {call.max_multi_item_seq_len}",
         )
     return refused
+
+
+def too_costly(calls: Sequence[ScoreInputs], limit: int) -> dict[str, str]:
+    """Return the reason for each algorithm that would compute too much.
+
+    Args:
+        calls: all queries of one call, with their items.
+        limit: the engine's `max_tokens_per_call`.
+    """
+    totals: Counter[str] = Counter()
+    for call in calls:
+        totals.update(call.tokens())
+    return {
+        name: f"it would compute {tokens} tokens for this call, max_tokens_per_call is {limit}"
+        for name, tokens in totals.items()
+        if tokens > limit
+    }
 
 
 def check_algorithm(name: str) -> None:
@@ -372,10 +383,10 @@ def select_algorithm(
 
     Returns:
         The name of the algorithm, and the predicted seconds of each algorithm that `"auto"` may choose and that can serve the
-        job.
+        call.
 
     Raises:
-        RequestError: the algorithm is unknown or cannot serve this job; the message gives the reason.
+        RequestError: the algorithm is unknown or cannot serve this call; the message gives the reason.
     """
     if name not in (*ALGORITHMS, "auto"):
         raise RequestError(f"unknown algorithm {name!r}; choose auto, {', '.join(ALGORITHMS)}", param="algorithm")

@@ -8,9 +8,10 @@ from itertools import count
 from numbers import Integral
 from typing import Any
 
+from chunkattn.calls.algorithms import check_algorithm
 from chunkattn.calls.output import token_decoder
 from chunkattn.calls.rerank_template import RerankTemplate, default_template
-from chunkattn.calls.score_planner import ScorePlanner
+from chunkattn.calls.score_memory import ScoreMemory
 from chunkattn.config import EngineConfig
 from chunkattn.engine.intake import Intake
 from chunkattn.engine.messages import EngineLimits
@@ -20,6 +21,7 @@ from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, Promp
 from chunkattn.parsers.arguments import as_list, one_each
 from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
+from chunkattn.parsers.encode import ControlTokens, PlainEncoder
 from chunkattn.parsers.prompt import Prompt
 
 
@@ -33,7 +35,7 @@ class Frontend:
         reranker: rerank template and class names of the checkpoint.
         parser: parser from prompts to layouts.
         decode: function that returns the text of a token id, None without a tokenizer.
-        scores: planner that chooses scoring algorithms.
+        scores: what scoring calls leave for later ones.
         limits: limits of the engine; set by `connect`.
         intake: checker of requests; set by `connect`.
     """
@@ -46,7 +48,8 @@ class Frontend:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
         self.decode = token_decoder(self.tokenizer)
         self._ids = count()
-        self.scores = ScorePlanner(config)
+        check_algorithm(config.score_algorithm)
+        self.scores = ScoreMemory(config.enable_prefix_caching)
         if config.rerank_template is not None:
             try:
                 _ = self.rerank_template
@@ -72,6 +75,12 @@ class Frontend:
     def rerank_template(self) -> RerankTemplate:
         """Return the template of reranks that name none. If no trait tells of a reranker, the first use warns."""
         return default_template(self.config.rerank_template, self.reranker.template, self.config.model, self.parser.encode)
+
+    @cached_property
+    def plain(self) -> PlainEncoder:
+        """Return the tokenizer of the users' texts in a rerank template."""
+        encode = self.parser.encode
+        return PlainEncoder(encode, ControlTokens(encode.tokenizer, {}) if self.config.special_tokens_in_documents else None)
 
     def connect(self, limits: EngineLimits) -> None:
         """Store the limits of an engine with an empty cache."""

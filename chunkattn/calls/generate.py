@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import Taken
+from chunkattn.calls.job import StopSample
 from chunkattn.calls.output import OutputBuilder
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenOutput
@@ -56,16 +56,17 @@ class GenerateJob:
         """Yield all requests as one stage."""
         yield self._requests
 
-    def take(self, output: EngineOutput) -> Taken:
+    def take(self, output: EngineOutput, stop: StopSample) -> bool:
         """Add new tokens, or the log-probabilities of a prompt, to the output."""
-        builder, stop = self._by_id[output.request_id], None
+        builder = self._by_id[output.request_id]
         if isinstance(output, PromptLogprobsOutput):
             builder.add_prompt_logprobs(output)
         # The engine may compute a few more tokens of a sample before it learns of the stop string.
         elif isinstance(output, TokenOutput) and builder.output.outputs[output.sample].finish_reason is None:
-            stop = output.sample if builder.add_tokens(output) else None
+            if builder.add_tokens(output):
+                stop(output.request_id, output.sample)
             self.done += builder.finished
-        return Taken(builder.finished, stop)
+        return builder.finished
 
     def result(self) -> list[RequestOutput]:
         """Return one output for each prompt, in order."""
@@ -155,13 +156,13 @@ class LikelihoodJob:
         """Yield all requests as one stage."""
         yield self._requests
 
-    def take(self, output: EngineOutput) -> Taken:
+    def take(self, output: EngineOutput, stop: StopSample) -> bool:
         """Keep the log-probabilities of an answer."""
         if isinstance(output, PromptLogprobsOutput):
             self._found[output.request_id] = output.logprobs.target[self._starts[output.request_id] :]
         ended = isinstance(output, TokenOutput)
         self.done += ended
-        return Taken(ended)
+        return ended
 
     def result(self) -> list[np.ndarray]:
         """Return the log-probabilities of each answer's tokens, float32 `[tokens]`, in order."""

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 from chunkattn.engine.messages import CachedTokens, EngineOutput, Message, PrecomputeRequest
 
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Taken(NamedTuple):
-    """Consequences of one engine output.
+StopSample = Callable[[str, int], None]
+"""Ends a sample early, given the id of its request and its number."""
 
-    Attributes:
-        ended: whether the output was the last of its request.
-        stop: number of a sample whose text ended at a stop string, so the engine must end it; None otherwise.
-    """
-
-    ended: bool
-    stop: int | None = None
+STAGE_STEPS = 4
+"""Tokens of one stage, in steps' worth: other requests wait for at most this much of a long job at a time."""
 
 
 class Job(Protocol[T_co]):
@@ -57,8 +52,13 @@ class Job(Protocol[T_co]):
         """
         ...
 
-    def take(self, output: EngineOutput) -> Taken:
-        """Process one output of a request that has not failed."""
+    def take(self, output: EngineOutput, stop: StopSample) -> bool:
+        """Process one output of a request that has not failed, and return whether the output was the last of its request.
+
+        Args:
+            output: output of the engine.
+            stop: called for a sample whose text ended at a stop string, which the engine then must end, too.
+        """
         ...
 
     def result(self) -> T_co:
@@ -68,16 +68,11 @@ class Job(Protocol[T_co]):
 
 @runtime_checkable
 class AskingJob(Protocol):
-    """Job whose stages depend on what is cached.
+    """Job whose stages may depend on what is cached.
 
-    Before the first stage of an undecided job, the driver passes the engine's answer to each list of `lookups` to `decide`. A
-    driver that asks nothing gets stages that are right, and may be slower.
+    Before the first stage, the driver passes the engine's answer to each list of `lookups` to `decide`. A driver that asks
+    nothing gets stages that are right, and may be slower.
     """
-
-    @property
-    def is_undecided(self) -> bool:
-        """Return whether `lookups` yields anything."""
-        ...
 
     def lookups(self) -> Iterator[Sequence[PrecomputeRequest]]:
         """Yield requests to look up in the cache; nothing is computed."""

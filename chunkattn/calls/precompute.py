@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import Taken
-from chunkattn.calls.score_planner import STAGE_STEPS
+from chunkattn.calls.job import STAGE_STEPS, StopSample
 from chunkattn.engine.messages import CachedTokens, EngineLimits, EngineOutput, PrecomputeRequest, PrecomputeResult
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.outputs import CachedDocument, CacheReport
@@ -75,12 +74,12 @@ class PrecomputeJob:
         if stage:
             yield stage
 
-    def take(self, output: EngineOutput) -> Taken:
+    def take(self, output: EngineOutput, stop: StopSample) -> bool:
         """Process the result of one request."""
         if isinstance(output, PrecomputeResult):
             self._cached[output.request_id] = output.cached
             self.done += 1
-        return Taken(ended=True)
+        return True
 
     def found(self) -> CacheReport:
         """Return the report of a job whose requests were looked up with `note`, and not computed."""

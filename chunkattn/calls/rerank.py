@@ -7,23 +7,18 @@ separately, so that only the template produces control tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
-from operator import or_
-from typing import Any
+from typing import Any, TypedDict
 
-from chunkattn.calls.algorithms import DOCUMENTS
+from chunkattn.calls.algorithms import DOCUMENTS, too_costly
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.rerank_template import RerankTemplate, pick_template
-from chunkattn.calls.score import ScoreJob, plan_job
-from chunkattn.calls.score_inputs import tokenize_query
-from chunkattn.engine.messages import EngineLimits
+from chunkattn.calls.score import ScoreCall, check_vocabulary
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
-from chunkattn.parsers.document_encoder import document_of
-from chunkattn.parsers.encode import PartEncoder
-from chunkattn.parsers.plain import PlainEncoder
-from chunkattn.parsers.special_tokens import ControlTokens
+from chunkattn.parsers.arguments import document_of
+from chunkattn.parsers.encode import PlainEncoder
 
 _OPPOSITES = {
     "yes": {"no"},
@@ -62,116 +57,58 @@ def relevance_class(names: Sequence[str]) -> int:
     )
 
 
-@dataclass(frozen=True)
-class RerankPlan:
-    """Sequences to score for a reranking, and the data to build its result.
+class RerankOptions(TypedDict, total=False):
+    """Options of `LLM.rerank`, all by name.
 
     Attributes:
-        template: name of the template.
-        documents: texts of the documents, or their token ids.
-        prefix: token ids that all documents share: instruction and query in their template.
-        items: token ids of every document with the template's end.
-        labels: token ids of the positive and, if the template has one, the negative answer; empty for a sequence classifier.
-        tail: number of tokens of the template's end.
-        cuts: whether the caller asked for documents to be cut.
-        truncated: whether each document was cut.
-        top_n: number of best documents to return; None returns all.
+        instruction: description of what the query wants, instead of the template's own.
+        template: name of a template (`chunkattn.calls.rerank_template.TEMPLATES`) or a template; None takes the engine's
+            `rerank_template`, or else the one that the checkpoint calls for.
+        max_tokens_per_doc: number of tokens to which a document is cut, or fewer where fewer fit; None cuts nothing.
+        truncate_prompt_tokens: limit on the tokens of query, template and document together, or what fits where that is less.
+            The document alone is cut. -1 cuts to what fits; None cuts nothing.
+        algorithm: see `chunkattn.calls.score_inputs.ScoreOptions`.
+        cache_salt: see `LLM.generate`.
+        priority: see `LLM.generate`; one value for the call.
     """
 
-    template: str
-    documents: list[str | list[int]]
-    prefix: list[int]
-    items: list[list[int]]
-    labels: tuple[int, ...]
-    tail: int
-    cuts: bool
-    truncated: list[bool]
-    top_n: int | None
-
-    def fit(self, limits: EngineLimits, max_chunk_len: int) -> RerankPlan:
-        """Return a plan whose documents fit after the query. They are cut if the caller asked for a cut.
-
-        Args:
-            limits: the engine's limits.
-            max_chunk_len: maximum number of tokens of a document with the template's end.
-
-        Raises:
-            CapacityError: a document does not fit and may not be cut, or no document could fit.
-        """
-        bounds = {
-            "max_chunk_len": max_chunk_len,
-            "max_model_len": limits.max_model_len - len(self.prefix),
-            "the KV pool": limits.max_request_tokens - len(self.prefix),
-        }
-        limit = min(bounds, key=lambda name: bounds[name])
-        room = bounds[limit] - self.tail
-        if room < 1 and self.items:
-            raise CapacityError(
-                f"query, instruction and template take {len(self.prefix) + self.tail} tokens, and {limit} leaves no room "
-                "for a document",
-                param="query",
-            )
-        long = [len(item) > room + self.tail for item in self.items]
-        if not self.cuts and any(long):
-            index = long.index(True)
-            raise CapacityError(
-                f" has {len(self.items[index]) - self.tail} tokens; after this query, {limit} leaves room for {room}; "
-                f"pass max_tokens_per_doc={room} or less to cut documents",
-                param="documents",
-                part=f"document {index}",
-            )
-        items = [item[:room] + item[len(item) - self.tail :] if cut else item for item, cut in zip(self.items, long)]
-        return replace(self, items=items, truncated=[*map(or_, self.truncated, long)])
-
-    def ranked(self, result: ScoreOutput, column: int = 0) -> RerankOutput:
-        """Return the documents sorted by score, best first; equal scores keep their order.
-
-        Args:
-            result: scores of `items`.
-            column: place of the relevance in a row of scores.
-        """
-        relevance = [row[column] for row in result.scores]
-        order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[: self.top_n]
-        # A single logit is the log-odds already; of two classes or labels, the odds are the ratio of their probabilities.
-        raw = result.logprobs if result.logits is None else result.logits
-        logits = [row[0] if len(row) == 1 else row[column] - row[1 - column] for row in raw or []]
-        results = [RerankResult(i, relevance[i], self.documents[i], logits[i], self.truncated[i]) for i in order]
-        return RerankOutput(results, self.template, result.algorithm, result.usage)
+    instruction: str | None
+    template: RerankTemplate | str | None
+    max_tokens_per_doc: int | None
+    truncate_prompt_tokens: int | None
+    algorithm: str | None
+    cache_salt: str | None
+    priority: int
 
 
-def plan_rerank(
-    encode: PartEncoder,
-    template: RerankTemplate,
+def rerank_call(
+    frontend: Frontend,
     query: str,
     documents: Sequence[str | Sequence[int]],
-    *,
     top_n: int | None = None,
+    *,
     instruction: str | None = None,
+    template: RerankTemplate | str | None = None,
     max_tokens_per_doc: int | None = None,
     truncate_prompt_tokens: int | None = None,
-    special_tokens: bool = False,
-    classifier: bool = False,
-) -> RerankPlan:
-    """Plan the sequences to score for a reranking, and the labels to read.
+    algorithm: str | None = None,
+    cache_salt: str | None = None,
+    priority: int = 0,
+) -> ScoreCall[RerankOutput]:
+    """Check the arguments of `LLM.rerank`, choose the algorithm and return the call, which scores documents as items.
 
-    Args:
-        encode: encoder with the model's tokenizer.
-        template: see `pick_template`.
-        query: the query to judge documents by.
-        documents: texts or token ids; `[]` is allowed. Token ids are taken as they are.
-        top_n: number of best documents to return; None returns all.
-        instruction: replaces the template's own.
-        max_tokens_per_doc: maximum number of tokens kept of a document itself, without the template's tokens; None cuts
-            nothing.
-        truncate_prompt_tokens: maximum number of tokens of query, template and document together. The document alone is cut;
-            -1 cuts it to what the engine can take.
-        special_tokens: whether control tokens in the users' texts are read as such.
-        classifier: whether the checkpoint scores with its own head, so the template's labels are not read.
+    See `LLM.rerank` and `RerankOptions` for the arguments.
 
     Raises:
-        RequestError: an argument has a wrong type or value, or a label is not one token.
-        CapacityError: `truncate_prompt_tokens` leaves no room for a document.
+        RequestError: an argument is malformed, a document is too long, or the checkpoint is a classifier whose classes do not
+            tell which one means relevant.
+        CapacityError: the call would compute more than `max_tokens_per_call`.
     """
+    classes = frontend.reranker.class_names
+    column = relevance_class(classes) if classes else 0
+    if isinstance(documents, Sequence):
+        frontend.check_count(len(documents), "documents")
+    picked = frontend.rerank_template if template is None else pick_template(template, frontend.parser.encode)
     if not isinstance(query, str) or not query:
         raise RequestError(f"query must be a string that is not empty, got {query!r}", param="query")
     if isinstance(documents, str) or not isinstance(documents, Sequence):
@@ -185,49 +122,82 @@ def plan_rerank(
     _check_count("max_tokens_per_doc", max_tokens_per_doc)
     if truncate_prompt_tokens != -1:
         _check_count("truncate_prompt_tokens", truncate_prompt_tokens, " or -1")
-    plain = PlainEncoder(encode, ControlTokens(encode.tokenizer, {}) if special_tokens else encode.added)
-    parts = template.split(query, instruction)
-    gap = plain(parts.gap) if parts.gap else []
     cuts = max_tokens_per_doc is not None or truncate_prompt_tokens is not None
-    ids = [
-        plain(parts.gap + (encode.head(document) if cuts else document), f"document {index}", "documents")
+    prefix, contents, end = fill_template(frontend.plain, picked, query, given, instruction, cuts=cuts)
+    labels = () if classes else label_ids(frontend.plain, picked)
+    most = _most_tokens(frontend, len(prefix), len(end), contents, max_tokens_per_doc, truncate_prompt_tokens)
+    truncated = [len(own) > most for own in contents]
+    items = [own[:most] + end for own in contents]
+    check_vocabulary(frontend.limits, prefix, items, labels, DOCUMENTS)
+    call = ScoreCall(
+        frontend,
+        prefix,
+        items,
+        [],
+        labels,
+        finish=partial(rank, documents=given, truncated=truncated, template=picked.name, column=column, top_n=top_n),
+        algorithm=algorithm,
+        apply_softmax=True,
+        cache_salt=cache_salt,
+        priority=priority,
+        raw=len(labels) == 1,
+        nouns=DOCUMENTS,
+    )
+    call.plan(too_costly([call], frontend.config.max_tokens_per_call))
+    return call
+
+
+def fill_template(
+    plain: PlainEncoder,
+    template: RerankTemplate,
+    query: str,
+    documents: Sequence[str | list[int]],
+    instruction: str | None = None,
+    *,
+    cuts: bool = False,
+) -> tuple[list[int], list[list[int]], list[int]]:
+    """Return the token ids before every document, of every document, and after every document.
+
+    Args:
+        plain: tokenizer of the users' texts.
+        template: see `pick_template`.
+        query: the query to judge documents by.
+        documents: texts or token ids, which are taken as they are.
+        instruction: replaces the template's own.
+        cuts: whether documents will be cut, so that the far end of a text need not be tokenized.
+
+    Raises:
+        RequestError: a text cannot be tokenized, or the template takes no instruction.
+    """
+    shared, spaces = template.split(query, instruction)
+    gap = plain(spaces) if spaces else []
+    contents = [
+        plain(spaces + (plain.encode.head(document) if cuts else document), f"document {index}", "documents")
         if isinstance(document, str)
         else [*gap, *document]
-        for index, document in enumerate(given)
+        for index, document in enumerate(documents)
     ]
     try:
-        leading, prefix = encode.leading_ids, [token for part in parts.shared for token in plain.fill(part)]
+        leading, prefix = plain.encode.leading_ids, [token for part in shared for token in plain.fill(part)]
     except RequestError:
         for name, own in (("query", query), ("instruction", instruction or "")):
             plain(own, name, name)  # raises for the text at fault
         raise
     prefix = prefix if prefix[: len(leading)] == leading else leading + prefix
-    end = [token for part in parts.tail for token in plain.fill([part])]
-    most = max_tokens_per_doc
-    if truncate_prompt_tokens is not None and truncate_prompt_tokens > 0:
-        room = truncate_prompt_tokens - len(prefix) - len(end)
-        if room < 1:
-            raise CapacityError(
-                f"query, instruction and template take {len(prefix) + len(end)} tokens, and truncate_prompt_tokens "
-                f"{truncate_prompt_tokens} leaves no room for a document",
-                param="truncate_prompt_tokens",
-            )
-        most = room if most is None else min(most, room)
-    return RerankPlan(
-        template=template.name,
-        documents=given,
-        prefix=prefix,
-        items=[own[:most] + end for own in ids],
-        labels=() if classifier else _label_ids(plain, template, parts.tail[-1]),
-        tail=len(end),
-        cuts=cuts,
-        truncated=[most is not None and len(own) > most for own in ids],
-        top_n=top_n,
-    )
+    return prefix, contents, [token for part in template.tail for token in plain.fill([part])]
 
 
-def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str) -> tuple[int, ...]:
-    """Return the token id of each label. A label must be one token where it follows the last part of the template."""
+def label_ids(plain: PlainEncoder, template: RerankTemplate) -> tuple[int, ...]:
+    """Return the token id of each label of a template.
+
+    Args:
+        plain: tokenizer of the model.
+        template: the template.
+
+    Raises:
+        RequestError: a label is not one token where it follows the last part of the template, or two labels are the same token.
+    """
+    tail = template.tail[-1]
     found, end = [], plain.fill([tail])
     for label in template.labels:
         ids = plain.fill([tail + label])
@@ -242,66 +212,77 @@ def _label_ids(plain: PlainEncoder, template: RerankTemplate, tail: str) -> tupl
     return tuple(found)
 
 
+def _most_tokens(
+    frontend: Frontend, before: int, after: int, contents: list[list[int]], each: int | None, together: int | None
+) -> int:
+    """Return the number of tokens to which documents are cut.
+
+    Args:
+        frontend: frontend of the engine.
+        before: tokens before a document.
+        after: tokens after a document.
+        contents: token ids of every document.
+        each: `max_tokens_per_doc`.
+        together: `truncate_prompt_tokens`.
+
+    Raises:
+        CapacityError: a document does not fit and may not be cut, or no document could fit.
+    """
+    limits, most = frontend.limits, each
+    taken = f"query, instruction and template take {before + after} tokens, and"
+    if together is not None and together > 0:
+        if (left := together - before - after) < 1:
+            text = f"{taken} truncate_prompt_tokens {together} leaves no room for a document"
+            raise CapacityError(text, param="truncate_prompt_tokens")
+        most = left if most is None else min(most, left)
+    bounds = {
+        "max_chunk_len": frontend.config.max_chunk_len,
+        "max_model_len": limits.max_model_len - before,
+        "the KV pool": limits.max_request_tokens - before,
+    }
+    limit = min(bounds, key=lambda name: bounds[name])
+    room = bounds[limit] - after
+    if room < 1 and contents:
+        raise CapacityError(f"{taken} {limit} leaves no room for a document", param="query")
+    for index, own in enumerate(contents):
+        if each is None and together is None and len(own) > room:
+            raise CapacityError(
+                f" has {len(own)} tokens; after this query, {limit} leaves room for {room}; "
+                f"pass max_tokens_per_doc={room} or less to cut documents",
+                param="documents",
+                part=f"document {index}",
+            )
+    return room if most is None else min(most, room)
+
+
 def _check_count(name: str, value: Any, other: str = "") -> None:
     if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
         raise RequestError(f"{name} must be an integer of at least 1{other}, got {value!r}", param=name)
 
 
-def rerank_job(
-    frontend: Frontend,
-    query: str,
-    documents: Sequence[str | Sequence[int]],
-    top_n: int | None = None,
+def rank(
+    output: ScoreOutput,
     *,
-    instruction: str | None = None,
-    template: RerankTemplate | str | None = None,
-    max_tokens_per_doc: int | None = None,
-    truncate_prompt_tokens: int | None = None,
-    algorithm: str | None = None,
-    cache_salt: str | None = None,
-    priority: int = 0,
-) -> ScoreJob[RerankOutput]:
-    """Check the arguments of `LLM.rerank`, choose the algorithm and return the job, which scores documents as items.
+    documents: Sequence[str | list[int]],
+    truncated: Sequence[bool],
+    template: str,
+    column: int = 0,
+    top_n: int | None = None,
+) -> RerankOutput:
+    """Return the documents sorted by score, best first; equal scores keep their order.
 
     Args:
-        frontend: frontend of the engine.
-        query: see `LLM.rerank`.
-        documents: see `LLM.rerank`.
-        top_n: see `LLM.rerank`.
-        instruction: see `LLM.rerank`.
-        template: see `LLM.rerank`.
-        max_tokens_per_doc: see `LLM.rerank`.
-        truncate_prompt_tokens: see `LLM.rerank`.
-        algorithm: see `LLM.score`.
-        cache_salt: see `LLM.generate`.
-        priority: rank in the queue; lower goes first.
-
-    Raises:
-        RequestError: an argument is malformed, a document is too long, or the checkpoint is a classifier whose classes do not
-            tell which one means relevant.
-        CapacityError: the call would compute more than `max_tokens_per_call`.
+        output: scores of the documents.
+        documents: texts of the documents, or their token ids.
+        truncated: whether each document was cut.
+        template: name of the template.
+        column: place of the relevance in a row of scores.
+        top_n: number of best documents to return; None returns all.
     """
-    classes = frontend.reranker.class_names
-    column = relevance_class(classes) if classes else 0
-    if isinstance(documents, Sequence):
-        frontend.check_count(len(documents), "documents")
-    config, encode = frontend.config, frontend.parser.encode
-    plan = plan_rerank(
-        encode,
-        frontend.rerank_template if template is None else pick_template(template, encode),
-        query,
-        documents,
-        top_n=top_n,
-        instruction=instruction,
-        max_tokens_per_doc=max_tokens_per_doc,
-        truncate_prompt_tokens=truncate_prompt_tokens,
-        special_tokens=config.special_tokens_in_documents,
-        classifier=bool(classes),
-    ).fit(frontend.limits, config.max_chunk_len)
-
-    def ranked(outputs: list[ScoreOutput]) -> RerankOutput:
-        return plan.ranked(outputs[0], column)
-
-    scored = tokenize_query(frontend, plan.prefix, plan.items, labels=plan.labels, delimited=False, nouns=DOCUMENTS)
-    raw = len(plan.labels) == 1
-    return plan_job(frontend, [scored], ranked, plan.labels, True, algorithm, cache_salt, priority, raw=raw)
+    relevance = [row[column] for row in output.scores]
+    order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[:top_n]
+    # A single logit is the log-odds already; of two classes or labels, the odds are the ratio of their probabilities.
+    raw = output.logprobs if output.logits is None else output.logits
+    logits = [row[0] if len(row) == 1 else row[column] - row[1 - column] for row in raw or []]
+    results = [RerankResult(i, relevance[i], documents[i], logits[i], truncated[i]) for i in order]
+    return RerankOutput(results, template, output.algorithm, output.usage)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from chunkattn.errors import RequestError
 from chunkattn.parsers.encode import PartEncoder
@@ -15,20 +14,6 @@ logger = logging.getLogger(__name__)
 _SLOT = re.compile(r"\{(instruction|query|document)\}")
 _APART = "{|}"
 """Mark between parts of a template that are tokenized apart."""
-
-
-class TemplateParts(NamedTuple):
-    """Text of a template, filled with query and instruction and split around the document.
-
-    Attributes:
-        shared: parts before the document, each in pieces: the template's text at even places, users' texts at odd places.
-        gap: spaces before a document.
-        tail: parts after the document.
-    """
-
-    shared: list[list[str]]
-    gap: str
-    tail: list[str]
 
 
 @dataclass(frozen=True)
@@ -79,8 +64,11 @@ class RerankTemplate:
         if _SLOT.findall(self.instruction_line) != ["instruction"]:
             raise RequestError(f"instruction_line of template {self.name!r} must hold {{instruction}} once", param="template")
 
-    def split(self, query: str, instruction: str | None = None) -> TemplateParts:
-        """Fill the text with the query and the instruction, and split it around the document.
+    def split(self, query: str, instruction: str | None = None) -> tuple[list[list[str]], str]:
+        """Return the text before the document, filled with the query and the instruction, and the spaces before the document.
+
+        The text comes in the parts that are tokenized apart, each in pieces: the template's text at even places, users' texts
+        at odd places.
 
         Args:
             query: the query.
@@ -93,13 +81,18 @@ class RerankTemplate:
             raise RequestError(f"template {self.name!r} takes no instruction", param="instruction")
         filled = {"query": query, "instruction": self.instruction if instruction is None else instruction}
         line = self.instruction_line if filled["instruction"] else ""
-        head, _, tail = self.text.replace("{instruction}", line).partition("{document}")
+        head = self.text.partition("{document}")[0].replace("{instruction}", line)
         kept = head.rstrip(" ")
         shared = [
             [filled[piece] or "" if place % 2 else piece for place, piece in enumerate(_SLOT.split(part))]
             for part in kept.split(_APART)
         ]
-        return TemplateParts(shared, head[len(kept) :], tail.split(_APART))
+        return shared, head[len(kept) :]
+
+    @property
+    def tail(self) -> list[str]:
+        """Return the text after the document, in the parts that are tokenized apart."""
+        return self.text.partition("{document}")[2].split(_APART)
 
 
 GENERIC = RerankTemplate(

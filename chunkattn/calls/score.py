@@ -1,203 +1,380 @@
-"""`ScoreJob`: turns queries and items into plans, sends their requests, and returns the scores."""
+"""`ScoreCall`: the scoring of one query and its items, from token ids to requests, and from their results to scores."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypedDict, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from chunkattn.calls.algorithms import QueryItems
+import numpy as np
+from scipy.special import expit, softmax
+
+from chunkattn.calls.algorithms import (
+    ALGORITHMS,
+    AUTO,
+    BACKENDS,
+    ITEMS,
+    Nouns,
+    ScoreInputs,
+    predict,
+    refusals,
+    select_algorithm,
+)
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import Taken
-from chunkattn.calls.score_inputs import label_ids, pair_queries, tokenize_query
-from chunkattn.calls.score_plan import QueryPlan, Stage
-from chunkattn.engine.messages import CachedTokens, EngineOutput, PrecomputeRequest, PrecomputeResult, ScoreResult
-from chunkattn.errors import RequestError
-from chunkattn.outputs import ScoreOutput
+from chunkattn.calls.job import STAGE_STEPS, StopSample
+from chunkattn.calls.score_memory import digests, item_keys
+from chunkattn.config import EngineConfig
+from chunkattn.engine.messages import (
+    CachedTokens,
+    EngineLimits,
+    EngineOutput,
+    PrecomputeRequest,
+    PrecomputeResult,
+    ScoreRequest,
+    ScoreResult,
+)
+from chunkattn.errors import CapacityError, RequestError
+from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import salt_key
+from chunkattn.rope.positions import make_layout
 
+logger = logging.getLogger(__name__)
+
+_OTHERS = 8
+"""Rows of a step left to decodes of other requests."""
 _LOOKUP_BATCH = 32
 """Queries per lookup. The engine answers a lookup between two steps."""
 
 T = TypeVar("T")
 
-Query = str | Sequence[int]
-Items = Sequence[str] | Sequence[Sequence[int]]
-ListedQueries = Sequence[str] | Sequence[Sequence[int]]
-ListedItems = Sequence[Sequence[str]] | Sequence[Sequence[Sequence[int]]]
+Stage = list[PrecomputeRequest | ScoreRequest]
+"""Requests sent together once all requests of the previous stage have ended."""
 
 
-class ScoreOptions(TypedDict, total=False):
-    """Options of `LLM.score`, documented there."""
+class ScoreCall(ScoreInputs, Generic[T]):
+    """Scoring of one query and its items: inputs, requests and output; see `chunkattn.calls.job.Job`.
 
-    labels: Sequence[str] | None
-    label_token_ids: Sequence[int] | None
-    apply_softmax: bool
-    item_first: bool
-    algorithm: str | None
-    packed_ids: Sequence[int] | None
-    cache_salt: str | None
-    priority: int
+    `plan` must be called before the first stage. A request is laid out only when its stage is asked for.
 
-
-class ScoreJob(Generic[T]):
-    """Job of a `score` or `rerank` call; see `chunkattn.calls.job.Job`.
+    Items of equal keys are scored once, and items of known results not at all. Where the layout decides the bits, results are
+    used only if all are known.
 
     Args:
-        plans: one plan for each query.
-        result: makes the result from the scores of all queries.
+        frontend: frontend of the engine.
+        before: token ids before every item.
+        items: token ids of each item, which fit the engine with the query.
+        after: token ids of a query that comes after every item; else empty.
+        labels: token ids to read after every item; empty for a classifier. `check_vocabulary` has checked all token ids.
+        finish: makes the result of the call from the scores.
+        algorithm: see `LLM.score`.
+        apply_softmax: whether scores are normalised over the labels.
+        cache_salt: see `LLM.generate`.
+        priority: rank in the queue; lower goes first.
+        raw: whether to read the labels' logits, whose scores are their sigmoid or softmax.
+        nouns: the caller's nouns.
+
+    Attributes:
+        total: number of items to score.
+        done: number of items that have been scored.
+        cached_query: tokens of the query that were in the cache when the query was computed by itself.
+
+    Raises:
+        RequestError: the priority or the salt is invalid.
+    """
+
+    unit = "items"
+    pins: Sequence[str] = ()
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        before: list[int],
+        items: list[list[int]],
+        after: list[int],
+        labels: tuple[int, ...],
+        *,
+        finish: Callable[[ScoreOutput], T],
+        algorithm: str | None = None,
+        apply_softmax: bool = False,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        raw: bool = False,
+        nouns: Nouns = ITEMS,
+    ) -> None:
+        limits = frontend.limits
+        query_len = len(before) + len(after)
+        super().__init__(before, items, after, nouns, **_bounds(frontend.config, limits, query_len))
+        self._frontend, self._memory, self._finish = frontend, frontend.scores, finish
+        self.labels, self.algorithm = labels, algorithm or frontend.config.score_algorithm
+        (self.priority,), self.cache_salt = check_priorities(priority, 1), salt_key(cache_salt)
+        self.apply_softmax, self.raw = apply_softmax, raw
+        self._whole = not limits.batch_invariant or self.algorithm in BACKENDS  # the layout of the items decides the bits
+        self._keys = item_keys(self, labels, self.algorithm, self.cache_salt, raw, whole=self._whole)
+        known, first = self._memory.results.get(self._keys), dict[bytes, int]()
+        for place, key in enumerate(self._keys):
+            first.setdefault(key, place)
+        if self._whole and len(known) < len(first):
+            known = {}
+        self._first = [first[key] for key in self._keys]
+        columns = len(labels) if limits.num_labels is None else limits.num_labels
+        self._values = np.zeros((len(items), columns), np.float32)
+        for key, row in known.items():
+            self._values[first[key]] = row
+        self._open = [place for key, place in first.items() if key not in known]  # items to score
+        self._places: dict[str, list[int]] = {}  # items of the requests in flight
+        self._rows = self.cached_query = 0
+        self.total, self.done = len(self._open), 0
+        self._chosen: tuple[str, dict[str, float]] | None = None
+
+    # The algorithm
+
+    def plan(self, costly: dict[str, str]) -> None:
+        """Choose the algorithm, unless the choice depends on whether an unknown query is cached. `decide` may choose then.
+
+        Args:
+            costly: result of `too_costly` for the caller's queries.
+
+        Raises:
+            RequestError: the algorithm is unknown or cannot serve the call.
+            CapacityError: every suitable algorithm would compute more than `max_tokens_per_call`.
+        """
+        config, limits, wanted = self._frontend.config, self._frontend.limits, self.algorithm
+        caching, window = config.enable_prefix_caching, limits.sliding_window
+        refused = refusals(self, sliding_window=window, caching=caching, backends=limits.backends) | costly
+        names = AUTO if wanted == "auto" else (wanted,)
+        if all(name in refused for name in names) and (over := [name for name in names if name in costly]):
+            text = f"algorithm {over[-1]!r} cannot serve this request: {costly[over[-1]]}; "
+            raise CapacityError(f"{text}send fewer or shorter {self.nouns.items}", param=self.nouns.items)
+        costs, cached = (
+            predict(self, self._memory.rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
+        )
+        self._select = partial(select_algorithm, wanted, refused, costs, cached["prefill_extend"])
+        self._query, self._shape = digests(self, self.cache_salt)
+        with self._memory.lock:
+            known = self._memory.has_query(self._query) or self._shape in self._memory.choices
+        depends = len({self._select(query_cached=found)[0] for found in (False, True)}) > 1
+        if wanted != "auto" or known or not depends or not self._open:
+            self._choose(None)
+
+    def _choose(self, query_cached: bool | None) -> tuple[str, dict[str, float]]:
+        """Choose the algorithm.
+
+        Args:
+            query_cached: whether the query is cached; None if the engine was not asked.
+        """
+        memory, is_auto = self._memory, self.algorithm == "auto"
+        with memory.lock:
+            found = memory.has_query(self._query) if query_cached is None else query_cached
+            chosen = self._chosen = self._select(query_cached=found, before=memory.choices.get(self._shape))
+            if is_auto and self._whole:
+                memory.keep_choice(self._shape, chosen[0])
+        if is_auto:
+            expected = ", ".join(f"{name} {cost:.3g} s" for name, cost in chosen[1].items())
+            logger.info("scoring by %s; predicted: %s", chosen[0], expected)
+        return chosen
+
+    @property
+    def _choice(self) -> tuple[str, dict[str, float]]:
+        return self._choose(None) if self._chosen is None else self._chosen
+
+    @property
+    def extends(self) -> bool:
+        """Return whether every stage needs the stage before it."""
+        return self._choice[0] == "prefill_extend"
+
+    def lookups(self) -> Iterator[list[PrecomputeRequest]]:
+        """Yield the request that asks whether the query is cached, if the choice depends on it."""
+        if self._chosen is None:
+            yield [self._query_request()]
+
+    def decide(self, asked: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
+        """Choose the algorithm. A query counts as cached when at most its last block is missing."""
+        (found,) = cached
+        self._choose(len(self.before) - found.total < self.block_size)
+
+    # Requests and results
+
+    def stages(self) -> Iterator[Stage]:
+        """Yield the stages in order. For a request in flight, the call stores only the places of its items."""
+        most = 0 if self.extends else STAGE_STEPS * self._frontend.config.max_num_batched_tokens
+        if self.extends and self._open:
+            # The query runs first by itself, so that batches of items run alike with and without a cached query.
+            request = self._query_request()
+            self._frontend.intake.check(request)
+            self._rows += len(self.before)
+            yield [request]
+        stage: Stage = []
+        tokens = 0
+        for layout, rows, places in ALGORITHMS[self._choice[0]](self, self._open):
+            size = len(layout)
+            if stage and tokens + size > most:
+                yield stage
+                stage, tokens = [], 0
+            made = ScoreRequest(
+                self._frontend.new_id(),
+                layout,
+                rows,
+                self.labels,
+                share_prefix=self.extends,
+                algorithm=self._choice[0],
+                cache_salt=self.cache_salt,
+                priority=self.priority,
+                backend=BACKENDS.get(self._choice[0]),
+                raw=self.raw,
+            )
+            self._frontend.intake.check(made)
+            self._places[made.request_id] = places
+            self._rows += size - layout.prefix_len if self.extends else size
+            stage.append(made)
+            tokens += size
+        if stage:
+            yield stage
+
+    def _query_request(self) -> PrecomputeRequest:
+        layout, name = make_layout(self.before, [], []), self._frontend.new_id()
+        return PrecomputeRequest(name, layout, self.cache_salt, persist=False, priority=self.priority)
+
+    def take(self, output: EngineOutput, stop: StopSample | None = None) -> bool:
+        """Store the result of one request."""
+        if isinstance(output, PrecomputeResult):
+            self._memory.keep_query(self._query, self.query_len)
+            self.cached_query = output.cached.total
+        elif isinstance(output, ScoreResult):
+            self._memory.rates = output.rates
+            for place, row in zip(self._places.pop(output.request_id), output.logprobs, strict=True):
+                self._values[place] = row
+                self._memory.results.put(self._keys[place], row)
+            self.done += len(output.logprobs)
+        return True
+
+    def result(self) -> T:
+        """Return the scores, or what `finish` makes of them."""
+        values = self._values[self._first].astype(np.float64)
+        if is_logits := self.raw or not self.labels:
+            scores = expit(values) if values.shape[1] == 1 else softmax(values, axis=1)
+        else:
+            scores = softmax(values, axis=1) if self.apply_softmax else np.exp(values)
+        output = ScoreOutput(
+            scores=scores.tolist(),
+            logprobs=None if is_logits else values.tolist(),
+            logits=values.tolist() if is_logits else None,
+            algorithm=self._choice[0],
+            predicted_seconds=self._choice[1],
+            usage=self._usage(),
+        )
+        return self._finish(output)
+
+    def _usage(self) -> ScoreUsage:
+        """Return the token counts. Tokens of repeated and known items are cached; so is a query that no item needed."""
+        lens = [len(item) for item in self.items]
+        spared = sum(lens) - sum(lens[place] for place in self._open)
+        query = self.cached_query if self._open else self.query_len * bool(lens)
+        return ScoreUsage(self.query_len + sum(lens), self._rows - self.cached_query, query + spared)
+
+
+def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int) -> dict[str, Any]:
+    """Return the bounds of `ScoreInputs` within an engine.
+
+    Args:
+        config: options of the engine.
+        limits: limits of the engine.
+        query_len: tokens of the query, leading special tokens included.
+    """
+    budget, room, block = config.max_num_batched_tokens, limits.kv_tokens // 4, limits.block_size
+    beside_query = limits.max_request_tokens + query_len // -block * block
+    # Leave room for a few decodes of other requests in the same step.
+    batch = budget - _OTHERS if budget >= 8 * _OTHERS else budget
+    return {
+        # Large packs keep the query's share small; several packs must fit the pool.
+        "max_pack_tokens": max(8192, 4 * query_len, budget),
+        "max_pack_slots": max(room, min(2 * query_len, limits.max_request_tokens)),
+        "max_multi_item_seq_len": config.max_multi_item_seq_len,
+        "max_batch_tokens": max(batch, 1),
+        "max_batch_slots": min(room, beside_query),
+        "max_extend_tokens": beside_query,
+        "block_size": block,
+        "items_on_pages": limits.items_on_pages,
+    }
+
+
+def check_vocabulary(
+    limits: EngineLimits, query: list[int], items: list[list[int]], labels: tuple[int, ...], nouns: Nouns = ITEMS
+) -> None:
+    """Check that the embedding has every token id.
+
+    Args:
+        limits: limits of the engine.
+        query: token ids of the query.
+        items: token ids of each item.
+        labels: token ids of the labels.
+        nouns: the caller's nouns.
+
+    Raises:
+        RequestError: a token id is outside the vocabulary.
+    """
+    named = [("query", query, "query"), *((f"{nouns.item} {i}", item, nouns.items) for i, item in enumerate(items))]
+    for name, ids, param in [*named, (nouns.labels, labels, nouns.labels)]:
+        if ids and max(ids) >= limits.vocab_size:
+            text = f": token id {max(ids)} is outside the vocabulary of {limits.vocab_size}"
+            raise RequestError(text, param=param, part=name)
+
+
+class ScoreCalls:
+    """Job of several queries; see `chunkattn.calls.job.Job`.
+
+    Args:
+        calls: one call for each query.
         max_stage_tokens: limit on the tokens of a stage that merges the stages of several queries.
     """
 
     unit = "items"
+    pins: Sequence[str] = ()
 
-    def __init__(self, plans: Sequence[QueryPlan], result: Callable[[list[ScoreOutput]], T], max_stage_tokens: int) -> None:
-        self._plans, self._result, self._max_stage_tokens = plans, result, max_stage_tokens
-        self._by_id: dict[str, QueryPlan] = {}  # plans of the requests that have not ended
-        self._asking: dict[str, QueryPlan] = {}  # plans of the last lookups
-        self.total, self.done = sum(plan.num_items for plan in plans), 0
-        self.pins: Sequence[str] = ()
+    def __init__(self, calls: Sequence[ScoreCall[ScoreOutput]], max_stage_tokens: int) -> None:
+        self._calls, self._max_stage_tokens = calls, max_stage_tokens
+        self._by_id: dict[str, ScoreCall[ScoreOutput]] = {}  # calls of the requests that have not ended
+        self.total, self.done = sum(call.total for call in calls), 0
 
     def stages(self) -> Iterator[Stage]:
         """Yield the stages in order, query by query. Small stages of several queries become one."""
         waiting: Stage = []
         tokens = 0
-        for plan in self._plans:
-            for stage in plan.stages():
-                self._by_id |= {request.request_id: plan for request in stage}
+        for call in self._calls:
+            for stage in call.stages():
+                self._by_id |= {request.request_id: call for request in stage}
                 size = sum(len(request.layout) for request in stage)
-                if waiting and not (plan.independent and tokens + size <= self._max_stage_tokens):
+                if waiting and (call.extends or tokens + size > self._max_stage_tokens):
                     yield waiting
                     waiting, tokens = [], 0
-                if plan.independent and size < self._max_stage_tokens:
+                if not call.extends and size < self._max_stage_tokens:
                     waiting, tokens = waiting + stage, tokens + size
                 else:
                     yield stage
         if waiting:
             yield waiting
 
-    @property
-    def is_undecided(self) -> bool:
-        """Return whether the algorithm of a query depends on what is cached."""
-        return any(plan.is_undecided for plan in self._plans)
-
     def lookups(self) -> Iterator[list[PrecomputeRequest]]:
         """Yield requests to look up in the cache: the queries whose algorithm depends on it."""
-        undecided = [plan for plan in self._plans if plan.is_undecided]
-        for first in range(0, len(undecided), _LOOKUP_BATCH):
-            group = undecided[first : first + _LOOKUP_BATCH]
-            asked = [plan.make_lookup() for plan in group]
-            self._asking = {request.request_id: plan for request, plan in zip(asked, group, strict=True)}
-            yield asked
+        for first in range(0, len(self._calls), _LOOKUP_BATCH):
+            asking = [(request, call) for call in self._calls[first : first + _LOOKUP_BATCH] for (request,) in call.lookups()]
+            self._by_id |= {request.request_id: call for request, call in asking}
+            if asking:
+                yield [request for request, _ in asking]
 
     def decide(self, asked: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
         """Choose the algorithms of the queries that were looked up."""
         for request, found in zip(asked, cached, strict=True):
-            self._asking.pop(request.request_id).decide(found)
+            self._by_id.pop(request.request_id).decide([request], [found])
 
-    def take(self, output: EngineOutput) -> Taken:
-        """Process the result of one request."""
-        if isinstance(output, (ScoreResult, PrecomputeResult)):
-            self.done += self._by_id.pop(output.request_id).add(output)
-        return Taken(ended=True)
+    def take(self, output: EngineOutput, stop: StopSample | None = None) -> bool:
+        """Store the result of one request."""
+        call = self._by_id.pop(output.request_id)
+        self.done -= call.done
+        call.take(output)
+        self.done += call.done
+        return True
 
-    def result(self) -> T:
-        """Return the scores or the ranking."""
-        return self._result([plan.output() for plan in self._plans])
-
-
-def score_job(
-    frontend: Frontend,
-    query: Query | ListedQueries | None,
-    items: Items | ListedItems | None,
-    *,
-    labels: Sequence[str] | None = None,
-    label_token_ids: Sequence[int] | None = None,
-    apply_softmax: bool = False,
-    item_first: bool = False,
-    algorithm: str | None = None,
-    packed_ids: Sequence[int] | None = None,
-    cache_salt: str | None = None,
-    priority: int = 0,
-) -> ScoreJob[ScoreOutput | list[ScoreOutput]]:
-    """Check the arguments of `LLM.score`, choose the algorithms and return the job. Requests are made stage by stage.
-
-    Args:
-        frontend: frontend of the engine.
-        query: see `LLM.score`.
-        items: see `LLM.score`.
-        labels: see `LLM.score`.
-        label_token_ids: see `LLM.score`.
-        apply_softmax: see `LLM.score`.
-        item_first: see `LLM.score`.
-        algorithm: see `LLM.score`.
-        packed_ids: see `LLM.score`.
-        cache_salt: see `LLM.generate`.
-        priority: rank in the queue; lower goes first.
-
-    Raises:
-        RequestError: queries, items or labels are malformed, or the algorithm cannot serve them. For a list of queries the
-            message names the query.
-        CapacityError: the call would compute more than `max_tokens_per_call`.
-    """
-    ids = label_ids(frontend, labels, label_token_ids)
-    pairs = None if packed_ids is not None else pair_queries(query, items)
-    if pairs is None:
-        queries = [tokenize_query(frontend, query, items, packed_ids, labels=ids, item_first=item_first)]
-    else:
-        frontend.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries")
-        queries, known = [], dict[int, list[list[int]]]()
-        for number, (one, own) in enumerate(pairs):
-            try:
-                queries.append(tokenize_query(frontend, one, own, labels=ids, item_first=item_first, known=known))
-            except RequestError as error:
-                raise type(error)(f"query {number}: {error}", param=error.param) from None
-
-    def result(outputs: list[ScoreOutput]) -> ScoreOutput | list[ScoreOutput]:
-        return outputs[0] if pairs is None else outputs
-
-    return plan_job(frontend, queries, result, ids, apply_softmax, algorithm, cache_salt, priority)
-
-
-def plan_job(
-    frontend: Frontend,
-    queries: Sequence[QueryItems],
-    result: Callable[[list[ScoreOutput]], T],
-    labels: tuple[int, ...],
-    apply_softmax: bool,
-    algorithm: str | None,
-    cache_salt: str | None,
-    priority: int,
-    *,
-    raw: bool = False,
-) -> ScoreJob[T]:
-    """Choose the algorithms of queries that are checked, and return the job.
-
-    Args:
-        frontend: frontend of the engine.
-        queries: results of `tokenize_query`.
-        result: makes the result from the scores of all queries.
-        labels: token ids to read; empty for a classifier.
-        apply_softmax: whether scores are normalised over the labels.
-        algorithm: see `LLM.score`.
-        cache_salt: see `LLM.generate`.
-        priority: rank in the queue; lower goes first.
-        raw: whether to read the labels' logits.
-    """
-    (rank,), salt = check_priorities(priority, 1), salt_key(cache_salt)
-    too_costly = frontend.scores.too_costly(queries)
-    plans = [
-        frontend.scores.plan(
-            items,
-            algorithm,
-            labels,
-            apply_softmax=apply_softmax,
-            cache_salt=salt,
-            priority=rank,
-            raw=raw,
-            new_id=frontend.new_id,
-            too_costly=too_costly,
-            check=frontend.intake.check,
-        )
-        for items in queries
-    ]
-    return ScoreJob(plans, result, frontend.config.max_num_batched_tokens)
+    def result(self) -> list[ScoreOutput]:
+        """Return the scores of each query."""
+        return [call.result() for call in self._calls]

@@ -1,20 +1,118 @@
-"""Query, items and labels of a scoring call, as token ids that are checked."""
+"""`score_call`: query, items and labels of `LLM.score`, as token ids that are checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
-from chunkattn.calls.algorithms import ITEMS, Nouns, QueryItems
+from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.job import Job
+from chunkattn.calls.score import ScoreCall, ScoreCalls, check_vocabulary
 from chunkattn.config import MAX_LABELS, check_size
 from chunkattn.errors import CapacityError, MissingError, RequestError
+from chunkattn.outputs import ScoreOutput
 from chunkattn.parsers.arguments import as_list, check_ids
 from chunkattn.parsers.delimited import check_no_delimiter, parse_delimited
 from chunkattn.parsers.encode import PartEncoder
+
+Query = str | Sequence[int]
+Items = Sequence[str] | Sequence[Sequence[int]]
+ListedQueries = Sequence[str] | Sequence[Sequence[int]]
+ListedItems = Sequence[Sequence[str]] | Sequence[Sequence[Sequence[int]]]
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Options of `LLM.score`, all by name.
+
+    Attributes:
+        labels: texts of one token each; the score is the probability of the label after the item.
+        label_token_ids: token ids of the labels, instead of `labels`. A sequence classifier takes no labels: its scores are the
+            softmax over its classes, or the sigmoid of its only class.
+        apply_softmax: normalise over the labels instead of the whole vocabulary; ignored for a classifier.
+        item_first: score item + query instead, which shares nothing between items.
+        algorithm: `"auto"`, `"serial"`, `"packed_segment"`, `"prefill_extend"` or `"packed_dense"`, which return equal scores;
+            None takes the engine's `score_algorithm`.
+        packed_ids: token ids `query<d>item<d>...item<d>`, instead of query and items. `<d>` is the engine's
+            `multi_item_scoring_delimiter`.
+        cache_salt: see `LLM.generate`.
+        priority: see `LLM.generate`; one value for the call.
+    """
+
+    labels: Sequence[str] | None
+    label_token_ids: Sequence[int] | None
+    apply_softmax: bool
+    item_first: bool
+    algorithm: str | None
+    packed_ids: Sequence[int] | None
+    cache_salt: str | None
+    priority: int
+
+
+def score_call(
+    frontend: Frontend,
+    query: Query | ListedQueries | None,
+    items: Items | ListedItems | None,
+    *,
+    labels: Sequence[str] | None = None,
+    label_token_ids: Sequence[int] | None = None,
+    item_first: bool = False,
+    packed_ids: Sequence[int] | None = None,
+    apply_softmax: bool = False,
+    algorithm: str | None = None,
+    cache_salt: str | None = None,
+    priority: int = 0,
+) -> Job[ScoreOutput | list[ScoreOutput]]:
+    """Check the arguments of `LLM.score`, choose the algorithms and return the call.
+
+    See `LLM.score` and `ScoreOptions` for the arguments.
+
+    Raises:
+        RequestError: queries, items or labels are malformed, or the algorithm cannot serve them. For a list of queries the
+            message names the query.
+        CapacityError: the call would compute more than `max_tokens_per_call`.
+    """
+    ids = label_ids(frontend, labels, label_token_ids)
+    known: dict[int, list[list[int]]] = {}
+
+    def read(one: Any, own: Any) -> tuple[list[int], list[list[int]], list[int]]:
+        """Return the token ids before every item, of each item, and after every item."""
+        leading, query_ids, item_ids = tokenize_query(frontend, one, own, packed_ids, item_first=item_first, known=known)
+        check_vocabulary(frontend.limits, query_ids, item_ids, ids)
+        check_sizes(frontend, leading, query_ids, item_ids)
+        return (leading, item_ids, query_ids) if item_first else (leading + query_ids, item_ids, [])
+
+    pairs = None if packed_ids is not None else pair_queries(query, items)
+    if pairs is None:
+        parts = [read(query, items)]
+    else:
+        frontend.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries")
+        parts = []
+        for number, (one, own) in enumerate(pairs):
+            try:
+                parts.append(read(one, own))
+            except RequestError as error:
+                raise type(error)(f"query {number}: {error}", param=error.param) from None
+    calls = [
+        ScoreCall(
+            frontend,
+            *part,
+            ids,
+            finish=lambda output: output,
+            apply_softmax=apply_softmax,
+            algorithm=algorithm,
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        for part in parts
+    ]
+    costly = too_costly(calls, frontend.config.max_tokens_per_call)
+    for call in calls:
+        call.plan(costly)
+    return calls[0] if pairs is None else ScoreCalls(calls, frontend.config.max_num_batched_tokens)
 
 
 def label_ids(frontend: Frontend, labels: Sequence[str] | None, label_token_ids: Sequence[int] | None) -> tuple[int, ...]:
@@ -32,42 +130,32 @@ def tokenize_query(
     frontend: Frontend,
     query: Any,
     items: Any,
-    packed_ids: Sequence[int] | None = None,
+    packed_ids: Sequence[int] | None,
     *,
-    labels: tuple[int, ...],
-    item_first: bool = False,
-    delimited: bool = True,
-    known: dict[int, list[list[int]]] | None = None,
-    nouns: Nouns = ITEMS,
-) -> QueryItems:
-    """Tokenize and check one query and its items.
+    item_first: bool,
+    known: dict[int, list[list[int]]],
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Return the leading special tokens of a query and its items, the token ids of the query, and those of each item.
 
     Args:
         frontend: frontend of the engine.
         query: text or token ids.
         items: texts or token ids, of the same kind as the query.
         packed_ids: packed token ids, instead of query and items.
-        labels: token ids of the labels.
         item_first: see `LLM.score`.
-        delimited: whether to reject parts that hold the engine's delimiter, if it has one.
         known: token ids of the item lists of this call, by the identity of the list; new lists are added.
-        nouns: the caller's nouns, for errors.
 
     Raises:
-        RequestError: the query, items or labels are malformed.
+        RequestError: the query or the items are malformed.
     """
-    delimiter = frontend.config.multi_item_scoring_delimiter
     if packed_ids is not None:
         if item_first:
             raise RequestError("packed_ids begin with the query; item_first needs query and items", param="item_first")
-        query_ids, item_ids = _packed(frontend, query, items, packed_ids)
-        leading: list[int] = []
-    else:
-        query_ids, item_ids, leading = _tokenized(frontend, query, items, {} if known is None else known)
-        if delimited and delimiter is not None:
-            check_no_delimiter(query_ids, item_ids, delimiter)
-    _check(frontend, query_ids, item_ids, leading, labels, nouns)
-    return frontend.scores.query_items(query_ids, item_ids, leading, item_first, nouns)
+        return [], *_packed(frontend, query, items, packed_ids)
+    leading, query_ids, item_ids = _tokenized(frontend, query, items, known)
+    if (delimiter := frontend.config.multi_item_scoring_delimiter) is not None:
+        check_no_delimiter(query_ids, item_ids, delimiter)
+    return leading, query_ids, item_ids
 
 
 def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int]) -> tuple[list[int], list[list[int]]]:
@@ -84,8 +172,8 @@ def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int
 
 def _tokenized(
     frontend: Frontend, query: Any, items: Any, known: dict[int, list[list[int]]]
-) -> tuple[list[int], list[list[int]], list[int]]:
-    """Return the token ids of the query, of the items, and of the leading special tokens if query and items are text."""
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Return the leading special tokens of text, the token ids of the query, and those of each item."""
     if query is None or items is None:
         missing = "query" if query is None else "items"
         raise MissingError(f"{missing} is missing: score needs a query and items", param=missing)
@@ -101,26 +189,24 @@ def _tokenized(
         known[given] = [read(item, name.format(i), "items") for i, item in enumerate(items)]
     if not query_ids:
         raise RequestError("the query is empty", param="query")
-    return query_ids, known[given], frontend.parser.encode.leading_ids if kinds == {True} else []
+    return frontend.parser.encode.leading_ids if kinds == {True} else [], query_ids, known[given]
 
 
-def _check(
-    frontend: Frontend,
-    query: list[int],
-    items: list[list[int]],
-    leading: list[int],
-    labels: tuple[int, ...],
-    nouns: Nouns,
-) -> None:
-    """Check every limit that is independent of the algorithm; errors use the caller's names."""
+def check_sizes(frontend: Frontend, leading: list[int], query: list[int], items: list[list[int]]) -> None:
+    """Check the size of every item with the query, whatever the algorithm.
+
+    Args:
+        frontend: frontend of the engine.
+        leading: leading special tokens.
+        query: token ids of the query.
+        items: token ids of each item.
+
+    Raises:
+        CapacityError: the query or an item is too long.
+    """
     limits, longest = frontend.limits, frontend.config.max_chunk_len
     slots = limits.max_request_tokens
-    named = [("query", query, "query"), *((f"{nouns.item} {i}", item, nouns.items) for i, item in enumerate(items))]
-    for name, ids, param in [*named, (nouns.labels, labels, nouns.labels)]:
-        if ids and max(ids) >= limits.vocab_size:
-            text = f": token id {max(ids)} is outside the vocabulary of {limits.vocab_size}"
-            raise RequestError(text, param=param, part=name)
-    for name, ids, param in named:
+    for name, ids, param in [("query", query, "query"), *((f"item {i}", item, "items") for i, item in enumerate(items))]:
         total = len(leading) + len(query) + (len(ids) if name != "query" else 0)
         if name != "query" and len(ids) > longest:
             raise CapacityError(f" has {len(ids)} tokens, max_chunk_len is {longest}", param=param, part=name)

@@ -1,4 +1,4 @@
-"""Checks of arguments: lists, token ids and cache salts."""
+"""Checks of arguments: lists, token ids, documents and cache salts."""
 
 from __future__ import annotations
 
@@ -108,3 +108,22 @@ def check_ids(ids: Any, name: str, param: str = "prompt", *, most: int | None = 
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
             raise RequestError(f"[{index}] is not a token id: {token!r}", param=param, part=name)
     return [int(t) for t in ids]
+
+
+def document_of(document: Any, number: int) -> str | list[int]:
+    """Return a document of a caller: a text, or a list of token ids.
+
+    Args:
+        document: argument of the caller.
+        number: number of the document, for error messages.
+
+    Raises:
+        RequestError: the document is neither text nor token ids.
+    """
+    name = f"document {number}"
+    if isinstance(document, str):
+        return document
+    if not isinstance(document, (Sequence, np.ndarray)) or isinstance(document, bytes):
+        text = f" must be a string or token ids, got {type(document).__name__}"
+        raise RequestError(text, param="documents", part=name)
+    return check_ids(document, name, "documents")

@@ -13,7 +13,7 @@ from chunkattn.parsers.messages import check_rendered, read_messages
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from chunkattn.parsers.special_tokens import ControlTokens
+    from chunkattn.parsers.encode import ControlTokens
 
 TRUSTED_ROLES = ("system", "developer", "assistant")
 """Roles with trusted contents. Contents of all other roles, such as `user` and `tool`, are untrusted."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from chunkattn.config import split_document_template
-from chunkattn.errors import ConfigError, RequestError
-from chunkattn.parsers.arguments import check_ids
-from chunkattn.parsers.encode import PartEncoder
-from chunkattn.parsers.plain import PlainEncoder
+from chunkattn.errors import ConfigError
+from chunkattn.parsers.arguments import document_of
+from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,22 +88,3 @@ class DocumentEncoder:
         if isinstance(self._encode, PlainEncoder) and whole != document:
             return self._encode.fill([self.before, document, self.after], name, "documents"), whole
         return self._encode(whole, name, "documents"), whole
-
-
-def document_of(document: Any, number: int) -> str | list[int]:
-    """Return a document of a caller: a text, or a list of token ids.
-
-    Args:
-        document: argument of the caller.
-        number: number of the document, for error messages.
-
-    Raises:
-        RequestError: the document is neither text nor token ids.
-    """
-    name = f"document {number}"
-    if isinstance(document, str):
-        return document
-    if not isinstance(document, (Sequence, np.ndarray)) or isinstance(document, bytes):
-        text = f" must be a string or token ids, got {type(document).__name__}"
-        raise RequestError(text, param="documents", part=name)
-    return check_ids(document, name, "documents")

@@ -1,18 +1,24 @@
-"""Tokenization of parts. Each part is tokenized alone; leading special tokens stand before the first part only."""
+"""Tokenization of parts: trusted text by `PartEncoder`, untrusted text by `PlainEncoder`, without `ControlTokens`.
+
+Each part is tokenized alone; leading special tokens stand before the first part only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
+
+from tokenizers import AddedToken, Tokenizer
 
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.fair_threads import check_wanted
-from chunkattn.parsers.special_tokens import ControlTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 _PIECE = 1 << 14
 """Characters of a long text that are tokenized at once to measure the text."""
@@ -122,6 +128,249 @@ class PartEncoder:
     def _added(self) -> dict[int, Any]:
         decoder = getattr(self.tokenizer, "added_tokens_decoder", None)
         return {int(i): token for i, token in decoder.items()} if isinstance(decoder, Mapping) else {}
+
+
+class PlainEncoder:
+    """Tokenizer of untrusted text without control tokens, alone or inside trusted text.
+
+    Args:
+        encode: tokenizer of parts.
+        control: tokens that untrusted text must not become; None for `encode.added`.
+    """
+
+    def __init__(self, encode: PartEncoder, control: ControlTokens | None = None) -> None:
+        self.encode = encode
+        self.control = encode.added if control is None else control
+
+    def __call__(self, text: str, name: str = "the text", param: str = "query") -> list[int]:
+        """Return the token ids of an untrusted text, without control tokens. See `PartEncoder` for the arguments.
+
+        Raises:
+            RequestError: the engine has no tokenizer, the text is not valid Unicode, or the tokenizer has no other tokens for
+                the text of a control token.
+        """
+        ids = self.encode(text, name, param)
+        return ids if self.control.is_clean(text, ids) else self._without(["", text], name, param)
+
+    def fill(self, pieces: Sequence[str], name: str = "the text", param: str = "query") -> list[int]:
+        """Return the token ids of joined pieces: trusted text at even places, untrusted text at odd places.
+
+        Trusted text may contain control tokens. A control token must lie within one piece, so neighbouring pieces cannot form
+        a control token together. If untrusted text has no control tokens, the ids equal the ids of the whole text.
+
+        Args:
+            pieces: texts, alternately trusted and untrusted.
+            name: name of the text, for error messages.
+            param: name of the argument that holds the text.
+
+        Raises:
+            RequestError: the pieces cannot be tokenized, for a reason of `__call__`.
+        """
+        whole = "".join(pieces)
+        self.encode.check_length(whole, name, param)
+        own = [token for piece in pieces[::2] for token in self.control.find(piece)]
+        if own == self.control.find(whole):
+            ids = self.encode(whole, name, param)
+            if self.control.follows(ids, own):
+                return ids
+        return self._without(pieces, name, param)
+
+    def _without(self, pieces: Sequence[str], name: str, param: str) -> list[int]:
+        try:
+            return self.control.encode(pieces)
+        except ControlTokenError as error:
+            reason = f"{name} holds {error.tokens}, which this tokenizer cannot take as plain text"
+            raise RequestError(reason, param=param) from error
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"{name} cannot be tokenized; is it valid Unicode?", param=param) from error
+
+
+class ControlTokens:
+    """Set of a tokenizer's added tokens that untrusted text must not become.
+
+    Attributes:
+        ids: token id of each control token, by its text.
+        forbidden: ids of the control tokens, except the unknown token: a character outside the vocabulary has no other id.
+        starts: pattern of a character that begins the text of a control token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, ids: Mapping[str, int]) -> None:
+        self.ids = {text: token for text, token in ids.items() if text}
+        self._tokenizer: Any = tokenizer
+        self._unknown = _unknown_id(tokenizer)
+        self._all = frozenset(self.ids.values())
+        self.forbidden = self._all - {self._unknown}
+        self._unknown_texts = [text for text, token in self.ids.items() if token == self._unknown]
+        self._texts = re.compile(_any_of(list(self.ids)) if self.ids else "(?!)")
+        first = "".join(sorted({re.escape(text[0]) for text in self.ids}))
+        self.starts = re.compile(f"[{first}]" if first else "(?!)")
+
+    def find(self, text: str) -> list[str]:
+        """Return the texts of the control tokens in a text, leftmost and longest first."""
+        return self._texts.findall(text)
+
+    def is_clean(self, text: str, ids: Sequence[int]) -> bool:
+        """Return whether `ids`, the tokenizer's output for `text`, hold no control token.
+
+        Args:
+            text: text that was tokenized.
+            ids: token ids of the text.
+        """
+        return self.forbidden.isdisjoint(ids) and not any(unknown in text for unknown in self._unknown_texts)
+
+    def follows(self, ids: Sequence[int], texts: Sequence[str]) -> bool:
+        """Return whether the control tokens in `ids` are a subsequence of `texts`.
+
+        Args:
+            ids: token ids to check.
+            texts: texts of control tokens.
+        """
+        left = iter([self.ids[text] for text in texts])
+        return all(token in left for token in ids if token in self.forbidden)
+
+    def encode(self, pieces: Sequence[str]) -> list[int]:
+        """Return the token ids of joined pieces. Control tokens are recognised only within a piece at an even place.
+
+        Elsewhere the ids equal the ids of a tokenizer without the control tokens.
+
+        Args:
+            pieces: texts, alternately trusted (even places) and untrusted (odd places).
+
+        Raises:
+            ControlTokenError: the tokenizer has no other tokens for the text of a control token.
+        """
+        if self._renamed is None:
+            return self._encode_runs(pieces)
+        names = self._renamed.names
+        text = "".join(
+            piece if place % 2 else self._texts.sub(lambda match: names[match[0]], piece) for place, piece in enumerate(pieces)
+        )
+        return self._renamed.encode(text, self._all, self._unknown)
+
+    def _encode_runs(self, pieces: Sequence[str]) -> list[int]:
+        """Encode with a tokenizer written in Python: text between two control tokens is tokenized in one piece."""
+        ids: list[int] = []
+        run = ""
+        for place, piece in enumerate(pieces):
+            start = 0
+            for match in () if place % 2 else self._texts.finditer(piece):
+                ids += [*self._encode_run(run + piece[start : match.start()]), self.ids[match[0]]]
+                run, start = "", match.end()
+            run += piece[start:]
+        return ids + self._encode_run(run)
+
+    def _encode_run(self, text: str) -> list[int]:
+        if not text:
+            return []
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self.is_clean(text, ids):
+            return ids
+        ids = list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        if left := self.forbidden.intersection(ids):
+            raise ControlTokenError(self._tokenizer.convert_ids_to_tokens(sorted(left)))
+        return ids
+
+    @cached_property
+    def _renamed(self) -> _Renamed | None:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return _Renamed.of(backend, self.ids) if isinstance(backend, Tokenizer) else None
+
+
+class ControlTokenError(ValueError):
+    """Error: the tokenizer has no other tokens for the text of a control token.
+
+    Attributes:
+        tokens: texts of the control tokens.
+    """
+
+    def __init__(self, tokens: list[str]) -> None:
+        super().__init__(f"{tokens} cannot be taken as plain text")
+        self.tokens = tokens
+
+
+class _Renamed(NamedTuple):
+    """Copy of a tokenizer that shares the model and gives control tokens random names, so no user text can contain them.
+
+    Attributes:
+        tokenizer: the copy.
+        names: random name of each control token, by its text.
+        real: original id of each added token, by its id in the copy.
+    """
+
+    tokenizer: Tokenizer
+    names: dict[str, str]
+    real: dict[int, int]
+
+    @classmethod
+    def of(cls, backend: Tokenizer, control: Mapping[str, int]) -> _Renamed:
+        copy = Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            copy.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            copy.pre_tokenizer = backend.pre_tokenizer
+        added = {token.content: (number, token) for number, token in sorted(backend.get_added_tokens_decoder().items())}
+        kept = {text: entry for text, entry in added.items() if text not in control}
+        copy.add_tokens([token for _, token in kept.values()])
+        names = {text: uuid4().hex for text in control}
+        flags = {text: added[text][1] if text in added else AddedToken(text) for text in control}
+        # Neither normalized nor bound to word ends, so the copy finds every name.
+        renamed = [AddedToken(names[t], lstrip=f.lstrip, rstrip=f.rstrip, normalized=False) for t, f in flags.items()]
+        copy.add_tokens(renamed)
+        numbers = {**{text: number for text, (number, _) in kept.items()}, **{names[text]: i for text, i in control.items()}}
+        here = {text: copy.token_to_id(text) for text in numbers}
+        return cls(copy, names, {token: numbers[text] for text, token in here.items() if token is not None})
+
+    def encode(self, text: str, control: frozenset[int], unknown: int | None) -> list[int]:
+        """Return the original's token ids of a text that contains random names.
+
+        Args:
+            text: text with random names in place of the control tokens that count.
+            control: ids of all control tokens.
+            unknown: id of the unknown token, or None.
+
+        Raises:
+            ControlTokenError: the model forms a control token from the text and from its single characters.
+        """
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=False)  # `encode` would hold the GIL
+        formed = control - self.real.keys()
+        if formed.isdisjoint(encoding.ids):
+            return [self.real.get(token, token) for token in encoding.ids]
+        # The vocabulary holds a control token's text as a word (Unigram models), so tokenize its characters one by one.
+        ids: list[int] = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            word = self.tokenizer.id_to_token(token) or ""
+            if token not in formed or (token == unknown and text[start:end] != word):
+                ids.append(self.real.get(token, token))
+                continue
+            parts = [part.id for character in word for part in self.tokenizer.model.tokenize(character)]
+            if not (control - {unknown}).isdisjoint(parts):
+                raise ControlTokenError([word])
+            ids += parts
+        return ids
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """Return a pattern that matches the longest of some texts, in time independent of their number."""
+    low, high = min(texts), max(texts)
+    prefix = low[: next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), len(low))]
+    rests = sorted({text[len(prefix) :] for text in texts} - {""})
+    if not rests:
+        return re.escape(prefix)
+    branches = "|".join(_any_of(list(group)) for _, group in groupby(rests, key=lambda rest: rest[0]))
+    return f"{re.escape(prefix)}(?:{branches}){'?' if prefix in texts else ''}"
+
+
+def _unknown_id(tokenizer: Any) -> int | None:
+    """Return the id of characters outside the vocabulary: the declared id, or the model's id of such a character."""
+    declared = getattr(tokenizer, "unk_token_id", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if declared is not None or backend is None:
+        return declared
+    try:
+        made = backend.model.tokenize("\U0010fffd")
+    except Exception:  # the model has no such id
+        return None
+    return made[0].id if len(made) == 1 else None
 
 
 def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

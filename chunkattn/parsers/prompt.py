@@ -14,8 +14,7 @@ from chunkattn.layout import ChunkLayout
 from chunkattn.parsers.arguments import check_ids, check_salt
 from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat, text_of
 from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder
-from chunkattn.parsers.encode import PartEncoder
-from chunkattn.parsers.plain import PlainEncoder
+from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.parsers.separator import find_ids, split_ids
 from chunkattn.rope.positions import get_strategy, make_layout
 

@@ -11,10 +11,10 @@ from starlette.types import Receive, Scope, Send
 import chunkattn
 from chunkattn.errors import ConfigError
 from chunkattn.server import errors
-from chunkattn.server.middleware import METRICS_PATH, Gate
+from chunkattn.server.middleware import METRICS_PATH, Gate, HeadAsGet
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.routes import documents, generation, page, scoring, status, tokens
-from chunkattn.server.routing import HeadAsGet, RouteTable
+from chunkattn.server.routing import RouteTable
 from chunkattn.server.state import ServerState
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from chunkattn.fair_threads import OWNER
 from chunkattn.server.errors import ApiError, api_error, too_large
 from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.options import ServerConfig
-from chunkattn.server.routing import route_path
 
 logger = logging.getLogger("chunkattn.server.access")
 
@@ -158,3 +157,36 @@ def _is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+class HeadAsGet:
+    """ASGI middleware that answers HEAD with the status and headers of GET, without its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or pass it to the app."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def headers_alone(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        own = {**scope, "method": "GET"}
+        try:
+            await self.app(own, receive, headers_alone)
+        finally:
+            if "route" in own:  # the outer middleware labels its metrics by route
+                scope["route"] = own["route"]
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path of a request below `root_path`, as the router sees it.
+
+    Args:
+        scope: ASGI scope of the request.
+    """
+    path, root = scope["path"], scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path

@@ -1,4 +1,4 @@
-"""Answers to paths and methods that no route has, and HEAD for every route that has GET."""
+"""Answers to paths and methods that no route has."""
 
 from __future__ import annotations
 
@@ -7,23 +7,14 @@ from collections.abc import Iterable
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from chunkattn.server.errors import ApiError
+from chunkattn.server.middleware import route_path
 
 _LONGEST_PATH = 200
 """Characters of an unknown path that are compared and shown."""
 _SCHEMA = "/openapi.json"
-
-
-def route_path(scope: Scope) -> str:
-    """Return the path of a request below `root_path`, as the router sees it.
-
-    Args:
-        scope: ASGI scope of the request.
-    """
-    path, root = scope["path"], scope.get("root_path", "")
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 class RouteTable:
@@ -58,26 +49,3 @@ class RouteTable:
         near = difflib.get_close_matches(path[:_LONGEST_PATH], self._paths, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]}? {_SCHEMA} lists all routes" if near else f"{_SCHEMA} lists all routes"
         return ApiError(404, f"there is no route {shown}; {hint}", code="not_found")
-
-
-class HeadAsGet:
-    """ASGI middleware that answers HEAD with the status and headers of GET, without its body."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or pass it to the app."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self.app(scope, receive, send)
-            return
-
-        async def headers_alone(message: Message) -> None:
-            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
-
-        own = {**scope, "method": "GET"}
-        try:
-            await self.app(own, receive, headers_alone)
-        finally:
-            if "route" in own:  # the outer middleware labels its metrics by route
-                scope["route"] = own["route"]

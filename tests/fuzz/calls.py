@@ -14,9 +14,9 @@ from chunkattn import ChunkedPrompt, ChunkLayout, SamplingParams, make_layout
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.precompute import precompute_job
-from chunkattn.calls.rerank import rerank_job
+from chunkattn.calls.rerank import rerank_call
 from chunkattn.calls.rerank_template import PLAIN
-from chunkattn.calls.score import score_job
+from chunkattn.calls.score_inputs import score_call
 from chunkattn.engine.messages import (
     EngineOutput,
     GenerateRequest,
@@ -106,10 +106,10 @@ class Score:
         options = {"algorithm": self.algorithm, "cache_salt": self.salt, "priority": self.priority}
         if self.rerank:
             documents = [words(item) for item in self.items]
-            job: Any = rerank_job(frontend, words(self.query), documents, template=PLAIN, **options)
+            job: Any = rerank_call(frontend, words(self.query), documents, template=PLAIN, **options)
         else:
             options |= {"item_first": self.item_first, "label_token_ids": list(self.labels)}
-            job = score_job(frontend, list(self.query), list(map(list, self.items)), **options)
+            job = score_call(frontend, list(self.query), list(map(list, self.items)), **options)
         return [list(stage) for stage in job.stages()], job
 
     def sequences(self) -> list[Ids]:
@@ -211,7 +211,7 @@ class Call:
         elif isinstance(event, PromptLogprobsOutput):
             self.prompt_logprobs = event
         elif isinstance(event, (ScoreResult, PrecomputeResult)):
-            self.job.take(event)
+            self.job.take(event, stop=None)  # these jobs stop no sample
             self.open.discard(event.request_id)
 
 

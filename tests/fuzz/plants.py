@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from chunkattn.cache.disk.store import entry_key
 from chunkattn.cache.trie import Block, BlockTrie
-from chunkattn.calls import score_planner
-from chunkattn.calls.algorithms import QueryItems
-from chunkattn.calls.result_cache import item_keys
+from chunkattn.calls import score
+from chunkattn.calls.algorithms import ScoreInputs
+from chunkattn.calls.score_memory import item_keys
 from chunkattn.engine import disk_tier
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
@@ -85,10 +84,10 @@ def _not_finite() -> Iterator[None]:
 def _results() -> Any:
     """A scored item's key lacks the query."""
 
-    def keys(job: QueryItems, *args: Any, **options: Any) -> list[bytes]:
-        return item_keys(replace(job, query=[]), *args, **options)
+    def keys(call: ScoreInputs, *args: Any, **options: Any) -> list[bytes]:
+        return item_keys(ScoreInputs([], call.items), *args, **options)
 
-    return patch.object(score_planner, "item_keys", keys)
+    return patch.object(score, "item_keys", keys)
 
 
 PLANTS: dict[str, Callable[[], Any]] = {

@@ -14,8 +14,8 @@ from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput, ScoreUsag
 from chunkattn.server.bodies import JsonRoute, json_answer
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller
+from chunkattn.server.middleware import route_path
 from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
-from chunkattn.server.routing import route_path
 from chunkattn.server.state import CallerOf, ServerState, State, new_id, unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["scoring"])

@@ -1,0 +1,178 @@
+"""`ScoreMemory`: what scoring calls leave for later ones, that is results, cached queries, choices and the engine's rates."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from threading import Lock, RLock
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+from jaxtyping import Float32
+
+from chunkattn.calls.algorithms import ScoreInputs
+from chunkattn.engine.messages import EngineLimits
+
+_REMEMBERED = 4096
+"""Maximum number of queries, and of call shapes, that are remembered."""
+_MAX_BYTES = 32 << 20
+"""Size limit of the results."""
+_ENTRY_BYTES = 256
+"""Size of an entry beside its values: key, array header and place in the order."""
+
+T = TypeVar("T")
+
+
+class ScoreMemory:
+    """Memory of one engine's scoring calls. Threads share it, and hold `lock` while they choose an algorithm.
+
+    Args:
+        caches: whether results are kept: whether the engine caches prefixes.
+
+    Attributes:
+        lock: lock of the queries and choices.
+        results: results of earlier calls.
+        choices: algorithms chosen before, by the digest of a call's shape.
+        rates: the engine's rates, as known now.
+    """
+
+    def __init__(self, caches: bool) -> None:
+        self.lock = RLock()
+        self.results = ResultCache(caches)
+        self.choices: OrderedDict[bytes, str] = OrderedDict()
+        self._queries: OrderedDict[bytes, int] = OrderedDict()  # tokens of the queries left in the cache
+
+    def connect(self, limits: EngineLimits) -> None:
+        """Store the rates and the pool's size of a new engine with an empty cache."""
+        self.rates, self._kv_tokens = limits.rates, limits.kv_tokens
+        self.forget_cached()
+
+    def forget_cached(self) -> None:
+        """Forget the results and the cached queries, after the engine's cache is emptied."""
+        self.results.clear()
+        with self.lock:
+            self._queries.clear()
+
+    def has_query(self, query: bytes) -> bool:
+        """Return whether a query is probably in the engine's cache.
+
+        Args:
+            query: digest of the query.
+        """
+        return query in self._queries
+
+    def keep_query(self, query: bytes, tokens: int) -> None:
+        """Remember a query that the engine has cached, and forget the oldest ones that the pool cannot hold beside it.
+
+        Args:
+            query: digest of the query.
+            tokens: number of its tokens.
+        """
+        with self.lock:
+            _remember(self._queries, query, tokens)
+            while sum(self._queries.values()) > self._kv_tokens and len(self._queries) > 1:
+                self._queries.popitem(last=False)
+
+    def keep_choice(self, shape: bytes, algorithm: str) -> None:
+        """Remember the algorithm of a call's shape."""
+        with self.lock:
+            _remember(self.choices, shape, algorithm)
+
+
+def _remember(known: OrderedDict[bytes, T], key: bytes, value: T) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)
+
+
+def digests(call: ScoreInputs, cache_salt: str | None) -> tuple[bytes, bytes]:
+    """Return the digests of a query, and of a query with the number and lengths of its items, both with the cache salt.
+
+    The digests omit the items' contents, because the contents of one item must not change the algorithm of other items.
+    """
+    digest = xxhash.xxh3_128(repr(cache_salt).encode())
+    digest.update(np.asarray(call.before + call.after, np.int64).tobytes())
+    query = digest.digest()
+    digest.update(np.asarray([len(item) for item in call.items], np.int64).tobytes())
+    return query, digest.digest()
+
+
+def item_keys(
+    call: ScoreInputs, labels: Sequence[int], algorithm: str, cache_salt: str | None, raw: bool = False, *, whole: bool = True
+) -> list[bytes]:
+    """Return a key for each item. Items of equal keys have equal results.
+
+    The key is a cryptographic digest of everything that the bits of the result depend on in one engine, so no chosen text can
+    get the result of another text.
+
+    Args:
+        call: query and items.
+        labels: token ids to read.
+        algorithm: name that the caller asked for, which may be `"auto"`.
+        cache_salt: cache salt of the call.
+        raw: whether logits are read instead of log-probabilities.
+        whole: whether the bits of a result depend on all items, which decide the layout, and on the algorithm. Else they depend
+            on query and item alone.
+    """
+    form = (cache_salt, algorithm if whole else None, raw, list(labels), len(call.before), len(call.after))
+    shared = blake2b(repr(form).encode(), digest_size=32)
+    shared.update(np.asarray(call.before + call.after, np.int64).tobytes())
+    items = [np.asarray(item, np.int64).tobytes() for item in call.items]
+    if whole:
+        shared.update(np.asarray([len(item) for item in items], np.int64).tobytes())
+        for item in items:
+            shared.update(item)
+    keys = []
+    for item in items:
+        own = shared.copy()
+        own.update(item)
+        keys.append(own.digest())
+    return keys
+
+
+class ResultCache:
+    """Results of scored items by key, the least recently used evicted first. Threads may share it.
+
+    Attributes:
+        enabled: whether results are kept.
+    """
+
+    def __init__(self, enabled: bool, max_bytes: int = _MAX_BYTES) -> None:
+        self.enabled, self._max_bytes, self._bytes = enabled, max_bytes, 0
+        self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, keys: Sequence[bytes]) -> dict[bytes, Float32[np.ndarray, " L"]]:
+        """Return the results that are known, by key."""
+        with self._lock:
+            found = {key: self._rows[key] for key in keys if key in self._rows}
+            for key in found:
+                self._rows.move_to_end(key)
+            return found
+
+    def put(self, key: bytes, row: Float32[np.ndarray, " L"]) -> None:
+        """Keep a result, unless it is not finite.
+
+        Args:
+            key: key of the item.
+            row: log-probabilities or logits of the labels, or class logits.
+        """
+        size = row.nbytes + _ENTRY_BYTES
+        if not self.enabled or size > self._max_bytes or not np.isfinite(row).all():
+            return
+        with self._lock:
+            if key not in self._rows:
+                self._rows[key] = row.copy()  # a view would keep its whole batch
+                self._bytes += size
+            while self._bytes > self._max_bytes:
+                _, old = self._rows.popitem(last=False)
+                self._bytes -= old.nbytes + _ENTRY_BYTES
+
+    def clear(self) -> None:
+        """Forget all results."""
+        with self._lock:
+            self._rows.clear()
+            self._bytes = 0
