@@ -22,6 +22,7 @@ from chunkattn.engine.messages import EngineLimits, Message, PrecomputeRequest
 from chunkattn.errors import EngineDeadError, RequestError
 from chunkattn.fair_threads import FairThreads
 from chunkattn.models.loader import open_files
+from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import as_list
@@ -339,6 +340,7 @@ class AsyncLLM:
         **options: Unpack[ScoreOptions],
     ) -> list[ScoreOutput]: ...
 
+    @list_options(ScoreOptions, score_call)
     async def score(
         self,
         query: Query | ListedQueries | None = None,
@@ -361,6 +363,7 @@ class AsyncLLM:
         """
         return await self._run(partial(score_call, self.frontend, query, items, **options), timeout)
 
+    @list_options(RerankOptions, rerank_call)
     async def rerank(
         self,
         query: str,

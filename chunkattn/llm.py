@@ -19,6 +19,7 @@ from chunkattn.config import SamplingParams, make_config
 from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import Message, RequestFailed
 from chunkattn.models.loader import open_files
+from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers.prompt import Prompt
 
@@ -289,6 +290,7 @@ class LLM:
         self, query: ListedQueries, items: Items | ListedItems, *, use_tqdm: bool = True, **options: Unpack[ScoreOptions]
     ) -> list[ScoreOutput]: ...
 
+    @list_options(ScoreOptions, score_call)
     def score(
         self,
         query: Query | ListedQueries | None = None,
@@ -315,6 +317,7 @@ class LLM:
         """
         return self.run(score_call(self.frontend, query, items, **options), use_tqdm)
 
+    @list_options(RerankOptions, rerank_call)
     def rerank(
         self,
         query: str,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import Field, fields
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Option(NamedTuple):
@@ -73,3 +76,23 @@ def descriptions(thing: Any) -> dict[str, str]:
     """Return the description of every attribute or argument in the docstring of a class or function, by name."""
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(thing.__doc__ or ""), re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
+
+
+def list_options(options: type, call: Callable[..., Any]) -> Callable[[F], F]:
+    """Return a decorator that shows, in `help` and in the signature of a function, the options that it takes as `**options`.
+
+    Args:
+        options: typed dictionary of the options, whose docstring describes them.
+        call: function that takes the options by name and has their defaults.
+    """
+
+    def decorate(function: F) -> F:
+        own, defaults = inspect.signature(function), inspect.signature(call).parameters
+        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        text, described = inspect.getdoc(function) or "", inspect.getdoc(options) or ""
+        parameters += [defaults[name] for name in options.__annotations__]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        function.__doc__ = re.sub(r"    \*\*options: .*", lambda _: described.partition("Attributes:\n")[2], text)
+        return function
+
+    return decorate

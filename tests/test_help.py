@@ -1,5 +1,6 @@
 """`--help` of every command: nothing is cut, whatever the width of the terminal."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from dataclasses import fields
 import pytest
 import typer
 
+from chunkattn import LLM, AsyncLLM
+from chunkattn.calls.rerank import RerankOptions
+from chunkattn.calls.score_inputs import ScoreOptions
 from chunkattn.cli import app
 from chunkattn.config import EngineConfig
-from chunkattn.options import options_of
+from chunkattn.options import descriptions, options_of
 from chunkattn.server.options import ServerConfig
 
 
@@ -91,3 +95,16 @@ def test_options_have_the_types_of_their_fields():
     assert options["block_size"].type_name == "int | None"
     assert options["kv_store_max_bytes"].flag == "--kv-store-max-bytes"
     assert options["kv_store_max_bytes"].help == "Size limit of the kv_store folder in bytes."
+
+
+@pytest.mark.parametrize("llm", [LLM, AsyncLLM])
+@pytest.mark.parametrize(("name", "options"), [("score", ScoreOptions), ("rerank", RerankOptions)])
+def test_calls_list_their_options(llm, name, options):
+    """Python's `help` shows every option of a call with its default and its text."""
+    method = getattr(llm, name)
+    parameters = inspect.signature(method).parameters
+    assert "options" not in parameters
+    assert [p for p in parameters if p in options.__annotations__] == [*options.__annotations__]
+    assert all(parameters[p].default is not inspect.Parameter.empty for p in options.__annotations__)
+    assert descriptions(options).items() <= descriptions(method).items()
+    assert inspect.getdoc(method).count("Raises:") == 1
