@@ -19,7 +19,8 @@ from chunkattn.calls.rerank import rerank_job
 from chunkattn.calls.rerank_template import RerankTemplate
 from chunkattn.calls.score import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_job
 from chunkattn.config import SamplingParams, make_config
-from chunkattn.engine.messages import EngineLimits, EngineOutput, Message
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import Message
 from chunkattn.errors import EngineDeadError, RequestError
 from chunkattn.fair_threads import FairThreads
 from chunkattn.models.loader import open_files
@@ -292,7 +293,7 @@ class AsyncLLM:
                 builder.output.request_id = name
                 self._generations[name] = call, job
                 (requests,) = job.stages()
-                call.send(requests, partial(self._take, job), quiet=job.final_only)
+                call.send(requests, partial(job.take, stop=self.client.stop), quiet=job.final_only)
                 ended = False
                 while not ended:
                     await call.wait()
@@ -376,7 +377,7 @@ class AsyncLLM:
             RequestError: the query, items or labels are malformed. The error comes before any request is sent.
             ChunkAttnError: as `generate`.
         """
-        return await self._run(
+        return await self.run(
             partial(
                 score_job,
                 self.frontend,
@@ -437,7 +438,7 @@ class AsyncLLM:
                 sent.
             ChunkAttnError: as `generate`.
         """
-        return await self._run(
+        return await self.run(
             partial(
                 rerank_job,
                 self.frontend,
@@ -489,7 +490,7 @@ class AsyncLLM:
             CapacityError: `pin` is set and the documents do not all fit. No block of the call stays pinned.
             ChunkAttnError: as `generate`.
         """
-        return await self._run(
+        return await self.run(
             partial(
                 precompute_job,
                 self.frontend,
@@ -593,8 +594,12 @@ class AsyncLLM:
 
     # The engine's loop
 
-    async def _run(self, make: Callable[[], Job[T]], timeout: float | None) -> T:
+    async def run(self, make: Callable[[], Job[T]], timeout: float | None) -> T:
         """Make a job, run its stages in order and return its result. Slow CPU work runs in a thread.
+
+        Args:
+            make: makes a job with this engine's `frontend`.
+            timeout: see `generate`.
 
         Raises:
             ChunkAttnError: the job or a stage cannot be made, or as `InflightRequests.finish`.
@@ -614,19 +619,13 @@ class AsyncLLM:
                         job.decide(asked, await call.ask(self.client.look_up(asked, forget=False)))
                     stage = await call.prepare(next, stages, None)
                 while stage is not None:
-                    await call.finish(stage, partial(self._take, job))
+                    await call.finish(stage, partial(job.take, stop=self.client.stop))
                     stage = await call.prepare(next, stages, None)
                 return await self.threads.run(job.result)
             except BaseException:
                 call.abort()  # before `unpin`, so that the engine pins nothing afterwards
                 self.client.unpin(job.pins)
                 raise
-
-    def _take(self, job: Job[T], output: EngineOutput) -> bool:
-        taken = job.take(output)
-        if taken.stop is not None:
-            self.client.stop(output.request_id, taken.stop)
-        return taken.ended
 
 
 def snapshot(output: RequestOutput) -> RequestOutput:

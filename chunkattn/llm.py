@@ -452,8 +452,7 @@ class LLM:
     def _take(self, output: EngineOutput, job: Job[T]) -> None:
         if isinstance(output, RequestFailed):
             raise output.error()
-        if (stop := job.take(output).stop) is not None:
-            self.core.stop(output.request_id, stop)
+        job.take(output, self.core.stop)
 
 
 def _progress(total: int, wanted: bool, unit: str) -> tqdm:

@@ -1,5 +1,7 @@
 """Which texts may become special tokens; the witness is a second tokenizer built without them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,8 +19,7 @@ from chunkattn.errors import RequestError
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.models.reranker import RerankerTraits
 from chunkattn.parsers import PromptParser
-from chunkattn.parsers.encode import PartEncoder
-from chunkattn.parsers.plain import PlainEncoder
+from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.parsers.special_tokens import ControlTokens
 
 SPECIAL = ["<|start|>", "<|end|>", "<|end|>x"]
@@ -389,6 +390,7 @@ def test_the_options_reach_every_reader():
     for documents, prompts in ((False, True), (True, False)):
         config = EngineConfig(special_tokens_in_documents=documents, special_tokens_in_prompts=prompts)
         frontend = Frontend(config, Files(tokenizer))
+        frontend.limits = SimpleNamespace(check_count=lambda *_: None)
         first, chunk, last = parts(frontend.parser.parse(ChunkedPrompt(FORGED, [FORGED], FORGED)).layout)
         assert [end in p for p in (first, chunk, last)] == [prompts, documents, prompts]
         query, items, _ = score_inputs._tokenized(frontend, FORGED, [FORGED], {})

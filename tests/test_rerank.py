@@ -13,8 +13,7 @@ from chunkattn.calls.rerank_template import GENERIC, PLAIN, QWEN3_RERANKER, Rera
 from chunkattn.calls.score_inputs import pair_queries, resolve_labels
 from chunkattn.engine.messages import ScoreRequest
 from chunkattn.errors import CapacityError, ChunkAttnError, RequestError
-from chunkattn.parsers.encode import PartEncoder
-from chunkattn.parsers.plain import PlainEncoder
+from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.rope.positions import make_layout
 from tests.async_helpers import OPTIONS
 from tests.checkpoints import Oracle

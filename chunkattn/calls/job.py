@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 from chunkattn.engine.messages import CachedTokens, EngineOutput, Message, PrecomputeRequest
 
 T_co = TypeVar("T_co", covariant=True)
 
-
-class Taken(NamedTuple):
-    """Consequences of one engine output.
-
-    Attributes:
-        ended: whether the output was the last of its request.
-        stop: number of a sample whose text ended at a stop string, so the engine must end it; None otherwise.
-    """
-
-    ended: bool
-    stop: int | None = None
+StopSample = Callable[[str, int], None]
+"""Function that ends a sample early, from the id of its request and its number there."""
 
 
 class Job(Protocol[T_co]):
@@ -57,8 +48,16 @@ class Job(Protocol[T_co]):
         """
         ...
 
-    def take(self, output: EngineOutput) -> Taken:
-        """Process one output of a request that has not failed."""
+    def take(self, output: EngineOutput, stop: StopSample) -> bool:
+        """Process one output of a request that has not failed.
+
+        Args:
+            output: output of the engine.
+            stop: has the engine end a sample whose text ended at a stop string.
+
+        Returns:
+            Whether the output was the last of its request.
+        """
         ...
 
     def result(self) -> T_co:

@@ -17,12 +17,11 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.rerank_template import RerankTemplate, pick_template
 from chunkattn.calls.score import ScoreJob, plan_job
 from chunkattn.calls.score_inputs import tokenize_query
-from chunkattn.engine.messages import EngineLimits
+from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
 from chunkattn.parsers.document_encoder import document_of
-from chunkattn.parsers.encode import PartEncoder
-from chunkattn.parsers.plain import PlainEncoder
+from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.parsers.special_tokens import ControlTokens
 
 _OPPOSITES = {
@@ -88,23 +87,17 @@ class RerankPlan:
     truncated: list[bool]
     top_n: int | None
 
-    def fit(self, limits: EngineLimits, max_chunk_len: int) -> RerankPlan:
+    def fit(self, limits: EngineLimits) -> RerankPlan:
         """Return a plan whose documents fit after the query. They are cut if the caller asked for a cut.
 
         Args:
             limits: the engine's limits.
-            max_chunk_len: maximum number of tokens of a document with the template's end.
 
         Raises:
             CapacityError: a document does not fit and may not be cut, or no document could fit.
         """
-        bounds = {
-            "max_chunk_len": max_chunk_len,
-            "max_model_len": limits.max_model_len - len(self.prefix),
-            "the KV pool": limits.max_request_tokens - len(self.prefix),
-        }
-        limit = min(bounds, key=lambda name: bounds[name])
-        room = bounds[limit] - self.tail
+        limit, most = limits.room_behind(len(self.prefix))
+        room = most - self.tail
         if room < 1 and self.items:
             raise CapacityError(
                 f"query, instruction and template take {len(self.prefix) + self.tail} tokens, and {limit} leaves no room "
@@ -177,7 +170,7 @@ def plan_rerank(
     if isinstance(documents, str) or not isinstance(documents, Sequence):
         text = f"documents must be a list of strings or token ids, got {type(documents).__name__}"
         raise RequestError(text, param="documents")
-    given = [document_of(document, index) for index, document in enumerate(documents)]
+    given = [document_of(document, f"document {index}") for index, document in enumerate(documents)]
     if instruction is not None and not isinstance(instruction, str):
         raise RequestError(f"instruction must be a string, got {type(instruction).__name__}", param="instruction")
     if top_n != 0 or given:  # clients send the number of documents
@@ -284,7 +277,7 @@ def rerank_job(
     classes = frontend.reranker.class_names
     column = relevance_class(classes) if classes else 0
     if isinstance(documents, Sequence):
-        frontend.check_count(len(documents), "documents")
+        frontend.limits.check_count(len(documents), "documents")
     config, encode = frontend.config, frontend.parser.encode
     plan = plan_rerank(
         encode,
@@ -297,7 +290,7 @@ def rerank_job(
         truncate_prompt_tokens=truncate_prompt_tokens,
         special_tokens=config.special_tokens_in_documents,
         classifier=bool(classes),
-    ).fit(frontend.limits, config.max_chunk_len)
+    ).fit(frontend.limits)
 
     def ranked(outputs: list[ScoreOutput]) -> RerankOutput:
         return plan.ranked(outputs[0], column)

@@ -7,7 +7,7 @@ from typing import Generic, TypedDict, TypeVar
 
 from chunkattn.calls.algorithms import QueryItems
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import Taken
+from chunkattn.calls.job import StopSample
 from chunkattn.calls.score_inputs import label_ids, pair_queries, tokenize_query
 from chunkattn.calls.score_plan import QueryPlan, Stage
 from chunkattn.engine.messages import CachedTokens, EngineOutput, PrecomputeRequest, PrecomputeResult, ScoreResult
@@ -94,11 +94,11 @@ class ScoreJob(Generic[T]):
         for request, found in zip(asked, cached, strict=True):
             self._asking.pop(request.request_id).decide(found)
 
-    def take(self, output: EngineOutput) -> Taken:
+    def take(self, output: EngineOutput, stop: StopSample) -> bool:
         """Process the result of one request."""
         if isinstance(output, (ScoreResult, PrecomputeResult)):
             self.done += self._by_id.pop(output.request_id).add(output)
-        return Taken(ended=True)
+        return True
 
     def result(self) -> T:
         """Return the scores or the ranking."""
@@ -144,7 +144,7 @@ def score_job(
     if pairs is None:
         queries = [tokenize_query(frontend, query, items, packed_ids, labels=ids, item_first=item_first)]
     else:
-        frontend.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries")
+        frontend.limits.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries")
         queries, known = [], dict[int, list[list[int]]]()
         for number, (one, own) in enumerate(pairs):
             try:
@@ -196,7 +196,7 @@ def plan_job(
             raw=raw,
             new_id=frontend.new_id,
             too_costly=too_costly,
-            check=frontend.intake.check,
+            check=frontend.limits.check,
         )
         for items in queries
     ]

@@ -11,7 +11,8 @@ import numpy as np
 from chunkattn.calls.algorithms import ITEMS, Nouns, QueryItems
 from chunkattn.calls.frontend import Frontend
 from chunkattn.config import MAX_LABELS, check_size
-from chunkattn.errors import CapacityError, MissingError, RequestError
+from chunkattn.errors import MissingError, RequestError
+from chunkattn.layout import Names
 from chunkattn.parsers.arguments import as_list, check_ids
 from chunkattn.parsers.delimited import check_no_delimiter, parse_delimited
 from chunkattn.parsers.encode import PartEncoder
@@ -66,7 +67,9 @@ def tokenize_query(
         query_ids, item_ids, leading = _tokenized(frontend, query, items, {} if known is None else known)
         if delimited and delimiter is not None:
             check_no_delimiter(query_ids, item_ids, delimiter)
-    _check(frontend, query_ids, item_ids, leading, labels, nouns)
+    frontend.limits.check_ids(labels, nouns.labels)
+    names = Names("query", nouns.items, chunk=nouns.item)
+    frontend.limits.check_items([*leading, *query_ids], item_ids, names)
     return frontend.scores.query_items(query_ids, item_ids, leading, item_first, nouns)
 
 
@@ -78,7 +81,7 @@ def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int
     if query is not None or items is not None:
         raise RequestError("packed_ids come instead of query and items", param="packed_ids")
     if isinstance(packed_ids, (Sequence, np.ndarray)):
-        frontend.check_count(list(packed_ids).count(delimiter) - 1, "items")
+        frontend.limits.check_count(list(packed_ids).count(delimiter) - 1, "items")
     return parse_delimited(check_ids(packed_ids, "packed_ids", "packed_ids"), delimiter)
 
 
@@ -90,7 +93,7 @@ def _tokenized(
         missing = "query" if query is None else "items"
         raise MissingError(f"{missing} is missing: score needs a query and items", param=missing)
     given, items = id(items), as_list(items, "items")
-    frontend.check_count(len(items), "items")
+    frontend.limits.check_count(len(items), "items")
     kinds = {isinstance(part, str) for part in (query, *items)}
     if len(kinds) > 1:
         raise RequestError("query and items must be all text or all token ids", param="items")
@@ -102,38 +105,6 @@ def _tokenized(
     if not query_ids:
         raise RequestError("the query is empty", param="query")
     return query_ids, known[given], frontend.parser.encode.leading_ids if kinds == {True} else []
-
-
-def _check(
-    frontend: Frontend,
-    query: list[int],
-    items: list[list[int]],
-    leading: list[int],
-    labels: tuple[int, ...],
-    nouns: Nouns,
-) -> None:
-    """Check every limit that is independent of the algorithm; errors use the caller's names."""
-    limits, longest = frontend.limits, frontend.config.max_chunk_len
-    slots = limits.max_request_tokens
-    named = [("query", query, "query"), *((f"{nouns.item} {i}", item, nouns.items) for i, item in enumerate(items))]
-    for name, ids, param in [*named, (nouns.labels, labels, nouns.labels)]:
-        if ids and max(ids) >= limits.vocab_size:
-            text = f": token id {max(ids)} is outside the vocabulary of {limits.vocab_size}"
-            raise RequestError(text, param=param, part=name)
-    for name, ids, param in named:
-        total = len(leading) + len(query) + (len(ids) if name != "query" else 0)
-        if name != "query" and len(ids) > longest:
-            raise CapacityError(f" has {len(ids)} tokens, max_chunk_len is {longest}", param=param, part=name)
-        if total > limits.max_model_len:
-            text = f" of {len(ids)} tokens needs {total} positions with the query, max_model_len is {limits.max_model_len}"
-            raise CapacityError(text, param=param, part=name)
-        if total > slots:
-            raise CapacityError(
-                f" of {len(ids)} tokens needs {total} KV slots with the query, the pool has {slots}; "
-                "raise kv_cache_memory_bytes",
-                param=param,
-                part=name,
-            )
 
 
 def resolve_labels(

@@ -26,7 +26,8 @@ from chunkattn.calls.algorithms import (
 from chunkattn.calls.result_cache import ResultCache, item_keys
 from chunkattn.calls.score_plan import QueryPlan
 from chunkattn.config import EngineConfig
-from chunkattn.engine.messages import EngineLimits, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
 from chunkattn.errors import CapacityError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
