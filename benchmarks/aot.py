@@ -18,10 +18,10 @@ from chunkattn.backends import AttentionBackend, AttentionBatch, AttentionSpec
 from chunkattn.backends.base import Weighing
 from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.config import EngineConfig
-from chunkattn.engine.batch import BatchBuilder
 from chunkattn.engine.build import attention_spec
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
+from chunkattn.engine.step import StepBuilder
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.spec import spec_from_config
 
@@ -168,7 +168,7 @@ def lower_step(
     weights = weight_bytes(step.model)
     pages = int(memory_bytes * SHARE - weights) // page_bytes(attention, MODELS[step.model].num_hidden_layers)
     runner = Runner(model, attention, 1, config.max_logprobs)
-    builder = BatchBuilder(
+    builder = StepBuilder(
         runner.backends,
         token_buckets=(step.rows,),
         max_spans=config.max_num_seqs + 32,

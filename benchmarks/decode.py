@@ -32,9 +32,7 @@ def start(core: EngineCore, batch: int, context: int, steps: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=steps + 10, ignore_eos=True)
     for i in range(batch):
         core.add(GenerateRequest(str(i), make_layout([], [], rng.integers(0, 700, context)), params))
-    while (
-        any(s.num_tokens - s.num_computed != 1 for r in core.requests.values() for s in r.sequences) or core.scheduler.waiting
-    ):
+    while any(s.num_tokens - s.num_computed != 1 for r in core.requests.values() for s in r.samples) or core.scheduler.waiting:
         core.step()
     core.step()
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = [f"chunkattn/{name}" for name in ("engine", "cache", "backends", "scoring", "parsers", "server")]
+FOLDERS = [f"chunkattn/{name}" for name in ("engine", "cache", "backends", "calls", "parsers", "server")]
 LEFT_OUT = {".git", ".venv", ".cache", "__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -22,7 +22,7 @@ import numpy as np
 from chunkattn.bench.geometry import make_core
 from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
-from chunkattn.engine.batch import StepPlan
+from chunkattn.engine import readout
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.rope.positions import make_layout
 
@@ -33,22 +33,21 @@ def textbook() -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     for name, length in (("R1", 250), ("R2", 300)):
         core.add(GenerateRequest(name, make_layout([], [], rng.integers(0, 4096, length)), SamplingParams(max_tokens=1)))
-    steps, build = [], core.batches.build
+    steps, build = [], core.builder.build
 
     def note(spans: list) -> Any:
-        plan = build(spans)
-        batch = plan.batch
+        step = build(spans)
         steps.append(
             {
-                "spans": ", ".join(f"{s.sequence.request.request_id}[{s.start}:{s.end}]" for s in spans),
-                "tokens": batch.num_rows,
-                "budget_used": batch.num_rows / 256,
-                "padding": len(batch.token_ids) - batch.num_rows,
+                "spans": ", ".join(f"{s.sample.request.request_id}[{s.start}:{s.end}]" for s in spans),
+                "tokens": step.num_rows,
+                "budget_used": step.num_rows / 256,
+                "padding": len(step.arrays.token_ids) - step.num_rows,
             }
         )
-        return plan
+        return step
 
-    core.batches.build = note  # type: ignore[method-assign]
+    core.builder.build = note  # type: ignore[method-assign]
     while core.has_work:
         core.step()
     return steps
@@ -90,16 +89,16 @@ def host_share(geometry: str, running: int, context: int, steps: int, chunks: in
 
     for number in range(running):
         add(number)
-    while any(not s.output_ids for r in core.requests.values() for s in r.sequences):
+    while any(not s.output_ids for r in core.requests.values() for s in r.samples):
         core.step()
     device, readouts, plan, tables, commit = Clock(), Clock(), Clock(), Clock(), Clock()
     for name in ("forward", "sample"):
         device.watch(core.runner, name)
     device.watch(core.runner.pool, "copy_pages")
-    readouts.watch(StepPlan, "reads")
+    readouts.watch(readout, "sampling_blocks")
     for name in ("admit", "plan"):
         plan.watch(core.scheduler, name)
-    tables.watch(core.batches, "build")
+    tables.watch(core.builder, "build")
     commit.watch(core.scheduler, "commit")
     parts: dict[str, list[float]] = {"placement and spans": [], "arrays, tile ranges": [], "commit": [], "the rest": []}
     totals, hosts, beside = [], [], []

@@ -347,7 +347,7 @@ def test_pins_of_a_failed_step_are_let_go_with_unpin(engine, monkeypatch):
 
 
 STAGES = {
-    "batches": ["build"],
+    "builder": ["build"],
     "runner": ["forward", "sample", "label_logprobs"],
     "runner.pool": ["copy_pages"],
     "scheduler": ["admit", "plan", "commit"],

@@ -242,7 +242,7 @@ def test_one_and_one_compile_to_the_program_without_weighing(engine, checkpoint,
 
     def text(llm):
         """The instructions, without the places in the source that they come from."""
-        whole = llm.core.runner.lower(llm.core.batches.empty(8, 32), 16, None).compile().as_text()
+        whole = llm.core.runner.lower(llm.core.builder.empty(8, 32), 16, None).compile().as_text()
         return re.sub(r",? metadata=\{.*?\}", "", whole[re.search(r"^(%|ENTRY)", whole, re.MULTILINE).start() :])
 
     ones, weighed = (text(engine("qwen3", **o)) for o in ({"chunk_temperature": 1.0, "chunk_scale": 1}, {"chunk_scale": 0.5}))
@@ -250,7 +250,7 @@ def test_one_and_one_compile_to_the_program_without_weighing(engine, checkpoint,
     def never(*_, **__):
         raise AssertionError("weighing is built")
 
-    monkeypatch.setattr("chunkattn.engine.batch.Weighing", never)
+    monkeypatch.setattr("chunkattn.engine.step.Weighing", never)
     monkeypatch.setattr("chunkattn.backends.base.RowWeighing", never)
     for name in ("RowWeighing", "cut_at_questions"):
         monkeypatch.setattr(f"chunkattn.backends.xla.{name}", never)

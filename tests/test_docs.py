@@ -348,11 +348,13 @@ def test_every_page_begins_with_what_its_reader_can_do():
             assert re.match(r"# .+\n\nAfter this page ", page.read_text(encoding="utf-8")), page.name
 
 
-def test_a_decision_has_three_lines():
+def test_a_decision_has_three_short_lines():
     sections = re.split(r"^###? .*\n", read("docs/decisions.md"), flags=re.MULTILINE)[1:]
     starts = ["- **Decision.**", "- **Reason.**", "- **What would change it.**"]
     for section in filter(str.strip, sections):
-        assert [line[: len(start)] for line, start in zip(section.strip().split("\n"), starts, strict=True)] == starts
+        lines = section.strip().split("\n")
+        assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+        assert [line for line in lines if len(line.split()) > 40] == []
 
 
 def test_files_that_are_named_exist():
@@ -361,6 +363,33 @@ def test_files_that_are_named_exist():
     assert [path for path in named if not (ROOT / path).exists()] == []
     named = re.findall(r"`([a-z_]+/[\w/]*(?:\.py)?)`", read("docs/concepts/architecture.md"))
     assert [path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "chunkattn"))] == []
+
+
+def test_a_place_is_found_within_two_files():
+    rows = re.findall(r"^\| (Wh.*) \| (.*) \|$", read("CONTRIBUTING.md"), flags=re.MULTILINE)
+    assert len(rows) > 25
+    counts = {question: len(set(re.findall(r"`(chunkattn/[\w/]+(?:\.py|/))`", files))) for question, files in rows}
+    assert {question: count for question, count in counts.items() if not 1 <= count <= 2} == {}
+
+
+def figures_of_isolation():
+    """Return the two tables of the guide, for five and for ten passages: the cells of each condition's row."""
+    tables = re.findall(r"^\| condition \| log-.*\n.*\n((?:\|.*\n)+)", read("docs/guides/isolation.md"), flags=re.MULTILINE)
+    rows = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()] for table in tables]
+    return [{name: cells for name, *cells in table} for table in rows]
+
+
+def test_the_price_is_told_with_the_share_of_right_answers():
+    """README and front page have the guide's log-probabilities and shares, those of the control among them."""
+    tables = figures_of_isolation()
+    names = ["`full`", "`full`, T 0.55, S 0.55 (control)", "`shared`", "`shared`, gap 8, T 0.55, S 0.55"]
+    rows = [table[name] for table in tables for name in names]
+    told = re.findall(r"^\| .*(?:full attention|isolated).* \|(.*)\| ([\d.]+) \|$", read("README.md"), flags=re.MULTILINE)
+    differences = [re.sub(r"\[(.*), (.*)\]", r"(\1 to \2)", row[1]) for row in rows]
+    assert [(a.strip(), b) for a, b in told] == [(a, row[-1]) for a, row in zip(differences, rows, strict=True)]
+    front = re.findall(r"^\| .* \| ([\d.]+); (\S+) \| ([\d.]+); (\S+) \|$", read("docs/index.md"), flags=re.MULTILINE)
+    five, ten = tables
+    assert front == [(five[n][-1], five[n][0], ten[n][-1], ten[n][0]) for n in names]
 
 
 def test_the_house_is_as_drawn():

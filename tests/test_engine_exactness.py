@@ -7,7 +7,7 @@ import pytest
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.cache.disk.store import KVStore
-from chunkattn.engine.fingerprint import fingerprint
+from chunkattn.engine.kv_pool import fingerprint
 from chunkattn.engine.messages import GenerateRequest, RequestFailed, ScoreRequest, ScoreResult, TokenOutput
 from chunkattn.rope.positions import make_layout
 from tests.checkpoints import VOCAB
@@ -112,7 +112,7 @@ def test_the_fingerprint_names_values_not_their_texts(engine, monkeypatch):
     before = fingerprint(spec, [])
     assert before != fingerprint(replace(spec, norm_eps=spec.norm_eps * 2), [])
     assert before != fingerprint(replace(spec, rotary=replace(spec.rotary, inv_freq=spec.rotary.inv_freq * 2)), [])
-    monkeypatch.setattr("chunkattn.engine.fingerprint.KV_VERSION", 1)
+    monkeypatch.setattr("chunkattn.engine.kv_pool.KV_VERSION", 1)
     assert before != fingerprint(spec, [])
 
 
@@ -126,7 +126,7 @@ def test_a_store_of_another_version_is_a_miss(checkpoint, tmp_path, monkeypatch)
         return out.num_cached_tokens
 
     with monkeypatch.context() as patch:
-        patch.setattr("chunkattn.engine.fingerprint.KV_VERSION", 1)
+        patch.setattr("chunkattn.engine.kv_pool.KV_VERSION", 1)
         cached()
     with monkeypatch.context() as patch:
         patch.setattr("chunkattn.cache.disk.store.FORMAT", 1)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from chunkattn import SamplingParams
+from chunkattn.engine import readout
 from chunkattn.engine.messages import GenerateRequest, PrecomputeRequest, RequestFailed, ScoreRequest, ScoreResult, TokenOutput
-from chunkattn.engine.readout import RowCollector
 from chunkattn.rope.positions import make_layout
 from tests.test_cache import part
 
@@ -69,11 +69,11 @@ def same(answer, expected):
 
 def fail_for(monkeypatch, core, stage, culprits, after=0):
     """Every step with a culprit in it raises once the first `after` of them have passed."""
-    original, seen, build = getattr(core.runner, stage), [], core.batches.build
+    original, seen, build = getattr(core.runner, stage), [], core.builder.build
     present = []
 
     def building(spans):
-        present[:] = {s.sequence.request.request_id for s in spans}
+        present[:] = {s.sample.request.request_id for s in spans}
         return build(spans)
 
     def failing(*args):
@@ -84,14 +84,20 @@ def fail_for(monkeypatch, core, stage, culprits, after=0):
                 raise RuntimeError("injected")
         return result
 
-    monkeypatch.setattr(core.batches, "build", building)
+    monkeypatch.setattr(core.builder, "build", building)
     monkeypatch.setattr(core.runner, stage, failing)
 
 
-CULPRITS = [{"text1"}, {"score"}, {"text0", "chunked"}, {"late"}]
+CULPRITS = [{"text1"}, {"text0", "chunked"}, {"late"}]
+FAULTS = [
+    ("forward", {"fill"}),
+    ("forward", {"score"}),
+    ("label_logprobs", {"score"}),
+    *product(["forward", "sample"], CULPRITS),
+]
 
 
-@pytest.mark.parametrize(("stage", "culprits"), [("forward", {"fill"}), *product(["forward", "sample"], CULPRITS)])
+@pytest.mark.parametrize(("stage", "culprits"), FAULTS)
 def test_only_the_culprits_fail(core, monkeypatch, stage, culprits):
     late = GenerateRequest("late", make_layout([], [], [9, 8, 7]), TEXT)
     expected = run(core, [late])
@@ -144,13 +150,13 @@ def test_requests_that_fail_together_only_end(core, monkeypatch):
             raise RuntimeError("injected")
         return original(batch)
 
-    build = core.batches.build
+    build = core.builder.build
 
     def building(spans):
-        width[:] = [len({s.sequence.request for s in spans})]
+        width[:] = [len({s.sample.request for s in spans})]
         return build(spans)
 
-    monkeypatch.setattr(core.batches, "build", building)
+    monkeypatch.setattr(core.builder, "build", building)
     monkeypatch.setattr(core.runner, "forward", failing)
     answers = run(core)
     assert sum(isinstance(a, RequestFailed) for a in answers.values()) >= 2
@@ -178,16 +184,16 @@ def test_a_suspect_may_be_aborted(core, monkeypatch):
 
 def test_a_readout_that_fails_once_loses_no_answer(core, monkeypatch):
     """Two requests are complete in one step, and the second one's result cannot be made the first time."""
-    rng, original, calls = np.random.default_rng(1), RowCollector.score_result, []
+    rng, original, calls = np.random.default_rng(1), readout.score_result, []
     scores = [ScoreRequest(n, make_layout([], [], part(rng, 12)), np.asarray([11]), (5,)) for n in ("first", "second")]
 
-    def failing(self, request, rates):
+    def failing(request, *args):
         calls.append(request.request_id)
         if len(calls) == 2:
             raise MemoryError
-        return original(self, request, rates)
+        return original(request, *args)
 
-    monkeypatch.setattr(RowCollector, "score_result", failing)
+    monkeypatch.setattr(readout, "score_result", failing)
     for message in scores:
         core.add(message)
     answers = []

@@ -1,7 +1,9 @@
 """Generation: batches, budgets, samples, order independence, stops, log-probabilities, failures."""
 
 import math
+import pickle
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -434,7 +436,7 @@ def test_others_start_over_after_a_failed_step(engine, monkeypatch):
         if step == 5:
             spans = core.scheduler.plan()
             monkeypatch.setattr(
-                core.scheduler, "plan", lambda *_, spans=spans: [s for s in spans if s.sequence.request.request_id == "a"]
+                core.scheduler, "plan", lambda *_, spans=spans: [s for s in spans if s.sample.request.request_id == "a"]
             )
             monkeypatch.setattr(core.runner, "forward", lambda batch: 1 / 0)
         for event in core.step():
@@ -460,7 +462,7 @@ def test_compiled_programs_are_few_and_do_not_grow(engine, prompts):
     before = sum(llm.core.runner.compiles.values())
     llm.generate(prompts[::-1], GREEDY)
     assert sum(llm.core.runner.compiles.values()) == before
-    assert llm.core.runner.compiles["step"] <= len(llm.core.batches.token_buckets) * len(llm.core.batches.width_buckets)
+    assert llm.core.runner.compiles["step"] <= len(llm.core.builder.token_buckets) * len(llm.core.builder.width_buckets)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
@@ -472,9 +474,23 @@ def test_a_step_makes_no_copy_of_the_pool(dtype, checkpoint):
     core, runner = llm.core, llm.core.runner
     core.add(GenerateRequest("r", make_layout([], [], [1, 2, 3]), GREEDY))
     core.scheduler.admit()
-    batch = core.batches.build(core.scheduler.plan()).batch
-    arrays = (batch.token_ids, batch.positions, batch.metadata)
+    *arrays, _ = core.builder.build(core.scheduler.plan()).arrays
     compiled = runner._step.lower(runner._params, runner.pool.caches, *arrays).compile()
     memory, pool = compiled.memory_analysis(), sum(a.nbytes for layer in runner.pool.caches for a in layer)
     assert memory.alias_size_in_bytes >= pool > 60 << 20
     assert memory.temp_size_in_bytes < 4 << 20
+
+
+def test_the_arrays_of_a_step_pass_a_wire(engine):
+    """Without the step's samples and requests, they run as the step does."""
+    core = engine("qwen3").core
+    core.add(GenerateRequest("r", make_layout([], [], [1, 2, 3]), GREEDY))
+    core.scheduler.admit()
+    try:
+        arrays = core.builder.build(core.scheduler.plan()).arrays
+        assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(arrays))
+        sent = pickle.loads(pickle.dumps(arrays))
+        np.testing.assert_array_equal(*(core.runner.forward(given)[0][:3] for given in (arrays, sent)))
+        core.scheduler.commit()
+    finally:
+        core.abort("r")

@@ -28,7 +28,7 @@ def fresh(checkpoint):
 def test_warm_up_compiles_every_step(fresh, rng):
     llm = fresh(warmup=True)
     compiles = llm.core.runner.compiles
-    buckets = llm.core.batches
+    buckets = llm.core.builder
     assert compiles["step"] == len(buckets.token_buckets) * len(buckets.width_buckets)
     before = dict(compiles)
     prompts = [{"prompt_token_ids": part(rng, n)} for n in (1, 30, 100, 200)]
@@ -88,7 +88,7 @@ def test_warm_up_beside_requests_changes_nothing(fresh, rng):
     core.step = step
     while core.warm_beside():
         pass
-    assert core.runner.compiles["step"] == len(core.batches.token_buckets) * len(core.batches.width_buckets)
+    assert core.runner.compiles["step"] == len(core.builder.token_buckets) * len(core.builder.width_buckets)
     assert not core.warm_beside()
 
 
@@ -100,7 +100,7 @@ def test_the_likeliest_programs_are_compiled_first(fresh, rng, monkeypatch):
     for _ in range(core.warm_ups.first):
         core.warm_ups.advance()
     first = dict(core.runner.compiles)
-    smallest = [size for size in core.batches.token_buckets if size <= 8]  # a backend may have decode steps of one row
+    smallest = [size for size in core.builder.token_buckets if size <= 8]  # a backend may have decode steps of one row
     assert first == {"step": len(smallest), "gather": len(smallest) * len(ROW_BUCKETS), "sample": 1}
     llm.generate({"prompt_token_ids": part(rng, 5)}, SamplingParams(temperature=0, max_tokens=3))
     assert dict(core.runner.compiles) == first

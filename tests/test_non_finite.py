@@ -77,16 +77,16 @@ def fresh(llm):
 
 def run(core, *messages, after=None):
     """Answers by request, and the requests of every step."""
-    answers, steps, build = {}, [], core.batches.build
+    answers, steps, build = {}, [], core.builder.build
 
     def noted(spans):
-        steps.append([s.sequence.request.request_id for s in spans])
+        steps.append([s.sample.request.request_id for s in spans])
         return build(spans)
 
     for message in messages:
         core.add(message)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core.batches, "build", noted)
+        patch.setattr(core.builder, "build", noted)
         while core.has_work:
             for event in core.step():
                 name = event.request_id

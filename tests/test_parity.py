@@ -19,11 +19,11 @@ def engine_logits(llm, layout):
     try:
         logits = np.zeros((len(layout), VOCAB), np.float32)
         while spans := core.scheduler.plan():
-            hidden = core.runner.forward(core.batches.build(spans).batch).hidden
+            hidden = core.runner.forward(core.builder.build(spans).arrays)[0]
             rows = np.concatenate([request.user_index[span.start : span.end] for span in spans])
             logits[rows] = core.runner._model(core.runner._params).logits(hidden)[: len(rows)]
             core.scheduler.commit()
-        assert request.sequences[0].num_computed == len(layout)
+        assert request.samples[0].num_computed == len(layout)
         return logits
     finally:
         core.abort("probe")

@@ -21,9 +21,8 @@ from chunkattn import SamplingParams, make_layout
 from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, StepRates
-from chunkattn.engine.request import Request, Sequence
-from chunkattn.engine.sampling import apply_edits, argmax, truncate
-from chunkattn.engine.sampling_plan import SampleRow, edit_input
+from chunkattn.engine.request import Request, Sample
+from chunkattn.engine.sampling import apply_edits, argmax, edit_input, truncate
 from chunkattn.models.loader import DEMO_FOLDER
 
 V = 300
@@ -55,7 +54,7 @@ def test_truncation(logits, top_k, top_p, min_p):
 def rows_for(params, prompt, output):
     limits = EngineLimits(1000, 16, 1, 4000, 20, V, None, StepRates(0, 0, 0))
     request = Request.of(GenerateRequest("r", make_layout([], [], prompt), params, (2,)), limits, arrival=0)
-    return [SampleRow(0, Sequence(request, 0, output_ids=output), 0)]
+    return [(0, Sample(request, 0, output_ids=output), 0)]
 
 
 @settings(max_examples=50)

@@ -51,21 +51,21 @@ class Steps:
         if spans:
             self.scheduler.commit()
         for span in spans:
-            sequence, request = span.sequence, span.sequence.request
-            if span.end == sequence.num_tokens:
+            sample, request = span.sample, span.sample.request
+            if span.end == sample.num_tokens:
                 if request.forks:
                     self.scheduler.placement.fork(request)
-                    for other in request.sequences[1:]:
+                    for other in request.samples[1:]:
                         other.output_ids.append(7)
-                sequence.output_ids.append(7)
+                sample.output_ids.append(7)
         for request in list(self.scheduler.running):
-            for sequence in list(request.sequences):
-                if len(sequence.output_ids) == request.max_tokens:
-                    self.scheduler.finish(sequence)
-            if not request.sequences:
+            for sample in list(request.samples):
+                if len(sample.output_ids) == request.max_tokens:
+                    self.scheduler.finish(sample)
+            if not request.samples:
                 self.finished[request.request_id] = len(self.finished)
         self.scheduler.check()
-        return [(s.sequence.request.request_id, s.start, s.end) for s in spans]
+        return [(s.sample.request.request_id, s.start, s.end) for s in spans]
 
 
 def test_two_requests_in_three_steps():
@@ -189,7 +189,7 @@ def test_everybody_ends_with_every_token_computed_once(requests, num_pages, budg
     assert steps.scheduler.trie.num_available == num_pages
     if not steps.scheduler.preemptions:
         prompt = sum(int(r.computed.sum()) for r in steps.requests.values() if r.request_id in steps.finished)
-        generated = sum(r.samples * (r.max_tokens - 1) for r in steps.requests.values() if r.request_id in steps.finished)
+        generated = sum(r.num_samples * (r.max_tokens - 1) for r in steps.requests.values() if r.request_id in steps.finished)
         assert seen == prompt + generated
 
 

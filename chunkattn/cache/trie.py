@@ -1,7 +1,7 @@
 r"""The trie of computed K/V: prefix blocks, chunk blocks below prefix blocks, and question blocks below chunk blocks.
 
-A block holds one page of tokens. Its K/V depend on the blocks above it and on its own tokens and positions, so every
-sequence with the same path can use it:
+A block holds one page of tokens, taken from a pool. Its K/V depend on the blocks above it and on its own tokens and
+positions, so every sequence with the same path can use it:
 
     root(salt) -> prefix blocks -> blocks of each chunk
                               \-> question blocks, below the prefix and the ordered chunks
@@ -18,12 +18,48 @@ without references, the least recently used leaf is evicted first.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
-from chunkattn.cache.pages import PagePool
+from chunkattn.errors import OutOfPagesError
 
 Key = tuple[object, ...]
+
+
+class PagePool:
+    """Page numbers `0 ... num_pages - 1`, each free or held by one `Block`."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = deque(range(num_pages))
+
+    @property
+    def num_free(self) -> int:
+        """Return the number of free pages."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """Take a free page and return its number.
+
+        Raises:
+            OutOfPagesError: no page is free.
+        """
+        if not self._free:
+            raise OutOfPagesError(f"none of {self.num_pages} pages is free")
+        return self._free.popleft()
+
+    def release(self, page: int) -> None:
+        """Return a page to the pool."""
+        self._free.append(page)
+
+    def check(self, held: Iterable[int]) -> None:
+        """Assert that every page is either free or held, exactly once.
+
+        Raises:
+            AssertionError: a page is lost, free while held, or held twice.
+        """
+        assert sorted([*self._free, *held]) == list(range(self.num_pages)), "pages are lost, or both free and held"
 
 
 class Block:

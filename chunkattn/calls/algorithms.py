@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from chunkattn.engine.buckets import bucket_for, buckets, trimmed
 from chunkattn.engine.messages import StepRates
 from chunkattn.engine.rates import TILE_ROWS, TILE_SLOTS
+from chunkattn.engine.step import bucket_for, buckets, trimmed
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout

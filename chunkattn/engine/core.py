@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
-from chunkattn.engine.batch import BatchBuilder, StepPlan
 from chunkattn.engine.disk_tier import DiskTier
-from chunkattn.engine.isolation import Isolation
+from chunkattn.engine.isolation import Isolation, not_finite, stuck
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import (
     CachedTokens,
@@ -26,11 +24,11 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.readout import Readouts, accept_token, cached_tokens, prompt_tokens
-from chunkattn.engine.request import Request, Sequence
-from chunkattn.engine.runner import Runner, StepResult, StepStates
-from chunkattn.engine.sampling_plan import SampleRow
-from chunkattn.engine.scheduler import Scheduler, Span
+from chunkattn.engine.readout import Readouts, accept_token, cached_tokens, prompt_tokens, read_step
+from chunkattn.engine.request import Request, Sample
+from chunkattn.engine.runner import Runner
+from chunkattn.engine.scheduler import Scheduler
+from chunkattn.engine.step import SampleRow, Span, Step, StepBuilder
 from chunkattn.engine.warmup import WarmUp
 from chunkattn.errors import RequestError
 
@@ -38,25 +36,6 @@ logger = logging.getLogger(__name__)
 
 _DISK_WAIT_S = 0.02
 """Seconds that an idle step waits at most for parts to be read from disk."""
-
-
-@dataclass
-class _Step:
-    """State of the step under way.
-
-    Attributes:
-        outputs: outputs made so far.
-        began: start of the step in seconds on the clock of `time.perf_counter`.
-        compiled: number of programs compiled before the step.
-        requests: requests that an exception in the step concerns.
-        spans: tokens that the step computes.
-    """
-
-    outputs: list[EngineOutput]
-    began: float
-    compiled: int
-    requests: list[Request] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
 
 
 class EngineCore:
@@ -103,7 +82,7 @@ class EngineCore:
             one_size=runner.invariance.one_size,
         )
         self.isolation = Isolation(self.scheduler)
-        self.batches = BatchBuilder(
+        self.builder = StepBuilder(
             runner.backends,
             token_buckets=self.scheduler.token_buckets,
             max_spans=self.scheduler.max_spans,
@@ -111,20 +90,21 @@ class EngineCore:
             block_size=runner.backend.spec.block_size,
             weighs=config.calibration.weighs,
         )
-        self.warm_ups = WarmUp(runner, self.batches, self.meter, with_store=disk is not None)
+        self.warm_ups = WarmUp(runner, self.builder, self.meter, with_store=disk is not None)
         self.requests: dict[str, Request] = {}
         self.metrics = EngineMetrics()
         self._readouts = Readouts()
         self._pins: dict[str, Request] = {}
-        self._undelivered: list[EngineOutput] = []  # outputs of a step that was interrupted
-        self._unchecked: tuple[StepPlan, StepStates] | None = None  # step that may still run on the device
+        self._outputs: list[EngineOutput] = []  # of the step under way; an interrupt leaves them to the next step
+        self._concerned: list[Request] = []  # requests that an exception in the step under way concerns
+        self._unchecked: tuple[Step, jax.Array] | None = None  # step that may still run on the device, and its finite rows
         self._arrivals = 0
         self._persisted = False  # by the last step
 
     @property
     def has_work(self) -> bool:
         """Return whether a request waits or runs, a pinned document must be recomputed, or outputs wait to be returned."""
-        return bool(self.requests or self.scheduler.waiting or self.scheduler.running or self._undelivered)
+        return bool(self.requests or self.scheduler.waiting or self.scheduler.running or self._outputs)
 
     # Requests
 
@@ -163,15 +143,15 @@ class EngineCore:
             sample: number of the sample in the request.
         """
         request = self.requests.get(request_id)
-        for sequence in list(request.sequences) if request else []:
-            if sequence.sample == sample:
-                self._finish(sequence)
+        for candidate in list(request.samples) if request else []:
+            if candidate.number == sample:
+                self._finish(candidate)
 
-    def _finish(self, sequence: Sequence) -> None:
-        if len(sequence.request.sequences) == 1:
-            self._end(sequence.request, "finished")
+    def _finish(self, sample: Sample) -> None:
+        if len(sample.request.samples) == 1:
+            self._end(sample.request, "finished")
         else:
-            self.scheduler.finish(sequence)
+            self.scheduler.finish(sample)
 
     def _end(self, request: Request, outcome: str) -> None:
         """End a request, for every outcome except a failed step, and free everything but cached and pinned blocks."""
@@ -241,141 +221,148 @@ class EngineCore:
         A request with a value that is not finite ends with `RequestFailed` as well, and the other requests keep their results.
         A step that reads nothing is checked while the device computes the next step, so that the check does not wait.
         """
-        step = _Step(self._undelivered, time.perf_counter(), self.runner.compiles.total())
-        self._undelivered, self._persisted = [], False
+        began, compiled, spans = time.perf_counter(), self.runner.compiles.total(), list[Span]()
+        self._concerned, self._persisted = [], False
         try:
-            plan = self._plan(step)
-            states = self.runner.forward(plan.batch) if plan else None
-            self._check_last(step)
-            if plan and states:
-                self._conclude(plan, states, step)
-            self.isolation.step_done(self._is_alive, len(step.spans))
+            spans = self._schedule()
+            if spans:
+                step = self.builder.build(spans)
+                self.metrics.host_time.observe(time.perf_counter() - began)
+                self.meter.add(began, len(step.arrays.token_ids), step.area)
+                hidden, finite = self.runner.forward(step.arrays)
+                self._check_last()
+                self.metrics.count_step(step)
+                self._conclude(step, hidden, finite)
+                # The time of a step counts when its results have arrived, without compilation, on the engine's backend.
+                if self.runner.compiles.total() > compiled or step.arrays.backend is not None:
+                    self.meter.forget()
+                elif step.is_read:
+                    self.meter.finish()
+                self.metrics.steps.inc()
+                self.metrics.step_time.observe(time.perf_counter() - began)
+            else:
+                self._check_last()
+                self.meter.finish()  # the device is idle
+            self.isolation.step_done(self._is_alive, len(spans))
         except Exception as error:
-            return self._blame(error, step)
+            self._blame(error, spans)
         except BaseException:  # an interrupt fails no request, but may lose the donated pool
-            self._undelivered = step.outputs
             self._recover([])
             raise
-        return step.outputs
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
-    def _plan(self, step: _Step) -> StepPlan | None:
-        """Place waiting requests and plan a step."""
+    def _schedule(self) -> list[Span]:
+        """Place waiting requests and plan a step. Return its spans; empty if there is nothing to compute."""
         self._take_read()
-        self._admit(step)
+        self._admit()
         while request := self.scheduler.stuck:
-            step.outputs.append(self._fail_stuck(request))
-            self._admit(step)
-        self._finish_precomputed(step.outputs)
-        step.requests = []
-        step.spans = self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
-        step.requests = [span.sequence.request for span in step.spans]
-        if not step.spans:
-            if self._unchecked is None:
-                self._take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
-            return None
-        plan = self.batches.build(step.spans)
-        self.metrics.host_time.observe(time.perf_counter() - step.began)
-        self.meter.add(step.began, len(plan.batch.token_ids), plan.batch.area)
-        return plan
+            self._end(request, "failed")
+            self._outputs.append(stuck(request))
+            self._admit()
+        self._finish_precomputed()
+        self._concerned = []
+        spans = self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
+        self._concerned = [span.sample.request for span in spans]
+        if not spans and self._unchecked is None:
+            self._take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
+        return spans
 
-    def _check_last(self, step: _Step) -> None:
+    def _check_last(self) -> None:
         """Check and commit the step before this one, unless that has been done."""
         if self._unchecked is None:
             return
-        (plan, states), self._unchecked = self._unchecked, None
-        step.requests = step.requests or [span.sequence.request for span in plan.spans]
-        self._finish_scored(plan, self._commit(plan, np.asarray(states.finite), step))
-        self._finish_precomputed(step.outputs)
-        if not step.spans:
-            self.meter.finish()  # the device is idle
+        (step, finite), self._unchecked = self._unchecked, None
+        self._concerned = self._concerned or [span.sample.request for span in step.spans]
+        self._finish_scored(step, self._commit(step, np.asarray(finite)))
+        self._finish_precomputed()
 
-    def _conclude(self, plan: StepPlan, states: StepStates, step: _Step) -> None:
-        """Read and deliver the values of a step. The host makes the arrays of the readouts while the device computes."""
-        self.metrics.count_step(plan)
-        if plan.is_read:
-            result = self.runner.read(states, plan.reads(self.limits.vocab_size, self.runner.row_sizes))
-            self._deliver(plan, result, self._commit(plan, result.finite, step), step)
-        else:
-            self._unchecked = plan, states
-        self._measure(plan, step)
-        self.metrics.steps.inc()
-        self.metrics.step_time.observe(time.perf_counter() - step.began)
+    def _conclude(self, step: Step, hidden: jax.Array, finite: jax.Array) -> None:
+        """Read the values of a step, hand them to its requests, and end the requests that are complete.
 
-    def _commit(self, plan: StepPlan, finite: np.ndarray, step: _Step) -> np.ndarray:
+        Args:
+            step: step that has been dispatched.
+            hidden: float32 `[T, hidden]` hidden states.
+            finite: bool `[T]`, False for rows with a value that is not finite.
+        """
+        if not step.is_read:
+            self._unchecked = step, finite
+            return
+        result = read_step(self.runner, step, hidden, finite)
+        taken = self._commit(step, result.finite)
+        self._outputs += self._readouts.take(step, result, taken, self.meter)
+        drawn = [(row, *token) for row, token in zip(step.samples, result.tokens, strict=True) if taken[row[0]]]
+        self._fork([row for row, _, _ in drawn])
+        self._finish_scored(step, taken)
+        for row, token, logprobs in drawn:
+            if ended := accept_token(row, token, logprobs, self._outputs, self.metrics):
+                self._finish(ended)
+        self._finish_precomputed()
+
+    def _commit(self, step: Step, finite: np.ndarray) -> np.ndarray:
         """Fail the requests with a row that is not finite, and mark the tokens of the step as computed.
 
         Args:
-            plan: plan of the oldest step that is not committed.
+            step: oldest step that is not committed.
             finite: bool `[T]`, False for rows with a value that is not finite.
-            step: step under way.
 
         Returns:
             bool `[T]`, whether the values of a row count.
         """
-        failed = plan.not_finite(finite)
+        failed = step.not_finite(finite)
         for request, (index, token_id) in failed.items():
             request.finite_end = min(request.finite_end, index)
             if self._is_alive(request):
-                step.outputs.append(self._fail_not_finite(request, token_id))
+                self._drop_pin(request)
+                self._end(request, "failed")
+                self.metrics.non_finite.inc()
+                self._outputs.append(not_finite(request, token_id, self.runner.dtype))
         complete = self.scheduler.commit()
-        for request in failed:
-            self._discard(request)
+        for request in failed:  # forget what it computed, in memory and on disk
+            self.scheduler.placement.discard(request, [*self.scheduler.running, *self.scheduler.pinned])
+            if self.disk is not None:
+                self.disk.discard(request)
         if self.disk is not None:
-            self.disk.save(plan.spans)
-        return np.ones(len(finite), bool) if complete and not failed else plan.computed_rows(self._is_alive)
+            self.disk.save(step.spans)
+        return np.ones(len(finite), bool) if complete and not failed else step.computed_rows(self._is_alive)
 
-    def _deliver(self, plan: StepPlan, result: StepResult, taken: np.ndarray, step: _Step) -> None:
-        """Hand the results of a step to its requests, and end the requests that are complete.
+    def _finish_scored(self, step: Step, taken: np.ndarray) -> None:
+        """End the scoring requests whose last token is computed.
 
         Args:
-            plan: plan of the step.
-            result: values read from the step.
+            step: the step.
             taken: bool `[T]`, whether the values of a row count.
-            step: step under way.
         """
-        step.outputs += self._readouts.take(plan, result, taken, self.meter)
-        samples = [s for s in zip(plan.samples, result.tokens, result.logprobs, strict=True) if taken[s[0].row]]
-        self._fork([row for row, _, _ in samples])
-        self._finish_scored(plan, taken)
-        for row, token, logprobs in samples:
-            if ended := accept_token(row, token, logprobs, step.outputs, self.metrics):
-                self._finish(ended)
-        self._finish_precomputed(step.outputs)
+        for (sample, _, end), rows in step.rows():
+            if sample.request.score and end == sample.num_tokens and taken[rows.stop - 1]:
+                self._finish(sample)
 
-    def _finish_scored(self, plan: StepPlan, taken: np.ndarray) -> None:
-        """End the scoring requests whose last token is computed."""
-        for (sequence, _, end), rows in plan.rows():
-            if sequence.request.score and end == sequence.num_tokens and taken[rows.stop - 1]:
-                self._finish(sequence)
+    def _blame(self, error: Exception, spans: list[Span]) -> None:
+        """Recover from an exception, and fail every request that failed alone.
 
-    def _blame(self, error: Exception, step: _Step) -> list[EngineOutput]:
-        """Recover from an exception. Return the step's outputs, and a failure for every request that failed alone."""
-        logger.exception("a step of %d requests failed", len(step.requests))
+        Args:
+            error: the exception.
+            spans: tokens that the step computes.
+        """
+        logger.exception("a step of %d requests failed", len(self._concerned))
         self.metrics.failed_steps.inc()
-        answered = {output.request_id for output in step.outputs}
-        concerned = [r for r in dict.fromkeys(step.requests) if self._is_alive(r) or r.request_id not in answered]
-        failed = self.isolation.blame(concerned or [*self.requests.values(), *self._pins.values()], step.spans)
+        answered = {output.request_id for output in self._outputs}
+        concerned = [r for r in dict.fromkeys(self._concerned) if self._is_alive(r) or r.request_id not in answered]
+        failed = self.isolation.blame(concerned or [*self.requests.values(), *self._pins.values()], spans)
         self._recover(failed)
         names, reason = {r.request_id for r in failed}, f"{type(error).__name__}: {error}"
-        outputs = [output for output in step.outputs if output.request_id not in names]
-        return outputs + [RequestFailed(name, reason) for name in sorted(names)]
+        self._outputs = [output for output in self._outputs if output.request_id not in names]
+        self._outputs += [RequestFailed(name, reason) for name in sorted(names)]
 
     def _is_alive(self, request: Request) -> bool:
         name = request.request_id
         return self.requests.get(name) is request or self._pins.get(name) is request
 
-    def _measure(self, plan: StepPlan, step: _Step) -> None:
-        """Measure the steps whose results have arrived, unless a program was compiled or a request named its backend."""
-        if self.runner.compiles.total() > step.compiled or plan.batch.backend is not None:
-            self.meter.forget()
-        elif plan.is_read:
-            self.meter.finish()
-
-    def _admit(self, step: _Step) -> None:
+    def _admit(self) -> None:
         """Place the waiting requests that fit, and fetch their parts from disk."""
         while request := self.scheduler.admit():
-            step.requests.append(request)
-            if not request.computed.any() and not request.sequences[0].output_ids:
+            self._concerned.append(request)
+            if not request.computed.any() and not request.samples[0].output_ids:
                 self.metrics.queue_time.observe(time.perf_counter() - request.added_at)
             if self.disk is not None:
                 self.disk.load(request)
@@ -392,69 +379,44 @@ class EngineCore:
             for request in disk.close():
                 self.scheduler.add(request)
 
-    def _fork(self, samples: list[SampleRow]) -> None:
+    def _fork(self, rows: list[SampleRow]) -> None:
         """Split the requests whose prompts are complete into their samples, before the first tokens are accepted."""
         copies = []
-        for request in dict.fromkeys(r.sequence.request for r in samples if r.sample != r.sequence.sample):
+        for request in dict.fromkeys(sample.request for _, sample, number in rows if number != sample.number):
             copies += self.scheduler.placement.fork(request)
-        self.runner.pool.copy_pages(copies)
+        if copies:
+            self.runner.pool.copy_pages(copies)
 
-    def _finish_precomputed(self, outputs: list[EngineOutput]) -> None:
+    def _finish_precomputed(self) -> None:
         """Answer the precompute requests whose blocks are all complete, including blocks that other requests computed."""
         for request in [r for r in self.scheduler.running if r.precompute]:
-            if request.sequences[0].num_computed < len(request.layout):
+            if request.samples[0].num_computed < len(request.layout):
                 continue
             if request.request_id in self._pins:  # recomputed after a failure
                 self.scheduler.pin(request)
                 continue
             cached = cached_tokens(request)
             self.metrics.count_cached(cached, prompt_tokens(request))
-            outputs.append(PrecomputeResult(request.request_id, cached))
+            self._outputs.append(PrecomputeResult(request.request_id, cached))
             self._persisted |= request.precompute is not None and request.precompute.persist
             if request.precompute and request.precompute.pin:
                 self._pins[request.request_id] = request
                 self.scheduler.pin(request)
             self._end(request, "finished")
 
-    def _fail_stuck(self, request: Request) -> RequestFailed:
-        """Fail a request that cannot be placed even alone, because pinned pages leave too few."""
-        self._end(request, "failed")
-        reason = (
-            f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages, "
-            "and pinned documents leave too few; send a shorter prompt, unpin documents or raise kv_cache_memory_bytes"
-        )
-        return RequestFailed(request.request_id, reason, "prompt")
-
-    def _fail_not_finite(self, request: Request, token_id: int) -> RequestFailed:
-        """Fail a request because a value at a token is not finite."""
+    def _drop_pin(self, request: Request) -> None:
+        """Stop pinning the blocks of a request that has failed; otherwise it would be recomputed and fail forever."""
         if self._pins.pop(request.request_id, None):
             logger.warning("precomputed documents of request %s are no longer pinned", request.request_id)
-        self._end(request, "failed")
-        self.metrics.non_finite.inc()
-        cause = "a weight of the checkpoint is probably damaged; compare its files with their source"
-        if self.runner.dtype == jnp.float16:
-            cause = 'dtype="float16" probably overflows; use dtype="bfloat16" or "float32"'
-        reason = f"the model's values at token id {token_id} are NaN or infinite: {cause}"
-        return RequestFailed(request.request_id, reason, finite=False)
-
-    def _discard(self, request: Request) -> None:
-        """Forget what a request that has ended computed, in memory and on disk."""
-        self.scheduler.placement.discard(request, [*self.scheduler.running, *self.scheduler.pinned])
-        if self.disk is not None:
-            self.disk.discard(request)
 
     def _recover(self, failed: Iterable[Request]) -> None:
-        """Drop the donated pool and the failed requests, and restart all other requests on a fresh pool.
-
-        A failed request loses its pin; otherwise its documents would be recomputed and fail forever.
-        """
+        """Drop the donated pool and the failed requests, and restart all other requests on a fresh pool."""
         self.meter.forget()
         self._unchecked = None
         for request in failed:
             if self.disk is not None:
                 self.disk.drop(request)
-            if self._pins.pop(request.request_id, None):
-                logger.warning("precomputed documents of request %s are no longer pinned", request.request_id)
+            self._drop_pin(request)
             if self.requests.pop(request.request_id, None):
                 self.metrics.count_end(request, "failed")
             self._readouts.forget(request.request_id)

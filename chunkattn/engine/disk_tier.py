@@ -14,7 +14,7 @@ from chunkattn.cache.disk.store import KVStore, entry_key
 from chunkattn.cache.disk.writer import StoreWriter
 from chunkattn.engine.request import Part, Request
 from chunkattn.engine.runner import Runner
-from chunkattn.engine.scheduler import Span
+from chunkattn.engine.step import Span
 from chunkattn.layout import PREFIX_ID, QUESTION_ID
 
 logger = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ class DiskTier:
         Returns:
             Whether anything is read. If so, `take_read` returns the request when its parts are there.
         """
-        if not any(self._keeps(request, kind) for kind, _, _ in request.parts):
+        if not any(self._keeps(request, kind) for kind, _, _ in request.segments):
             return False
         wanted = []
-        for part, (kind, start, end) in zip(look_up(request), request.parts, strict=True):
+        for part, (kind, start, end) in zip(look_up(request), request.segments, strict=True):
             pages = -(-(end - start) // request.plan.block_size)
             key = self._key(request, kind, start, end) if self._keeps(request, kind) else None
             # An entry whose deletion is pending may still be there.
@@ -116,13 +116,13 @@ class DiskTier:
 
     def forget(self, request: Request) -> None:
         """Delete the chunks of a prompt from the store, or the prefix if there is no chunk."""
-        for kind, start, end in request.parts:
+        for kind, start, end in request.segments:
             if kind >= 0 or not request.layout.num_chunks:
                 self._delete(self._key(request, kind, start, end))
 
     def discard(self, request: Request) -> None:
         """Delete the parts that a request computed, even in part, from the store."""
-        for kind, start, end in request.parts:
+        for kind, start, end in request.segments:
             if self._keeps(request, kind) and request.computed[start:end].any():
                 self._delete(self._key(request, kind, start, end))
 
@@ -149,13 +149,13 @@ class DiskTier:
 
     def save(self, spans: Iterable[Span]) -> None:
         """Hand the parts that a step completed to the writer."""
-        for sequence, start, end in spans:
-            if start >= sequence.request.layout.question_start:
+        for sample, start, end in spans:
+            if start >= sample.request.layout.question_start:
                 continue
-            for part, kind, first, last in self._parts(sequence.request):
+            for part, kind, first, last in self._parts(sample.request):
                 wanted = first < end and start < last and part.complete
                 if wanted and all(block.keep for block in part.blocks):  # no caller has forgotten the part meanwhile
-                    self._keep(self._key(sequence.request, kind, first, last), part, kind, last - first)
+                    self._keep(self._key(sample.request, kind, first, last), part, kind, last - first)
 
     def _keep(self, key: bytes, part: Part, kind: int, tokens: int) -> None:
         """Write a complete part unless it is on disk, and count it as used."""
@@ -180,9 +180,9 @@ class DiskTier:
 
         The list is empty for a request that does not share the cache or has ended.
         """
-        if not request.sequences or not request.sequences[0].parts:
+        if not request.samples or not request.samples[0].parts:
             return []
-        parts = zip(request.sequences[0].parts, request.parts, strict=True)
+        parts = zip(request.samples[0].parts, request.segments, strict=True)
         return [(part, kind, start, end) for part, (kind, start, end) in parts if self._keeps(request, kind)]
 
     def _keeps(self, request: Request, kind: int) -> bool:

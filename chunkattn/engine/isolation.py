@@ -1,13 +1,16 @@
-"""`Isolation`: runs each request of a failed step again, alone, to find the request that fails."""
+"""`Isolation`: finds the request that makes a step fail by running requests alone; and the failures of single requests."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from chunkattn.engine.request import Request
-from chunkattn.engine.request import Sequence as Sample
-from chunkattn.engine.scheduler import Scheduler, Span
+import jax.numpy as jnp
+
+from chunkattn.engine.messages import RequestFailed
+from chunkattn.engine.request import Request, Sample
+from chunkattn.engine.scheduler import Scheduler
+from chunkattn.engine.step import Span
 
 
 class Isolation:
@@ -18,10 +21,10 @@ class Isolation:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._suspects: deque[tuple[Request, dict[Sample, int]]] = deque()  # with the token count that each sequence must reach
+        self._suspects: deque[tuple[Request, dict[Sample, int]]] = deque()  # with the token count that each sample must reach
         self._cleared: set[Request] = set()  # passed alone; emptied when a step of several spans succeeds
 
-    def blame(self, concerned: Sequence[Request], spans: Iterable[Span]) -> Sequence[Request]:
+    def blame(self, concerned: list[Request], spans: Iterable[Span]) -> list[Request]:
         """Return the requests that fail because a step raised. The other requests of the step become suspects.
 
         Args:
@@ -33,9 +36,9 @@ class Isolation:
         if len(concerned) == 1 or self._cleared.issuperset(concerned):  # a second run alone would pass again
             return concerned
         ends: dict[Request, dict[Sample, int]] = {request: {} for request in concerned}
-        for sequence, _, end in spans:
-            if sequence.request in ends:
-                ends[sequence.request][sequence] = end
+        for sample, _, end in spans:
+            if sample.request in ends:
+                ends[sample.request][sample] = end
         self._suspects.extend(ends.items())
         return []
 
@@ -59,7 +62,7 @@ class Isolation:
             return
         request, ends = self._suspects[0]
         if is_alive(request):
-            behind = any(s.num_computed < end for s, end in ends.items() if s in request.sequences)
+            behind = any(s.num_computed < end for s, end in ends.items() if s in request.samples)
             if behind or request in self._scheduler.waiting:
                 return
             if request in self._scheduler.running or request in self._scheduler.pinned:
@@ -70,3 +73,27 @@ class Isolation:
 
     def _set_alone(self) -> None:
         self._scheduler.alone = self._suspects[0][0] if self._suspects else None
+
+
+def stuck(request: Request) -> RequestFailed:
+    """Return the failure of a request that cannot be placed even alone, because pinned pages leave too few."""
+    reason = (
+        f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages, "
+        "and pinned documents leave too few; send a shorter prompt, unpin documents or raise kv_cache_memory_bytes"
+    )
+    return RequestFailed(request.request_id, reason, "prompt")
+
+
+def not_finite(request: Request, token_id: int, dtype: jnp.dtype) -> RequestFailed:
+    """Return the failure of a request because a value at a token is not finite.
+
+    Args:
+        request: the request.
+        token_id: id of the first such token.
+        dtype: dtype of the model's weights.
+    """
+    cause = "a weight of the checkpoint is probably damaged; compare its files with their source"
+    if dtype == jnp.float16:
+        cause = 'dtype="float16" probably overflows; use dtype="bfloat16" or "float32"'
+    reason = f"the model's values at token id {token_id} are NaN or infinite: {cause}"
+    return RequestFailed(request.request_id, reason, finite=False)

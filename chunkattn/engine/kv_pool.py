@@ -1,20 +1,26 @@
-"""`KVPool`: the pages of the KV cache on the device, and the programs that move pages."""
+"""`KVPool`: the pages of the KV cache on the device, the programs that move pages, and what identifies their K/V."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 
 from chunkattn.backends.base import AttentionBackend, KVCache
-from chunkattn.engine.buckets import bucket_for, buckets
 from chunkattn.engine.sampling import READ_ROWS, ROW_BUCKETS
+from chunkattn.engine.step import bucket_for, buckets
+
+KV_VERSION = 3
+"""Version of the code that computes and caches K/V. Raise it with any change that may invalidate K/V on disk."""
 
 
 class KVPool:
@@ -55,14 +61,14 @@ class KVPool:
         """Return the bytes of one page over all layers."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.page_shapes)
 
-    def copy_pages(self, pairs: Seq[tuple[int, int]]) -> None:
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages in every layer; `pairs` holds the pages `(from, to)`."""
         for first in range(0, len(pairs), READ_ROWS):
             block = np.asarray(pairs[first : first + READ_ROWS], np.int32)
             padding = np.full((bucket_for(len(block), ROW_BUCKETS) - len(block), 2), (0, self.num_pages), np.int32)
             self.caches = self._copy(self.caches, *np.concatenate([block, padding]).T)
 
-    def read_pages(self, pages: Seq[int]) -> Callable[[], list[np.ndarray]]:
+    def read_pages(self, pages: Sequence[int]) -> Callable[[], list[np.ndarray]]:
         """Copy pages out of the pool, without waiting for the copy.
 
         The copy is made before any later step runs.
@@ -81,7 +87,7 @@ class KVPool:
 
         return wait
 
-    def write_pages(self, pages: Seq[int], arrays: Seq[np.ndarray]) -> None:
+    def write_pages(self, pages: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
         """Write arrays that `read_pages` returned to pages of the pool.
 
         Args:
@@ -95,7 +101,7 @@ class KVPool:
             values = [np.concatenate([r, np.zeros((len(padded) - len(r), *r.shape[1:]), r.dtype)]) for r in rows]
             self.caches = self._store(self.caches, padded, jax.tree.unflatten(treedef, values))
 
-    def _page_blocks(self, pages: Seq[int], fill: int) -> list[np.ndarray]:
+    def _page_blocks(self, pages: Sequence[int], fill: int) -> list[np.ndarray]:
         """Return the page numbers in blocks, each padded with `fill` to a bucket's size."""
         blocks = [np.asarray(pages[first : first + READ_ROWS], np.int32) for first in range(0, len(pages), READ_ROWS)]
         return [np.pad(b, (0, bucket_for(len(b), self._sizes) - len(b)), constant_values=fill) for b in blocks]
@@ -136,3 +142,33 @@ def page_bytes(backend: AttentionBackend, num_layers: int) -> int:
     """
     leaves = jax.tree.leaves(jax.eval_shape(lambda: backend.allocate(1)))
     return num_layers * sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def fingerprint(form: Any, weights: Iterable[tuple[str, jax.Array]]) -> bytes:
+    """Return 16 bytes that differ between models whose K/V may differ. Equal inputs give equal bytes on every machine.
+
+    Args:
+        form: geometry of the model, attention and pool, as nested dataclasses, sequences, arrays and scalars.
+        weights: name and array of every weight of the model.
+    """
+    digest = xxhash.xxh3_128(json.dumps([KV_VERSION, _plain(form)], sort_keys=True).encode())
+    for name, leaf in weights:
+        value = np.ascontiguousarray(jax.device_get(leaf))
+        digest.update(f"{name}{value.shape}{value.dtype}".encode())
+        digest.update(value.view(np.uint8).data if value.ndim else value.tobytes())
+    return digest.digest()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON types. `repr` is unsuitable: NumPy's texts differ between its versions."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), value.shape, value.tobytes().hex()]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float):
+        return value.hex()
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

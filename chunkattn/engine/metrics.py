@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from chunkattn.engine.batch import StepPlan
 from chunkattn.engine.messages import CachedTokens
 from chunkattn.engine.request import Request
 from chunkattn.engine.scheduler import Scheduler
+from chunkattn.engine.step import Step
 from chunkattn.engine.warmup import WarmUp
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -76,16 +76,16 @@ class EngineMetrics:
             counter.labels("chunk").inc(sum(tokens.chunks))
             counter.labels("question").inc(tokens.question)
 
-    def count_step(self, plan: StepPlan) -> None:
+    def count_step(self, step: Step) -> None:
         """Count the tokens, padding rows and score rows of a step."""
-        for _, request, _ in plan.scores:
+        for _, request, _ in step.scores:
             self.scored.labels(request.score.algorithm if request.score else "").inc()
-        decodes = sum(s.end - s.start == 1 and s.start >= len(s.sequence.request.layout) for s in plan.spans)
-        scored = sum(s.end - s.start for s in plan.spans if s.sequence.request.score)
-        rows = plan.batch.num_rows
+        decodes = sum(s.end - s.start == 1 and s.start >= len(s.sample.request.layout) for s in step.spans)
+        scored = sum(s.end - s.start for s in step.spans if s.sample.request.score)
+        rows = step.num_rows
         for kind, count in (("decode", decodes), ("score", scored), ("prefill", rows - decodes - scored)):
             self.tokens.labels(kind).inc(count)
-        self.padding.inc(len(plan.batch.token_ids) - rows)
+        self.padding.inc(len(step.arrays.token_ids) - rows)
 
     def text(self, scheduler: Scheduler, warm_ups: WarmUp, compiles: Mapping[str, int], store: Mapping[str, int]) -> str:
         """Return the metrics in Prometheus' text format, after copying the counts that other objects keep.
@@ -104,7 +104,7 @@ class EngineMetrics:
         for counter, total in totals:
             counter.inc(total - self._totals.get(counter, 0.0))
             self._totals[counter] = total
-        pinned = len({b for r in scheduler.pinned for s in r.sequences for b in s.held if b.page >= 0})
+        pinned = len({b for r in scheduler.pinned for s in r.samples for b in s.held if b.page >= 0})
         used = trie.num_pages - trie.num_available - pinned
         for state, pages in {"free": trie.pool.num_free, "cached": trie.num_cached, "used": used, "pinned": pinned}.items():
             self.pages.labels(state).set(pages)

@@ -1,14 +1,15 @@
-"""Readouts of a request: its sampled tokens, the rows that steps read for it, and its cached prompt tokens."""
+"""Readouts of a step: the values of its rows, collected for each request until the request has all of its rows."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
-from chunkattn.engine.batch import StepPlan
 from chunkattn.engine.messages import (
     CachedTokens,
     EngineOutput,
@@ -20,84 +21,155 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.request import Request, Sequence
-from chunkattn.engine.runner import StepResult
-from chunkattn.engine.sampling_plan import SampleRow
+from chunkattn.engine.request import Request, Sample
+from chunkattn.engine.runner import Runner
+from chunkattn.engine.sampling import Readout, sampling_blocks
+from chunkattn.engine.step import SampleRow, Step
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Values read from one step.
+
+    Attributes:
+        finite: bool `[T]`, False for rows whose hidden state, or whose logits where they are read, are not finite.
+        tokens: token and, if requested, its log-probabilities for each of `Step.samples`.
+        scores: float32 log-probabilities or logits of the labels, or a classifier's logits, for each of `Step.scores`.
+        prompt_logprobs: log-probabilities of the tokens that `Step.prompt_logprobs` predict, or None if there are none.
+    """
+
+    finite: np.ndarray
+    tokens: list[tuple[int, TokenLogprobs | None]]
+    scores: list[np.ndarray]
+    prompt_logprobs: Readout | None
+
+
+def read_step(runner: Runner, step: Step, hidden: jax.Array, finite: jax.Array) -> StepResult:
+    """Read the values of a step. The host makes the first arrays of the readouts while the device computes.
+
+    Args:
+        runner: runner that has run the step.
+        step: the step.
+        hidden: float32 `[T, hidden]` hidden states of the step.
+        finite: bool `[T]`, whether all hidden values of a row are finite.
+    """
+    checked: list[tuple[list[int], np.ndarray]] = []
+    tokens: list[tuple[int, TokenLogprobs | None]] = []
+    for block, given, edits in sampling_blocks(step.samples, runner.spec.vocab_size, runner.row_sizes):
+        rows, wanted = [row for row, _, _ in block], [sample.params.logprobs for _, sample, _ in block]
+        with_logprobs = any(w is not None for w in wanted)
+        chosen, values, fine = runner.sample(hidden, rows, given, edits, with_logprobs)
+        logprobs = [None if w is None else _to_logprobs(values, i, w) for i, w in enumerate(wanted)]
+        tokens += zip(chosen[: len(rows)].tolist(), logprobs, strict=True)
+        checked.append((rows, fine[: len(rows)]))
+    scores: list[np.ndarray] = []
+    targets = None
+    if step.scores:
+        rows = [row for row, _, _ in step.scores]
+        scores, fine = _read_scores(runner, step, hidden, rows)
+        checked.append((rows, fine))
+    if step.prompt_logprobs:
+        rows = [row for row, _, _ in step.prompt_logprobs]
+        ids = [int(request.layout.token_ids[index]) for _, request, index in step.prompt_logprobs]
+        targets, fine = runner.token_logprobs(hidden, rows, ids)
+        checked.append((rows, fine))
+    all_finite = np.array(finite)
+    for rows, fine in checked:
+        all_finite[rows] &= fine
+    return StepResult(all_finite, tokens, scores, targets)
+
+
+def _read_scores(runner: Runner, step: Step, hidden: jax.Array, rows: list[int]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the values of each score row, and whether its logits are finite."""
+    if runner.spec.num_labels is not None:
+        return runner.class_logits(hidden, rows)
+    scores = [request.score for _, request, _ in step.scores if request.score]
+    labels = [score.label_token_ids for score in scores]
+    found, finite = runner.label_logprobs(hidden, rows, labels)
+    if raw := [place for place, score in enumerate(scores) if score.raw]:
+        logits = runner.label_logits(hidden, [rows[place] for place in raw], [labels[place] for place in raw])
+        for place, values in zip(raw, logits, strict=True):
+            found[place] = values
+    return found, finite
+
+
+def _to_logprobs(values: Readout | None, row: int, num_top: int) -> TokenLogprobs:
+    """Return the log-probabilities of one row, with `num_top` of the likeliest tokens."""
+    assert values is not None
+    rows = slice(row, row + 1)
+    return TokenLogprobs(values.target[rows], values.rank[rows], values.top_ids[rows, :num_top], values.top[rows, :num_top])
 
 
 class Readouts:
-    """Collectors of the requests that want scores or prompt log-probabilities, until each has all of its rows."""
+    """Rows of the requests that want scores or prompt log-probabilities, until each request has all of its rows."""
 
     def __init__(self) -> None:
-        self._open: dict[str, RowCollector] = {}
+        self._rows: dict[str, dict[int, Any]] = {}
 
     def expect(self, request: Request) -> None:
-        """Open a collector for a new request, if it wants scores or prompt log-probabilities."""
-        if request.score is not None:
-            self._open[request.request_id] = RowCollector(len(request.score.rows))
-        elif wanted := len(request.logprob_rows):
-            self._open[request.request_id] = RowCollector(wanted)
+        """Collect the rows of a new request, if it wants scores or prompt log-probabilities."""
+        if _num_rows(request):
+            self._rows[request.request_id] = {}
 
     def forget(self, request_id: str) -> None:
         """Drop the rows read for a request."""
-        self._open.pop(request_id, None)
+        self._rows.pop(request_id, None)
 
-    def take(self, plan: StepPlan, result: StepResult, taken: np.ndarray, meter: RateMeter) -> Iterator[EngineOutput]:
+    def take(self, step: Step, result: StepResult, taken: np.ndarray, meter: RateMeter) -> Iterator[EngineOutput]:
         """Collect the rows of one step. Yield the outputs of the requests whose last row is among them.
 
         Args:
-            plan: plan of the step.
+            step: the step.
             result: values read from the step.
             taken: bool `[T]`, whether the values of a row count.
             meter: meter whose rates score results carry.
         """
-        for (row, request, place), values in zip(plan.scores, result.scores, strict=True):
-            if taken[row] and (collector := self._collect(request, place, values)):
-                yield collector.score_result(request, meter.rates)
+        for (row, request, index), values in zip(step.scores, result.scores, strict=True):
+            if taken[row] and (rows := self._collect(request, index, values)):
+                yield score_result(request, rows, meter.rates)
                 self.forget(request.request_id)
         if (read := result.prompt_logprobs) is not None:
-            for i, (row, request, place) in enumerate(plan.prompt_logprobs):
+            for i, (row, request, index) in enumerate(step.prompt_logprobs):
                 found = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
-                if taken[row] and (collector := self._collect(request, int(request.user_index[place]), found)):
-                    yield collector.prompt_output(request)
+                if taken[row] and (rows := self._collect(request, int(request.user_index[index]), found)):
+                    yield prompt_output(request, rows)
                     self.forget(request.request_id)
 
-    def _collect(self, request: Request, index: int, values: object) -> RowCollector | None:
-        """Collect a row. Return the request's collector if the row was the last."""
-        collector = self._open.get(request.request_id)
-        if collector is None:  # the request was answered before its sequence restarted
+    def _collect(self, request: Request, index: int, values: object) -> dict[int, Any] | None:
+        """Collect a row. Return all rows of the request if the row was the last."""
+        rows = self._rows.get(request.request_id)
+        if rows is None:  # the request was answered before its sample restarted
             return None
-        collector.rows[index] = values
-        return collector if len(collector.rows) == collector.wanted else None
+        rows[index] = values
+        return rows if len(rows) == _num_rows(request) else None
 
 
-class RowCollector:
-    """Collector of the rows of one request's readout."""
+def _num_rows(request: Request) -> int:
+    """Return the number of rows that are read for a request."""
+    return len(request.logprob_rows if request.score is None else request.score.rows)
 
-    def __init__(self, wanted: int) -> None:
-        self.wanted = wanted
-        self.rows: dict[int, Any] = {}
 
-    def score_result(self, request: Request, rates: StepRates) -> ScoreResult:
-        """Return label log-probabilities, or a classifier's logits, in the order of the request's rows."""
-        return ScoreResult(request.request_id, np.stack([self.rows[i] for i in range(self.wanted)]), rates)
+def score_result(request: Request, rows: dict[int, Any], rates: StepRates) -> ScoreResult:
+    """Return label log-probabilities, or a classifier's logits, in the order of the request's rows."""
+    return ScoreResult(request.request_id, np.stack([rows[i] for i in range(len(rows))]), rates)
 
-    def prompt_output(self, request: Request) -> PromptLogprobsOutput:
-        """Return the prompt log-probabilities collected, by token index in the user's order."""
-        assert request.sampling is not None
-        tokens, num_top = len(request.layout), request.sampling.prompt_logprobs or 0
-        target, rank, known = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32), np.zeros(tokens, bool)
-        top_ids, top = np.zeros((tokens, num_top), np.int32), np.zeros((tokens, num_top), np.float32)
-        for index, row in self.rows.items():
-            target[index], rank[index], known[index] = row[0], row[1], True
-            top_ids[index], top[index] = row[2][:num_top], row[3][:num_top]
-        return PromptLogprobsOutput(request.request_id, TokenLogprobs(target, rank, top_ids, top), known)
+
+def prompt_output(request: Request, rows: dict[int, Any]) -> PromptLogprobsOutput:
+    """Return the prompt log-probabilities collected, by token index in the user's order."""
+    assert request.sampling is not None
+    tokens, num_top = len(request.layout), request.sampling.prompt_logprobs or 0
+    target, rank, known = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32), np.zeros(tokens, bool)
+    top_ids, top = np.zeros((tokens, num_top), np.int32), np.zeros((tokens, num_top), np.float32)
+    for index, row in rows.items():
+        target[index], rank[index], known[index] = row[0], row[1], True
+        top_ids[index], top[index] = row[2][:num_top], row[3][:num_top]
+    return PromptLogprobsOutput(request.request_id, TokenLogprobs(target, rank, top_ids, top), known)
 
 
 def accept_token(
     row: SampleRow, token: int, logprobs: TokenLogprobs | None, outputs: list[EngineOutput], metrics: EngineMetrics
-) -> Sequence | None:
-    """Append a sampled token to its sequence and to the outputs. Return the sequence if the token is its last.
+) -> Sample | None:
+    """Append a sampled token to its sample and to the outputs. Return the sample if the token is its last.
 
     Args:
         row: row that the token is sampled from.
@@ -106,29 +178,30 @@ def accept_token(
         outputs: outputs of the step.
         metrics: metrics of the engine.
     """
-    request, sample, params, now = row.sequence.request, row.sample, row.params, time.perf_counter()
-    sequence = next(s for s in request.sequences if s.sample == sample)
-    number, cached = len(sequence.output_ids) + 1, None
-    if number == 1:
+    _, computed_by, number = row
+    request, params, now = computed_by.request, computed_by.params, time.perf_counter()
+    sample = next(s for s in request.samples if s.number == number)
+    length, cached = len(sample.output_ids) + 1, None
+    if length == 1:
         cached = cached_tokens(request)
-        if sample == 0:
+        if number == 0:
             metrics.first_token.observe(now - request.added_at)
             metrics.count_cached(cached, prompt_tokens(request))
     else:
-        metrics.inter_token.observe(now - sequence.last_token_at)
-    sequence.last_token_at = now
+        metrics.inter_token.observe(now - sample.last_token_at)
+    sample.last_token_at = now
     finish_reason, stop_reason = None, None
-    if number > params.min_tokens:
+    if length > params.min_tokens:
         if token in params.stop_token_ids:
             finish_reason, stop_reason = "stop", token
         elif token in request.eos_token_ids and not params.ignore_eos:
             finish_reason = "stop"
-    if finish_reason is None and number >= request.max_tokens:
+    if finish_reason is None and length >= request.max_tokens:
         finish_reason = "length"
     # Adjacent statements leave an interrupt little time between them.
-    sequence.output_ids.append(token)
-    outputs.append(TokenOutput(request.request_id, sample, (token,), logprobs, finish_reason, stop_reason, cached))
-    return sequence if finish_reason else None
+    sample.output_ids.append(token)
+    outputs.append(TokenOutput(request.request_id, number, (token,), logprobs, finish_reason, stop_reason, cached))
+    return sample if finish_reason else None
 
 
 def _by_part(request: Request, tokens: np.ndarray) -> CachedTokens:

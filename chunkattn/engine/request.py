@@ -1,4 +1,4 @@
-"""`Request` and `Sequence`: a request inside the engine, and the sequences that compute it."""
+"""`Request` and `Sample`: a request inside the engine, and the samples that compute it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chunkattn.cache.trie import Block
 from chunkattn.config import SamplingParams
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, Message, PrecomputeRequest, ScoreRequest
-from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout
+from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout, Segment
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Request:
         logprobs_from: token index from which prompt log-probabilities are read; None reads none.
         computed: bool `[T]`, True for prompt tokens computed for this request; other tokens came from the cache or from a
             concurrent request.
-        sequences: samples of the request; one until the prompt is computed. Never empty before the request ends.
+        samples: samples of the request; one until the prompt is computed. Never empty before the request ends.
         spares: blocks held for the partial pages of samples still to be created.
         root: private root of the trie, or None if the request shares the cache.
         finite_end: token index of the first token whose values are not finite; the request has failed there.
@@ -71,7 +71,7 @@ class Request:
     weighing: tuple[float, float] | None = None
     distinct: bool = False
     logprobs_from: int | None = None
-    sequences: list[Sequence] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     spares: list[Block] = field(default_factory=list)
     root: Block | None = None
     finite_end: int = sys.maxsize
@@ -80,7 +80,7 @@ class Request:
     def __post_init__(self) -> None:
         self.computed = np.zeros(len(self.layout), bool)
         self._keys: dict[tuple[int, int], tuple[int, bytes]] = {}
-        self.sequences = [Sequence(self, 0)]
+        self.samples = [Sample(self, 0)]
 
     @classmethod
     def of(cls, message: Message, limits: EngineLimits, *, arrival: int) -> Request:
@@ -145,7 +145,7 @@ class Request:
         return self.layout.next_position
 
     @property
-    def samples(self) -> int:
+    def num_samples(self) -> int:
         """Return the number of samples of this request."""
         return self.sampling.n if self.sampling else 1
 
@@ -159,34 +159,35 @@ class Request:
 
     @cached_property
     def repeats(self) -> frozenset[int]:
-        """Return the places in `parts` of chunks that share the blocks of an earlier chunk."""
+        """Return the places in `segments` of chunks that share the blocks of an earlier chunk."""
         repeated = frozenset() if self.distinct else self.layout.repeats
-        return frozenset(place for place, (kind, _, _) in enumerate(self.parts) if kind in repeated)
+        return frozenset(place for place, (kind, _, _) in enumerate(self.segments) if kind in repeated)
 
     @cached_property
-    def parts(self) -> list[tuple[int, int, int]]:
-        """Return chunk id and token range of every part that begins on a new page, in order."""
+    def segments(self) -> list[Segment]:
+        """Return the segments of the prompt that begin on a new page, in order. None is empty."""
         whole_pages = self.layout.prefix_len % self.plan.block_size == 0
         has_prefix = self.plan.aligned or (self.score and self.score.share_prefix and whole_pages)
         if not has_prefix:
-            return [(PREFIX_ID if self.precompute else QUESTION_ID, 0, len(self.layout))]
-        parts = [(s.chunk_id, s.start, s.end) for s in self.layout.segments]
+            return [Segment(PREFIX_ID if self.precompute else QUESTION_ID, 0, len(self.layout))]
+        prefix, *others = self.layout.segments
         if self.score:  # no other request shares the items
-            own = [(QUESTION_ID, self.layout.prefix_len, len(self.layout))] if self.plan.packed_chunks else parts[1:]
-            parts = [parts[0], *((QUESTION_ID, start, end) for _, start, end in own)]
-        return [part for part in parts if part[2] > part[1]]
+            if self.plan.packed_chunks:
+                others = [Segment(QUESTION_ID, self.layout.prefix_len, len(self.layout))]
+            others = [Segment(QUESTION_ID, start, end) for _, start, end in others]
+        return [s for s in (prefix, *others) if s.end > s.start]
 
-    def key_of(self, sequence: Sequence, start: int, width: int) -> tuple[int, bytes]:
+    def key_of(self, sample: Sample, start: int, width: int) -> tuple[int, bytes]:
         """Return position and tokens of a block, cached for prompt blocks because admission may ask repeatedly.
 
         Args:
-            sequence: sequence of the block.
+            sample: sample of the block.
             start: token index of the block's first token.
             width: number of tokens in the block.
         """
         if start + width > len(self.layout):
-            position = int(sequence.rows(start, start + 1)[0][0])
-            return position, sequence.tokens(start, start + width).tobytes()
+            position = int(sample.rows(start, start + 1)[0][0])
+            return position, sample.tokens(start, start + width).tobytes()
         if (start, width) not in self._keys:
             key = int(self.layout.positions[start]), self.layout.token_ids[start : start + width].tobytes()
             self._keys[start, width] = key
@@ -195,18 +196,16 @@ class Request:
     @property
     def forks(self) -> bool:
         """Return whether the other samples are still to be forked from the first."""
-        return (
-            self.samples > 1 and len(self.sequences) == 1 and not self.sequences[0].output_ids and not self.sequences[0].sample
-        )
+        return self.num_samples > 1 and len(self.samples) == 1 and not self.samples[0].output_ids and not self.samples[0].number
 
 
 @dataclass(eq=False)
 class Part:
-    """Blocks of one part of a sequence's prompt; the last part continues into the generated tokens.
+    """Blocks of one part of a sample's prompt; the last part continues into the generated tokens.
 
     Attributes:
         start: token index of the first token.
-        first: index of the first block in the sequence's page table.
+        first: index of the first block in the sample's page table.
         parents: blocks that the first block's K/V depends on.
         blocks: blocks of the part, in order.
         cursor: number of blocks known to be complete from the start.
@@ -232,25 +231,25 @@ def held_by(parts: list[Part]) -> list[Block]:
 
 
 @dataclass(eq=False)
-class Sequence:
-    """Sample of a request: its output so far and, while it runs, its blocks.
+class Sample:
+    """Sample of a request: its output so far and, while it runs, its blocks. A request that generates no text has one sample.
 
-    Token `i` of a sequence is the layout's token for `i < len(layout)`, and a generated token after that.
+    Token `i` of a sample is the layout's token for `i < len(layout)`, and a generated token after that.
 
     Attributes:
         request: request of the sample.
-        sample: number of the sample in the request.
+        number: number of the sample in the request.
         output_ids: generated tokens.
-        parts: parts of the prompt with their blocks; empty while the sequence waits.
+        parts: parts of the prompt with their blocks; empty while the sample waits.
         current: number of parts known to be complete from the start.
         pages: int32 page table; the first `num_pages` entries are in use.
         num_pages: number of page table entries in use.
-        root: root of the trie, held by the sequence.
+        root: root of the trie, held by the sample.
         last_token_at: time of the last token in seconds on the clock of `time.perf_counter`.
     """
 
     request: Request
-    sample: int
+    number: int
     output_ids: list[int] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     current: int = 0
@@ -260,13 +259,19 @@ class Sequence:
     last_token_at: float = 0.0
 
     @property
+    def params(self) -> SamplingParams:
+        """Return the sampling parameters of a generation request."""
+        assert self.request.sampling is not None
+        return self.request.sampling
+
+    @property
     def num_tokens(self) -> int:
         """Return the number of tokens known so far: prompt and generated."""
         return len(self.request.layout) + len(self.output_ids)
 
     @property
     def held(self) -> list[Block]:
-        """Return every block that the sequence holds, children before their parents."""
+        """Return every block that the sample holds, children before their parents."""
         blocks = held_by(self.parts)
         return [*blocks, self.root] if self.root else blocks
 

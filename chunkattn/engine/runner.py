@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +16,8 @@ from flax import nnx
 
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
 from chunkattn.backends.registry import ON_REQUEST, get_backend
-from chunkattn.engine.batch import StepBatch, StepReads
-from chunkattn.engine.buckets import bucket_for
-from chunkattn.engine.fingerprint import fingerprint
 from chunkattn.engine.invariance import Invariance
-from chunkattn.engine.kv_pool import KVPool
-from chunkattn.engine.messages import TokenLogprobs
+from chunkattn.engine.kv_pool import KVPool, fingerprint
 from chunkattn.engine.sampling import (
     READ_BUCKETS,
     READ_ROWS,
@@ -41,10 +35,9 @@ from chunkattn.engine.sampling import (
     read,
     read_labels,
 )
-from chunkattn.engine.sampling_plan import SamplingPlan
+from chunkattn.engine.step import StepArrays, bucket_for
 from chunkattn.models.decoder import Decoder
 
-T = TypeVar("T")
 Program = Callable[[], Any]
 """Call that runs one compiled program, or a few small ones, on zeros, and returns its values."""
 Params = list[jax.Array]
@@ -52,37 +45,6 @@ Params = list[jax.Array]
 
 LABEL_WIDTHS = (2, 8)
 """Sizes of the label lists that programs read; longer lists are picked on the host."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Values read from one step, in the order of the rows of its `StepBatch`.
-
-    Attributes:
-        finite: bool `[T]`, False for rows whose hidden state, or whose logits where they are read, are not finite.
-        tokens: sampled tokens.
-        logprobs: log-probabilities of each sampled token; None where not requested.
-        scores: float32 log-probabilities or logits of each row's labels, or a classifier's logits.
-        prompt_logprobs: log-probabilities of `StepBatch.targets`, or None if the step has no targets.
-    """
-
-    finite: np.ndarray
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None]
-    scores: Seq[np.ndarray]
-    prompt_logprobs: TokenLogprobs | None
-
-
-class StepStates(NamedTuple):
-    """Hidden states of one step, on the device.
-
-    Attributes:
-        hidden: float32 `[T, hidden]`.
-        finite: bool `[T]`, whether all values of a row are finite.
-    """
-
-    hidden: jax.Array
-    finite: jax.Array
 
 
 class Runner:
@@ -138,40 +100,19 @@ class Runner:
         self._read_vocabulary = jax.jit(self._trace_read_vocabulary)
         self._classify = jax.jit(self._trace_classify)
 
-    def read(self, states: StepStates, reads: StepReads) -> StepResult:
-        """Read the values of a step.
-
-        Args:
-            states: hidden states of the step.
-            reads: rows to read.
-        """
-        hidden, bad = states.hidden, list[int]()
-        tokens, logprobs = self.sample(hidden, reads.sampling, bad)
-        scores: Seq[np.ndarray] = ()
-        if reads.score_rows and self.spec.num_labels is not None:
-            scores = [*self.class_logits(hidden, reads.score_rows, bad)]
-        elif reads.score_rows:
-            scores = self.label_logprobs(hidden, reads.score_rows, reads.labels, bad)
-            if places := [place for place, raw in enumerate(reads.raw) if raw]:
-                rows, labels = [reads.score_rows[place] for place in places], [reads.labels[place] for place in places]
-                scores = [*scores]
-                for place, logits in zip(places, self.label_logits(hidden, rows, labels), strict=True):
-                    scores[place] = logits
-        targets = self.token_logprobs(hidden, reads.target_rows, reads.targets, bad) if reads.target_rows else None
-        finite = np.array(states.finite)
-        finite[bad] = False
-        return StepResult(finite, tokens, logprobs, scores, targets)
-
-    def forward(self, batch: StepBatch) -> StepStates:
+    def forward(self, arrays: StepArrays) -> tuple[jax.Array, jax.Array]:
         """Run the layers of one step, without waiting for the device.
 
         Args:
-            batch: batch of the step; its K/V is written to the pool.
+            arrays: arrays of the step; its K/V is written to the pool.
+
+        Returns:
+            Hidden states, float32 `[T, hidden]`, and bool `[T]`, whether all values of a row are finite.
         """
-        arrays = (batch.token_ids, batch.positions, batch.metadata)
-        hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, *arrays, backend=batch.backend)
+        *inputs, backend = arrays
+        hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, *inputs, backend=backend)
         finite.copy_to_host_async()
-        return StepStates(hidden, finite)
+        return hidden, finite
 
     @property
     def row_flops(self) -> float:
@@ -193,21 +134,21 @@ class Runner:
         tables = 1 if self.spec.tie_embeddings or self.spec.num_labels is not None else 2
         return tables * self.spec.vocab_size * self.spec.hidden_size
 
-    def lower(self, batch: StepBatch, num_pages: int, where: jax.sharding.Sharding) -> jax.stages.Lowered:
+    def lower(self, arrays: StepArrays, num_pages: int, where: jax.sharding.Sharding) -> jax.stages.Lowered:
         """Lower the step's program for a device that may be absent, to compile it ahead of time.
 
         Args:
-            batch: batch of the step.
+            arrays: arrays of the step.
             num_pages: number of pages of the KV pool.
             where: sharding of all arrays on the device.
         """
         caches = [jax.eval_shape(lambda: self.backend.allocate(num_pages)) for _ in range(self.spec.num_layers)]
-        arrays = (self._params, caches, batch.token_ids, batch.positions, batch.metadata)
+        inputs = (self._params, caches, arrays.token_ids, arrays.positions, arrays.metadata)
 
         def there(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # type: ignore[no-untyped-call]
 
-        return self._step.lower(*jax.tree.map(there, arrays))
+        return self._step.lower(*jax.tree.map(there, inputs))
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
@@ -247,126 +188,107 @@ class Runner:
         form = (self.spec, self.backend.name, self.backend.spec, self.pool.page_shapes)
         return fingerprint(form, ((str(path), leaf) for path, leaf in weights))
 
+    # Reading. These methods return values and, for each row, whether its logits are finite.
+
     def sample(
-        self, hidden: jax.Array, plans: Seq[SamplingPlan], bad: list[int]
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Return the next token of every row, and its log-probabilities where requested.
+        self, hidden: jax.Array, rows: Sequence[int], given: SampleInput | None, edits: Edits | None, with_logprobs: bool
+    ) -> tuple[np.ndarray, Readout | None, np.ndarray]:
+        """Choose the next token of up to `READ_ROWS` rows. Entries of padding follow those of the rows.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
-            plans: blocks of rows to sample from.
-            bad: list to which the rows are added whose logits are not finite.
+            rows: rows to sample from.
+            given: sampling parameters, padded to one of `row_sizes`; None if every row takes its likeliest token.
+            edits: changes of single logits, padded to the same size; None if no row changes a logit.
+            with_logprobs: whether to read the log-probabilities of the tokens.
+
+        Returns:
+            Token ids, their log-probabilities or None, and whether the logits are finite.
         """
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
-        for plan in plans:
-            given, wanted = plan.given, plan.num_logprobs
-            with_logprobs = any(w is not None for w in wanted)
-            picked = self._pick(hidden, plan.rows, self.row_sizes)
-            if plan.edits is None:
-                drawn = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
-            else:  # three programs, so that each width of edits compiles only a small program
-                logits = self._logits(self._params, picked)
-                drawn = self._choose(logits, self._edit(logits, plan.edits), given, with_logprobs=with_logprobs)
-            chosen, values, fine = jax.device_get(drawn)
-            bad += not_finite(plan.rows, fine)
-            tokens += chosen[: len(plan.rows)].tolist()
-            logprobs += [None if w is None else _to_logprobs(values, slice(i, i + 1), w) for i, w in enumerate(wanted)]
-        return tokens, logprobs
+        picked = self._pick(hidden, rows, self.row_sizes)
+        if edits is None:
+            drawn = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
+        else:  # three programs, so that each width of edits compiles only a small program
+            logits = self._logits(self._params, picked)
+            drawn = self._choose(logits, self._edit(logits, edits), given, with_logprobs=with_logprobs)
+        found: tuple[np.ndarray, Readout | None, np.ndarray] = jax.device_get(drawn)
+        return found
 
     def label_logprobs(
-        self, hidden: jax.Array, rows: Seq[int], labels: Seq[tuple[int, ...]], bad: list[int]
-    ) -> list[np.ndarray]:
+        self, hidden: jax.Array, rows: Sequence[int], labels: Sequence[tuple[int, ...]]
+    ) -> tuple[list[np.ndarray], np.ndarray]:
         """Return the log-probabilities of each row's labels, one float32 `[len(labels[i])]` per row.
 
-        Lists longer than the largest of `LABEL_WIDTHS` are picked on the host from the log-probabilities of the whole
-        vocabulary, so that every list uses an existing program.
+        If a list is longer than the largest of `LABEL_WIDTHS`, labels are picked on the host from the log-probabilities of the
+        whole vocabulary, so that every list uses an existing program.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
             labels: token ids of each row's labels.
-            bad: list to which the rows are added whose logits are not finite.
         """
-        longest = max(map(len, labels))
-        if longest > LABEL_WIDTHS[-1]:
-            return [
-                values[list(ids)]
-                for first in range(0, len(rows), READ_ROWS)
-                for values, ids in zip(
-                    self._vocabulary(hidden, rows[first : first + READ_ROWS], bad), labels[first:], strict=False
-                )
-            ]
-        targets = np.zeros((len(rows), bucket_for(longest, LABEL_WIDTHS)), np.int32)
-        for target, ids in zip(targets, labels, strict=True):
-            target[: len(ids)] = ids
-        read = np.concatenate(self._by_block(self._read_labels, hidden, rows, targets, bad))
-        return [values[: len(ids)] for values, ids in zip(read, labels, strict=True)]
+        longest, targets = max(map(len, labels)), None
+        if longest <= LABEL_WIDTHS[-1]:
+            targets = np.zeros((len(rows), bucket_for(longest, LABEL_WIDTHS)), np.int32)
+            for target, ids in zip(targets, labels, strict=True):
+                target[: len(ids)] = ids
+        program = self._read_vocabulary if targets is None else self._read_labels
+        found, finite = list[np.ndarray](), list[np.ndarray]()
+        for block, (values, fine) in self._by_block(program, hidden, rows, targets):
+            for some, ids in zip(values, labels[block], strict=True):
+                found.append(some[list(ids)] if targets is None else some[: len(ids)])
+            finite.append(fine)
+        return found, np.concatenate(finite)
 
-    def label_logits(self, hidden: jax.Array, rows: Seq[int], labels: Seq[tuple[int, ...]]) -> list[np.ndarray]:
-        """Return the logits of each row's labels, picked on the host; see `label_logprobs`."""
-        found: list[np.ndarray] = []
-        for first in range(0, len(rows), READ_ROWS):
-            block = rows[first : first + READ_ROWS]
-            logits = np.asarray(self._logits(self._params, self._pick(hidden, block)))
-            found += [values[list(ids)] for values, ids in zip(logits, labels[first : first + len(block)], strict=False)]
-        return found
+    def label_logits(self, hidden: jax.Array, rows: Sequence[int], labels: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """Return the logits of each row's labels, picked on the host; `label_logprobs` tells which are finite."""
+        blocks = self._by_block(self._logits, hidden, rows)
+        return [some[list(ids)] for block, values in blocks for some, ids in zip(values, labels[block], strict=True)]
 
-    def _vocabulary(self, hidden: jax.Array, rows: Seq[int], bad: list[int]) -> np.ndarray:
-        """Return the log-probabilities of every token, float32 `[len(rows), vocab]`, at up to `READ_ROWS` rows."""
-        values, fine = jax.device_get(self._read_vocabulary(self._params, self._pick(hidden, rows)))
-        bad += not_finite(rows, fine)
-        found: np.ndarray = values[: len(rows)]
-        return found
-
-    def class_logits(self, hidden: jax.Array, rows: Seq[int], bad: list[int]) -> np.ndarray:
-        """Return a classifier's logits at `rows`, float32 `[len(rows), num_labels]`.
+    def class_logits(self, hidden: jax.Array, rows: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return a classifier's logits, one float32 `[num_labels]` per row.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
-            bad: list to which the rows are added whose logits are not finite.
         """
-        found = []
-        for first in range(0, len(rows), READ_ROWS):
-            block = rows[first : first + READ_ROWS]
-            found.append(np.asarray(self._classify(self._params, self._pick(hidden, block)))[: len(block)])
-        logits = np.concatenate(found)
-        bad += not_finite(rows, np.isfinite(logits).all(-1))
-        return logits
+        logits = np.concatenate([values for _, values in self._by_block(self._classify, hidden, rows)])
+        return [*logits], np.isfinite(logits).all(-1)
 
-    def token_logprobs(self, hidden: jax.Array, rows: Seq[int], targets: Seq[int], bad: list[int]) -> TokenLogprobs:
+    def token_logprobs(self, hidden: jax.Array, rows: Sequence[int], targets: Sequence[int]) -> tuple[Readout, np.ndarray]:
         """Return the log-probability and rank of one target token per row, and the likeliest tokens of the row.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
             targets: token id to read from each row.
-            bad: list to which the rows are added whose logits are not finite.
         """
-        blocks = self._by_block(self._read, hidden, rows, np.asarray(targets, np.int32), bad)
-        return _to_logprobs(Readout(*map(np.concatenate, zip(*blocks, strict=True))), slice(None), self.max_logprobs)
-
-    def _by_block(
-        self,
-        program: Callable[..., tuple[T, jax.Array]],
-        hidden: jax.Array,
-        rows: Seq[int],
-        targets: np.ndarray,
-        bad: list[int],
-    ) -> list[T]:
-        """Run a program that reads rows, `READ_ROWS` at a time, and return its values; `targets` are `[rows, ...]`."""
-        found = []
-        for first in range(0, len(rows), READ_ROWS):
-            block = rows[first : first + READ_ROWS]
-            picked = self._pick(hidden, block)
-            padding = (0, len(picked) - len(block)), *[(0, 0)] * (targets.ndim - 1)
-            values, fine = jax.device_get(program(self._params, picked, np.pad(targets[first : first + len(block)], padding)))
-            bad += not_finite(block, fine)
-            found.append(jax.tree.map(itemgetter(slice(len(block))), values))
+        blocks = self._by_block(self._read, hidden, rows, np.asarray(targets, np.int32))
+        found: tuple[Readout, np.ndarray] = jax.tree.map(
+            lambda *parts: np.concatenate(parts), *(values for _, values in blocks)
+        )
         return found
 
-    def _pick(self, hidden: jax.Array, rows: Seq[int], sizes: Seq[int] | None = None) -> jax.Array:
+    def _by_block(
+        self, program: Callable[..., Any], hidden: jax.Array, rows: Sequence[int], targets: np.ndarray | None = None
+    ) -> Iterator[tuple[slice, Any]]:
+        """Run a program that reads rows, `READ_ROWS` at a time. Yield the places of a block in `rows`, and its values.
+
+        Args:
+            program: program that takes the parameters, picked hidden states and, if given, targets.
+            hidden: float32 `[T, hidden]` hidden states of the step.
+            rows: rows to read from.
+            targets: token ids `[rows, ...]`, or None.
+        """
+        for first in range(0, len(rows), READ_ROWS):
+            block = slice(first, min(first + READ_ROWS, len(rows)))
+            size, picked = block.stop - first, self._pick(hidden, rows[block])
+            inputs = []
+            if targets is not None:
+                inputs = [np.pad(targets[block], ((0, len(picked) - size), *[(0, 0)] * (targets.ndim - 1)))]
+            yield block, jax.tree.map(itemgetter(slice(size)), jax.device_get(program(self._params, picked, *inputs)))
+
+    def _pick(self, hidden: jax.Array, rows: Sequence[int], sizes: Sequence[int] | None = None) -> jax.Array:
         """Return the hidden states of up to `READ_ROWS` rows, padded to a bucket, so that readers compile once per bucket."""
         padded = np.zeros(bucket_for(len(rows), sizes or self._read_sizes), np.int32)
         padded[: len(rows)] = rows
@@ -452,17 +374,3 @@ class Runner:
     def _trace_classify(self, params: Params, hidden: jax.Array) -> jax.Array:
         self.compiles["classify"] += 1
         return self._model(params).logits(hidden)
-
-
-def _to_logprobs(values: Readout, rows: slice, num_top: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        target=np.asarray(values.target[rows]),
-        rank=np.asarray(values.rank[rows]),
-        top_ids=np.asarray(values.top_ids[rows, :num_top]),
-        top=np.asarray(values.top[rows, :num_top]),
-    )
-
-
-def not_finite(rows: Seq[int], finite: np.ndarray) -> list[int]:
-    """Return the rows whose flag in `finite` is False; flags of padding may follow."""
-    return [row for row, fine in zip(rows, finite.tolist(), strict=False) if not fine]

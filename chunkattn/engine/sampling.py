@@ -1,16 +1,17 @@
-"""Functions that choose tokens and read log-probabilities on the device, for a block of rows at a time."""
+"""Sampling of a block of rows: its parameters, made on the host, and the functions that choose tokens on the device."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import StepArray
-from chunkattn.engine.buckets import buckets
+from chunkattn.engine.request import Sample
+from chunkattn.engine.step import SampleRow, bucket_for, buckets
 from chunkattn.models.linear import sums
 
 READ_ROWS = 64
@@ -19,10 +20,13 @@ ROW_BUCKETS = (1, 16, READ_ROWS)
 """Sizes to which a block of sampled rows is padded. On CPUs, the head of a large vocabulary takes long for every row."""
 READ_BUCKETS = ROW_BUCKETS[1:]
 """Sizes to which other blocks are padded: without 1, for fewer programs."""
+LOWEST_TEMPERATURE = 0.01
+"""Minimum of temperatures above 0, as in vLLM: dividing by less loses the precision of the logits."""
 _LEAST_EDITS = 64
 _ARGMAX_BLOCK = 128
 _WHOLE = 1 << 30
 """Number that stands for the probability 1."""
+_NO_IDS = np.zeros(0, np.int64)
 
 
 class Edits(NamedTuple):
@@ -116,6 +120,104 @@ def empty_edits(size: int, width: int, vocab_size: int) -> Edits:
         *np.ones((1, size, 1), np.float32),
         *np.zeros((2, size, 1), np.float32),
     )
+
+
+def sampling_blocks(
+    rows: list[SampleRow], vocab_size: int, sizes: tuple[int, ...]
+) -> list[tuple[list[SampleRow], SampleInput | None, Edits | None]]:
+    """Return the rows to sample from in blocks of up to `READ_ROWS`, each with its parameters and edits.
+
+    Edits of many tokens take long: call this after the step has been dispatched.
+
+    Args:
+        rows: rows of a step to sample from.
+        vocab_size: number of token ids.
+        sizes: sizes to which parameters and edits are padded.
+    """
+    blocks = [rows[first : first + READ_ROWS] for first in range(0, len(rows), READ_ROWS)]
+    padded = [(block, bucket_for(len(block), sizes)) for block in blocks]
+    return [(block, sample_input(block, size, vocab_size), edit_input(block, size, vocab_size)) for block, size in padded]
+
+
+def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleInput | None:
+    """Return the sampling parameters of a block, padded to `size` rows; None if every row takes its likeliest token.
+
+    Args:
+        block: rows to sample from.
+        size: one of `Runner.row_sizes`.
+        vocab_size: number of token ids.
+    """
+    params = [sample.params for _, sample, _ in block]
+    if all(p.greedy for p in params):
+        return None
+
+    def column(values: list[Any], dtype: type, fill: float) -> np.ndarray:
+        return np.asarray(values + [fill] * (size - len(values)), dtype)
+
+    seeds = [sample.request.seed for _, sample, _ in block]
+    folds = [(number, len(sample.output_ids)) for _, sample, number in block]
+    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 and not p.greedy else vocab_size for p in params]
+    return SampleInput(
+        column([p.temperature and max(p.temperature, LOWEST_TEMPERATURE) for p in params], np.float32, 0.0),
+        _padded([(s >> 32, s & 0xFFFFFFFF) for s in seeds], size, np.uint32),
+        _padded(folds, size, np.int32),
+        column(top_k, np.int32, vocab_size),
+        column([1.0 if p.greedy else p.top_p for p in params], np.float32, 1.0),
+        column([0.0 if p.greedy else p.min_p for p in params], np.float32, 0.0),
+    )
+
+
+def _padded(rows: list[tuple[int, int]], size: int, dtype: type) -> np.ndarray:
+    return np.asarray(rows + [(0, 0)] * (size - len(rows)), dtype)
+
+
+def edit_input(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
+    """Return the changes of logits of a block, padded to `size` rows; None if no row changes a logit.
+
+    Args:
+        block: rows to sample from.
+        size: one of `Runner.row_sizes`.
+        vocab_size: number of token ids.
+    """
+    per_row = [_edited_ids(sample) for _, sample, _ in block]
+    longest = max(map(len, per_row))
+    if not longest:
+        return None
+    edits = empty_edits(size, bucket_for(longest, edit_widths(vocab_size)), vocab_size)
+    for i, ((_, sample, _), ids) in enumerate(zip(block, per_row, strict=True)):
+        params, output = sample.params, np.asarray(sample.output_ids, np.int64)
+        edits.repetition[i] = params.repetition_penalty
+        edits.presence[i], edits.frequency[i] = params.presence_penalty, params.frequency_penalty
+        places = slice(0, len(ids))
+        edits.ids[i, places] = ids
+        # If a penalty needs the output ids, all of them are among the edited ids.
+        edits.count[i, places] = np.bincount(np.searchsorted(ids, output[np.isin(output, ids)]), minlength=len(ids))
+        edits.seen[i, places] = (edits.count[i, places] > 0) | np.isin(ids, sample.request.prompt_ids)
+        for token, bias in _biases(sample).items():
+            edits.bias[i, np.searchsorted(ids, token)] = bias
+    return edits
+
+
+def _biases(sample: Sample) -> dict[int, float]:
+    """Return the bias of each token id that is biased for a sample's next token; -inf bans the token."""
+    params = sample.params
+    if len(sample.output_ids) >= params.min_tokens:
+        return dict(params.logit_bias)
+    ends = (*sample.request.eos_token_ids, *params.stop_token_ids)
+    return dict(params.logit_bias) | dict.fromkeys(ends, -np.inf)
+
+
+def _edited_ids(sample: Sample) -> np.ndarray:
+    """Return the ascending distinct token ids whose logits change for a sample's next token."""
+    params = sample.params
+    parts: list[np.ndarray | list[int]] = [[*_biases(sample)]]
+    if params.repetition_penalty != 1:
+        parts.append(sample.request.prompt_ids)
+    if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
+        parts.append(sample.output_ids)
+    elif not parts[0]:  # fast path, since most rows have no edits
+        return _NO_IDS
+    return np.unique(np.concatenate([np.asarray(p, np.int64) for p in parts]))
 
 
 def finite_rows(values: jax.Array) -> jax.Array:

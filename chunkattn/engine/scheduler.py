@@ -2,7 +2,7 @@
 
 Running decodes come first, one token each. Prefill spans of any size then fill the token budget. Half of the budget goes
 to the first request in order of priority and arrival, so that every request gets its turn. The other half goes to the
-sequences with the fewest tokens left, so that short prompts do not wait for long prompts.
+samples with the fewest tokens left, so that short prompts do not wait for long prompts.
 
 A request is admitted when the pages of its prompt are available. Pages for its generated tokens are taken one by one. When
 no page is left, the scheduler preempts the last request in order, which is recomputed later. Its computed blocks stay cached
@@ -14,37 +14,22 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 from chunkattn.cache.trie import BlockTrie
-from chunkattn.engine.buckets import buckets, trimmed
 from chunkattn.engine.placement import Placement
-from chunkattn.engine.request import Part, Request, Sequence
+from chunkattn.engine.request import Part, Request, Sample
+from chunkattn.engine.step import Span, buckets, trimmed
 
 _LEAST_ROWS = 128
 """Minimum rows of a step that computes prompts beside decodes: fewer save little time, as all weights are read anyway."""
 SMALLEST_STEP = 8
 """Rows of the smallest step, unless the attention backend has a smaller one."""
 EXTRA_SPANS = 32
-"""Spans that a step has room for beyond one per sequence, since cached parts split the tokens of a sequence."""
+"""Spans that a step has room for beyond one per sample, since cached parts split the tokens of a sample."""
 
 
-class Span(NamedTuple):
-    """Tokens `start ... end - 1` of a sequence, computed in one step."""
-
-    sequence: Sequence
-    start: int
-    end: int
-
-
-class _Fill(NamedTuple):
-    """Slots `start ... end - 1` of a block, computed in one step for a sequence."""
-
-    sequence: Sequence
-    part: Part
-    number: int
-    start: int
-    end: int
+Fill = tuple[Sample, Part, int, int, int]
+"""Sample and part, number of a block in the part, and slots `start ... end - 1` of the block, computed in one step."""
 
 
 class Scheduler:
@@ -87,16 +72,16 @@ class Scheduler:
         self.uncached: list[Request] = []
         self.alone: Request | None = None
         self.preemptions = 0
-        self._fills: list[_Fill] = []  # of the step being planned
-        self._uncommitted: deque[tuple[list[Span], list[_Fill]]] = deque()  # planned steps, the oldest first
-        self._span_of: dict[Sequence, int] = {}
+        self._fills: list[Fill] = []  # of the step being planned
+        self._uncommitted: deque[tuple[list[Span], list[Fill]]] = deque()  # planned steps, the oldest first
+        self._span_of: dict[Sample, int] = {}
         self._uncached_next = False  # the requests without pages take turns with the others
         self._refused: tuple[Request, tuple[int, int]] | None = None  # request that could not be placed, and the room then
 
     @property
-    def num_sequences(self) -> int:
-        """Return the number of running sequences, including samples that running requests will fork."""
-        return sum(r.samples if r.forks else len(r.sequences) for r in self.running)
+    def num_samples(self) -> int:
+        """Return the number of running samples, including samples that running requests will fork."""
+        return sum(r.num_samples if r.forks else len(r.samples) for r in self.running)
 
     # Requests
 
@@ -105,7 +90,7 @@ class Scheduler:
         insort(self.waiting if request.backend is None else self.uncached, request, key=lambda r: r.order)
 
     def admit(self) -> Request | None:
-        """Place the first waiting request, if pages and sequences are available. No request overtakes another.
+        """Place the first waiting request, if pages and samples are available. No request overtakes another.
 
         Returns:
             The request, or None if it has to wait.
@@ -129,9 +114,9 @@ class Scheduler:
 
     @property
     def _room(self) -> tuple[int, int]:
-        """Return the available pages, less one for every sequence that may grow, and the available sequences."""
-        growing = sum(len(r.sequences) for r in self.running if r.sampling)
-        return self.trie.num_available - growing, self.max_num_seqs - self.num_sequences
+        """Return the available pages, less one for every sample that may grow, and the available samples."""
+        growing = sum(len(r.samples) for r in self.running if r.sampling)
+        return self.trie.num_available - growing, self.max_num_seqs - self.num_samples
 
     def _still_refused(self, request: Request) -> bool:
         """Return whether the request was refused before and the room has not grown: walking its blocks again is slow."""
@@ -140,8 +125,8 @@ class Scheduler:
         return all(now <= then for now, then in zip(self._room, self._refused[1], strict=True))
 
     def _place(self, request: Request) -> bool:
-        pages, sequences = self._room
-        return request.samples <= sequences and self.placement.place(request, headroom=self.trie.num_available - pages)
+        pages, samples = self._room
+        return request.num_samples <= samples and self.placement.place(request, headroom=self.trie.num_available - pages)
 
     def _make_room(self, request: Request) -> bool:
         """Preempt the last running request for a request of better priority. Return whether a request was preempted.
@@ -149,9 +134,9 @@ class Scheduler:
         Preemption happens only if all running requests of worse priority together would make enough room.
         """
         worse = [r for r in self.running if r.priority > request.priority]
-        held = {block for r in worse for s in r.sequences for block in s.held if block.page >= 0}
-        pages, sequences = self._room
-        if not worse or request.samples > sequences + sum(r.samples for r in worse):
+        held = {block for r in worse for s in r.samples for block in s.held if block.page >= 0}
+        pages, samples = self._room
+        if not worse or request.num_samples > samples + sum(r.num_samples for r in worse):
             return False
         if self.placement.missing(request) > pages + len(held) + len(worse):
             return False
@@ -174,14 +159,14 @@ class Scheduler:
         self.placement.release(request)
         self.add(request)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence and release its blocks. Its request is removed with its last sequence."""
-        request = sequence.request
-        if len(request.sequences) == 1:
+    def finish(self, sample: Sample) -> None:
+        """Remove a sample and release its blocks. Its request is removed with its last sample."""
+        request = sample.request
+        if len(request.samples) == 1:
             self.remove(request)
         else:
-            self.placement.release_sequence(sequence)
-        request.sequences.remove(sequence)
+            self.placement.release_sample(sample)
+        request.samples.remove(sample)
 
     def remove(self, request: Request) -> None:
         """Remove a request from every queue and release its blocks."""
@@ -207,7 +192,7 @@ class Scheduler:
     # Steps
 
     def plan(self, beside_decodes: Callable[[], int] | None = None) -> list[Span]:
-        """Return the spans of the next step, ascending within a sequence; empty if there is nothing to compute.
+        """Return the spans of the next step, ascending within a sample; empty if there is nothing to compute.
 
         A request of `uncached` takes every second step, or every step if there is nothing else. Steps that are not committed
         yet count as computed.
@@ -216,7 +201,7 @@ class Scheduler:
             beside_decodes: returns the row limit of a step with decodes and prompts; called only for such a step.
         """
         self._fills, self._span_of = [], {}
-        whole = [Span(r.sequences[0], 0, len(r.layout)) for r in self.uncached[:1] if self.alone is None]
+        whole = [Span(r.samples[0], 0, len(r.layout)) for r in self.uncached[:1] if self.alone is None]
         spans = [] if whole and self._uncached_next else self._plan_paged(beside_decodes)
         self._uncached_next = bool(spans)
         spans = spans or whole
@@ -228,31 +213,31 @@ class Scheduler:
         spans: list[Span] = []
         left = self._tokens_left()
         decoding = [s for s, count in left.items() if count == 1]
-        for sequence in decoding:
-            self._grow(sequence)
-        decoding = [s for s in decoding if s.parts]  # drops preempted sequences
+        for sample in decoding:
+            self._grow(sample)
+        decoding = [s for s in decoding if s.parts]  # drops preempted samples
         filling = [s for s, count in left.items() if count > 1 and s.parts]
         tokens = len(decoding) + sum(left[s] for s in filling)
         budget = min(trimmed(tokens, self.token_buckets), self.max_num_batched_tokens)
         if beside_decodes is not None and filling and any(s.output_ids for s in decoding):
             most = max(beside_decodes(), _LEAST_ROWS, 2 * len(decoding))
             budget = min(budget, max(size for size in self.token_buckets if size <= max(most, self.token_buckets[0])))
-        for sequence in decoding:
-            budget -= self._advance(sequence, 1, spans)
-        for sequence, limit in self._prefill_turns(filling, left, budget):
-            budget -= self._advance(sequence, min(limit, budget), spans)
+        for sample in decoding:
+            budget -= self._advance(sample, 1, spans)
+        for sample, limit in self._prefill_turns(filling, left, budget):
+            budget -= self._advance(sample, min(limit, budget), spans)
         return spans
 
-    def _tokens_left(self) -> dict[Sequence, int]:
-        """Return the number of tokens that every running sequence has still to plan."""
-        planned: dict[Sequence, int] = {}
+    def _tokens_left(self) -> dict[Sample, int]:
+        """Return the number of tokens that every running sample has still to plan."""
+        planned: dict[Sample, int] = {}
         for spans, _ in self._uncommitted:
-            for sequence, start, end in spans:
-                planned[sequence] = planned.get(sequence, 0) + end - start
-        return {s: s.num_tokens - s.num_computed - planned.get(s, 0) for r in self.running for s in r.sequences}
+            for sample, start, end in spans:
+                planned[sample] = planned.get(sample, 0) + end - start
+        return {s: s.num_tokens - s.num_computed - planned.get(s, 0) for r in self.running for s in r.samples}
 
-    def _prefill_turns(self, filling: list[Sequence], left: dict[Sequence, int], budget: int) -> Iterator[tuple[Sequence, int]]:
-        """Yield sequences, each with the number of prompt tokens it may compute, in turn; the caller stops at the budget."""
+    def _prefill_turns(self, filling: list[Sample], left: dict[Sample, int], budget: int) -> Iterator[tuple[Sample, int]]:
+        """Yield samples, each with the number of prompt tokens it may compute, in turn; the caller stops at the budget."""
         if self.threshold is not None:
             yield from ((s, self.threshold) for s in filling)
         elif filling:
@@ -260,43 +245,43 @@ class Scheduler:
             yield from ((s, budget) for s in sorted(filling[1:], key=lambda s: (s.request.priority, left[s])))
         yield from ((s, budget) for s in filling)
 
-    def _grow(self, sequence: Sequence) -> None:
-        """Find a page for the sequence's next token. Preempt the last request until a page is free, even the sequence's own."""
-        while sequence.parts and not self.placement.grow(sequence):
+    def _grow(self, sample: Sample) -> None:
+        """Find a page for the sample's next token. Preempt the last request until a page is free, even the sample's own."""
+        while sample.parts and not self.placement.grow(sample):
             self.preempt(self.running[-1])
 
-    def _advance(self, sequence: Sequence, room: int, spans: list[Span]) -> int:
-        """Plan up to `room` of a sequence's next tokens. Return how many were planned.
+    def _advance(self, sample: Sample, room: int, spans: list[Span]) -> int:
+        """Plan up to `room` of a sample's next tokens. Return how many were planned.
 
         Tokens are planned in order, so that all slots before a token are filled when the token runs. Tokens of a shared block
-        that another sequence has planned count as filled: all rows of a step write before any of them reads.
+        that another sample has planned count as filled: all rows of a step write before any of them reads.
         """
         taken = 0
-        for part in sequence.parts[sequence.current :]:
+        for part in sample.parts[sample.current :]:
             if part.complete:
                 continue
             for index in range(part.cursor, len(part.blocks)):
                 block, first = part.blocks[index], part.start + index * self.block_size
-                known = min(block.size, sequence.num_tokens - first)
+                known = min(block.size, sample.num_tokens - first)
                 take = min(known - block.planned, room - taken)
                 if take > 0:
-                    if not self._emit(spans, sequence, first + block.planned, take):
+                    if not self._emit(spans, sample, first + block.planned, take):
                         return taken
-                    self._fills.append(_Fill(sequence, part, index, block.planned, block.planned + take))
+                    self._fills.append((sample, part, index, block.planned, block.planned + take))
                     block.planned += take
                     taken += take
                 if block.planned < known:
                     return taken
         return taken
 
-    def _emit(self, spans: list[Span], sequence: Sequence, start: int, count: int) -> bool:
-        """Add tokens to the sequence's last span if they adjoin, else as a new span. Return False if no span is left."""
-        last = self._span_of.get(sequence, -1)
+    def _emit(self, spans: list[Span], sample: Sample, start: int, count: int) -> bool:
+        """Add tokens to the sample's last span if they adjoin, else as a new span. Return False if no span is left."""
+        last = self._span_of.get(sample, -1)
         if last >= 0 and spans[last].end == start:
-            spans[last] = Span(sequence, spans[last].start, start + count)
+            spans[last] = Span(sample, spans[last].start, start + count)
         elif len(spans) < self.max_spans:
-            self._span_of[sequence] = len(spans)
-            spans.append(Span(sequence, start, start + count))
+            self._span_of[sample] = len(spans)
+            spans.append(Span(sample, start, start + count))
         else:
             return False
         return True
@@ -312,22 +297,22 @@ class Scheduler:
         """
         complete = True
         spans, fills = self._uncommitted.popleft()
-        for sequence, start, end in spans:
-            if not sequence.output_ids:
-                sequence.request.computed[start : min(end, sequence.request.finite_end)] = True
-        for sequence, part, number, start, end in fills:
+        for sample, start, end in spans:
+            if not sample.output_ids:
+                sample.request.computed[start : min(end, sample.request.finite_end)] = True
+        for sample, part, number, start, end in fills:
             block, last = part.blocks[number], part.start + number * self.block_size + end
             before = part.blocks[number - 1 : number] if number else part.parents
             ready = block.filled == start and all(p is not None and p.complete for p in before)
-            if not ready or last > sequence.request.finite_end:
+            if not ready or last > sample.request.finite_end:
                 block.planned, complete = block.filled, False
                 continue
             block.filled, block.planned = end, max(block.planned, end)
-            if block.complete and block.key is None and sequence.parts and part is sequence.parts[-1]:
-                self.placement.publish(sequence, part, number)
+            if block.complete and block.key is None and sample.parts and part is sample.parts[-1]:
+                self.placement.publish(sample, part, number)
         return complete
 
     def check(self) -> None:
         """Assert that every page and block is accounted for (see `BlockTrie.check`)."""
         held = [*self.running, *self.pinned]
-        self.trie.check([*(s.held for r in held for s in r.sequences), *(r.spares for r in held)])
+        self.trie.check([*(s.held for r in held for s in r.samples), *(r.spares for r in held)])

@@ -10,10 +10,10 @@ from functools import partial
 
 import jax
 
-from chunkattn.engine.batch import BatchBuilder
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.runner import Program, Runner
 from chunkattn.engine.scheduler import SMALLEST_STEP
+from chunkattn.engine.step import StepBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class WarmUp:
 
     Args:
         runner: runner whose programs are compiled.
-        batches: builder of the step variants.
+        builder: builder of the step variants.
         meter: meter that is given one timed step of every token bucket.
         with_store: whether to compile the programs that copy pages to and from a KV store.
 
@@ -36,8 +36,8 @@ class WarmUp:
         first: number of parts that a server does before it is ready: the programs of a greedy answer to a short prompt.
     """
 
-    def __init__(self, runner: Runner, batches: BatchBuilder, meter: RateMeter, *, with_store: bool) -> None:
-        self._runner, self._batches, self._meter, self._with_store = runner, batches, meter, with_store
+    def __init__(self, runner: Runner, builder: StepBuilder, meter: RateMeter, *, with_store: bool) -> None:
+        self._runner, self._builder, self._meter, self._with_store = runner, builder, meter, with_store
         self._parts = deque(self._plan())
         self.total = len(self._parts)
         self.done, self._seconds, self._compiled = 0, 0.0, -1
@@ -91,8 +91,8 @@ class WarmUp:
 
     def _plan(self) -> list[Program]:
         """Return the parts, the likeliest first. Timing is a part of its own, so that a request waits less."""
-        width, *wider = self._batches.width_buckets
-        sizes = self._batches.token_buckets
+        width, *wider = self._builder.width_buckets
+        sizes = self._builder.token_buckets
         short = next(size for size in sizes if size >= SMALLEST_STEP)
         decodes, others = [size for size in sizes if size < short], [size for size in sizes if size > short]
         steps = {rows: [partial(self._first_step, rows, width), partial(self._timed_step, rows, width)] for rows in sizes}
@@ -104,12 +104,12 @@ class WarmUp:
         parts += [part for rows in others[:-1] for part in steps[rows]]
         parts += [part for size in self._runner.row_sizes[1:] for part in self._runner.readouts(size)]
         parts += self._runner.pool.copies()
-        parts += [partial(self._step, rows, width) for width in wider for rows in self._batches.token_buckets]
+        parts += [partial(self._step, rows, width) for width in wider for rows in self._builder.token_buckets]
         return parts + (self._runner.pool.transfers() if self._with_store else [])
 
     def _step(self, rows: int, width: int) -> jax.Array:
         """Run a step of padding rows, and return its hidden states."""
-        return self._runner.forward(self._batches.empty(rows, width)).hidden
+        return self._runner.forward(self._builder.empty(rows, width))[0]
 
     def _first_step(self, rows: int, width: int) -> None:
         """Compile a step and the programs that pick its rows, which do not depend on the width."""

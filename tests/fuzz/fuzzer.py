@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TypeVar
 from unittest.mock import patch
 
+import jax
 import numpy as np
 
 from chunkattn import SamplingParams
-from chunkattn.engine.batch import StepBatch, StepPlan
-from chunkattn.engine.runner import StepStates
-from chunkattn.engine.scheduler import Span
+from chunkattn.engine.step import Span, Step, StepArrays
 from tests.fuzz.alone import Alone
 from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Precompute, Score
 from tests.fuzz.ledger import Ledger
@@ -209,36 +208,36 @@ class Fuzzer:
     def _damage(self) -> None:
         """Have a step compute one row from a wrong token, and find that row not finite."""
         core, damaged = self.session.core, list[int]()
-        build, forward = core.batches.build, core.runner.forward
+        build, forward = core.builder.build, core.runner.forward
 
-        def build_wrongly(spans: list[Span]) -> StepPlan:
-            plan = build(spans)
-            row = int(self.rng.integers(plan.batch.num_rows))
-            plan.batch.token_ids[row] = (plan.batch.token_ids[row] + 1) % WORDS
-            self.session.damaged |= {s.sequence.request.request_id for s, rows in plan.rows() if rows.start <= row < rows.stop}
+        def build_wrongly(spans: list[Span]) -> Step:
+            step = build(spans)
+            row, token_ids = int(self.rng.integers(step.num_rows)), step.arrays.token_ids
+            token_ids[row] = (token_ids[row] + 1) % WORDS
+            self.session.damaged |= {s.sample.request.request_id for s, rows in step.rows() if rows.start <= row < rows.stop}
             damaged.append(row)
-            return plan
+            return step
 
-        def forward_and_find(batch: StepBatch) -> StepStates:
-            states = forward(batch)
-            return StepStates(states.hidden, states.finite.at[np.asarray(damaged)].set(False))
+        def forward_and_find(arrays: StepArrays) -> tuple[jax.Array, jax.Array]:
+            hidden, finite = forward(arrays)
+            return hidden, finite.at[np.asarray(damaged)].set(False)
 
-        patches = patch.object(core.batches, "build", build_wrongly), patch.object(core.runner, "forward", forward_and_find)
+        patches = patch.object(core.builder, "build", build_wrongly), patch.object(core.runner, "forward", forward_and_find)
         with patches[0], patches[1]:
             self.session.step()
         self.counts["damaged"] += len(damaged)
 
     def _poison(self) -> None:
         """Have every step raise that computes requests of one call."""
-        batches, victim = self.session.core.batches, self._some(self.session.in_flight)
-        original = type(batches).build
+        builder, victim = self.session.core.builder, self._some(self.session.in_flight)
+        original = type(builder).build
 
-        def build(spans: list[Span]) -> StepPlan:
-            if any(span.sequence.request.request_id in victim.open for span in spans):
+        def build(spans: list[Span]) -> Step:
+            if any(span.sample.request.request_id in victim.open for span in spans):
                 raise RuntimeError("injected")
-            return original(batches, spans)
+            return original(builder, spans)
 
-        batches.build = build
+        builder.build = build
 
     def _stall(self) -> None:
         """Have the disk stall for a few steps."""

@@ -16,22 +16,22 @@ from chunkattn.calls.algorithms import QueryItems
 from chunkattn.calls.result_cache import item_keys
 from chunkattn.engine import disk_tier
 from chunkattn.engine.placement import Placement
-from chunkattn.engine.request import Part, Request, Sequence
+from chunkattn.engine.request import Part, Request, Sample
 
 
 def _scoring() -> Any:
     """Blocks of packed items enter the trie, though positions begin anew with every item and items are isolated."""
     original = Placement.publish
 
-    def publish(self: Placement, sequence: Sequence, part: Part, index: int) -> None:
-        request, block = sequence.request, part.blocks[index]
+    def publish(self: Placement, sample: Sample, part: Part, index: int) -> None:
+        request, block = sample.request, part.blocks[index]
         if request.score is None or not request.shares:
-            original(self, sequence, part, index)
+            original(self, sample, part, index)
             return
         above = part.parents if index == 0 else (part.blocks[index - 1],)
         if all(parent is not None and parent.key is not None for parent in above):
-            number, start = len(request.parts) - 1, part.start + index * self.block_size
-            key = self._key(sequence, number, start, block.size, above)
+            number, start = len(request.segments) - 1, part.start + index * self.block_size
+            key = self._key(sample, number, start, block.size, above)
             if key not in above[0].children:
                 self.trie.link(block, above, key)
 
@@ -42,8 +42,8 @@ def _position() -> Any:
     """A block's key lacks its position."""
     original = Request.key_of
 
-    def key_of(self: Request, sequence: Sequence, start: int, width: int) -> tuple[int, bytes]:
-        return 0, original(self, sequence, start, width)[1]
+    def key_of(self: Request, sample: Sample, start: int, width: int) -> tuple[int, bytes]:
+        return 0, original(self, sample, start, width)[1]
 
     return patch.object(Request, "key_of", key_of)
 

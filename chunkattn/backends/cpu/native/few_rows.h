@@ -1,5 +1,5 @@
 // Products of a few rows with a weight as checkpoints have it, [out, in]. They take as long as the weight takes to arrive from
-// memory, so it is read once and packed in registers only. Compiled once per instruction set.
+// memory, so it is read once, and packed in registers or not at all. Compiled once per instruction set.
 //
 // Every output is a sum over the depth, in the order of XLA's own product, so that a row has the same bits beside few rows and
 // beside many. The depth is cut into blocks, whose sums are added in order. A block adds pairs in ascending order, of each the
@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "arena.h"
 #include "products.h"
 
 namespace chunkattn {
@@ -50,6 +51,61 @@ template <int ROWS> inline int some_rows(const FewRows &given, int row, int outp
   return row + ROWS;
 }
 
+// The pairs of the LANES rows from `row` on, side by side: [in / 2][LANES], zeros after the last row.
+template <int LANES> inline void pack_rows(const FewRows &given, int row, uint32_t *to) {
+  const uint16_t *x = given.x + int64_t(row) * given.in;
+  for (int k = 0; k < given.in; k += 32, to += 16 * LANES) {
+    __m512i lines[16];
+    for (int r = 0; r < 16; r++)
+      lines[r] = r < std::min(LANES, given.rows - row) ? _mm512_loadu_si512(x + int64_t(r) * given.in + k) : _mm512_setzero_si512();
+    transpose(lines);
+    for (int i = 0; i < 16; i++)
+      if constexpr (LANES == 16)
+        _mm512_store_si512(to + i * LANES, lines[i]);
+      else
+        _mm256_store_si256(reinterpret_cast<__m256i *>(to + i * LANES), _mm512_castsi512_si256(lines[i]));
+  }
+}
+
+inline __m512 add_pair(__m512 sum, __m512i rows, int32_t pair) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)rows);
+}
+inline __m256 add_pair(__m256 sum, __m256i rows, int32_t pair) {
+  return _mm256_dpbf16_ps(sum, (__m256bh)_mm256_set1_epi32(pair), (__m256bh)rows);
+}
+
+// Outputs [output, output + 16) of the LANES rows from `row` on, which have a lane each: the weight needs no packing.
+template <int LANES> inline void rows_in_lanes(const FewRows &given, const uint32_t *rows, int row, int output, int64_t ahead) {
+  using Sum = std::conditional_t<LANES == 16, __m512, __m256>;
+  using Pairs = std::conditional_t<LANES == 16, __m512i, __m256i>;
+  const uint16_t *w = given.weight + int64_t(output) * given.in;
+  const char *next = reinterpret_cast<const char *>(w) + ahead;
+  for (int begin = 0; begin < given.in; begin += given.block) {
+    Sum sums[16] = {};
+    for (int k = begin; k < std::min(begin + given.block, given.in); k += 32) {
+      if (ahead)
+        for (int i = 0; i < 16; i++, next += kLine) _mm_prefetch(next, _MM_HINT_T1);
+      for (int pair = k; pair < k + 32; pair += 2) {
+        const Pairs right = read<Pairs>(rows + int64_t(pair) / 2 * LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) sums[i] = add_pair(sums[i], right, read<int32_t>(w + int64_t(i) * given.in + pair));
+      }
+    }
+    __m512i lines[16];
+    for (int i = 0; i < 16; i++)
+      if constexpr (LANES == 16)
+        lines[i] = _mm512_castps_si512(sums[i]);
+      else
+        lines[i] = _mm512_castps_si512(_mm512_castps256_ps512(sums[i]));
+    transpose(lines);
+    for (int r = 0; r < std::min(LANES, given.rows - row); r++) {
+      float *to = given.out + int64_t(row + r) * given.outputs + output;
+      const __m512 sum = _mm512_castsi512_ps(lines[r]);
+      _mm512_storeu_ps(to, begin ? _mm512_loadu_ps(to) + sum : sum);
+    }
+  }
+}
+
 // Outputs [output, last), fewer than 16, of one row.
 inline void rest(const FewRows &given, int row, int output, int last) {
   const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
@@ -70,22 +126,33 @@ inline void rest(const FewRows &given, int row, int output, int last) {
   _mm512_mask_storeu_ps(given.out + int64_t(row) * given.outputs + output, used, total);
 }
 
+// Outputs [output, output + 16) of few rows, of which the weight is packed for as many as fit the registers.
+inline void by_packed_weight(const FewRows &given, int output, int64_t ahead) {
+  for (int row = 0; row < given.rows; ahead = 0) {
+    const int left = given.rows - row;
+    row = left >= 4   ? some_rows<4>(given, row, output, ahead)
+          : left >= 2 ? some_rows<2>(given, row, output, ahead)
+                      : some_rows<1>(given, row, output, ahead);
+  }
+}
+
 void multiply(const FewRows &given, int first, int last) {
   const int64_t piece = int64_t(16) * given.in * 2;
   const char *begin = reinterpret_cast<const char *>(given.weight + int64_t(first) * given.in);
   if (last - first >= 16)
     for (int64_t at = 0; at < piece; at += kLine) _mm_prefetch(begin + at, _MM_HINT_T1);
+  const int lanes = given.rows > 8 ? 16 : given.rows > 4 ? 8 : 0, packed = given.in / 2 * lanes;
+  const int packs = lanes ? (given.rows + lanes - 1) / lanes : 0;
+  Arena arena(Arena::bytes<uint32_t>(size_t(packed) * packs));
+  uint32_t *rows = arena.take<uint32_t>(size_t(packed) * packs);
+  for (int i = 0; i < packs; i++) (lanes == 16 ? pack_rows<16> : pack_rows<8>)(given, i * lanes, rows + size_t(i) * packed);
   int output = first;
-  for (; output + 16 <= last; output += 16)
-    for (int row = 0; row < given.rows;) {
-      const int left = given.rows - row;
-      const int64_t ahead = row == 0 && output + 32 <= last ? piece : 0;
-      row = left >= 16  ? some_rows<16>(given, row, output, ahead)
-            : left >= 8 ? some_rows<8>(given, row, output, ahead)
-            : left >= 4 ? some_rows<4>(given, row, output, ahead)
-            : left >= 2 ? some_rows<2>(given, row, output, ahead)
-                        : some_rows<1>(given, row, output, ahead);
-    }
+  for (; output + 16 <= last; output += 16) {
+    int64_t ahead = output + 32 <= last ? piece : 0;
+    if (!lanes) by_packed_weight(given, output, ahead);
+    for (int i = 0; i < packs; i++, ahead = 0)
+      (lanes == 16 ? rows_in_lanes<16> : rows_in_lanes<8>)(given, rows + size_t(i) * packed, i * lanes, output, ahead);
+  }
   for (int row = 0; row < given.rows && output < last; row++) rest(given, row, output, last);
 }
 #else

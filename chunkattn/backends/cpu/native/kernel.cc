@@ -6,8 +6,8 @@
 #include <climits>
 #include <cmath>
 #include <type_traits>
-#include <vector>
 
+#include "arena.h"
 #include "few_lines.h"
 #include "few_rows.h"
 #include "products.h"
@@ -34,25 +34,6 @@ template <class Found> inline void each_valid(const Step &step, const Portion &p
 inline float log2_factor(const Step &step, const Portion &portion) {
   return step.scale * kLog2E / (portion.chunks ? step.temperature[step.row_seq[portion.row]] : 1.f);
 }
-
-// Memory of a thread, handed out in pieces aligned to cache lines.
-class Arena {
- public:
-  explicit Arena(size_t bytes) {
-    thread_local std::vector<char> memory;
-    if (memory.size() < bytes + 64) memory.resize(bytes + 64);
-    next_ = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
-  }
-  template <class T> T *take(size_t count) {
-    T *piece = reinterpret_cast<T *>(next_);
-    next_ += bytes<T>(count);
-    return piece;
-  }
-  template <class T> static size_t bytes(size_t count) { return (count * sizeof(T) + 63) / 64 * 64; }
-
- private:
-  char *next_;
-};
 
 // Adds the scores of a tile to a line's running softmax, and replaces them by weights.
 template <bool FULL, class E> inline void weigh(const float *scores, E *weights, int padded, const Ints *visible, float factor,

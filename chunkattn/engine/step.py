@@ -1,0 +1,263 @@
+"""`Step`: what one step computes, reads and for whom; its builder; and the few array sizes that steps are padded to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatch, Metadata, Weighing
+from chunkattn.engine.rates import tile_area
+from chunkattn.engine.request import Request, Sample
+
+TRIM_FROM = 512
+"""Rows below which `trimmed` leaves a step alone: smaller steps all take about as long as reading the weights."""
+
+
+def buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
+    """Return array sizes from `smallest` by `factor` up to exactly `largest`.
+
+    >>> buckets(8, 100, 4)
+    (8, 32, 100)
+    """
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= factor
+    return (*sizes, largest)
+
+
+def bucket_for(size: int, sizes: Sequence[int]) -> int:
+    """Return the smallest bucket that holds `size`."""
+    return next(s for s in sizes if s >= size)
+
+
+def trimmed(tokens: int, sizes: Sequence[int]) -> int:
+    """Return how many of `tokens` a step should compute: a bucket less than three quarters full is mostly padding.
+
+    Args:
+        tokens: number of tokens that can run in the step.
+        sizes: buckets, ascending.
+
+    >>> trimmed(1100, (512, 1024, 2048)), trimmed(1600, (512, 1024, 2048))
+    (1024, 1600)
+    """
+    tokens = min(tokens, sizes[-1])
+    size = bucket_for(tokens, sizes)
+    smaller = max((s for s in sizes if s < size), default=0)
+    return smaller if smaller >= TRIM_FROM and 4 * tokens < 3 * size else tokens
+
+
+class Span(NamedTuple):
+    """Tokens `start ... end - 1` of a sample, computed in one step."""
+
+    sample: Sample
+    start: int
+    end: int
+
+
+class StepArrays(NamedTuple):
+    """Input of one step on the device: arrays and plain values.
+
+    Attributes:
+        token_ids: int32 `[T]`, padded to a bucket.
+        positions: int32 `[T]` position ids, padded to the same bucket.
+        metadata: attention backend's description of the rows.
+        backend: attention backend that the step's only request names; None for the engine's.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    metadata: Metadata
+    backend: str | None = None
+
+
+SampleRow = tuple[int, Sample, int]
+"""Row to sample from, the sample that computes the row, and the number of the sample that gets the token.
+
+Before a fork, all samples of a request get their tokens from the row of its only sample."""
+ReadRow = tuple[int, Request, int]
+"""Row to read for a request, the request, and an index.
+
+The index of a score counts the rows of its request. The index of a prompt log-probability is the predicted token's."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step: its tokens, their arrays, and the rows that are read for samples and requests.
+
+    Only `arrays` goes to the device. The other fields stay on the host.
+
+    Attributes:
+        spans: tokens that the step computes.
+        arrays: input of the step on the device.
+        num_rows: number of rows in use.
+        area: rows times slots of the tiles that attention visits.
+        samples: rows to sample from.
+        scores: rows whose labels or classes are read.
+        prompt_logprobs: rows that predict a prompt token whose log-probability is read.
+    """
+
+    spans: list[Span]
+    arrays: StepArrays
+    num_rows: int
+    area: int
+    samples: list[SampleRow]
+    scores: list[ReadRow]
+    prompt_logprobs: list[ReadRow]
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether the host waits for values of this step."""
+        return bool(self.samples or self.scores or self.prompt_logprobs)
+
+    def rows(self) -> Iterator[tuple[Span, slice]]:
+        """Yield every span with its rows."""
+        last = 0
+        for span in self.spans:
+            first, last = last, last + span.end - span.start
+            yield span, slice(first, last)
+
+    def not_finite(self, finite: np.ndarray) -> dict[Request, tuple[int, int]]:
+        """Return the requests with a row that is not finite, each with token index and token id of its first such row.
+
+        Args:
+            finite: bool `[T]`, False for rows with a value that is not finite; padding may have either.
+        """
+        found: dict[Request, tuple[int, int]] = {}
+        if finite[: self.num_rows].all():
+            return found
+        for span, rows in self.rows():
+            if not finite[rows].all():
+                offset = int(finite[rows].argmin())
+                found.setdefault(span.sample.request, (span.start + offset, int(self.arrays.token_ids[rows][offset])))
+        return found
+
+    def computed_rows(self, is_alive: Callable[[Request], bool]) -> np.ndarray:
+        """Return bool `[T]`, whether a row's token is computed, for a request that has not ended.
+
+        Args:
+            is_alive: returns whether a request has not ended.
+        """
+        computed = np.zeros(len(self.arrays.token_ids), bool)
+        for (sample, start, end), rows in self.rows():
+            if is_alive(sample.request):
+                known = end if self.arrays.backend else sample.num_computed
+                computed[rows] = np.arange(start, end) < known
+        return computed
+
+
+class StepBuilder:
+    """Builder of steps whose array sizes come from two small lists of buckets.
+
+    Attributes:
+        backends: attention backends by the name that a request gives; None names the engine's.
+        token_buckets: sizes `T` of the flat token arrays.
+        width_buckets: sizes `W` of the page tables.
+    """
+
+    def __init__(
+        self,
+        backends: Mapping[str | None, AttentionBackend],
+        *,
+        token_buckets: tuple[int, ...],
+        max_spans: int,
+        max_table_pages: int,
+        block_size: int,
+        weighs: bool = False,
+    ) -> None:
+        self.backends = backends
+        self.max_spans = max_spans
+        self.block_size = block_size
+        self.weighs = weighs
+        self.token_buckets = token_buckets
+        whole = backends[None].any_table_width
+        self.width_buckets = (max_table_pages,) if whole else buckets(32, max_table_pages, 8)
+
+    def empty(self, rows: int, width: int) -> StepArrays:
+        """Return the arrays of a step of padding rows only, which writes no page.
+
+        Args:
+            rows: one of `token_buckets`.
+            width: one of `width_buckets`.
+        """
+        token_ids, positions, attention = self._arrays(rows, width, 0)
+        return StepArrays(token_ids, positions, self.backends[None].build_metadata(attention))
+
+    def _arrays(self, rows: int, width: int, used: int) -> tuple[np.ndarray, np.ndarray, AttentionBatch]:
+        """Return the token ids, positions and attention batch of a step, all zero except the page lengths."""
+        token_ids, positions, row_seq, row_slot, row_start = np.zeros((5, rows), np.int32)
+        prefix_end, block_tables = np.zeros(self.max_spans, np.int32), np.zeros((self.max_spans, width), np.int32)
+        page_len = np.full((self.max_spans, width), self.block_size, np.int32)
+        weighing = None
+        if self.weighs:
+            weighing = Weighing(np.full(self.max_spans, NO_QUESTION, np.int32), *np.ones((2, self.max_spans), np.float32))
+        attention = AttentionBatch(
+            used, row_seq, row_slot, row_start, prefix_end, block_tables, page_len, self.block_size, weighing
+        )
+        return token_ids, positions, attention
+
+    def build(self, spans: list[Span]) -> Step:
+        """Return the step that computes `spans`. The attention backend sees every span as its own sequence.
+
+        Args:
+            spans: tokens to compute, at most `max_spans` spans, or the whole prompt of one request that names a backend.
+        """
+        total, name = sum(end - start for _, start, end in spans), spans[0].sample.request.backend
+        backend = self.backends[name]
+        if name is None:
+            sizes, width = self.token_buckets, bucket_for(max(s.sample.num_pages for s in spans), self.width_buckets)
+        else:
+            sizes, width = buckets(8, max(backend.max_rows, 8), 2), len(spans[0].sample.request.plan.page_len)
+        token_ids, positions, attention = self._arrays(bucket_for(total, sizes), width, total)
+        attention.row_seq[:total] = np.repeat(np.arange(len(spans)), [end - start for _, start, end in spans])
+        samples: list[SampleRow] = []
+        scores: list[ReadRow] = []
+        prompt_logprobs: list[ReadRow] = []
+        first = 0
+        for index, span in enumerate(spans):
+            sample, start, end = span
+            request, plan, last = sample.request, sample.request.plan, first + end - start
+            if start >= len(request.layout) and last == first + 1:  # fast path for a decode
+                later = start - len(request.layout)
+                token_ids[first] = sample.output_ids[later]
+                positions[first], attention.row_slot[first] = request.next_position + later, plan.end + later
+            else:
+                token_ids[first:last] = sample.tokens(start, end)
+                rows = sample.rows(start, end)
+                positions[first:last], attention.row_slot[first:last], attention.row_start[first:last] = rows
+            attention.block_tables[index, : sample.num_pages] = sample.pages[: sample.num_pages]
+            attention.prefix_end[index] = plan.prefix_end
+            if attention.weighing is not None and request.weighing is not None:
+                attention.weighing.question_start[index] = plan.slots[request.layout.question_start]
+                attention.weighing.temperature[index], attention.weighing.scale[index] = request.weighing
+            if plan.aligned:
+                attention.page_len[index, : len(plan.page_len)] = plan.page_len
+            if request.sampling and end == sample.num_tokens:
+                forks = request.num_samples if request.forks else 1
+                samples += [(last - 1, sample, sample.number + f) for f in range(forks)]
+            if request.score is not None:
+                scored = np.asarray(request.score.rows)
+                scores += _read_rows(span, first, scored, np.arange(len(scored)))
+            if request.logprobs_from is not None and not sample.number and not sample.output_ids:
+                predicting = request.logprob_rows
+                prompt_logprobs += _read_rows(span, first, predicting, predicting + 1)
+            first = last
+        arrays = StepArrays(token_ids, positions, backend.build_metadata(attention), name)
+        return Step(spans, arrays, total, tile_area(attention), samples, scores, prompt_logprobs)
+
+
+def _read_rows(span: Span, first: int, tokens: np.ndarray, indices: np.ndarray) -> list[ReadRow]:
+    """Return the rows of a span that are read for its request.
+
+    Args:
+        span: span of the step.
+        first: row of the span's first token.
+        tokens: int `[R]`, ascending token indices that the request reads.
+        indices: int `[R]`, the index of each (see `ReadRow`).
+    """
+    low, high = np.searchsorted(tokens, (span.start, span.end))
+    rows = first + tokens[low:high] - span.start
+    return [(row, span.sample.request, index) for row, index in zip(rows.tolist(), indices[low:high].tolist(), strict=True)]
