@@ -52,7 +52,7 @@ from chunkattn import LLM, AsyncLLM, SamplingParams
 from chunkattn.bench.geometry import GEOMETRIES, save_model
 from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed as told
-from chunkattn.engine.messages import EngineLimits
+from chunkattn.engine.limits import EngineLimits
 
 NAMES = ("Nila", "Rumi", "Siku", "Zenuso", "Lezudo", "Tunise", "Kirora", "Pegelu")
 WORDS = (*NAMES, "lives", "works", "likes", "was", "born", "in", "as", "a", "baker", "poet", "honey", "figs")

@@ -18,7 +18,8 @@ from chunkattn.calls.precompute import precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
 from chunkattn.config import SamplingParams, make_config
-from chunkattn.engine.messages import EngineLimits, Message, PrecomputeRequest
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import Message, PrecomputeRequest
 from chunkattn.errors import EngineDeadError, RequestError
 from chunkattn.fair_threads import FairThreads
 from chunkattn.models.loader import open_files
@@ -361,7 +362,7 @@ class AsyncLLM:
             RequestError: the query, items or labels are malformed. The error comes before any request is sent.
             ChunkAttnError: as `generate`.
         """
-        return await self._run(partial(score_call, self.frontend, query, items, **options), timeout)
+        return await self.run(partial(score_call, self.frontend, query, items, **options), timeout)
 
     @list_options(RerankOptions, rerank_call)
     async def rerank(
@@ -387,7 +388,7 @@ class AsyncLLM:
                 sent.
             ChunkAttnError: as `generate`.
         """
-        return await self._run(partial(rerank_call, self.frontend, query, documents, top_n, **options), timeout)
+        return await self.run(partial(rerank_call, self.frontend, query, documents, top_n, **options), timeout)
 
     # The cache
 
@@ -423,7 +424,7 @@ class AsyncLLM:
             CapacityError: `pin` is set and the documents do not all fit. No block of the call stays pinned.
             ChunkAttnError: as `generate`.
         """
-        return await self._run(
+        return await self.run(
             partial(
                 precompute_job,
                 self.frontend,
@@ -527,8 +528,12 @@ class AsyncLLM:
 
     # The engine's loop
 
-    async def _run(self, make: Callable[[], Job[T]], timeout: float | None) -> T:
+    async def run(self, make: Callable[[], Job[T]], timeout: float | None) -> T:
         """Make a job, run its stages in order and return its result. Slow CPU work runs in a thread.
+
+        Args:
+            make: makes a job with this engine's `frontend`.
+            timeout: see `generate`.
 
         Raises:
             ChunkAttnError: the job or a stage cannot be made, or as `InflightRequests.finish`.

@@ -33,6 +33,61 @@ class Segment(NamedTuple):
         return {PREFIX_ID: "prefix", QUESTION_ID: "question"}.get(self.chunk_id, f"chunk {self.chunk_id}")
 
 
+class Names(NamedTuple):
+    """Names that a caller has for the parts of a call, for errors. The defaults are those of a prompt.
+
+    Attributes:
+        prefix: argument that holds the prefix or the query.
+        chunks: argument that holds the chunks, documents or items.
+        question: argument that holds the question.
+        chunk: noun of a chunk, which its number follows.
+        listed: names of the chunks, instead of noun and number.
+    """
+
+    prefix: str = "prompt"
+    chunks: str = "prompt"
+    question: str = "prompt"
+    chunk: str = "chunk"
+    listed: Sequence[str] = ()
+
+    def of(self, number: int) -> str:
+        """Return the name of a chunk.
+
+        Args:
+            number: number of the chunk in the caller's order.
+        """
+        return self.listed[number] if self.listed else f"{self.chunk} {number}"
+
+    def part(self, layout: ChunkLayout, segment: Segment) -> str:
+        """Return the name of a part.
+
+        Args:
+            layout: layout with its chunks in the caller's order.
+            segment: part of the layout.
+        """
+        if segment.chunk_id >= 0:
+            return self.of(segment.chunk_id)
+        return "prompt" if layout.is_plain else segment.name
+
+    def param(self, segment: Segment) -> str:
+        """Return the argument that holds a part.
+
+        Args:
+            segment: part of a layout.
+        """
+        return {PREFIX_ID: self.prefix, QUESTION_ID: self.question}.get(segment.chunk_id, self.chunks)
+
+    def whole(self, layout: ChunkLayout) -> str:
+        """Return the argument that a caller shortens to make a whole prompt fit.
+
+        Args:
+            layout: layout of the prompt.
+        """
+        if layout.num_chunks:
+            return self.chunks
+        return self.question if layout.question_len else self.prefix
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkLayout:
     """Prompt of prefix, chunks and question, token by token.
@@ -116,6 +171,19 @@ class ChunkLayout:
     def chunks_share_positions(self) -> bool:
         """Return whether all chunks begin at one position id, so that their order has no meaning."""
         return len({int(self.positions[s.start]) for s in self.segments[1:-1] if s.end > s.start}) <= 1
+
+    @cached_property
+    def repeats(self) -> frozenset[int]:
+        """Return the numbers of the chunks that equal an earlier chunk at the same position. Empty chunks do not count."""
+        seen: set[tuple[int, bytes]] = set()
+        found = set()
+        for chunk, start, end in self.segments[1:-1]:
+            if start < end:
+                key = int(self.positions[start]), self.token_ids[start:end].tobytes()
+                if key in seen:
+                    found.add(chunk)
+                seen.add(key)
+        return frozenset(found)
 
     @cached_property
     def known_rows(self) -> np.ndarray:

@@ -18,14 +18,12 @@ from chunkattn.calls.rerank import rerank_call
 from chunkattn.calls.rerank_template import PLAIN
 from chunkattn.calls.score_inputs import score_call
 from chunkattn.config import EngineConfig
-from chunkattn.engine.intake import Intake
-from chunkattn.engine.messages import EngineLimits, StepRates
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import StepRates
 from chunkattn.errors import CapacityError, ConfigError, RequestError
-from chunkattn.layout import ChunkLayout
 from chunkattn.models.loader import open_files
 from chunkattn.parsers import arguments
 from chunkattn.parsers.encode import PartEncoder
-from chunkattn.rope.positions import make_layout
 from chunkattn.server.errors import ApiError
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.protocol.documents import CacheBody
@@ -48,8 +46,8 @@ def frontend(files):
         config = EngineConfig(enable_chunk_aware=True, **options)
         made = Frontend(config, files)
         vocab = files.spec.vocab_size
-        limits = EngineLimits(4096, 16, 1, 16384, 20, vocab, None, StepRates(1e-3, 1e-5, 1e-9), backends={"packed_dense": None})
-        made.connect(limits)
+        rates = StepRates(1e-3, 1e-5, 1e-9)
+        made.connect(EngineLimits(4096, 16, 1, 16384, 20, vocab, None, rates, backends={"packed_dense": None}, config=config))
         return made
 
     return make
@@ -169,7 +167,7 @@ def test_a_salt_is_bounded_and_reaches_the_engine_as_a_digest(frontend):
         ((generate,),) = generate_job(made, made.parse("x", None), params, cache_salt=salt).stages()
         cached = [*chain.from_iterable(precompute_job(made, "a", ["b"], cache_salt=salt).stages())]
         scored = [*chain.from_iterable(score(made, "a", ["b"], cache_salt=salt).stages())]
-        return {request.cache_salt for request in (generate, *cached, *scored)}
+        return {request.salt_key for request in (generate, *cached, *scored)}
 
     (one,), (other,) = salts("s" * 256), salts("t")
     assert len(one) == len(other) == 32
@@ -326,9 +324,6 @@ def test_the_prefix_is_named(frontend):
     with pytest.raises(CapacityError) as caught:
         precompute_job(made, [1] * 20_000, [[2]])
     assert caught.value.part == "prefix"
-    layout = make_layout([1] * 20_000, [], [2])
-    assert isinstance(layout, ChunkLayout)
-    assert isinstance(made.intake, Intake)
 
 
 # Priorities

@@ -284,7 +284,7 @@ def test_cache_commands(tmp_path):
     (tmp_path / "docs" / "3.txt").write_text("word " * 9000)
     result = runner.invoke(app, build)
     assert result.exit_code == 2
-    assert "3.txt: document 3 has" in result.stderr
+    assert "3.txt of 45000 characters has" in result.stderr
     (tmp_path / "docs" / "3.txt").unlink()
     for number in range(40):
         (tmp_path / "docs" / f"x{number}.txt").write_text(f"Nila lives in {number} " * 40)

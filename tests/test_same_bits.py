@@ -14,7 +14,7 @@ from chunkattn.backends import registry
 from chunkattn.backends.cpu import backend as cpu_backend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.score_inputs import score_call
-from chunkattn.engine import intake, sampling
+from chunkattn.engine import request, sampling
 from chunkattn.engine.runner import LABEL_WIDTHS
 from chunkattn.models import linear
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
@@ -254,8 +254,8 @@ def test_random_companies(engines, model, dtype, kv_cache_dtype, query_tokens, t
 
 def _contiguous():
     """A prompt of a query and an item is summed as one piece."""
-    original = intake.plan_slots
-    return patch.object(intake, "plan_slots", lambda *args, apart, **options: original(*args, **options))
+    original = request.plan_slots
+    return patch.object(request, "plan_slots", lambda *args, apart, **options: original(*args, **options))
 
 
 def _single_row():

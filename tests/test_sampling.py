@@ -17,11 +17,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from chunkattn import EngineConfig, SamplingParams, make_layout
+from chunkattn import SamplingParams, make_layout
 from chunkattn.calls.detokenizer import Detokenizer
-from chunkattn.engine.intake import Intake
-from chunkattn.engine.messages import EngineLimits, GenerateRequest, StepRates
-from chunkattn.engine.request import Sample
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import GenerateRequest, StepRates
+from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.sampling import apply_edits, argmax, edit_input, truncate
 from chunkattn.models.loader import DEMO_FOLDER
 
@@ -53,7 +53,7 @@ def test_truncation(logits, top_k, top_p, min_p):
 
 def rows_for(params, prompt, output):
     limits = EngineLimits(1000, 16, 1, 4000, 20, V, None, StepRates(0, 0, 0))
-    request = Intake(EngineConfig(), limits).prepare(GenerateRequest("r", make_layout([], [], prompt), params, (2,)), arrival=0)
+    request = Request.of(GenerateRequest("r", make_layout([], [], prompt), params, (2,)), limits, arrival=0)
     return [(0, Sample(request, 0, output_ids=output), 0)]
 
 

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.cache.trie import BlockTrie
-from chunkattn.engine.intake import Intake
-from chunkattn.engine.messages import EngineLimits, GenerateRequest, StepRates
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import GenerateRequest, StepRates
+from chunkattn.engine.request import Request
 from chunkattn.engine.scheduler import EXTRA_SPANS, Scheduler
 from chunkattn.errors import CapacityError
 
@@ -18,7 +19,8 @@ class Steps:
 
     def __init__(self, num_pages=1000, **options):
         self.config = EngineConfig(**{"max_num_batched_tokens": 256, "max_num_seqs": 64, **options})
-        self.intake = Intake(self.config, EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, None, StepRates(0, 0, 0)))
+        rates = StepRates(0, 0, 0)
+        self.limits = EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, None, rates, config=self.config)
         self.scheduler = Scheduler(
             BlockTrie(num_pages),
             block_size=16,
@@ -33,8 +35,8 @@ class Steps:
         layout = make_layout([], [], parts) if isinstance(parts, list) else make_layout(*parts)
         sampling = SamplingParams(max_tokens=max_tokens, n=fields.pop("n", 1))
         message = GenerateRequest(name, layout, sampling, **fields)
-        self.intake.check(message)
-        self.requests[name] = self.intake.prepare(message, arrival=len(self.requests))
+        self.limits.check(message)
+        self.requests[name] = Request.of(message, self.limits, arrival=len(self.requests))
         self.scheduler.add(self.requests[name])
 
     def step(self):

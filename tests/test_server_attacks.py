@@ -16,7 +16,6 @@ import uvicorn
 import uvloop
 from fastapi.testclient import TestClient
 
-from chunkattn import async_llm
 from chunkattn.calls.precompute import PrecomputeJob
 from chunkattn.server import document_store
 from chunkattn.server.app import create_app
@@ -39,7 +38,7 @@ def add(documents, name="a", text="A text.", **options):
 def test_a_late_forget_spares_a_document_added_again(llm, monkeypatch):
     """The forgetting is held where its request has been decided on and not yet sent."""
     entered, go, slow = threading.Event(), threading.Event(), False
-    precompute = document_store.precompute_job
+    precompute = document_store.PrecomputeJob
 
     def held(*args, **options):
         if slow and not entered.is_set():
@@ -47,8 +46,7 @@ def test_a_late_forget_spares_a_document_added_again(llm, monkeypatch):
             assert go.wait(60)
         return precompute(*args, **options)
 
-    for module in (async_llm, document_store):
-        monkeypatch.setattr(module, "precompute_job", held)
+    monkeypatch.setattr(document_store, "PrecomputeJob", held)
 
     async def main():
         nonlocal slow
@@ -80,7 +78,7 @@ def test_a_caller_that_leaves_before_its_report_pins_nothing(llm, monkeypatch):
 
     async def main():
         filling = asyncio.create_task(llm.precompute("Read.", ["A text."], pin=True))
-        monkeypatch.setattr(PrecomputeJob, "check_room", lambda self: None)
+        monkeypatch.setattr(PrecomputeJob, "_check_room", lambda self, names: None)
         monkeypatch.setattr(PrecomputeJob, "result", held)
         await asyncio.to_thread(entered.wait, 60)
         filling.cancel()

@@ -90,7 +90,7 @@ def post(llm, writer):
 
 def told(request):
     """Return the fields of a request to the engine that decide its answer."""
-    return [*request.layout.token_ids], request.sampling, request.cache_salt, request.priority, request.prompt_only
+    return [*request.layout.token_ids], request.sampling, request.salt_key, request.priority, request.prompt_only
 
 
 TEXT, OBJECT = "x" * 1024, {"a": {"b": [1] * 5}}
@@ -207,7 +207,7 @@ def test_best_of_is_the_number_of_samples(post):
 def test_prompt_cache_key_is_no_salt(post, writer):
     for body in ({}, {"prompt_cache_key": "a"}, {"cache_salt": "a"}, {"cache_salt": "a", "prompt_cache_key": "b"}):
         assert post(CHAT, BODIES[CHAT] | body).status_code == 200
-    salts = [request.cache_salt for request in writer.requests]
+    salts = [request.salt_key for request in writer.requests]
     assert salts[0] is salts[1] is None
     assert salts[2] == salts[3] is not None
 

@@ -4,7 +4,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from chunkattn import SamplingParams
-from chunkattn.calls.output import OutputBuilder, token_decoder
+from chunkattn.calls.detokenizer import token_decoder
+from chunkattn.calls.generate import OutputBuilder
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.rope.positions import make_layout

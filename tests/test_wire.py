@@ -14,6 +14,7 @@ import zmq
 
 from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.engine import messages
+from chunkattn.engine.limits import EngineLimits
 from chunkattn.models.loader import open_files
 from chunkattn.remote import messages as remote
 from chunkattn.remote.messages import decode, encode
@@ -66,7 +67,7 @@ def random_messages(rng):
     )
     cached = messages.CachedTokens(3, tuple(ids(4)), 5)
     rates = messages.StepRates(*rng.random(3).tolist())
-    limits = messages.EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates, 2**20, maybe(3), {text(): maybe(text())})
+    limits = EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates, 2**20, maybe(3), {text(): maybe(text())})
     config = EngineConfig(model=maybe(text()), kv_cache_memory_bytes=maybe(2**40), engine_hang_timeout_s=1 + rng.random())
     checkpoint = remote.Checkpoint.of(open_files(EngineConfig(skip_tokenizer_init=True)))
     n = int(rng.integers(1, 6))

@@ -9,43 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
 
+from chunkattn.engine.limits import ITEMS
 from chunkattn.engine.messages import StepRates
 from chunkattn.engine.rates import TILE_ROWS, TILE_SLOTS
 from chunkattn.engine.step import bucket_for, buckets, trimmed
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.layout import ChunkLayout
+from chunkattn.layout import ChunkLayout, Names
 from chunkattn.rope.positions import make_layout
 
 EQUAL = 1.01
 """Costs within this factor count as equal; the first of `AUTO` then wins."""
 STEADY = 1.13
 """Maximum loss accepted to keep the choice independent of the cache's contents, and to leave the query in the cache."""
-
-
-class Nouns(NamedTuple):
-    """Nouns that a caller has for the parts of a call, for errors.
-
-    Attributes:
-        item: an item; the argument is its plural.
-        labels: the argument that decides the labels.
-    """
-
-    item: str
-    labels: str
-
-    @property
-    def items(self) -> str:
-        """Return the argument that holds the items."""
-        return f"{self.item}s"
-
-
-ITEMS, DOCUMENTS = Nouns("item", "label_token_ids"), Nouns("document", "template")
-"""Nouns of `LLM.score` and of `LLM.rerank`."""
 
 
 @dataclass(eq=False)
@@ -56,7 +35,7 @@ class ScoreInputs:
         before: token ids before every item: leading special tokens, and the query unless it is `after`.
         items: token ids of each item.
         after: token ids of a query that comes after every item; else empty.
-        nouns: the caller's nouns.
+        names: the caller's names of query and items.
         max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
         max_multi_item_seq_len: maximum number of tokens of a sequence of `packed_dense`, even with one item.
         max_batch_tokens: maximum number of tokens of several items sent together after a cached query.
@@ -71,7 +50,7 @@ class ScoreInputs:
     before: list[int]
     items: list[list[int]]
     after: list[int] = field(default_factory=list)
-    nouns: Nouns = ITEMS
+    names: Names = ITEMS
     max_pack_tokens: int = 8192
     max_multi_item_seq_len: int = 8192
     max_batch_tokens: int = 2048
@@ -322,13 +301,13 @@ def refusals(
     if item > call.max_extend_tokens:
         refused.setdefault(
             "prefill_extend",
-            f"the longest {call.nouns.item} of {item} tokens does not fit the KV pool on pages of its own beside the query's; "
+            f"the longest {call.names.chunk} of {item} tokens does not fit the KV pool on pages of its own beside the query's; "
             f"there is room for {max(call.max_extend_tokens, 0)}",
         )
     if longest > call.max_multi_item_seq_len:
         refused.setdefault(
             "packed_dense",
-            f"the query and its longest {call.nouns.item} are {longest} tokens, the mask of a pack is bounded by "
+            f"the query and its longest {call.names.chunk} are {longest} tokens, the mask of a pack is bounded by "
             f"max_multi_item_seq_len {call.max_multi_item_seq_len}",
         )
     return refused

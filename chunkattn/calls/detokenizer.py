@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,16 @@ _DECODE_TOGETHER = 128
 """Tokens decoded together. If one of them ends within a character, all are decoded one by one."""
 _MAX_HELD = 16
 """Tokens held back at most: a character has at most four bytes, and each held token is decoded with all before it."""
+
+
+def token_decoder(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str | None]:
+    """Return a cached function from a token id to its text."""
+
+    @lru_cache(maxsize=65536)
+    def decode(token_id: int) -> str | None:
+        return None if tokenizer is None else tokenizer.decode([token_id])
+
+    return decode
 
 
 class Detokenizer:

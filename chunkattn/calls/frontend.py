@@ -9,13 +9,12 @@ from numbers import Integral
 from typing import Any
 
 from chunkattn.calls.algorithms import check_algorithm
-from chunkattn.calls.output import token_decoder
+from chunkattn.calls.detokenizer import token_decoder
 from chunkattn.calls.rerank_template import RerankTemplate, default_template
 from chunkattn.calls.score_memory import ScoreMemory
 from chunkattn.config import EngineConfig
-from chunkattn.engine.intake import Intake
-from chunkattn.engine.messages import EngineLimits
-from chunkattn.errors import CapacityError, ConfigError, RequestError
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.errors import ConfigError, RequestError
 from chunkattn.models.loader import ModelFiles
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.arguments import as_list, one_each
@@ -37,7 +36,6 @@ class Frontend:
         decode: function that returns the text of a token id, None without a tokenizer.
         scores: what scoring calls leave for later ones.
         limits: limits of the engine; set by `connect`.
-        intake: checker of requests; set by `connect`.
     """
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
@@ -85,7 +83,6 @@ class Frontend:
     def connect(self, limits: EngineLimits) -> None:
         """Store the limits of an engine with an empty cache."""
         self.limits = limits
-        self.intake = Intake(self.config, limits)
         self.parser.bound(limits.max_model_len, limits.max_table_pages * limits.block_size)
         self.scores.connect(limits)
 
@@ -106,7 +103,7 @@ class Frontend:
         Raises:
             RequestError: a prompt is malformed, or the checkpoint is a sequence classifier.
         """
-        self.intake.check_generates()
+        self.limits.check_generates()
         if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
             prompts = [prompts]
         listed = as_list(prompts, "prompts")
@@ -129,38 +126,10 @@ class Frontend:
         Raises:
             RequestError: as `parse`.
         """
-        self.intake.check_generates()
+        self.limits.check_generates()
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
         return [self.parser.parse_chat(m, documents, **(template_options or {})) for m in conversations]
-
-    def check_tokens(self, tokens: int, what: str, param: str) -> None:
-        """Check the number of tokens that a call makes the engine compute.
-
-        Args:
-            tokens: number of tokens.
-            what: description of the tokens for the error message.
-            param: argument that the error names.
-
-        Raises:
-            CapacityError: `tokens` exceeds `max_tokens_per_call`.
-        """
-        if tokens > (most := self.config.max_tokens_per_call):
-            text = f"{what} are {tokens} tokens, max_tokens_per_call is {most}; split the call"
-            raise CapacityError(text, param=param)
-
-    def check_count(self, count: int, name: str) -> None:
-        """Check the number of items or documents, before any of them is tokenized.
-
-        Args:
-            count: number of items or documents.
-            name: description for the error message; its first word is the argument that the error names.
-
-        Raises:
-            RequestError: `count` exceeds `max_items_per_request`.
-        """
-        if count > (most := self.config.max_items_per_request):
-            raise RequestError(f"{count} {name} exceed max_items_per_request {most}", param=name.split()[0])
 
 
 def check_priorities(value: Any, count: int) -> list[int]:

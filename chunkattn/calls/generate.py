@@ -2,24 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import StopSample
-from chunkattn.calls.output import OutputBuilder
 from chunkattn.config import SamplingParams
-from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenOutput
+from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenLogprobs, TokenOutput
 from chunkattn.errors import RequestError
 from chunkattn.layout import ChunkLayout
-from chunkattn.outputs import RequestOutput
+from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import check_ids, check_salt, one_each, salt_key
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 COST = "prompts and max_tokens of all samples"
 """Name in errors of the tokens that `max_tokens_per_call` bounds."""
+
+
+class OutputBuilder:
+    """Builder of one request's `RequestOutput` from the engine's outputs."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        prompt: str | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        decode: Callable[[int], str | None],
+    ) -> None:
+        layout, params = request.layout, request.sampling
+        self._ids, self._decode, self._params = layout.token_ids.tolist(), decode, params
+        question = self._ids[layout.question_start :]
+        self.output = RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt,
+            prompt_token_ids=self._ids,
+            outputs=[CompletionOutput(i) for i in range(params.n)],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(layout),
+            chunk_lens=layout.chunk_lens,
+            prefix_len=layout.prefix_len if layout.chunk_lens else 0,
+        )
+        self._text = [
+            None
+            if tokenizer is None
+            else Detokenizer(
+                tokenizer,
+                question,
+                stop=tuple(params.stop),
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            for _ in range(params.n)
+        ]
+        if params.logprobs is not None:
+            for completion in self.output.outputs:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Return whether every sample has ended."""
+        return all(o.finish_reason for o in self.output.outputs)
+
+    def add_tokens(self, event: TokenOutput) -> bool:
+        """Add tokens. Return True if a stop string ended their sample, which the engine then must end, too.
+
+        Args:
+            event: new tokens of a sample; one at a time if there are stop strings.
+        """
+        completion, detokenizer = self.output.outputs[event.sample], self._text[event.sample]
+        completion.token_ids += event.token_ids
+        if event.cached is not None:
+            self.output.num_cached_tokens = event.cached.total
+            self.output.num_cached_chunk_tokens = event.cached.chunks
+        if event.logprobs is not None and completion.logprobs is not None:
+            for row, token in enumerate(event.token_ids):
+                completion.logprobs.append(self._entry(event.logprobs, row, token))
+                completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + float(event.logprobs.target[row])
+        completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
+        if detokenizer is None:
+            return False
+        if event.finish_reason == "stop":  # the text excludes the token that ends it
+            stopped = detokenizer.add(event.token_ids[:-1]) or detokenizer.flush()
+        else:
+            stopped = detokenizer.add(event.token_ids, last=event.finish_reason is not None)
+        if stopped:
+            completion.finish_reason, completion.stop_reason = "stop", detokenizer.stopped_by
+        if completion.finish_reason:  # a reader of the growing output may read the text now
+            completion.text = detokenizer.text
+        return stopped and event.finish_reason is None
+
+    def read(self) -> RequestOutput:
+        """Return `output` with the texts so far."""
+        for completion, detokenizer in zip(self.output.outputs, self._text, strict=True):
+            if detokenizer is not None:
+                completion.text = detokenizer.text
+        return self.output
+
+    def add_prompt_logprobs(self, event: PromptLogprobsOutput) -> None:
+        """Add the prompt's log-probabilities."""
+        self.output.prompt_logprobs = [
+            self._entry(event.logprobs, i, token) if known else None
+            for i, (token, known) in enumerate(zip(self._ids, event.known.tolist(), strict=True))
+        ]
+
+    def _entry(self, values: TokenLogprobs, row: int, token_id: int) -> dict[int, Logprob]:
+        entry = {token_id: Logprob(float(values.target[row]), int(values.rank[row]), self._decode(token_id))}
+        for rank, (top_id, logprob) in enumerate(zip(values.top_ids[row].tolist(), values.top[row].tolist(), strict=True), 1):
+            entry.setdefault(top_id, Logprob(logprob, rank, self._decode(top_id)))
+        return entry
 
 
 class GenerateJob:
@@ -102,10 +199,7 @@ def generate_job(
     """
     salt = check_salt(cache_salt)
     listed = one_each(SamplingParams() if params is None else params, SamplingParams, len(prompts), "sampling_params")
-    # Without max_tokens, count one token per sample.
-    tokens = sum(len(q.layout) + p.n * (p.max_tokens or 1) for q, p in zip(prompts, listed, strict=True))
-    frontend.check_tokens(tokens, COST, "prompt")
-    requests, builders = [], []
+    requests = []
     for prompt, param, rank in zip(prompts, listed, check_priorities(priority, len(prompts)), strict=True):
         if param.stop and frontend.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop")
@@ -119,21 +213,14 @@ def generate_job(
             weighing,
             prompt_only=prompt_only,
         )
-        try:
-            frontend.intake.check(request)
-        except RequestError as error:
-            raise _renamed(error, prompt) from None
+        frontend.limits.check(request, prompt.names)
         requests.append(request)
-        builders.append(OutputBuilder(request, prompt.text, frontend.tokenizer, frontend.decode))
+    # Without max_tokens, count one token per sample.
+    tokens = sum(len(r.layout) + r.sampling.n * (r.sampling.max_tokens or 1) for r in requests)
+    frontend.limits.check_tokens(tokens, COST, prompts[0].names.whole(prompts[0].layout) if prompts else "prompt")
+    texts = [prompt.text for prompt in prompts]
+    builders = [OutputBuilder(r, text, frontend.tokenizer, frontend.decode) for r, text in zip(requests, texts, strict=True)]
     return GenerateJob(requests, builders, tokens, final_only=final_only)
-
-
-def _renamed(error: RequestError, prompt: ParsedPrompt) -> RequestError:
-    """Return an error about a prompt or its chunk under the names that the prompt's caller has for them."""
-    kind, _, number = (error.part or "").partition(" ")
-    if kind == "chunk":
-        return error.renamed(f"{prompt.chunk_name} {number}", prompt.chunk_param)
-    return error.renamed(error.part, prompt.param) if error.param == "prompt" else error
 
 
 class LikelihoodJob:
@@ -202,10 +289,10 @@ def likelihood_job(
             logprobs_from=start,
             prompt_only=True,
         )
-        frontend.intake.check(request)
+        frontend.limits.check(request, prompt.names)
         requests.append(request)
         starts.append(start)
-    frontend.check_tokens(sum(len(r.layout) + 1 for r in requests), "prompts and answers", "prompt")
+    frontend.limits.check_tokens(sum(len(r.layout) + 1 for r in requests), "prompts and answers", "prompt")
     return LikelihoodJob(requests, starts)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import STAGE_STEPS, StopSample
-from chunkattn.engine.messages import CachedTokens, EngineLimits, EngineOutput, PrecomputeRequest, PrecomputeResult
+from chunkattn.engine.messages import CachedTokens, EngineOutput, PrecomputeRequest, PrecomputeResult
 from chunkattn.errors import CapacityError, RequestError
+from chunkattn.layout import Names
 from chunkattn.outputs import CachedDocument, CacheReport
 from chunkattn.parsers.arguments import salt_key
+from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.rope.positions import make_layout
 
 _MAX_STAGE_LAYOUT = 1 << 20
@@ -21,48 +23,81 @@ _MAX_STAGE_LAYOUT = 1 << 20
 class PrecomputeJob:
     """Job of a `precompute`, `lookup` or `forget` call; see `chunkattn.calls.job.Job`.
 
+    Under `shared` positions every document is a request with the prefix; otherwise all documents form one request.
+
     Args:
-        request: returns the request of a group of documents, given their numbers; None if it has no token.
-        groups: groups of document numbers; each group is one request.
+        frontend: frontend of the engine.
         prefix: token ids of the prefix.
         documents: token ids of each document.
+        cache_salt: see `LLM.generate`.
         pin: whether the requests pin their blocks.
-        max_stage_tokens: token limit of the documents in one stage; a single request may exceed it.
-        limits: limits of the engine.
+        priority: rank in the queue; lower goes first.
+        names: the caller's names of prefix and documents, for errors.
 
     Attributes:
         pins: ids of the requests made so far, if `pin` is set.
+
+    Raises:
+        RequestError: an argument is malformed, a token id is outside the vocabulary, or there is nothing to compute.
+        CapacityError: a part is too long, the call exceeds `max_tokens_per_call`, or `pin` is set and the pool is too small
+            for all documents.
     """
 
     unit = "documents"
 
     def __init__(
         self,
-        request: Callable[[Sequence[int]], PrecomputeRequest | None],
-        groups: list[list[int]],
+        frontend: Frontend,
         prefix: list[int],
         documents: list[list[int]],
         *,
-        pin: bool,
-        max_stage_tokens: int,
-        limits: EngineLimits,
+        cache_salt: str | None = None,
+        pin: bool = False,
+        priority: int = 0,
+        names: Names = DOCUMENT_NAMES,
     ) -> None:
-        self._request, self._groups, self._prefix, self._documents = request, groups, prefix, documents
-        self._pin, self._max_stage_tokens, self.limits = pin, max_stage_tokens, limits
+        self._frontend, self._prefix, self._documents, self._pin = frontend, prefix, documents, pin
+        config, self.limits = frontend.config, frontend.limits
+        if not config.enable_prefix_caching:
+            raise RequestError("this engine has no cache: enable_prefix_caching is False", param=names.chunks)
+        if not isinstance(pin, bool):
+            raise RequestError(f"pin must be True or False, got {pin!r}", param="pin")
+        (self._priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
+        if not prefix and not documents:
+            raise RequestError("there is neither a prefix nor a document", param=names.chunks)
+        self._gap = config.calibration.chunk_position_gap
+        alone = config.position_strategy == "shared" and len(documents) > 0
+        self._groups = [[number] for number in range(len(documents))] if alone else [list(range(len(documents)))]
         self.pins: list[str] = []
-        self.total, self.done = len(groups), 0
+        self.total, self.done = len(self._groups), 0
         self._places: dict[int, tuple[str, int]] = {}  # request of every document, and its chunk there
         self._cached: dict[str, CachedTokens] = {}
+        if alone:
+            self.limits.check_items(prefix, documents, names, gap=self._gap, chunks=True)
+        elif request := self._request(self._groups[0]):
+            self.limits.check(request, names)
+        self.limits.check_tokens(len(prefix) + sum(map(len, documents)), "prefix and documents", names.chunks)
+        if pin:
+            self._check_room(names)
+
+    def _request(self, group: Sequence[int]) -> PrecomputeRequest | None:
+        """Return the request of some documents, by number; None for an empty document after an empty prefix."""
+        parts, strategy = [self._documents[number] for number in group], self._frontend.config.position_strategy
+        layout = make_layout(self._prefix, parts, [], strategy, self._gap)
+        if not len(layout):
+            return None
+        return PrecomputeRequest(self._frontend.new_id(), layout, self._salt_key, self._pin, priority=self._priority)
 
     def stages(self) -> Iterator[list[PrecomputeRequest]]:
         """Yield the stages in order, each a list of requests."""
         stage: list[PrecomputeRequest] = []
+        most = STAGE_STEPS * self._frontend.config.max_num_batched_tokens  # a single request may exceed it
         tokens = laid_out = 0
         for group in self._groups:
             if (request := self._request(group)) is None:
                 continue
             size = sum(request.layout.chunk_lens)
-            full = tokens + size > self._max_stage_tokens or laid_out + len(request.layout) > _MAX_STAGE_LAYOUT
+            full = tokens + size > most or laid_out + len(request.layout) > _MAX_STAGE_LAYOUT
             if stage and full:
                 yield stage
                 stage, tokens, laid_out = [], 0, 0
@@ -95,18 +130,14 @@ class PrecomputeJob:
         """
         self._cached |= {request.request_id: found for request, found in zip(stage, cached, strict=True)}
 
-    def check_room(self) -> None:
-        """Check that the pool can hold all documents at once.
-
-        Raises:
-            CapacityError: the pool is too small.
-        """
+    def _check_room(self, names: Names) -> None:
+        """Check that the pool can hold all documents at once."""
         report = self.result()
         if report.fits < len(report.documents):
             raise CapacityError(
                 f"{len(report.documents)} documents of {report.total_bytes} bytes cannot all be pinned: the pool of "
                 f"{report.pool_bytes} bytes holds the first {report.fits}",
-                param="documents",
+                param=names.chunks,
             )
 
     def result(self) -> CacheReport:
@@ -142,8 +173,9 @@ def precompute_job(
     pin: bool = False,
     template_options: Mapping[str, Any] | None = None,
     priority: int = 0,
+    names: Names = DOCUMENT_NAMES,
 ) -> PrecomputeJob:
-    """Check the arguments of `precompute`, `lookup` or `forget`, and return the job.
+    """Return the job of the arguments of `precompute`, `lookup` or `forget`.
 
     Args:
         frontend: frontend of the engine.
@@ -153,58 +185,13 @@ def precompute_job(
         pin: see `LLM.precompute`.
         template_options: options of the chat template.
         priority: rank in the queue; lower goes first.
+        names: the caller's names of prefix and documents, for errors.
 
     Raises:
-        RequestError: a part is malformed or too long, or there are more than `max_items_per_request` documents.
-        CapacityError: the call exceeds `max_tokens_per_call`, or `pin` is set and the pool is too small for all documents.
+        RequestError: as `PrecomputeJob`, a part cannot be tokenized, or there are more than `max_items_per_request` documents.
+        CapacityError: as `PrecomputeJob`.
     """
-    config = frontend.config
-    if not config.enable_prefix_caching:
-        raise RequestError("this engine has no cache: enable_prefix_caching is False", param="documents")
-    if not isinstance(pin, bool):
-        raise RequestError(f"pin must be True or False, got {pin!r}", param="pin")
-    (rank,), salt = check_priorities(priority, 1), salt_key(cache_salt)
     if isinstance(documents, Sequence) and not isinstance(documents, str):
-        frontend.check_count(len(documents), "documents")
-    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, template_options)
-    if not prefix_ids and not chunks:
-        raise RequestError("there is neither a prefix nor a document", param="documents")
-    # Under shared positions every document is independent; otherwise all documents form one sequence.
-    alone = config.position_strategy == "shared" and chunks
-    groups = [[number] for number in range(len(chunks))] if alone else [list(range(len(chunks)))]
-    frontend.check_tokens(len(prefix_ids) + sum(map(len, chunks)), "prefix and documents", "documents")
-
-    def request(group: Sequence[int]) -> PrecomputeRequest | None:
-        parts = [chunks[number] for number in group]
-        layout = make_layout(prefix_ids, parts, [], config.position_strategy, config.calibration.chunk_position_gap)
-        if not len(layout):
-            return None  # an empty document after an empty prefix
-        return PrecomputeRequest(frontend.new_id(), layout, salt, pin, priority=rank)
-
-    for group in groups:  # discards each request, as the layouts of many documents need much memory
-        _check(frontend, request(group), group)
-    job = PrecomputeJob(
-        request,
-        groups,
-        prefix_ids,
-        chunks,
-        pin=pin,
-        max_stage_tokens=STAGE_STEPS * config.max_num_batched_tokens,
-        limits=frontend.limits,
-    )
-    if pin:
-        job.check_room()
-    return job
-
-
-def _check(frontend: Frontend, request: PrecomputeRequest | None, group: Sequence[int]) -> None:
-    """Check a request; errors name the documents instead of the chunks."""
-    if request is None:
-        return
-    try:
-        frontend.intake.check(request)
-    except RequestError as error:
-        part = error.part
-        if part and part.startswith("chunk "):
-            part = f"document {group[int(part.removeprefix('chunk '))]}"
-        raise error.renamed(part, "documents") from None
+        frontend.limits.check_count(len(documents), names.chunks)
+    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, template_options, names)
+    return PrecomputeJob(frontend, prefix_ids, chunks, cache_salt=cache_salt, pin=pin, priority=priority, names=names)

@@ -11,15 +11,19 @@ from functools import partial
 from numbers import Integral
 from typing import Any, TypedDict
 
-from chunkattn.calls.algorithms import DOCUMENTS, too_costly
+from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.rerank_template import RerankTemplate, pick_template
-from chunkattn.calls.score import ScoreCall, check_vocabulary
+from chunkattn.calls.score import ScoreCall
+from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
+from chunkattn.layout import Names
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
 from chunkattn.parsers.arguments import document_of
 from chunkattn.parsers.encode import PlainEncoder
 
+DOCUMENTS = Names("query", "documents", "documents", "document")
+"""Names of the parts of `LLM.rerank`."""
 _OPPOSITES = {
     "yes": {"no"},
     "true": {"false"},
@@ -107,14 +111,14 @@ def rerank_call(
     classes = frontend.reranker.class_names
     column = relevance_class(classes) if classes else 0
     if isinstance(documents, Sequence):
-        frontend.check_count(len(documents), "documents")
+        frontend.limits.check_count(len(documents), "documents")
     picked = frontend.rerank_template if template is None else pick_template(template, frontend.parser.encode)
     if not isinstance(query, str) or not query:
         raise RequestError(f"query must be a string that is not empty, got {query!r}", param="query")
     if isinstance(documents, str) or not isinstance(documents, Sequence):
         text = f"documents must be a list of strings or token ids, got {type(documents).__name__}"
         raise RequestError(text, param="documents")
-    given = [document_of(document, index) for index, document in enumerate(documents)]
+    given = [document_of(document, f"document {index}") for index, document in enumerate(documents)]
     if instruction is not None and not isinstance(instruction, str):
         raise RequestError(f"instruction must be a string, got {type(instruction).__name__}", param="instruction")
     if top_n != 0 or given:  # clients send the number of documents
@@ -125,10 +129,11 @@ def rerank_call(
     cuts = max_tokens_per_doc is not None or truncate_prompt_tokens is not None
     prefix, contents, end = fill_template(frontend.plain, picked, query, given, instruction, cuts=cuts)
     labels = () if classes else label_ids(frontend.plain, picked)
-    most = _most_tokens(frontend, len(prefix), len(end), contents, max_tokens_per_doc, truncate_prompt_tokens)
+    most = _most_tokens(frontend.limits, len(prefix), len(end), contents, max_tokens_per_doc, truncate_prompt_tokens)
     truncated = [len(own) > most for own in contents]
     items = [own[:most] + end for own in contents]
-    check_vocabulary(frontend.limits, prefix, items, labels, DOCUMENTS)
+    frontend.limits.check_ids(labels, "template")
+    frontend.limits.check_items(prefix, items, DOCUMENTS)
     call = ScoreCall(
         frontend,
         prefix,
@@ -141,7 +146,7 @@ def rerank_call(
         cache_salt=cache_salt,
         priority=priority,
         raw=len(labels) == 1,
-        nouns=DOCUMENTS,
+        names=DOCUMENTS,
     )
     call.plan(too_costly([call], frontend.config.max_tokens_per_call))
     return call
@@ -213,12 +218,12 @@ def label_ids(plain: PlainEncoder, template: RerankTemplate) -> tuple[int, ...]:
 
 
 def _most_tokens(
-    frontend: Frontend, before: int, after: int, contents: list[list[int]], each: int | None, together: int | None
+    limits: EngineLimits, before: int, after: int, contents: list[list[int]], each: int | None, together: int | None
 ) -> int:
     """Return the number of tokens to which documents are cut.
 
     Args:
-        frontend: frontend of the engine.
+        limits: limits of the engine.
         before: tokens before a document.
         after: tokens after a document.
         contents: token ids of every document.
@@ -228,20 +233,15 @@ def _most_tokens(
     Raises:
         CapacityError: a document does not fit and may not be cut, or no document could fit.
     """
-    limits, most = frontend.limits, each
+    most = each
     taken = f"query, instruction and template take {before + after} tokens, and"
     if together is not None and together > 0:
         if (left := together - before - after) < 1:
             text = f"{taken} truncate_prompt_tokens {together} leaves no room for a document"
             raise CapacityError(text, param="truncate_prompt_tokens")
         most = left if most is None else min(most, left)
-    bounds = {
-        "max_chunk_len": frontend.config.max_chunk_len,
-        "max_model_len": limits.max_model_len - before,
-        "the KV pool": limits.max_request_tokens - before,
-    }
-    limit = min(bounds, key=lambda name: bounds[name])
-    room = bounds[limit] - after
+    limit, room = limits.room_behind(before)
+    room -= after
     if room < 1 and contents:
         raise CapacityError(f"{taken} {limit} leaves no room for a document", param="query")
     for index, own in enumerate(contents):

@@ -14,8 +14,6 @@ from chunkattn.calls.algorithms import (
     ALGORITHMS,
     AUTO,
     BACKENDS,
-    ITEMS,
-    Nouns,
     ScoreInputs,
     predict,
     refusals,
@@ -25,16 +23,17 @@ from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import STAGE_STEPS, StopSample
 from chunkattn.calls.score_memory import digests, item_keys
 from chunkattn.config import EngineConfig
+from chunkattn.engine.limits import ITEMS, EngineLimits
 from chunkattn.engine.messages import (
     CachedTokens,
-    EngineLimits,
     EngineOutput,
     PrecomputeRequest,
     PrecomputeResult,
     ScoreRequest,
     ScoreResult,
 )
-from chunkattn.errors import CapacityError, RequestError
+from chunkattn.errors import CapacityError
+from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import salt_key
 from chunkattn.rope.positions import make_layout
@@ -65,14 +64,14 @@ class ScoreCall(ScoreInputs, Generic[T]):
         before: token ids before every item.
         items: token ids of each item, which fit the engine with the query.
         after: token ids of a query that comes after every item; else empty.
-        labels: token ids to read after every item; empty for a classifier. `check_vocabulary` has checked all token ids.
+        labels: token ids to read after every item; empty for a classifier. All token ids have been checked.
         finish: makes the result of the call from the scores.
         algorithm: see `LLM.score`.
         apply_softmax: whether scores are normalised over the labels.
         cache_salt: see `LLM.generate`.
         priority: rank in the queue; lower goes first.
         raw: whether to read the labels' logits, whose scores are their sigmoid or softmax.
-        nouns: the caller's nouns.
+        names: the caller's names of query and items.
 
     Attributes:
         total: number of items to score.
@@ -100,17 +99,17 @@ class ScoreCall(ScoreInputs, Generic[T]):
         cache_salt: str | None = None,
         priority: int = 0,
         raw: bool = False,
-        nouns: Nouns = ITEMS,
+        names: Names = ITEMS,
     ) -> None:
         limits = frontend.limits
         query_len = len(before) + len(after)
-        super().__init__(before, items, after, nouns, **_bounds(frontend.config, limits, query_len))
+        super().__init__(before, items, after, names, **_bounds(frontend.config, limits, query_len))
         self._frontend, self._memory, self._finish = frontend, frontend.scores, finish
         self.labels, self.algorithm = labels, algorithm or frontend.config.score_algorithm
-        (self.priority,), self.cache_salt = check_priorities(priority, 1), salt_key(cache_salt)
+        (self.priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
         self.apply_softmax, self.raw = apply_softmax, raw
         self._whole = not limits.batch_invariant or self.algorithm in BACKENDS  # the layout of the items decides the bits
-        self._keys = item_keys(self, labels, self.algorithm, self.cache_salt, raw, whole=self._whole)
+        self._keys = item_keys(self, labels, self.algorithm, self._salt_key, raw, whole=self._whole)
         known, first = self._memory.results.get(self._keys), dict[bytes, int]()
         for place, key in enumerate(self._keys):
             first.setdefault(key, place)
@@ -145,12 +144,12 @@ class ScoreCall(ScoreInputs, Generic[T]):
         names = AUTO if wanted == "auto" else (wanted,)
         if all(name in refused for name in names) and (over := [name for name in names if name in costly]):
             text = f"algorithm {over[-1]!r} cannot serve this request: {costly[over[-1]]}; "
-            raise CapacityError(f"{text}send fewer or shorter {self.nouns.items}", param=self.nouns.items)
+            raise CapacityError(f"{text}send fewer or shorter {self.names.chunks}", param=self.names.chunks)
         costs, cached = (
             predict(self, self._memory.rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
         )
         self._select = partial(select_algorithm, wanted, refused, costs, cached["prefill_extend"])
-        self._query, self._shape = digests(self, self.cache_salt)
+        self._query, self._shape = digests(self, self._salt_key)
         with self._memory.lock:
             known = self._memory.has_query(self._query) or self._shape in self._memory.choices
         depends = len({self._select(query_cached=found)[0] for found in (False, True)}) > 1
@@ -201,7 +200,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         if self.extends and self._open:
             # The query runs first by itself, so that batches of items run alike with and without a cached query.
             request = self._query_request()
-            self._frontend.intake.check(request)
+            self._frontend.limits.check(request, self.names)
             self._rows += len(self.before)
             yield [request]
         stage: Stage = []
@@ -218,12 +217,12 @@ class ScoreCall(ScoreInputs, Generic[T]):
                 self.labels,
                 share_prefix=self.extends,
                 algorithm=self._choice[0],
-                cache_salt=self.cache_salt,
+                salt_key=self._salt_key,
                 priority=self.priority,
                 backend=BACKENDS.get(self._choice[0]),
                 raw=self.raw,
             )
-            self._frontend.intake.check(made)
+            self._frontend.limits.check(made, self.names)
             self._places[made.request_id] = places
             self._rows += size - layout.prefix_len if self.extends else size
             stage.append(made)
@@ -233,7 +232,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
 
     def _query_request(self) -> PrecomputeRequest:
         layout, name = make_layout(self.before, [], []), self._frontend.new_id()
-        return PrecomputeRequest(name, layout, self.cache_salt, persist=False, priority=self.priority)
+        return PrecomputeRequest(name, layout, self._salt_key, persist=False, priority=self.priority)
 
     def take(self, output: EngineOutput, stop: StopSample | None = None) -> bool:
         """Store the result of one request."""
@@ -296,28 +295,6 @@ def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int) -> dict[
         "block_size": block,
         "items_on_pages": limits.items_on_pages,
     }
-
-
-def check_vocabulary(
-    limits: EngineLimits, query: list[int], items: list[list[int]], labels: tuple[int, ...], nouns: Nouns = ITEMS
-) -> None:
-    """Check that the embedding has every token id.
-
-    Args:
-        limits: limits of the engine.
-        query: token ids of the query.
-        items: token ids of each item.
-        labels: token ids of the labels.
-        nouns: the caller's nouns.
-
-    Raises:
-        RequestError: a token id is outside the vocabulary.
-    """
-    named = [("query", query, "query"), *((f"{nouns.item} {i}", item, nouns.items) for i, item in enumerate(items))]
-    for name, ids, param in [*named, (nouns.labels, labels, nouns.labels)]:
-        if ids and max(ids) >= limits.vocab_size:
-            text = f": token id {max(ids)} is outside the vocabulary of {limits.vocab_size}"
-            raise RequestError(text, param=param, part=name)
 
 
 class ScoreCalls:

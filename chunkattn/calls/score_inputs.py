@@ -11,9 +11,10 @@ import numpy as np
 from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import Job
-from chunkattn.calls.score import ScoreCall, ScoreCalls, check_vocabulary
+from chunkattn.calls.score import ScoreCall, ScoreCalls
 from chunkattn.config import MAX_LABELS, check_size
-from chunkattn.errors import CapacityError, MissingError, RequestError
+from chunkattn.engine.limits import ITEMS
+from chunkattn.errors import MissingError, RequestError
 from chunkattn.outputs import ScoreOutput
 from chunkattn.parsers.arguments import as_list, check_ids
 from chunkattn.parsers.delimited import check_no_delimiter, parse_delimited
@@ -76,20 +77,20 @@ def score_call(
         CapacityError: the call would compute more than `max_tokens_per_call`.
     """
     ids = label_ids(frontend, labels, label_token_ids)
+    frontend.limits.check_ids(ids, "label_token_ids")
     known: dict[int, list[list[int]]] = {}
 
     def read(one: Any, own: Any) -> tuple[list[int], list[list[int]], list[int]]:
         """Return the token ids before every item, of each item, and after every item."""
         leading, query_ids, item_ids = tokenize_query(frontend, one, own, packed_ids, item_first=item_first, known=known)
-        check_vocabulary(frontend.limits, query_ids, item_ids, ids)
-        check_sizes(frontend, leading, query_ids, item_ids)
+        frontend.limits.check_items(leading + query_ids, item_ids, ITEMS)
         return (leading, item_ids, query_ids) if item_first else (leading + query_ids, item_ids, [])
 
     pairs = None if packed_ids is not None else pair_queries(query, items)
     if pairs is None:
         parts = [read(query, items)]
     else:
-        frontend.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries")
+        frontend.limits.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries")
         parts = []
         for number, (one, own) in enumerate(pairs):
             try:
@@ -166,7 +167,7 @@ def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int
     if query is not None or items is not None:
         raise RequestError("packed_ids come instead of query and items", param="packed_ids")
     if isinstance(packed_ids, (Sequence, np.ndarray)):
-        frontend.check_count(list(packed_ids).count(delimiter) - 1, "items")
+        frontend.limits.check_count(list(packed_ids).count(delimiter) - 1, "items")
     return parse_delimited(check_ids(packed_ids, "packed_ids", "packed_ids"), delimiter)
 
 
@@ -178,7 +179,7 @@ def _tokenized(
         missing = "query" if query is None else "items"
         raise MissingError(f"{missing} is missing: score needs a query and items", param=missing)
     given, items = id(items), as_list(items, "items")
-    frontend.check_count(len(items), "items")
+    frontend.limits.check_count(len(items), "items")
     kinds = {isinstance(part, str) for part in (query, *items)}
     if len(kinds) > 1:
         raise RequestError("query and items must be all text or all token ids", param="items")
@@ -190,36 +191,6 @@ def _tokenized(
     if not query_ids:
         raise RequestError("the query is empty", param="query")
     return frontend.parser.encode.leading_ids if kinds == {True} else [], query_ids, known[given]
-
-
-def check_sizes(frontend: Frontend, leading: list[int], query: list[int], items: list[list[int]]) -> None:
-    """Check the size of every item with the query, whatever the algorithm.
-
-    Args:
-        frontend: frontend of the engine.
-        leading: leading special tokens.
-        query: token ids of the query.
-        items: token ids of each item.
-
-    Raises:
-        CapacityError: the query or an item is too long.
-    """
-    limits, longest = frontend.limits, frontend.config.max_chunk_len
-    slots = limits.max_request_tokens
-    for name, ids, param in [("query", query, "query"), *((f"item {i}", item, "items") for i, item in enumerate(items))]:
-        total = len(leading) + len(query) + (len(ids) if name != "query" else 0)
-        if name != "query" and len(ids) > longest:
-            raise CapacityError(f" has {len(ids)} tokens, max_chunk_len is {longest}", param=param, part=name)
-        if total > limits.max_model_len:
-            text = f" of {len(ids)} tokens needs {total} positions with the query, max_model_len is {limits.max_model_len}"
-            raise CapacityError(text, param=param, part=name)
-        if total > slots:
-            raise CapacityError(
-                f" of {len(ids)} tokens needs {total} KV slots with the query, the pool has {slots}; "
-                "raise kv_cache_memory_bytes",
-                param=param,
-                part=name,
-            )
 
 
 def resolve_labels(

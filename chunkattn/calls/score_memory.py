@@ -13,7 +13,7 @@ import xxhash
 from jaxtyping import Float32
 
 from chunkattn.calls.algorithms import ScoreInputs
-from chunkattn.engine.messages import EngineLimits
+from chunkattn.engine.limits import EngineLimits
 
 _REMEMBERED = 4096
 """Maximum number of queries, and of call shapes, that are remembered."""
@@ -88,12 +88,12 @@ def _remember(known: OrderedDict[bytes, T], key: bytes, value: T) -> None:
         known.popitem(last=False)
 
 
-def digests(call: ScoreInputs, cache_salt: str | None) -> tuple[bytes, bytes]:
+def digests(call: ScoreInputs, salt_key: str | None) -> tuple[bytes, bytes]:
     """Return the digests of a query, and of a query with the number and lengths of its items, both with the cache salt.
 
     The digests omit the items' contents, because the contents of one item must not change the algorithm of other items.
     """
-    digest = xxhash.xxh3_128(repr(cache_salt).encode())
+    digest = xxhash.xxh3_128(repr(salt_key).encode())
     digest.update(np.asarray(call.before + call.after, np.int64).tobytes())
     query = digest.digest()
     digest.update(np.asarray([len(item) for item in call.items], np.int64).tobytes())
@@ -101,7 +101,7 @@ def digests(call: ScoreInputs, cache_salt: str | None) -> tuple[bytes, bytes]:
 
 
 def item_keys(
-    call: ScoreInputs, labels: Sequence[int], algorithm: str, cache_salt: str | None, raw: bool = False, *, whole: bool = True
+    call: ScoreInputs, labels: Sequence[int], algorithm: str, salt_key: str | None, raw: bool = False, *, whole: bool = True
 ) -> list[bytes]:
     """Return a key for each item. Items of equal keys have equal results.
 
@@ -112,12 +112,12 @@ def item_keys(
         call: query and items.
         labels: token ids to read.
         algorithm: name that the caller asked for, which may be `"auto"`.
-        cache_salt: cache salt of the call.
+        salt_key: digest of the call's cache salt.
         raw: whether logits are read instead of log-probabilities.
         whole: whether the bits of a result depend on all items, which decide the layout, and on the algorithm. Else they depend
             on query and item alone.
     """
-    form = (cache_salt, algorithm if whole else None, raw, list(labels), len(call.before), len(call.after))
+    form = (salt_key, algorithm if whole else None, raw, list(labels), len(call.before), len(call.after))
     shared = blake2b(repr(form).encode(), digest_size=32)
     shared.update(np.asarray(call.before + call.after, np.int64).tobytes())
     items = [np.asarray(item, np.int64).tobytes() for item in call.items]

@@ -18,6 +18,7 @@ from chunkattn.cli.options import with_options
 from chunkattn.cli.progress import Steps
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, RequestError
+from chunkattn.parsers.prompt import DOCUMENT_NAMES
 
 group = command_group("cache", "Compute the K/V of documents ahead of use and keep it on disk.")
 
@@ -53,6 +54,8 @@ def build(
     **engine: Any,
 ) -> None:
     """Compute the K/V of a prefix and documents. A document ends before the last line break of its file."""
+    from chunkattn.calls.precompute import precompute_job
+
     log_to_stderr(verbose)
     given = [v for v in (prefix, prefix_file, system) if v is not None]
     if len(given) > 1:
@@ -77,12 +80,9 @@ def build(
         with Steps("documents", len(files)) as steps:
             for first in range(0, len(files), BATCH):
                 batch = documents[first : first + BATCH]
-                try:
-                    report = llm.precompute(start, batch, cache_salt=cache_salt, use_tqdm=False)
-                except RequestError as error:  # the error's part is "document 3" of this batch, or no document
-                    kind, _, number = (error.part or "").partition(" ")
-                    name = f"{files[first + int(number)]}: " if kind == "document" else ""
-                    raise RequestError(f"{name}{error}") from error
+                names = DOCUMENT_NAMES._replace(listed=[str(file) for file in files[first : first + BATCH]])
+                job = precompute_job(llm.frontend, start, batch, cache_salt=cache_salt, names=names)
+                report = llm.run(job, use_tqdm=False)
                 parts |= {(start_text, document) for document, d in zip(batch, report.documents, strict=True) if d.tokens}
                 tokens += sum(d.tokens for d in report.documents)
                 size += sum(d.num_bytes for d in report.documents)

@@ -12,11 +12,10 @@ import numpy as np
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
 from chunkattn.engine.disk_tier import DiskTier
-from chunkattn.engine.intake import Intake
 from chunkattn.engine.isolation import Isolation, not_finite, stuck
+from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import (
     CachedTokens,
-    EngineLimits,
     EngineOutput,
     Message,
     PrecomputeRequest,
@@ -71,8 +70,8 @@ class EngineCore:
             backends={name: backend.supports(backend.spec) for name, backend in named.items()},
             batch_invariant=runner.invariance.holds,
             items_on_pages=runner.invariance.own_pages and runner.spec.sliding_window is None,
+            config=config,
         )
-        self.intake = Intake(config, self.limits)
         self.scheduler = Scheduler(
             BlockTrie(runner.pool.num_pages),
             block_size=runner.backend.spec.block_size,
@@ -114,17 +113,17 @@ class EngineCore:
 
         Args:
             message: request with its chunks in the user's order.
-            checked: whether the caller's `Intake` has checked the message.
+            checked: whether the caller has checked the message.
 
         Raises:
-            RequestError: as `Intake.check`, or the request id is in use.
+            RequestError: as `EngineLimits.check`, or the request id is in use.
         """
         if message.request_id in self.requests or message.request_id in self._pins:
             raise RequestError(f"request_id {message.request_id!r} is already in use", param="request_id")
         if not checked:
-            self.intake.check(message)
+            self.limits.check(message)
         self._arrivals += 1
-        request = self.intake.prepare(message, arrival=self._arrivals)
+        request = Request.of(message, self.limits, arrival=self._arrivals)
         request.added_at = time.perf_counter()
         self.requests[request.request_id] = request
         self._readouts.expect(request)
@@ -187,11 +186,11 @@ class EngineCore:
             checked: see `add`.
 
         Raises:
-            RequestError: as `Intake.check`.
+            RequestError: as `EngineLimits.check`.
         """
         if not checked:
-            self.intake.check(message)
-        request = self.intake.prepare(message, arrival=0)
+            self.limits.check(message)
+        request = Request.of(message, self.limits, arrival=0)
         self.scheduler.placement.mark_cached(request, forget=forget)
         if forget and self.disk is not None:
             self.disk.forget(request)

@@ -194,7 +194,7 @@ class DiskTier:
         ids = request.layout.token_ids
         prefix = ids[: request.layout.prefix_len]
         chunk = None if kind == PREFIX_ID else ids[start:end]
-        return entry_key(self.fingerprint, request.cache_salt, prefix, chunk, int(request.layout.positions[start]))
+        return entry_key(self.fingerprint, request.salt_key, prefix, chunk, int(request.layout.positions[start]))
 
     def catch_up(self, timeout: float = 600.0) -> bool:
         """Wait up to `timeout` seconds for the writer if it is late. Return whether it has caught up.

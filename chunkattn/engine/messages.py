@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class GenerateRequest:
         layout: layout of the prompt, chunks in the user's order.
         sampling: sampling parameters.
         eos_token_ids: tokens that end the text unless `ignore_eos` is set.
-        cache_salt: salt of the cache; only requests of equal salt share blocks.
+        salt_key: digest of the caller's `cache_salt`; only requests of equal digest share blocks.
         priority: rank in the queue; lower goes first.
         weighing: chunk temperature and scale of the question (see `chunkattn.calibration`); None takes the engine's.
         logprobs_from: token index in the question from which prompt log-probabilities are read. Earlier parts may then come
@@ -33,7 +33,7 @@ class GenerateRequest:
     layout: ChunkLayout
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
-    cache_salt: str | None = None
+    salt_key: str | None = None
     priority: int = 0
     weighing: tuple[float, float] | None = None
     logprobs_from: int | None = None
@@ -56,7 +56,7 @@ class ScoreRequest:
         label_token_ids: tokens whose log-probabilities are returned; empty for a classifier.
         share_prefix: whether to read the prefix from the cache and keep it there; then `rows` follow the prefix.
         algorithm: algorithm that made this layout, one of `chunkattn.calls.algorithms.ALGORITHMS`.
-        cache_salt: see `GenerateRequest`.
+        salt_key: see `GenerateRequest`.
         priority: see `GenerateRequest`.
         backend: attention backend that computes the whole prompt in one step without the cache, one of
             `EngineLimits.backends`; None for the engine's backend.
@@ -69,7 +69,7 @@ class ScoreRequest:
     label_token_ids: tuple[int, ...]
     share_prefix: bool = False
     algorithm: str = "packed_segment"
-    cache_salt: str | None = None
+    salt_key: str | None = None
     priority: int = 0
     backend: str | None = None
     raw: bool = False
@@ -82,7 +82,7 @@ class PrecomputeRequest:
     Attributes:
         request_id: id, unique among the engine's requests.
         layout: layout of prefix and chunks, without a question.
-        cache_salt: see `GenerateRequest`.
+        salt_key: see `GenerateRequest`.
         pin: whether to keep all blocks in the cache until `EngineCore.unpin`.
         persist: whether to write the parts to the KV store as well, if the engine has one.
         priority: see `GenerateRequest`.
@@ -90,7 +90,7 @@ class PrecomputeRequest:
 
     request_id: str
     layout: ChunkLayout
-    cache_salt: str | None = None
+    salt_key: str | None = None
     pin: bool = False
     persist: bool = True
     priority: int = 0
@@ -112,57 +112,6 @@ class StepRates:
     step: float
     row: float
     area: float
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """Sizes and limits of an engine, sent once when it starts.
-
-    Attributes:
-        num_pages: pages of the KV pool.
-        block_size: tokens per page.
-        page_bytes: bytes of one page over all layers.
-        max_model_len: limit on the highest position id + 1.
-        max_logprobs: limit on the log-probabilities per token.
-        vocab_size: number of token ids.
-        sliding_window: sliding window of the checkpoint in tokens, or None.
-        rates: cost model of the engine's steps, as known at the start.
-        longest_table: page table entries that the attention backend supports.
-        num_labels: classes of a sequence classifier, None for a language model.
-        backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None.
-        batch_invariant: whether the bits of a result depend on its request alone.
-        items_on_pages: whether every scored item begins on a page of its own; not under a sliding window, whose slots equal
-            positions.
-    """
-
-    num_pages: int
-    block_size: int
-    page_bytes: int
-    max_model_len: int
-    max_logprobs: int
-    vocab_size: int
-    sliding_window: int | None
-    rates: StepRates
-    longest_table: int = 1 << 31
-    num_labels: int | None = None
-    backends: dict[str, str | None] = field(default_factory=dict)
-    batch_invariant: bool = False
-    items_on_pages: bool = False
-
-    @property
-    def kv_tokens(self) -> int:
-        """Return the number of slots of the KV pool."""
-        return self.num_pages * self.block_size
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Return the maximum number of tokens of one request, bounded by the pool and by a page table."""
-        return min(self.num_pages, self.max_table_pages) * self.block_size
-
-    @property
-    def max_table_pages(self) -> int:
-        """Return the limit on page table entries. It may exceed `num_pages`: a repeated chunk repeats its pages."""
-        return min(max(1 << (self.num_pages - 1).bit_length(), 32), self.longest_table)
 
 
 @dataclass(frozen=True)

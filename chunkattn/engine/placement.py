@@ -104,7 +104,7 @@ class Placement:
         """Hold the blocks of a sample that are in the trie. Return its parts and the number of missing blocks."""
         request = sample.request
         if request.shares:
-            root = self.trie.root(request.cache_salt)
+            root = self.trie.root(request.salt_key)
         else:
             root = request.root = request.root or self.trie.private_root()
         sample.root = self.trie.acquire(root)

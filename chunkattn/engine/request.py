@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from chunkattn.cache.slots import SlotPlan
+from chunkattn.cache.slots import SlotPlan, plan_slots
 from chunkattn.cache.trie import Block
 from chunkattn.config import SamplingParams
-from chunkattn.engine.footprint import Footprint
-from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import GenerateRequest, Message, PrecomputeRequest, ScoreRequest
 from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout, Segment
 
 
@@ -23,16 +24,17 @@ class Request:
     Attributes:
         request_id: id, unique among the engine's requests.
         layout: layout of the prompt, chunks in canonical order if the position strategy allows it.
-        footprint: number of KV pages that the request needs.
         plan: slots of the layout.
         user_index: int64 `[T]`, for every token its token index in the user's order.
         chunk_order: for every chunk its number in the user's order.
         arrival: number in the order of arrival.
         priority: rank in the queue; lower goes first.
         max_tokens: limit on generated tokens per sample; 0 for scoring and precomputing.
-        seed: 64-bit seed of the request's random numbers.
+        pages_per_sample: page table entries of one sample at its longest.
+        total_pages: pages of all samples at their longest, when the cache is empty.
         shares: whether the request reads and feeds the cache.
-        cache_salt: salt of the cache; only requests of equal salt share blocks.
+        salt_key: see `GenerateRequest`.
+        seed: 64-bit seed of the request's random numbers.
         sampling: parameters of a generation request, else None.
         score: message of a scoring request, else None.
         precompute: message of a precompute request, else None.
@@ -51,16 +53,17 @@ class Request:
 
     request_id: str
     layout: ChunkLayout
-    footprint: Footprint
     plan: SlotPlan
     user_index: np.ndarray
     chunk_order: list[int]
     arrival: int
     priority: int
     max_tokens: int
-    seed: int
+    pages_per_sample: int
+    total_pages: int
     shares: bool
-    cache_salt: str | None = None
+    salt_key: str | None = None
+    seed: int = 0
     sampling: SamplingParams | None = None
     score: ScoreRequest | None = None
     precompute: PrecomputeRequest | None = None
@@ -78,6 +81,48 @@ class Request:
         self.computed = np.zeros(len(self.layout), bool)
         self._keys: dict[tuple[int, int], tuple[int, bytes]] = {}
         self.samples = [Sample(self, 0)]
+
+    @classmethod
+    def of(cls, message: Message, limits: EngineLimits, *, arrival: int) -> Request:
+        """Return the request of a message that has been checked.
+
+        Args:
+            message: message with its chunks in the user's order.
+            limits: limits of the engine.
+            arrival: number of the request in order of arrival; seeds its random numbers if it has no seed. 0 for a request that
+                does not run.
+        """
+        layout, index, order = message.layout, np.arange(len(message.layout)), [*range(message.layout.num_chunks)]
+        scores = isinstance(message, ScoreRequest)
+        # Under a window every item is a plain prompt, and stays one.
+        apart = isinstance(message, ScoreRequest) and not message.share_prefix and limits.sliding_window is None
+        # Scored items keep their order, so that the content of one item cannot move another.
+        if layout.chunks_share_positions and layout.num_chunks > 1 and not scores:
+            order = layout.canonical_order()
+            index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
+        plan = plan_slots(layout, limits.block_size, **limits.slot_options(message), apart=apart)
+        longest, per_sample, total = limits.pages(message, plan.end)
+        options: dict[str, Any] = {"shares": limits.config.enable_prefix_caching}
+        if isinstance(message, PrecomputeRequest):
+            options["precompute"] = message
+        elif isinstance(message, ScoreRequest):
+            options = {"score": message, "shares": options["shares"] and message.share_prefix}
+        else:
+            options = _generate_options(message, limits, arrival)
+        return cls(
+            request_id=message.request_id,
+            layout=layout,
+            plan=plan,
+            user_index=index,
+            chunk_order=order,
+            arrival=arrival,
+            priority=message.priority,
+            max_tokens=longest,
+            pages_per_sample=per_sample,
+            total_pages=total,
+            salt_key=message.salt_key,
+            **options,
+        )
 
     @property
     def order(self) -> tuple[int, int]:
@@ -115,25 +160,8 @@ class Request:
     @cached_property
     def repeats(self) -> frozenset[int]:
         """Return the places in `segments` of chunks that share the blocks of an earlier chunk."""
-        seen: set[tuple[int, bytes]] = set()
-        repeats: set[int] = set()
-        for number, (kind, start, end) in enumerate(self.segments):
-            if kind >= 0 and not self.distinct:
-                key = int(self.layout.positions[start]), self.layout.token_ids[start:end].tobytes()
-                if key in seen:
-                    repeats.add(number)
-                seen.add(key)
-        return frozenset(repeats)
-
-    @property
-    def pages_per_sample(self) -> int:
-        """Return the number of pages of one sample at its longest."""
-        return self.footprint.pages_per_sample(self.max_tokens)
-
-    @property
-    def total_pages(self) -> int:
-        """Return the number of pages of all samples at their longest, when the cache is empty."""
-        return self.footprint.total_pages(self.max_tokens)
+        repeated = frozenset() if self.distinct else self.layout.repeats
+        return frozenset(place for place, (kind, _, _) in enumerate(self.segments) if kind in repeated)
 
     @cached_property
     def segments(self) -> list[Segment]:
@@ -278,3 +306,21 @@ class Sample:
             np.concatenate([plan.slots[start:end], plan.end + later]),
             np.concatenate([plan.row_start[start:end], np.zeros_like(later)]),
         )
+
+
+def _generate_options(message: GenerateRequest, limits: EngineLimits, arrival: int) -> dict[str, Any]:
+    """Return the arguments of `Request` that only a generation request has."""
+    params, config = message.sampling, limits.config
+    seed = params.seed
+    if seed is None and arrival:
+        seed = int(np.random.SeedSequence([config.seed, arrival]).generate_state(1, np.uint64)[0])
+    reads = params.prompt_logprobs is not None
+    return {
+        "seed": seed or 0,
+        "shares": config.enable_prefix_caching and not params.skip_reading_prefix_cache and not message.distinct,
+        "weighing": message.weighing or limits.weighing if limits.weighing and any(message.layout.chunk_lens) else None,
+        "distinct": message.distinct,
+        "logprobs_from": (message.logprobs_from or 0) if reads else None,
+        "sampling": params,
+        "eos_token_ids": frozenset(message.eos_token_ids),
+    }

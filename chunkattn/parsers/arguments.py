@@ -87,7 +87,7 @@ def salt_key(salt: Any) -> str | None:
 
 
 def check_ids(ids: Any, name: str, param: str = "prompt", *, most: int | None = None) -> list[int]:
-    """Return token ids as a list of ints that fit int32. The engine checks them against the vocabulary.
+    """Return a caller's token ids as a list of ints that fit int32. `EngineLimits` checks them against the vocabulary.
 
     Args:
         ids: argument of the caller.
@@ -104,26 +104,32 @@ def check_ids(ids: Any, name: str, param: str = "prompt", *, most: int | None = 
     if most is not None and len(ids) > most:
         text = f" has {len(ids)} tokens, a prompt of this engine has at most {most}; send less or raise kv_cache_memory_bytes"
         raise CapacityError(text, param=param, part=name)
-    for index, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
-            raise RequestError(f"[{index}] is not a token id: {token!r}", param=param, part=name)
-    return [int(t) for t in ids]
+    values = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+    kinds = set(map(type, values))  # a loop in Python over all ids would take most of the time of a call with many documents
+    if all(map(_is_integer, kinds)) and (not values or (min(values) >= 0 and max(values) < 2**31)):
+        return values if kinds <= {int} else [*map(int, values)]
+    index, bad = next((n, v) for n, v in enumerate(values) if not _is_integer(type(v)) or not 0 <= v < 2**31)
+    raise RequestError(f"[{index}] is not a token id: {bad!r}", param=param, part=name)
 
 
-def document_of(document: Any, number: int) -> str | list[int]:
+def _is_integer(kind: type) -> bool:
+    return issubclass(kind, (int, np.integer)) and kind is not bool
+
+
+def document_of(document: Any, name: str, param: str = "documents") -> str | list[int]:
     """Return a document of a caller: a text, or a list of token ids.
 
     Args:
         document: argument of the caller.
-        number: number of the document, for error messages.
+        name: name of the document, for error messages.
+        param: name of the argument that holds the document.
 
     Raises:
         RequestError: the document is neither text nor token ids.
     """
-    name = f"document {number}"
     if isinstance(document, str):
         return document
     if not isinstance(document, (Sequence, np.ndarray)) or isinstance(document, bytes):
         text = f" must be a string or token ids, got {type(document).__name__}"
-        raise RequestError(text, param="documents", part=name)
-    return check_ids(document, name, "documents")
+        raise RequestError(text, param=param, part=name)
+    return check_ids(document, name, param)

@@ -68,23 +68,23 @@ class DocumentEncoder:
         """Return the number of characters that the template adds to a document."""
         return len(self.before) + len(self.after)
 
-    def __call__(self, document: Any, number: int) -> tuple[list[int], str | None]:
+    def __call__(self, document: Any, name: str, param: str = "documents") -> tuple[list[int], str | None]:
         """Return the token ids and the text of a document's chunk; the text is None for token ids.
 
         Args:
             document: text or token ids.
-            number: number of the document, for error messages.
+            name: name of the document, for error messages.
+            param: name of the argument that holds the document.
 
         Raises:
             RequestError: the document is neither text nor token ids, or cannot be tokenized.
         """
-        given = document_of(document, number)
-        return self._text(given, f"document {number}") if isinstance(given, str) else (given, None)
-
-    def _text(self, document: str, name: str) -> tuple[list[int], str]:
-        if not document:
+        given = document_of(document, name, param)
+        if not isinstance(given, str):
+            return given, None
+        if not given:
             return [], ""
-        whole = f"{self.before}{document}{self.after}"
-        if isinstance(self._encode, PlainEncoder) and whole != document:
-            return self._encode.fill([self.before, document, self.after], name, "documents"), whole
-        return self._encode(whole, name, "documents"), whole
+        whole = f"{self.before}{given}{self.after}"
+        if isinstance(self._encode, PlainEncoder) and whole != given:
+            return self._encode.fill([self.before, given, self.after], name, param), whole
+        return self._encode(whole, name, param), whole

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from chunkattn.errors import CapacityError, ConfigError, RequestError
-from chunkattn.layout import ChunkLayout
+from chunkattn.layout import ChunkLayout, Names
 from chunkattn.parsers.arguments import check_ids, check_salt
 from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat, text_of
 from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder
@@ -21,9 +21,13 @@ from chunkattn.rope.positions import get_strategy, make_layout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
-
 TokenIds = Sequence[int]
+Encoded = tuple[list[int], str | None]
+"""Token ids of a part, and its text; None for a part given as token ids."""
+
+PROMPT_NAMES, DOCUMENT_NAMES = Names(), Names("prefix", "documents", "question", "document")
+"""Names of the parts of a text, of token ids and of a `ChunkedPrompt`; and of a `DocumentPrompt` and `LLM.precompute`."""
+_CHAT_NAMES = DOCUMENT_NAMES._replace(prefix="messages", question="messages")
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,13 @@ class ParsedPrompt:
         layout: token ids, positions and parts.
         text: parts joined without separators; None for a prompt that holds token ids.
         cache_salt: salt of the cache; prompts of one salt share cached K/V.
-        chunk_name: name of a chunk in error messages, before its number.
-        chunk_param: name of the argument that holds the chunks, for error messages.
-        param: name of the argument that holds the prompt, for error messages.
+        names: the caller's names of the parts, for errors.
     """
 
     layout: ChunkLayout
     text: str | None
     cache_salt: str | None = None
-    chunk_name: str = "chunk"
-    chunk_param: str = "prompt"
-    param: str = "prompt"
+    names: Names = PROMPT_NAMES
 
 
 class PromptParser:
@@ -171,7 +171,7 @@ class PromptParser:
             return self._chunked(prompt)
         if isinstance(prompt, DocumentPrompt):
             self._check_documents(prompt.documents)
-            return self._documented(prompt)
+            return self._in_parts(prompt.prefix, prompt.documents, prompt.question, self.documents, DOCUMENT_NAMES)
         if isinstance(prompt, Mapping):
             return self._dict(prompt, split)
         raise RequestError(
@@ -199,27 +199,24 @@ class PromptParser:
         """
         if documents is not None:
             self._check_documents(documents)
-        return self._chat(messages, documents, template_options)
+        pieces = self._pieces(messages, template_options, "messages")
+        if documents is None:
+            joined = [*pieces[0][:-1], pieces[0][-1] + pieces[1][0], *pieces[1][1:]]
+            layout = self._layout([], [], self._plain.fill(joined, "messages", "messages"), _CHAT_NAMES)
+            return ParsedPrompt(layout, "".join(joined), names=_CHAT_NAMES)
+        chunks = self._encoded(documents, self.documents, _CHAT_NAMES)
+        first, last = ((self._plain.fill(p, "messages", "messages"), "".join(p)) for p in pieces)
+        return self._joined(first, chunks, last, _CHAT_NAMES)
 
-    def _chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        documents: Sequence[str | TokenIds] | None,
-        template_options: Mapping[str, Any],
-    ) -> ParsedPrompt:
+    def _pieces(
+        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any], param: str
+    ) -> tuple[list[str], list[str]]:
+        """Return the pieces of a conversation before and after its cut, see `split_chat`."""
         if self.encode.tokenizer is None:
             raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
         _check_unicode(messages)
-        self.encode.check_length(text_of(messages), "the text of all messages", "messages")
-        control = self.encode.special
-        pieces = split_chat(self.encode.tokenizer, messages, control, self._is_trusted, **template_options)
-        prefix, question = map("".join, pieces)
-        if documents is None:
-            ids = self._plain.fill([*pieces[0][:-1], pieces[0][-1] + pieces[1][0], *pieces[1][1:]], "messages", "messages")
-            return ParsedPrompt(self._layout([[], ids]), prefix + question, param="messages")
-        chunks = self._encoded_documents(documents)
-        first, last = (self._plain.fill(p, "messages", "messages") for p in pieces)
-        return replace(self._with_documents((first, prefix), chunks, (last, question)), param="messages")
+        self.encode.check_length(text_of(messages), "the text of all messages", param)
+        return split_chat(self.encode.tokenizer, messages, self.encode.special, self._is_trusted, **template_options)
 
     def _is_trusted(self, role: Any) -> bool:
         """Return whether contents of this role may become special tokens."""
@@ -230,6 +227,7 @@ class PromptParser:
         prefix: str | TokenIds | Sequence[Mapping[str, Any]],
         documents: Sequence[str | TokenIds],
         template_options: Mapping[str, Any] | None = None,
+        names: Names = DOCUMENT_NAMES,
     ) -> tuple[list[int], list[list[int]]]:
         """Return the token ids of a prefix and of documents, as prompts will contain them.
 
@@ -238,40 +236,39 @@ class PromptParser:
                 a chat that begins with the user message.
             documents: all text or all token ids, as the prefix is; either after messages. Texts get the document template.
             template_options: variables of the chat template.
+            names: the caller's names of prefix and documents.
 
         Raises:
             RequestError: an argument is malformed, or text and token ids are mixed.
         """
         if isinstance(documents, (str, Mapping)) or not isinstance(documents, Sequence):
-            raise RequestError(f"documents must be a list of parts, got {type(documents).__name__}", param="documents")
-        # Parse a whole prompt with a placeholder question, so the same checks apply, except that no prompt has all documents.
-        parser = copy(self)
-        parser.max_tokens = None
+            raise RequestError(f"documents must be a list of parts, got {type(documents).__name__}", param=names.chunks)
         if not isinstance(prefix, (str, Sequence, np.ndarray)):
-            raise RequestError(f"the prefix must be text, token ids or messages, got {type(prefix).__name__}", param="prefix")
-        starts_chat = not isinstance(prefix, str) and not len(prefix) and any(isinstance(d, str) for d in documents)
-        if starts_chat or (not isinstance(prefix, str) and len(prefix) and isinstance(prefix[0], Mapping)):
+            text = f"the prefix must be text, token ids or messages, got {type(prefix).__name__}"
+            raise RequestError(text, param=names.prefix)
+        has_texts = any(isinstance(document, str) for document in documents)
+        if not isinstance(prefix, str) and (isinstance(prefix[0], Mapping) if len(prefix) else has_texts):
             chat = [*cast("Sequence[Mapping[str, Any]]", prefix), {"role": "user", "content": "?"}]
-            layout = parser._chat(chat, cast("Sequence[str]", documents), template_options or {}).layout
+            before, _ = self._pieces(chat, template_options or {}, names.prefix)
+            first = self._plain.fill(before, "the prefix", names.prefix)
+        elif any(isinstance(document, str) != isinstance(prefix, str) for document in documents):
+            raise RequestError("prefix and documents must be all text or all token ids", param=names.chunks)
         else:
-            if any(isinstance(document, str) != isinstance(prefix, str) for document in documents):
-                raise RequestError("prefix and documents must be all text or all token ids", param="documents")
-            end: str | TokenIds = "?" if isinstance(prefix, str) else [0]
-            layout = parser._documented(DocumentPrompt(cast("str | TokenIds", prefix), documents, end)).layout
-        first, *chunks, _ = (layout.part(s).tolist() for s in layout.segments)
-        return first, chunks
+            first, _ = self._prefix(cast("str | TokenIds", prefix), names)
+        return first, [self.documents(d, names.of(number), names.chunks)[0] for number, d in enumerate(documents)]
 
-    def text(self, text: str, name: str = "the text") -> list[int]:
+    def text(self, text: str, name: str = "the text", param: str = "prompt") -> list[int]:
         """Return the token ids of a text that begins a prompt, after the tokenizer's leading special tokens.
 
         Args:
             text: text that the caller vouches for.
             name: name of the text, for error messages.
+            param: name of the argument that holds the text.
 
         Raises:
             RequestError: the text cannot be tokenized (see `PartEncoder`).
         """
-        return [*self._leading, *self.prompts(text, name, "prompt")]
+        return [*self._leading, *self.prompts(text, name, param)]
 
     def _dict(self, prompt: Mapping[str, Any], split: bool) -> ParsedPrompt:
         given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
@@ -316,7 +313,7 @@ class PromptParser:
         if len(texts) < 3:
             if not text:
                 raise RequestError("the prompt is empty", param="prompt")
-            return ParsedPrompt(self._layout([[], self.text(text)]), text)
+            return ParsedPrompt(self._layout([], [], self.text(text)), text)
         return self._chunked(ChunkedPrompt(texts[0], texts[1:-1], texts[-1]))
 
     def _ids(self, ids: TokenIds, split: bool) -> ParsedPrompt:
@@ -328,81 +325,77 @@ class PromptParser:
         if split:
             self._check_count(sum(1 for _ in find_ids(ids, self._separator_ids)) - 1, "prompt")
         parts = split_ids(ids, self._separator_ids) if split else [ids]
-        return ParsedPrompt(self._layout([[], ids] if len(parts) < 3 else parts), None)
-
-    def _documented(self, prompt: DocumentPrompt) -> ParsedPrompt:
-        """Parse a prompt with documents."""
-        ends = prompt.prefix, prompt.question
-        if isinstance(ends[0], str) != isinstance(ends[1], str):
-            raise RequestError("prefix and question must be both text or both token ids", param="prompt")
-        chunks = self._encoded_documents(prompt.documents)
-        if isinstance(ends[0], str) and isinstance(ends[1], str):
-            if not ends[1]:
-                raise RequestError("the question is empty", param="prompt")
-            first, last = self.text(ends[0], "the prefix"), self.prompts(ends[1], "the question", "prompt")
-            return self._with_documents((first, ends[0]), chunks, (last, ends[1]))
-        first, last = (check_ids(e, n, most=self.max_tokens) for e, n in zip(ends, ("prefix", "question"), strict=True))
-        return self._with_documents((first, None), chunks, (last, None))
-
-    def _encoded_documents(self, documents: Sequence[str | TokenIds]) -> list[tuple[list[int], str | None]]:
-        """Return the token ids and the text of each document."""
-        encoded = (self.documents(document, number) for number, document in enumerate(documents))
-        return list(self._bounded(encoded, lambda chunk: len(chunk[0]), "documents"))
-
-    def _bounded(self, chunks: Iterable[T], size: Callable[[T], int], param: str) -> Iterator[T]:
-        """Yield chunks until they exceed the tokens of a prompt.
-
-        Raises:
-            CapacityError: the chunks have more tokens than a prompt may have.
-        """
-        tokens = 0
-        for number, chunk in enumerate(chunks):
-            if self.max_tokens is not None and (tokens := tokens + size(chunk)) > self.max_tokens:
-                raise CapacityError(
-                    f"the first {number + 1} chunks have {tokens} tokens, a prompt of this engine has at most "
-                    f"{self.max_tokens}; send less or raise kv_cache_memory_bytes",
-                    param=param,
-                )
-            yield chunk
-
-    def _with_documents(
-        self,
-        prefix: tuple[list[int], str | None],
-        chunks: Sequence[tuple[list[int], str | None]],
-        question: tuple[list[int], str | None],
-    ) -> ParsedPrompt:
-        """Return the prompt of parts, each with its token ids and its text."""
-        parts = [prefix, *chunks, question]
-        texts = [text for _, text in parts if text is not None]
-        layout = self._layout([ids for ids, _ in parts])
-        text = "".join(texts) if len(texts) == len(parts) else None
-        return ParsedPrompt(layout, text, chunk_name="document", chunk_param="documents")
+        first, *chunks, last = [[], ids] if len(parts) < 3 else parts
+        return ParsedPrompt(self._layout(first, chunks, last), None)
 
     def _chunked(self, prompt: ChunkedPrompt) -> ParsedPrompt:
         """Parse a prompt in parts."""
         if isinstance(prompt.chunks, str) or not isinstance(prompt.chunks, Sequence):
             raise RequestError(f"chunks must be a list of parts, got {type(prompt.chunks).__name__}", param="prompt")
-        parts = [prompt.prefix, *prompt.chunks, prompt.question]
-        texts = [p for p in parts if isinstance(p, str)]
-        if len(texts) == len(parts):
-            if not prompt.question:
-                raise RequestError("the question is empty", param="prompt")
-            first, *middle, last = texts
-            encoded = (self._chunks(text, f"chunk {i}", "prompt") for i, text in enumerate(middle))
-            chunks = list(self._bounded(encoded, len, "prompt"))
-            ends = self.text(first, "the prefix"), self.prompts(last, "the question", "prompt")
-            return ParsedPrompt(self._layout([ends[0], *chunks, ends[1]]), "".join(texts))
-        if texts:
+        if len({isinstance(part, str) for part in (prompt.prefix, *prompt.chunks, prompt.question)}) > 1:
             raise RequestError("the parts of a ChunkedPrompt must be all text or all token ids", param="prompt")
-        names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "question"]
-        return ParsedPrompt(
-            self._layout([check_ids(p, n, most=self.max_tokens) for p, n in zip(parts, names, strict=True)]), None
-        )
 
-    def _layout(self, parts: Sequence[TokenIds]) -> ChunkLayout:
-        prefix, *chunks, question = parts
+        def encode(chunk: str | TokenIds, name: str, param: str) -> Encoded:
+            if isinstance(chunk, str):
+                return self._chunks(chunk, name, param), chunk
+            return check_ids(chunk, name, param, most=self.max_tokens), None
+
+        return self._in_parts(prompt.prefix, prompt.chunks, prompt.question, encode, PROMPT_NAMES)
+
+    def _in_parts(
+        self,
+        prefix: str | TokenIds,
+        chunks: Sequence[str | TokenIds],
+        question: str | TokenIds,
+        encode: Callable[[Any, str, str], Encoded],
+        names: Names,
+    ) -> ParsedPrompt:
+        """Parse a prompt whose chunks are encoded by `encode`, from the chunk, its name and its argument."""
+        if isinstance(prefix, str) != isinstance(question, str):
+            raise RequestError("prefix and question must be both text or both token ids", param=names.question)
+        encoded = self._encoded(chunks, encode, names)
+        if isinstance(question, str):
+            last: Encoded = self.prompts(question, "the question", names.question), question
+        else:
+            last = check_ids(question, "question", names.question, most=self.max_tokens), None
+        return self._joined(self._prefix(prefix, names), encoded, last, names)
+
+    def _prefix(self, prefix: str | TokenIds, names: Names) -> Encoded:
+        if isinstance(prefix, str):
+            return self.text(prefix, "the prefix", names.prefix), prefix
+        return check_ids(prefix, "prefix", names.prefix, most=self.max_tokens), None
+
+    def _encoded(
+        self, chunks: Sequence[str | TokenIds], encode: Callable[[Any, str, str], Encoded], names: Names
+    ) -> list[Encoded]:
+        """Return the token ids and the text of each chunk.
+
+        Raises:
+            CapacityError: the texts have more tokens than a prompt may have; the remaining texts are not tokenized.
+        """
+        encoded, tokens = [], 0
+        for number, chunk in enumerate(chunks):
+            ids, text = encode(chunk, names.of(number), names.chunks)
+            encoded.append((ids, text))
+            tokens += 0 if text is None else len(ids)
+            if self.max_tokens is not None and tokens > self.max_tokens:
+                raise CapacityError(
+                    f"the first {number + 1} {names.chunk}s have {tokens} tokens, a prompt of this engine has at most "
+                    f"{self.max_tokens}; send less or raise kv_cache_memory_bytes",
+                    param=names.chunks,
+                )
+        return encoded
+
+    def _joined(self, prefix: Encoded, chunks: Sequence[Encoded], question: Encoded, names: Names) -> ParsedPrompt:
+        layout = self._layout(prefix[0], [ids for ids, _ in chunks], question[0], names)
+        texts = [text for _, text in (prefix, *chunks, question)]
+        return ParsedPrompt(layout, None if None in texts else "".join(cast("list[str]", texts)), names=names)
+
+    def _layout(
+        self, prefix: TokenIds, chunks: Sequence[TokenIds], question: TokenIds, names: Names = PROMPT_NAMES
+    ) -> ChunkLayout:
         if not question:
-            raise RequestError("the question is empty", param="prompt")
+            raise RequestError("the question is empty", param=names.question)
         return make_layout(prefix, chunks, question, self.strategy, self.gap)
 
 

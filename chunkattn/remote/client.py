@@ -13,9 +13,9 @@ import zmq
 
 from chunkattn import errors
 from chunkattn.config import EngineConfig
+from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import (
     CachedTokens,
-    EngineLimits,
     Message,
     PrecomputeRequest,
     PrecomputeResult,

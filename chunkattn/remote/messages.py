@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from chunkattn.config import EngineConfig
-from chunkattn.engine.messages import CachedTokens, EngineLimits, EngineOutput, Message, PrecomputeRequest
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import CachedTokens, EngineOutput, Message, PrecomputeRequest
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.spec import DecoderSpec
 

@@ -9,12 +9,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunkattn.calls.precompute import precompute_job
+from chunkattn.calls.precompute import PrecomputeJob
 from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
+from chunkattn.layout import Names
+from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.server.errors import ApiError
 from chunkattn.server.options import ServerConfig
 
@@ -196,6 +199,7 @@ class Documents:
         priority: int,
         options: dict[str, Any],
         timeout: float,
+        names: Names = DOCUMENT_NAMES,
         owner: str | None = None,
         is_allowed: Callable[[], bool] = lambda: True,
     ) -> list[tuple[StoredDocument, bool]]:
@@ -211,6 +215,7 @@ class Documents:
             priority: priority of the computation; a lower value is scheduled first.
             options: variables of the chat template.
             timeout: time limit of the computation in seconds.
+            names: the request's names of prefix and documents.
             owner: holder of the API key that owns the documents.
             is_allowed: returns whether the owner's key is still valid; asked when the documents are computed.
 
@@ -225,11 +230,9 @@ class Documents:
         if not self._can_store:
             text = "documents can be cached one by one only under position_strategy 'shared'; else their K/V is of one prompt"
             raise ApiError(400, text, param="documents", code="unsupported_parameter")
-        if (count := len(texts)) > (most := self.llm.config.max_items_per_request):
-            text = f"{count} documents exceed max_items_per_request {most}"
-            raise ApiError(400, text, param="documents", code="invalid_value")
-        names, contents = await self.llm.threads.run(self._prepare, prefix, texts, ids, cache_salt, options)
-        new = sum((cache_salt, name) not in self._stored for name in names)
+        self.llm.limits.check_count(len(texts), names.chunks)
+        keys, contents = await self.llm.threads.run(self._prepare, prefix, texts, ids, cache_salt, options, names)
+        new = sum((cache_salt, key) not in self._stored for key in keys)
         self._check_count(owner, new)
         if pin:
             self._check_pins(owner, contents)
@@ -239,14 +242,8 @@ class Documents:
         self._wanted.update(contents)
         try:
             engine = self.llm.client.restarts
-            report = await self.llm.precompute(
-                _ids(contents[0][1]),
-                [_ids(content[2]) for content in contents],
-                pin=pin,
-                cache_salt=cache_salt,
-                priority=priority,
-                timeout=timeout,
-            )
+            make = partial(self._job, contents, pin=pin, priority=priority, names=names)
+            report = await self.llm.run(make, timeout)
             if not is_allowed():
                 self._owed.update(contents)
                 if self._is_engine(engine):
@@ -261,15 +258,15 @@ class Documents:
             self._pinning -= Counter(pinning)
         # No await from here to the end of the loop: the registry changes as a whole.
         added, forgetting = [], list[asyncio.Task[None]]()
-        for number, (name, content, cached) in enumerate(zip(names, contents, report.documents, strict=True)):
+        for number, (key, content, cached) in enumerate(zip(keys, contents, report.documents, strict=True)):
             given = texts[number]
-            document = StoredDocument(name, content, cached.num_bytes, given if isinstance(given, str) else None, owner)
+            document = StoredDocument(key, content, cached.num_bytes, given if isinstance(given, str) else None, owner)
             document.pin = (report.pin_ids[number], engine) if pin else None
             self._owed.discard(content)
-            before = self._stored.pop((cache_salt, name), None)
+            before = self._stored.pop((cache_salt, key), None)
             if before is not None and (task := self._dismiss(before)):
                 forgetting.append(task)
-            self._stored[cache_salt, name] = document
+            self._stored[cache_salt, key] = document
             self.expire(document, ttl_s)
             added.append((document, cached.was_cached))
         if forgetting:
@@ -283,13 +280,14 @@ class Documents:
         ids: Sequence[str | None],
         cache_salt: str | None,
         options: dict[str, Any],
+        names: Names,
     ) -> tuple[list[str], list[Content]]:
         """Return the ids and contents of new documents.
 
         Raises:
             ApiError: 400, a document is empty, repeats an id or a content, or the token limit is exceeded.
         """
-        prefix_ids, chunks = self.llm.frontend.parser.parse_cache(prefix, texts, options)
+        prefix_ids, chunks = self.llm.frontend.parser.parse_cache(prefix, texts, options, names)
         start, seen = _bytes(prefix_ids), dict[str, int]()
         digest = hashlib.blake2b(start, digest_size=12, person=b"prefix")
         contents: list[Content] = []
@@ -373,13 +371,13 @@ class Documents:
         if not wanted:
             self._unpin(document)
             return
-        engine, (salt, prefix, chunk) = self.llm.client.restarts, document.content
+        engine = self.llm.client.restarts
         self._check_pins(document.owner, [document.content])
         pinning = document.owner, document.content
         self._pinning[pinning] += 1
         self._wanted[document.content] += 1
         try:
-            report = await self.llm.precompute(_ids(prefix), [_ids(chunk)], pin=True, cache_salt=salt, timeout=timeout)
+            report = await self.llm.run(partial(self._job, [document.content], pin=True), timeout)
             self._unpin(document)
             document.pin = report.pin_ids[0], engine
             if not self._is_stored(document):
@@ -501,9 +499,18 @@ class Documents:
 
     def _requests(self, content: Content) -> list[PrecomputeRequest]:
         """Return the engine requests of a document; the list is empty if document and prefix are empty."""
-        salt, prefix, chunk = content
-        job = precompute_job(self.llm.frontend, _ids(prefix), [_ids(chunk)], cache_salt=salt)
-        return next(job.stages(), [])
+        return next(self._job([content]).stages(), [])
+
+    def _job(self, contents: Sequence[Content], **options: Any) -> PrecomputeJob:
+        """Return the job of contents under one salt and prefix, whose ids need no parser.
+
+        Args:
+            contents: at least one content.
+            **options: options of `PrecomputeJob`.
+        """
+        salt, prefix, _ = contents[0]
+        documents = [_ids(chunk) for _, _, chunk in contents]
+        return PrecomputeJob(self.llm.frontend, _ids(prefix), documents, cache_salt=salt, **options)
 
 
 def _missing(document_id: str) -> ApiError:

@@ -211,7 +211,7 @@ class Call:
         elif isinstance(event, PromptLogprobsOutput):
             self.prompt_logprobs = event
         elif isinstance(event, (ScoreResult, PrecomputeResult)):
-            self.job.take(event, stop=None)  # these jobs stop no sample
+            self.job.take(event, lambda *_: None)
             self.open.discard(event.request_id)
 
 

@@ -142,7 +142,7 @@ class ChunkOptions:
         for number, length in enumerate(layout.chunk_lens):
             if length > self.max_chunk_len:
                 text = f" has {length} tokens, max_chunk_len is {self.max_chunk_len}"
-                raise CapacityError(text, param=prompt.chunk_param, part=f"{prompt.chunk_name} {number}")
+                raise CapacityError(text, param=prompt.names.chunks, part=prompt.names.of(number))
         if len(layout) >= max_model_len:
             raise _too_long(len(layout), max_model_len, "the prompt", "prompt")
         first, *chunks, last = parts_of(prompt)

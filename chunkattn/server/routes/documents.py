@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError
@@ -46,6 +47,7 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
             priority=body.priority,
             options=body.chat_template_kwargs,
             timeout=state.config.request_timeout_s,
+            names=DOCUMENT_NAMES if body.messages is None else DOCUMENT_NAMES._replace(prefix="messages"),
             is_allowed=is_allowed,
         ),
     )

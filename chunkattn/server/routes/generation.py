@@ -135,7 +135,7 @@ class Answer(ABC):
         (requests,) = job.stages()
         values = 0
         for request in requests:
-            values += self.params.n * self.state.llm.frontend.intake.max_tokens(request) * (1 + self.params.logprobs)
+            values += self.params.n * self.state.llm.frontend.limits.max_tokens(request) * (1 + self.params.logprobs)
             if self.params.prompt_logprobs is not None:
                 values += self.params.n * len(request.layout) * (1 + self.params.prompt_logprobs)
         self.state.check_answer_values(values, "tokens, samples or log-probabilities (max_tokens)", "logprobs")
@@ -248,7 +248,7 @@ class Completion(Answer):
                 jobs.append(self._job(prompt))
             except RequestError as error:
                 raise type(error)(f"prompt {number}: {error}", param=error.param) from None
-        self.state.llm.frontend.check_tokens(sum(job.tokens for job in jobs), COST, "prompt")
+        self.state.llm.frontend.limits.check_tokens(sum(job.tokens for job in jobs), COST, "prompt")
         return jobs
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:

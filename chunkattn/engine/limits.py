@@ -1,0 +1,352 @@
+"""`EngineLimits`: the sizes of an engine, and the checks of every size of a request against them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from chunkattn.cache.slots import num_slots
+from chunkattn.config import EngineConfig
+from chunkattn.engine.messages import GenerateRequest, Message, ScoreRequest, StepRates
+from chunkattn.errors import CapacityError, RequestError
+from chunkattn.layout import PREFIX_ID, ChunkLayout, Names, Segment
+
+ITEMS = Names("query", "items", "items", "item")
+"""Names of the parts of `LLM.score`."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes and limits of an engine, sent once when it starts.
+
+    Attributes:
+        num_pages: pages of the KV pool.
+        block_size: tokens per page.
+        page_bytes: bytes of one page over all layers.
+        max_model_len: limit on the highest position id + 1.
+        max_logprobs: limit on the log-probabilities per token.
+        vocab_size: number of token ids.
+        sliding_window: sliding window of the checkpoint in tokens, or None.
+        rates: cost model of the engine's steps, as known at the start.
+        longest_table: page table entries that the attention backend supports.
+        num_labels: classes of a sequence classifier, None for a language model.
+        backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None.
+        batch_invariant: whether the bits of a result depend on its request alone.
+        items_on_pages: whether every scored item begins on a page of its own; not under a sliding window, whose slots equal
+            positions.
+        config: options of the engine, which hold the other limits.
+    """
+
+    num_pages: int
+    block_size: int
+    page_bytes: int
+    max_model_len: int
+    max_logprobs: int
+    vocab_size: int
+    sliding_window: int | None
+    rates: StepRates
+    longest_table: int = 1 << 31
+    num_labels: int | None = None
+    backends: dict[str, str | None] = field(default_factory=dict)
+    batch_invariant: bool = False
+    items_on_pages: bool = False
+    config: EngineConfig = field(default_factory=EngineConfig)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Return the number of slots of the KV pool."""
+        return self.num_pages * self.block_size
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Return the maximum number of tokens of one request, bounded by the pool and by a page table."""
+        return min(self.num_pages, self.max_table_pages) * self.block_size
+
+    @property
+    def max_table_pages(self) -> int:
+        """Return the limit on page table entries. It may exceed `num_pages`: a repeated chunk repeats its pages."""
+        return min(max(1 << (self.num_pages - 1).bit_length(), 32), self.longest_table)
+
+    @cached_property
+    def weighing(self) -> tuple[float, float] | None:
+        """Return chunk temperature and scale of the engine's questions; None for an engine without both."""
+        calibration = self.config.calibration
+        return (calibration.chunk_temperature, calibration.chunk_scale) if calibration.weighs else None
+
+    # Whole calls
+
+    def check_count(self, count: int, what: str) -> None:
+        """Check the number of items or documents of a call, before any of them is tokenized.
+
+        Args:
+            count: number of items or documents.
+            what: description for the error; its first word is the argument that the error names.
+
+        Raises:
+            RequestError: `count` exceeds `max_items_per_request`.
+        """
+        if count > (most := self.config.max_items_per_request):
+            raise RequestError(f"{count} {what} exceed max_items_per_request {most}", param=what.split()[0])
+
+    def check_tokens(self, tokens: int, what: str, param: str) -> None:
+        """Check the number of tokens that a call makes the engine compute.
+
+        Args:
+            tokens: number of tokens.
+            what: description of the tokens for the error.
+            param: argument that the error names.
+
+        Raises:
+            CapacityError: `tokens` exceeds `max_tokens_per_call`.
+        """
+        if tokens > (most := self.config.max_tokens_per_call):
+            text = f"{what} are {tokens} tokens, max_tokens_per_call is {most}; split the call"
+            raise CapacityError(text, param=param)
+
+    def check_generates(self) -> None:
+        """Check that the checkpoint is a language model.
+
+        Raises:
+            RequestError: the checkpoint is a sequence classifier.
+        """
+        if self.num_labels is not None:
+            raise RequestError(
+                "this checkpoint is a sequence classifier and cannot generate text; it can score", param="prompt"
+            )
+
+    # Parts that are not laid out yet
+
+    def check_items(
+        self, prefix: Sequence[int], items: Sequence[Sequence[int]], names: Names, *, gap: int = 0, chunks: bool = False
+    ) -> None:
+        """Check a prefix and items, each of which forms a sequence with the prefix alone.
+
+        Args:
+            prefix: token ids before every item.
+            items: token ids of each item.
+            names: the caller's names of prefix and items.
+            gap: positions left free between prefix and item.
+            chunks: whether the items are chunks, which begin on pages of their own.
+
+        Raises:
+            RequestError: a token id is outside the vocabulary, or the checkpoint cannot serve chunks.
+            CapacityError: the prefix, or an item behind it, can never fit.
+        """
+        for number, ids in enumerate((prefix, *items), -1):
+            part, param = (names.of(number), names.chunks) if number >= 0 else (names.prefix, names.prefix)
+            self.check_ids(ids, param, part, placed=False)  # the call may have put ids of its own before them
+        bounds = {"max_model_len": self.max_model_len, "the KV pool": self.max_request_tokens}
+        limit = min(bounds, key=bounds.__getitem__)
+        if len(prefix) > bounds[limit]:
+            text = f" has {len(prefix)} tokens, {limit} allows {bounds[limit]}"
+            raise CapacityError(text, param=names.prefix, part=names.prefix)
+        limit, room = self.room_behind(len(prefix), gap=gap, chunks=chunks)
+        number = next((n for n, item in enumerate(items) if len(item) > room), -1)
+        if number >= 0:
+            text = f" has {len(items[number])} tokens, {limit} is {room}"
+            if limit != "max_chunk_len":
+                text = f" has {len(items[number])} tokens, {limit} leaves room for {max(room, 0)} behind the {names.prefix}"
+            raise CapacityError(text, param=names.chunks, part=names.of(number))
+        if chunks and items:
+            self._check_window(names)
+
+    def room_behind(self, prefix: int, *, gap: int = 0, chunks: bool = False) -> tuple[str, int]:
+        """Return the tightest limit on one item behind a prefix, and the tokens that it allows; below 0 without room.
+
+        Args:
+            prefix: tokens of the prefix.
+            gap: see `check_items`.
+            chunks: see `check_items`.
+        """
+        slots = prefix + -prefix % self.block_size if chunks else prefix
+        rooms = {
+            "max_chunk_len": self.config.max_chunk_len,
+            "max_model_len": self.max_model_len - prefix - gap,
+            "the KV pool": self.max_request_tokens - slots,
+        }
+        limit = min(rooms, key=rooms.__getitem__)
+        return limit, rooms[limit]
+
+    def check_ids(self, ids: Sequence[int] | np.ndarray, param: str, part: str | None = None, *, placed: bool = True) -> None:
+        """Check token ids against the vocabulary.
+
+        Args:
+            ids: token ids.
+            param: argument that holds the ids.
+            part: name of the ids; None takes `param`.
+            placed: whether the error tells the index of the id.
+
+        Raises:
+            RequestError: an id is outside the vocabulary; the error names the first.
+        """
+        if not len(ids):
+            return
+        low, high = (ids.min(), ids.max()) if isinstance(ids, np.ndarray) else (min(ids), max(ids))
+        if low < 0 or high >= self.vocab_size:
+            index = next(n for n, token in enumerate(ids) if not 0 <= token < self.vocab_size)
+            place = f" at index {index}" if placed else ""
+            text = f": token id {ids[index]}{place} is outside the vocabulary of {self.vocab_size}"
+            raise RequestError(text, param=param, part=part or param)
+
+    # Requests
+
+    def check(self, message: Message, names: Names | None = None) -> None:
+        """Check a request against every limit.
+
+        Args:
+            message: request with its chunks in the user's order.
+            names: the caller's names of the request's parts; None for those of `generate` or `score`.
+
+        Raises:
+            RequestError: the request is malformed; the error names the part, its size and the limit.
+            CapacityError: the request can never fit this engine.
+        """
+        names = names or (ITEMS if isinstance(message, ScoreRequest) else Names())
+        self._check_layout(message.layout, names)
+        if isinstance(message, GenerateRequest):
+            self._check_generate(message, names)
+        elif isinstance(message, ScoreRequest):
+            self._check_score(message)
+            if message.backend is not None:
+                self._check_backend(message, message.backend)
+                return  # it needs no pages
+        self._check_pages(message, names)
+
+    def slot_options(self, message: Message) -> dict[str, bool]:
+        """Return the arguments `aligned` and `packed_chunks` of `plan_slots` for a request.
+
+        Parts begin on new pages, so that their pages can be shared. A plain prompt shares its beginning only and needs no
+        alignment. Scored items share only the prefix, if `share_prefix`; they begin on pages where `items_on_pages` is set.
+        """
+        scores = isinstance(message, ScoreRequest)
+        if scores and self.items_on_pages:
+            return {"aligned": True, "packed_chunks": False}
+        shares = message.layout.num_chunks > 0 and (not isinstance(message, ScoreRequest) or message.share_prefix)
+        return {"aligned": shares, "packed_chunks": scores}
+
+    def pages(self, message: Message, end: int) -> tuple[int, int, int]:
+        """Return what a request may take when the cache is empty.
+
+        Args:
+            message: request.
+            end: slots of the prompt, including unused slots at the ends of pages.
+
+        Returns:
+            Limit on generated tokens per sample: the caller's limit, or as many as positions and pages allow; page table
+            entries of one sample at its longest; pages of all samples at their longest.
+        """
+        layout, size = message.layout, self.block_size
+        full, repeated, samples, longest = end // size, 0, 1, 0  # all samples share the full pages of the prompt
+        # Log-probabilities need every prompt token computed, including the tokens of a repeated chunk.
+        if not isinstance(message, ScoreRequest) and not (isinstance(message, GenerateRequest) and message.distinct):
+            repeated = sum(-(-layout.chunk_lens[number] // size) for number in layout.repeats)
+        if isinstance(message, GenerateRequest):
+            samples = message.sampling.n
+            most = ((self.num_pages - full + repeated) // samples + full) * size - end + 1
+            room = self.max_model_len - layout.next_position
+            longest = message.sampling.max_tokens or max(min(most, room), 1)
+        entries = -(-(end + max(longest - 1, 0)) // size)  # the last generated token is never computed
+        return longest, entries, full - repeated + samples * (entries - full)
+
+    def max_tokens(self, message: GenerateRequest) -> int:
+        """Return the number of tokens that a sample of a checked request may have.
+
+        Args:
+            message: request that has been checked.
+        """
+        return self.pages(message, num_slots(message.layout, self.block_size, **self.slot_options(message)))[0]
+
+    def _check_layout(self, layout: ChunkLayout, names: Names) -> None:
+        ids, longest = layout.token_ids, max(layout.chunk_lens, default=0)
+        known = not len(ids) or (ids.min() >= 0 and ids.max() < self.vocab_size)
+        if not known or longest > self.config.max_chunk_len or layout.max_position >= self.max_model_len:
+            for segment in layout.segments:
+                self._check_segment(layout, segment, names.part(layout, segment), names.param(segment))
+        if layout.num_chunks:
+            self._check_window(names)
+
+    def _check_segment(self, layout: ChunkLayout, segment: Segment, part: str, param: str) -> None:
+        self.check_ids(layout.part(segment), param, part)
+        tokens, longest = segment.end - segment.start, self.config.max_chunk_len
+        if segment.chunk_id >= 0 and tokens > longest:
+            raise CapacityError(f" has {tokens} tokens, max_chunk_len is {longest}", param=param, part=part)
+        last = int(layout.positions[segment.start : segment.end].max(initial=-1))
+        if last >= self.max_model_len:
+            gap = self.config.calibration.chunk_position_gap if layout.num_chunks and segment.chunk_id != PREFIX_ID else 0
+            raise CapacityError(
+                f" of {tokens} tokens reaches position {last}{f' after a chunk_position_gap of {gap}' if gap else ''}, "
+                f"max_model_len {self.max_model_len} allows {self.max_model_len - 1}",
+                param=param,
+                part=part,
+            )
+
+    def _check_window(self, names: Names) -> None:
+        if self.sliding_window is not None:
+            raise RequestError(
+                f"this checkpoint attends within a sliding window of {self.sliding_window} tokens, which has no meaning "
+                "across chunks that share positions; only plain prompts can be served",
+                param=names.chunks,
+            )
+
+    def _check_generate(self, message: GenerateRequest, names: Names) -> None:
+        self.check_generates()
+        params, layout, config = message.sampling, message.layout, self.config
+        if message.weighing not in (None, (1.0, 1.0)) and self.weighing is None:
+            raise RequestError("this engine was built without chunk_temperature and chunk_scale", param="weighing")
+        room = self.max_model_len - layout.next_position
+        if room < (0 if message.prompt_only else params.max_tokens or 1):
+            wanted = f"max_tokens {params.max_tokens}" if params.max_tokens else "one more token"
+            raise CapacityError(
+                f"the prompt reaches position {layout.next_position - 1}; {wanted} would exceed max_model_len "
+                f"{self.max_model_len}; shorten the prompt or lower max_tokens",
+                param="max_tokens" if room > 0 else names.whole(layout),
+            )
+        for name in ("stop_token_ids", "logit_bias"):
+            self.check_ids([*getattr(params, name)], name)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.max_logprobs:
+                raise RequestError(f"{name} {getattr(params, name)} exceeds max_logprobs {self.max_logprobs}", param=name)
+        if params.n > config.max_num_seqs:
+            raise CapacityError(f"n {params.n} exceeds max_num_seqs {config.max_num_seqs}", param="n")
+
+    def _check_score(self, message: ScoreRequest) -> None:
+        if bool(message.label_token_ids) == (self.num_labels is not None):
+            reason = "a language model needs label_token_ids, a sequence classifier takes none"
+            raise RequestError(reason, param="label_token_ids")
+        self.check_ids(message.label_token_ids, "label_token_ids")
+        first, prefix = int(min(message.rows, default=len(message.layout))), message.layout.prefix_len
+        if message.share_prefix and first < prefix:
+            raise RequestError(
+                f"row {first} lies in the shared prefix of {prefix} tokens: cached tokens have no logits", param="rows"
+            )
+
+    def _check_backend(self, message: ScoreRequest, name: str) -> None:
+        if reason := self.backends.get(name, f"a request cannot name the attention backend {name!r}"):
+            raise RequestError(reason, param="algorithm")
+        tokens, limit = len(message.layout), self.config.max_multi_item_seq_len
+        if tokens > limit:
+            raise CapacityError(f"{name}: a pack of {tokens} tokens exceeds max_multi_item_seq_len {limit}", param="items")
+
+    def _check_pages(self, message: Message, names: Names) -> None:
+        layout = message.layout
+        longest, entries, pages = self.pages(message, num_slots(layout, self.block_size, **self.slot_options(message)))
+        generates = isinstance(message, GenerateRequest)
+        if isinstance(message, GenerateRequest) and message.sampling.min_tokens > longest:
+            text = f"min_tokens {message.sampling.min_tokens} exceeds the {longest} that fit"
+            raise RequestError(text, param="min_tokens")
+        if entries > self.max_table_pages:
+            raise CapacityError(
+                f"the prompt of {len(layout)} tokens, repeated chunks included, fills {entries} entries of a "
+                f"page table, which has {self.max_table_pages}; send less or raise kv_cache_memory_bytes",
+                param=names.whole(layout),
+            )
+        if pages > self.num_pages:
+            raise CapacityError(
+                f"the prompt of {len(layout)} tokens{' with its n and max_tokens' if generates else ''} needs {pages} KV "
+                f"pages of {self.block_size} tokens, the pool has {self.num_pages}; send less or raise "
+                "kv_cache_memory_bytes",
+                param="max_tokens" if generates else names.whole(layout),
+            )
