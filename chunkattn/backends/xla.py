@@ -25,10 +25,12 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from chunkattn.backends import softmax
 from chunkattn.backends.base import (
+    KV,
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
     KVCache,
+    Queries,
     RowWeighing,
     StepArray,
     read_slots,
@@ -164,16 +166,8 @@ class XlaBackend(AttentionBackend):
         )
 
     def forward(
-        self,
-        q: Float[Array, "T H D"],
-        k: Float[Array, "T Hkv D"],
-        v: Float[Array, "T Hkv D"],
-        cache: KVCache,
-        metadata: TileMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T H D"], KVCache]:
+        self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: TileMetadata, *, scale: float, window: int | None = None
+    ) -> tuple[Queries, KVCache]:
         """Attend task by task; see `AttentionBackend.forward`."""
         cache = write_pages(cache, k, v, metadata.flat_slots)
         rows, heads, _ = q.shape
