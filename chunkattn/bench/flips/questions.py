@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from chunkattn.bench.flips.replies import Score, Tally, Tokens, read_scores, read_tokens
 from chunkattn.bench.load.client import Client
@@ -135,25 +135,6 @@ _ERRORS: dict[int, type[ConfigError]] = {
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
 Round = Callable[[Tally], Awaitable[None]]
-
-
-class Kind(Protocol):
-    """One kind of questions."""
-
-    name: str
-    option: str
-
-    async def first(self) -> None:
-        """Ask every question for the first time, one after the other."""
-
-    def conditions(self) -> list[tuple[str, Round]]:
-        """Return the conditions without load: names, and functions that ask one round and compare."""
-
-    async def loaded(self, tally: Tally) -> None:
-        """Ask one round while other requests are under way."""
-
-    def other(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
-        """Return route and body of a request that is not compared."""
 
 
 class Scoring:
@@ -319,6 +300,10 @@ class Generation:
 
     def _question(self, rng: random.Random) -> str:
         return self._texts.draw(rng, self._plan.question_tokens)
+
+
+Kind = Scoring | Generation
+"""One kind of questions."""
 
 
 def _other_order(rng: random.Random, count: int) -> list[int]:
