@@ -203,13 +203,7 @@ class SameBits:
 
 
 def batch_of(
-    prompts: Sequence[Prompt],
-    tables: np.ndarray,
-    rows: Sequence[Row],
-    size: int,
-    block_size: int,
-    *,
-    weighs: bool,
+    prompts: Sequence[Prompt], tables: np.ndarray, rows: Sequence[Row], size: int, block_size: int, *, weighs: bool
 ) -> AttentionBatch:
     """Return a step of some rows.
 

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from chunkattn.engine.messages import (
-    CachedTokens,
-    GenerateRequest,
-    PrecomputeRequest,
-    RequestFailed,
-    ScoreRequest,
-)
+from chunkattn.engine.messages import CachedTokens, GenerateRequest, PrecomputeRequest, RequestFailed, ScoreRequest
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.logs import make_handler, since_start
 from chunkattn.remote import messages as wire

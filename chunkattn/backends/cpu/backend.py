@@ -10,16 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import (
-    KV,
-    AttentionBackend,
-    AttentionBatch,
-    AttentionSpec,
-    KVCache,
-    Metadata,
-    Queries,
-    to_cache,
-)
+from chunkattn.backends.base import KV, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, Metadata, Queries, to_cache
 from chunkattn.backends.cpu import library
 from chunkattn.backends.registry import register_backend
 from chunkattn.errors import BackendError

@@ -174,13 +174,7 @@ class PallasGpuBackend(AttentionBackend):
             decodes = plan_decodes(batch, weighing, parts.decodes, self.decode_shape)
         table, tile_holes = pack_table(batch, self.tile_shape)
         return GpuMetadata(
-            tiles,
-            blocks,
-            decodes,
-            table,
-            tile_holes,
-            pack_table(batch, self.decode_shape)[1],
-            batch.flat_slots(),
+            tiles, blocks, decodes, table, tile_holes, pack_table(batch, self.decode_shape)[1], batch.flat_slots()
         )
 
     def forward(

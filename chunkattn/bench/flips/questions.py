@@ -11,15 +11,7 @@ from typing import Any
 
 from chunkattn.bench.flips.replies import Score, Tally, Tokens, read_scores, read_tokens
 from chunkattn.bench.load.client import Client
-from chunkattn.bench.load.workloads import (
-    GENERATIONS,
-    LABELLED,
-    SCORINGS,
-    WORDS,
-    Texts,
-    generation_fields,
-    scoring_fields,
-)
+from chunkattn.bench.load.workloads import GENERATIONS, LABELLED, SCORINGS, WORDS, Texts, generation_fields, scoring_fields
 from chunkattn.errors import ConfigError, EngineError
 
 _LIKELIEST = 5
