@@ -101,15 +101,13 @@ class Asker:
             ConfigError: the server refuses the request for another reason, such as a wrong key or a full queue.
             EngineError: the server fails, gives no answer, or no JSON.
         """
-        parts: list[bytes] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                status = await self._client.post(path, json.dumps(body).encode(), parts.append)
+                status, text = await self._client.ask(path, json.dumps(body).encode())
         except TimeoutError:
             raise EngineError(f"POST {path} had no answer within {self._timeout_s:g} s (--timeout-s)") from None
         except OSError as error:
             raise EngineError(f"POST {path} failed: {error or type(error).__name__}; is the server running?") from None
-        text = b"".join(parts)
         if status != 200:
             kind = _ERRORS.get(status, ConfigError if status < 500 else EngineError)
             raise kind(f"POST {path} answered {status}: {text[:_LONGEST_MESSAGE].decode(errors='replace')}")
