@@ -14,7 +14,7 @@ from safetensors.flax import save_file
 
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
-from chunkattn.models.gguf_file import GGUFFile, is_gguf, open_gguf
+from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
@@ -39,7 +39,7 @@ def load_weights(spec: DecoderSpec, source: Path | GGUFFile, dtype: jnp.dtype) -
     Raises:
         ModelError: a file or tensor is missing, unreadable, of the wrong shape or not finite.
     """
-    if isinstance(source, Path) and is_gguf(source):
+    if isinstance(source, Path) and source.suffix.lower() == GGUF_SUFFIX and source.is_file():
         source = open_gguf(source)
     if isinstance(source, GGUFFile):
         return fill(spec, GGUFTensors(source, spec), dtype)

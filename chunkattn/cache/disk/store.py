@@ -58,7 +58,7 @@ def _pieces(nbytes: int) -> Iterator[slice]:
         yield slice(start, min(start + SEGMENT, nbytes))
 
 
-class KVStore:
+class KVStore(contextlib.AbstractContextManager["KVStore"]):
     """K/V entries in a folder, evicted by least recent use. Safe across threads and processes; open it after a fork.
 
     Handles of one process share the environment. The file never exceeds the largest `max_bytes` of the handles that share
@@ -114,9 +114,6 @@ class KVStore:
             f"cannot use {self.path} as a KV store: the disk is full. A KV store needs at least {MIN_BYTES} bytes and may grow "
             f"to {self.max_bytes}; {found}. Free some space, or give another folder"
         )
-
-    def __enter__(self) -> KVStore:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
