@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -266,6 +267,28 @@ class AttentionBackend(ABC):
         Returns:
             The attention output in q's dtype (padding rows are undefined but finite), and the cache.
         """
+
+
+@cache
+def on_cpu() -> bool:
+    """Return whether JAX computes on a CPU. The call initialises JAX's devices."""
+    return jax.default_backend() == "cpu"
+
+
+class PortableBackend(AttentionBackend):
+    """A backend of plain JAX operations: it serves every spec on every platform, and keeps bits on CPUs."""
+
+    weighs = True
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Return whether the platform is a CPU."""
+        return on_cpu()
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Return None: every spec is supported."""
+        return None
 
 
 def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:

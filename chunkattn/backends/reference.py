@@ -16,10 +16,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from chunkattn.backends.base import (
     KV,
-    AttentionBackend,
     AttentionBatch,
-    AttentionSpec,
     KVCache,
+    PortableBackend,
     Queries,
     RowWeighing,
     StepArray,
@@ -27,7 +26,6 @@ from chunkattn.backends.base import (
     write_pages,
 )
 from chunkattn.backends.registry import register_backend
-from chunkattn.backends.softmax import on_cpu
 
 PORTION = 128
 """Slots that are summed at once."""
@@ -57,20 +55,8 @@ class RowMetadata(NamedTuple):
 
 
 @register_backend("reference")
-class ReferenceBackend(AttentionBackend):
+class ReferenceBackend(PortableBackend):
     """A backend that gathers the slots of every row."""
-
-    weighs = True
-
-    @property
-    def keeps_bits(self) -> bool:
-        """Return whether the platform is a CPU."""
-        return on_cpu()
-
-    @classmethod
-    def supports(cls, spec: AttentionSpec) -> str | None:
-        """Return None: every spec is supported."""
-        return None
 
     def build_metadata(self, batch: AttentionBatch) -> RowMetadata:
         """Copy the batch's arrays; see `AttentionBackend.build_metadata`."""
