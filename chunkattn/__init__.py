@@ -29,28 +29,19 @@ __version__ = version("chunkattn")
 
 hide_pytorch_advice()  # before any module imports transformers
 
-# Module of each public name, imported at first use: tools that need no JAX start without it.
-_HOMES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "AttentionBackend": "backends",
-    "CacheReport": "outputs",
-    "ChunkLayout": "layout",
-    "ChunkedPrompt": "parsers",
-    "CompletionOutput": "outputs",
-    "DocumentPrompt": "parsers",
-    "EngineConfig": "config",
-    "Logprob": "outputs",
-    "RequestOutput": "outputs",
-    "RerankOutput": "outputs",
-    "RerankResult": "outputs",
-    "RerankTemplate": "calls.rerank_template",
-    "SamplingParams": "config",
-    "ScoreOutput": "outputs",
-    "chunk_attention": "backends",
-    "make_layout": "rope.positions",
-    "register_backend": "backends",
+# Public names of each module, imported at first use: tools that need no JAX start without it.
+_NAMES = {
+    "async_llm": "AsyncLLM",
+    "backends": "AttentionBackend chunk_attention register_backend",
+    "calls.rerank_template": "RerankTemplate",
+    "config": "EngineConfig SamplingParams",
+    "layout": "ChunkLayout",
+    "llm": "LLM",
+    "outputs": "CacheReport CompletionOutput Logprob RequestOutput RerankOutput RerankResult ScoreOutput",
+    "parsers": "ChunkedPrompt DocumentPrompt",
+    "rope.positions": "make_layout",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "LLM",

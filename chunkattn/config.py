@@ -211,15 +211,14 @@ def split_document_template(template: str) -> tuple[str, str]:
 _INTEGERS, _NUMBERS = (int, Integral), (float, int, Real)
 
 
-def _whole(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
+def _whole(name: str, value: Any, low: int) -> int:
     """Return `value` as an int.
 
     Raises:
-        RequestError: `value` is not an integer (bools are refused), or is out of range.
+        RequestError: `value` is not an integer (bools are refused), is below `low`, or has more than 64 bits.
     """
-    if not isinstance(value, _INTEGERS) or isinstance(value, bool) or not low <= int(value) <= high:
-        bounds = f"at least {low}" if high == 2**63 - 1 else f"between {low} and {high}"
-        raise RequestError(f"{name} must be an integer {bounds}, got {value!r}", param=name)
+    if not isinstance(value, _INTEGERS) or isinstance(value, bool) or not low <= int(value) < 2**63:
+        raise RequestError(f"{name} must be an integer at least {low}, got {value!r}", param=name)
     return int(value)
 
 

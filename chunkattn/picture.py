@@ -13,6 +13,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout, Segment
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from transformers import PreTrainedTokenizerBase
 
 MOST_PLOTTED = 4000
@@ -114,6 +115,19 @@ def plot_layout(layout: ChunkLayout, path: Path) -> None:
     track.set_xlabel("token that is looked at")
     track.set_ylabel("position id")
     track.set_ylim(bottom=-0.5)
+    save_picture(figure, path)
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a figure to a file.
+
+    Args:
+        figure: figure to write.
+        path: file to write; the suffix selects the format.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     try:
         figure.savefig(path, dpi=130)
     except (ValueError, OSError) as error:

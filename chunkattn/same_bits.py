@@ -67,10 +67,11 @@ class Prompt:
         return [(part.name, i) for part in self.tokens for i in range(len(part.q))]
 
 
+@dataclass
 class SameBits:
     """Random prompts that are computed alone and in companies.
 
-    Args:
+    Attributes:
         backend: the backend to judge.
         rng: source of random numbers.
         draw: returns random queries, keys and values of a number of rows.
@@ -80,23 +81,20 @@ class SameBits:
         options: arguments of `forward`.
     """
 
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        rng: np.random.Generator,
-        draw: Callable[[int], tuple[np.ndarray, np.ndarray, np.ndarray]],
-        *,
-        scale: int,
-        plain: bool,
-        weighs: bool,
-        options: dict[str, Any],
-    ) -> None:
-        self._backend, self._rng, self._draw, self._options = backend, rng, draw, options
-        self._plain, self._weighs = plain, weighs
-        self._pages = not backend.keeps_bits and backend.can_keep_bits
-        self._block, self._longest = backend.spec.block_size, 4 * backend.spec.block_size * scale
+    backend: AttentionBackend
+    rng: np.random.Generator
+    draw: Callable[[int], tuple[np.ndarray, np.ndarray, np.ndarray]]
+    scale: int
+    plain: bool
+    weighs: bool
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self._pages = not self.backend.keeps_bits and self.backend.can_keep_bits
+        self._block = self.backend.spec.block_size
+        self._longest = 4 * self._block * self.scale
         self._width = 12 * self._longest // self._block
-        self._forward = jax.jit(backend.forward, static_argnames=("scale", "window"))
+        self._forward = jax.jit(self.backend.forward, static_argnames=("scale", "window"))
 
     def check(self) -> None:
         """Compare the rows of some prompts alone with the same rows in companies.
@@ -111,16 +109,16 @@ class SameBits:
         prefix, items = self._tokens("prefix", 2), [self._tokens(f"item {i}", 1) for i in range(2)]
         whole = self._whole()
         alone: dict[tuple[str, int], np.ndarray] = {}
-        prompts = [whole] if self._plain else [whole, *(self._packed(prefix, [item]) for item in items)]
+        prompts = [whole] if self.plain else [whole, *(self._packed(prefix, [item]) for item in items)]
         for prompt in prompts:
             alone |= self._compute([prompt], _STEPS[-1], self._width, cut=False)
         for number, rows in enumerate(_STEPS):
-            company = [self._whole(f"other {i}") for i in range(int(self._rng.integers(1, 4)))] + [whole]
-            if not self._plain:
-                others = [self._tokens(f"other item {i}", 1) for i in range(int(self._rng.integers(1, 4)))]
+            company = [self._whole(f"other {i}") for i in range(int(self.rng.integers(1, 4)))] + [whole]
+            if not self.plain:
+                others = [self._tokens(f"other item {i}", 1) for i in range(int(self.rng.integers(1, 4)))]
                 parts = [*items, *others]
-                company.append(self._packed(prefix, [parts[i] for i in self._rng.permutation(len(parts))]))
-            company = [company[i] for i in self._rng.permutation(len(company))]
+                company.append(self._packed(prefix, [parts[i] for i in self.rng.permutation(len(parts))]))
+            company = [company[i] for i in self.rng.permutation(len(company))]
             found = self._compute(company, rows, (1 + number) * self._width, cut=True)
             for (part, row), bits in alone.items():
                 if not np.array_equal(found[part, row], bits):
@@ -130,7 +128,7 @@ class SameBits:
                     )
 
     def _tokens(self, name: str, longest: int) -> _Tokens:
-        return _Tokens(name, *self._draw(int(self._rng.integers(1, longest * self._longest))))
+        return _Tokens(name, *self.draw(int(self.rng.integers(1, longest * self._longest))))
 
     def _packed(self, prefix: _Tokens, items: list[_Tokens]) -> Prompt:
         """Return a prompt of items that see the prefix and themselves, some of them on a page of their own."""
@@ -138,25 +136,25 @@ class SameBits:
         prompt.append(prefix, self._block, aligned=False, own=False)
         prompt.prefix_end = len(prefix.q)
         for item in items:
-            prompt.append(item, self._block, aligned=self._pages or bool(self._rng.integers(2)), own=True)
+            prompt.append(item, self._block, aligned=self._pages or bool(self.rng.integers(2)), own=True)
         return prompt
 
     def _whole(self, name: str = "") -> Prompt:
         """Return a prompt with parts that a question and generated tokens see, or one without."""
         prompt = Prompt()
-        if self._plain:
+        if self.plain:
             prompt.append(self._tokens(f"{name} plain", 4), self._block, aligned=False, own=False)
             return prompt
-        aligned = bool(self._rng.integers(2))
-        if self._rng.integers(4):
+        aligned = bool(self.rng.integers(2))
+        if self.rng.integers(4):
             prompt.append(self._tokens(f"{name} prefix", 1), self._block, aligned=False, own=False)
             prompt.prefix_end = len(prompt.slots)
-        for i in range(int(self._rng.integers(1, 4))):
+        for i in range(int(self.rng.integers(1, 4))):
             prompt.append(self._tokens(f"{name} chunk {i}", 1), self._block, aligned=aligned, own=True)
         prompt.append(self._tokens(f"{name} question", 1), self._block, aligned=aligned, own=False)
-        if self._weighs:
+        if self.weighs:
             prompt.question = prompt.slots[-len(prompt.tokens[-1].q)]
-            prompt.weighing = (float(self._rng.uniform(0.3, 2)), float(self._rng.uniform(0.3, 2)))
+            prompt.weighing = (float(self.rng.uniform(0.3, 2)), float(self.rng.uniform(0.3, 2)))
         return prompt
 
     def _compute(self, prompts: list[Prompt], rows: int, width: int, *, cut: bool) -> dict[tuple[str, int], np.ndarray]:
@@ -168,7 +166,7 @@ class SameBits:
             width: width of the page tables.
             cut: whether to cut spans at random; else a step takes as many rows as it can.
         """
-        backend, spec, found = self._backend, self._backend.spec, {}
+        backend, spec, found = self.backend, self.backend.spec, {}
         cache = backend.allocate(_SEQS * self._width)
         size = _STEPS[-1] if self._pages else rows
         shapes = [(size, heads, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
@@ -179,7 +177,7 @@ class SameBits:
                 for at, (number, row) in enumerate(taken):
                     to[at] = given[number][index][row]
             q, k, v = (jnp.asarray(x, spec.dtype) for x in step)
-            out, cache = self._forward(q, k, v, cache, backend.build_metadata(batch), **self._options)
+            out, cache = self._forward(q, k, v, cache, backend.build_metadata(batch), **self.options)
             values = np.asarray(out)
             for at, (number, row) in enumerate(taken):
                 found[number, row] = values[at]
@@ -189,7 +187,7 @@ class SameBits:
         self, prompts: list[Prompt], size: int, rows: int, width: int, cut: bool
     ) -> Iterator[tuple[AttentionBatch, list[tuple[int, int]]]]:
         """Yield the steps of `size` rows, each with the prompt and the row number of every row that it uses."""
-        tables, pool = np.zeros((_SEQS, width), np.int32), self._rng.permutation(_SEQS * self._width)
+        tables, pool = np.zeros((_SEQS, width), np.int32), self.rng.permutation(_SEQS * self._width)
         for number in range(len(prompts)):
             tables[number, : self._width] = pool[number * self._width :][: self._width]
         done = [0] * len(prompts)
@@ -197,21 +195,15 @@ class SameBits:
             taken: list[tuple[int, int]] = []
             for number, prompt in enumerate(prompts):
                 most = min(len(prompt.slots) - done[number], rows - len(taken))
-                span = int(self._rng.integers(0, min(most, self._rng.choice([2, 40, rows])) + 1)) if cut else most
+                span = int(self.rng.integers(0, min(most, self.rng.choice([2, 40, rows])) + 1)) if cut else most
                 taken += [(number, row) for row in range(done[number], done[number] + span)]
                 done[number] += span
             picked = [(number, prompts[number].slots[row], prompts[number].row_start[row]) for number, row in taken]
-            yield batch_of(prompts, tables, picked, size, self._block, weighs=self._weighs), taken
+            yield batch_of(prompts, tables, picked, size, self._block, weighs=self.weighs), taken
 
 
 def batch_of(
-    prompts: Sequence[Prompt],
-    tables: np.ndarray,
-    rows: Sequence[Row],
-    size: int,
-    block_size: int,
-    *,
-    weighs: bool,
+    prompts: Sequence[Prompt], tables: np.ndarray, rows: Sequence[Row], size: int, block_size: int, *, weighs: bool
 ) -> AttentionBatch:
     """Return a step of some rows.
 

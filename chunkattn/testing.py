@@ -196,13 +196,7 @@ def check_backend(
 
 
 def _check_bits(
-    backend: AttentionBackend,
-    cases: int,
-    seed: int,
-    scale: int,
-    stretch: np.ndarray,
-    weighs: bool,
-    window: int | None,
+    backend: AttentionBackend, cases: int, seed: int, scale: int, stretch: np.ndarray, weighs: bool, window: int | None
 ) -> None:
     spec, rng = backend.spec, np.random.default_rng(seed)
 

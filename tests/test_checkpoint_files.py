@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
+from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
-from chunkattn.models.loader import open_model
+from chunkattn.models.loader import open_files
 from tests.fuzz.draws import KEYS, LLAMA3
 from tests.fuzz.folders import (
     EMBEDDING,
@@ -124,7 +125,7 @@ def test_configurations_that_are_no_json_object(text, model, tmp_path):
     folder = write(tmp_path / "model", *model())
     (folder / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ModelError, match=r"config\.json"):
-        open_model(str(folder), skip_tokenizer_init=True)
+        open_files(EngineConfig(model=str(folder), skip_tokenizer_init=True))
 
 
 # Files
@@ -151,7 +152,7 @@ def test_the_index_decides_among_shards(model, tmp_path):
         listed = json.loads((sharded / INDEX).read_text())["weight_map"]
         stale = {name: value + 1 for name, value in tensors.items() if listed[name] != file.name}
         save_file(load_file(file) | stale, file, metadata={"format": "pt"})
-        found = dense_logits(open_model(str(sharded), dtype="float32", skip_tokenizer_init=True).load())
+        found = dense_logits(open_files(EngineConfig(model=str(sharded), dtype="float32", skip_tokenizer_init=True)).load())
         np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
@@ -203,7 +204,7 @@ def test_folders_without_weights_say_what_to_do(files, message, model, tmp_path)
     for file in files:
         (folder / file).touch()
     with pytest.raises(ModelError, match=message):
-        open_model(str(folder), skip_tokenizer_init=True).load()
+        open_files(EngineConfig(model=str(folder), skip_tokenizer_init=True)).load()
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", SINGLE, INDEX])
@@ -215,7 +216,7 @@ def test_links_without_a_target_are_no_missing_files(name, model, tmp_path):
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "blobs" / "0123")
     with pytest.raises(ModelError, match=rf"{name} is a link to .*0123, which does not exist"):
-        open_model(str(folder), skip_tokenizer_init=True).load()
+        open_files(EngineConfig(model=str(folder), skip_tokenizer_init=True)).load()
 
 
 @pytest.mark.parametrize("name", [SINGLE, INDEX])
@@ -224,7 +225,7 @@ def test_pointers_of_git_lfs_are_named(name, model, tmp_path):
     (folder / SINGLE).unlink()
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 17\n")
     with pytest.raises(ModelError, match=r"pointer of Git LFS: run `git lfs pull`"):
-        open_model(str(folder), skip_tokenizer_init=True).load()
+        open_files(EngineConfig(model=str(folder), skip_tokenizer_init=True)).load()
 
 
 def test_odd_indexes_end_in_one_error(model, tmp_path):
@@ -312,7 +313,7 @@ def test_missing_tensors_say_why(rename, message, model, tmp_path):
     tensors, keys = model()
     folder = write(tmp_path / "model", {rename(name): value for name, value in tensors.items()}, keys)
     with pytest.raises(ModelError, match=message):
-        open_model(str(folder), skip_tokenizer_init=True).load()
+        open_files(EngineConfig(model=str(folder), skip_tokenizer_init=True)).load()
 
 
 def test_two_names_of_one_parameter_are_refused(model, tmp_path):
@@ -334,7 +335,7 @@ def test_weights_that_are_not_finite(value, kind, model, tmp_path):
     folder = write(tmp_path / "model", tensors, keys)
     for dtype in ("float32", "bfloat16", "float16"):
         with pytest.raises(ModelError, match=rf"{folder}: tensor '{name}' holds NaN or infinite values; the file is damaged"):
-            open_model(str(folder), dtype=dtype, skip_tokenizer_init=True).load()
+            open_files(EngineConfig(model=str(folder), dtype=dtype, skip_tokenizer_init=True)).load()
 
 
 @pytest.mark.parametrize("value", [70_000.0, -70_000.0])
@@ -343,6 +344,6 @@ def test_weights_beyond_the_range_of_the_engine_s_dtype(value, model, tmp_path):
     tensors[NORM][7] = value
     folder = write(tmp_path / "model", tensors, keys)
     with pytest.raises(ModelError, match=rf"'{NORM}' holds numbers beyond the range of float16; pass dtype='bfloat16'"):
-        open_model(str(folder), dtype="float16", skip_tokenizer_init=True).load()
+        open_files(EngineConfig(model=str(folder), dtype="float16", skip_tokenizer_init=True)).load()
     for dtype in ("bfloat16", "float32"):
-        open_model(str(folder), dtype=dtype, skip_tokenizer_init=True).load()
+        open_files(EngineConfig(model=str(folder), dtype=dtype, skip_tokenizer_init=True)).load()

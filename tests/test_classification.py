@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from chunkattn import LLM, AsyncLLM, SamplingParams
 from chunkattn.calls.algorithms import ALGORITHMS
 from chunkattn.cli import app
+from chunkattn.config import EngineConfig
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest
 from chunkattn.errors import ModelError, NonFiniteError, RequestError
-from chunkattn.models.loader import DEMO_FOLDER, open_model
+from chunkattn.models.loader import DEMO_FOLDER, open_files
 from chunkattn.rope.positions import make_layout
 from tests.checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 from tests.test_non_finite import BAD, damaged
@@ -206,7 +207,7 @@ def test_a_missing_head(tmp_path):
     changes = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(ModelError, match=r"tensor 'score\.weight' that LlamaForSequenceClassification needs is missing"):
-        open_model(str(folder), skip_tokenizer_init=True).load()
+        open_files(EngineConfig(model=str(folder), skip_tokenizer_init=True)).load()
 
 
 def test_a_head_of_another_size(classifier, tmp_path):
@@ -216,14 +217,14 @@ def test_a_head_of_another_size(classifier, tmp_path):
         (tmp_path / other.name).write_bytes(other.read_bytes())
     save_file(load_file(file) | {"score.weight": np.zeros((2, 64), np.float32)}, tmp_path / file.name)
     with pytest.raises(ModelError, match=r"'score\.weight' has shape \[2, 64\], the configuration says \[3, 64\]"):
-        open_model(str(tmp_path), skip_tokenizer_init=True).load()
+        open_files(EngineConfig(model=str(tmp_path), skip_tokenizer_init=True)).load()
 
 
 def test_no_classes(classifier, tmp_path):
     config = json.loads((classifier().folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": {}, "label2id": {}}))
     with pytest.raises(ModelError, match="num_labels must be a positive integer, got 0"):
-        open_model(str(tmp_path), skip_tokenizer_init=True)
+        open_files(EngineConfig(model=str(tmp_path), skip_tokenizer_init=True))
 
 
 def test_logits_that_are_not_finite_fail_their_call(classifier):

@@ -48,7 +48,7 @@ def test_death_reaches_every_caller_and_the_engine_comes_back(loop, doomed, faul
         elif way == "error":
             fault.write_text("error")
         elif way == "noise":
-            monkeypatch.setattr("chunkattn.remote.client.decode", lambda frame: decode(frame[:-1]))
+            monkeypatch.setattr("chunkattn.remote.messages.decode", lambda frame: decode(frame[:-1]))
         else:
             os.kill(doomed.client.pid, signal.SIGKILL if way == "kill" else signal.SIGSTOP)
         tasks.append(asyncio.ensure_future(doomed.metrics()))  # and one that comes too late

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams, make_layout
 from chunkattn.cli import app
+from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
 from chunkattn.models import gguf_metadata
 from chunkattn.models.gguf_file import open_gguf
-from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_model
+from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_files
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.remote.messages import Checkpoint
 from tests import tokenizer_texts
@@ -46,7 +47,7 @@ def written(tmp_path_factory):
 
 
 def opened(path, **options):
-    return open_model(str(path), **{"dtype": "float32", "skip_tokenizer_init": True, **options})
+    return open_files(EngineConfig(model=str(path), **{"dtype": "float32", "skip_tokenizer_init": True, **options}))
 
 
 def dense_logits(path, ids):

@@ -10,8 +10,9 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from chunkattn import LLM, SamplingParams
+from chunkattn.config import EngineConfig
 from chunkattn.errors import BackendError, ChunkAttnError, ConfigError, ModelError
-from chunkattn.models.loader import DEMO_FOLDER, open_model
+from chunkattn.models.loader import DEMO_FOLDER, open_files
 from chunkattn.models.weights import save_weights
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
 
@@ -39,21 +40,21 @@ def edit_shard(folder, name, change):
 
 
 def loads(folder):
-    return open_model(str(folder), skip_tokenizer_init=True).load()
+    return open_files(EngineConfig(model=str(folder), skip_tokenizer_init=True)).load()
 
 
 def test_weights_are_read_in_the_asked_dtype(checkpoint):
     for dtype in ("auto", "bfloat16", "float16"):
-        decoder = open_model(str(checkpoint("qwen3")), dtype=dtype, skip_tokenizer_init=True).load()
+        decoder = open_files(EngineConfig(model=str(checkpoint("qwen3")), dtype=dtype, skip_tokenizer_init=True)).load()
         kinds = {leaf.dtype for leaf in decoder.weights.values()}
         assert kinds == {jnp.dtype("float32" if dtype == "auto" else dtype)}
 
 
 def test_bfloat16_checkpoints_round_trip(checkpoint, tmp_path):
     shutil.copy(checkpoint("qwen3") / "config.json", tmp_path)
-    decoder = open_model(str(checkpoint("qwen3")), dtype="bfloat16", skip_tokenizer_init=True).load()
+    decoder = open_files(EngineConfig(model=str(checkpoint("qwen3")), dtype="bfloat16", skip_tokenizer_init=True)).load()
     save_weights(decoder, tmp_path)
-    again = open_model(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True).load()
+    again = open_files(EngineConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True)).load()
     assert decoder.weights.keys() == again.weights.keys()
     for name, weight in decoder.weights.items():
         np.testing.assert_array_equal(weight.view(jnp.uint16), again.weights[name].view(jnp.uint16))
@@ -126,12 +127,12 @@ def test_integer_weights_are_refused(broken):
 
 def test_end_of_sequence_ids(broken, tmp_path):
     edit_config(broken, eos_token_id=5, vocab_size=1024)
-    assert open_model(str(broken), skip_tokenizer_init=True).eos_token_ids == (5,)
+    assert open_files(EngineConfig(model=str(broken), skip_tokenizer_init=True)).eos_token_ids == (5,)
     file = broken / "generation_config.json"
     for value, expected in ((0, (0,)), ([7, 0], (7, 0))):  # 0 is a token like any other
         file.write_text(json.dumps({"eos_token_id": value}))
-        assert open_model(str(broken), skip_tokenizer_init=True).eos_token_ids == expected
-    with_tokenizer = open_model(str(broken), tokenizer=str(DEMO_FOLDER))
+        assert open_files(EngineConfig(model=str(broken), skip_tokenizer_init=True)).eos_token_ids == expected
+    with_tokenizer = open_files(EngineConfig(model=str(broken), tokenizer=str(DEMO_FOLDER)))
     assert with_tokenizer.eos_token_ids == (7, 0, with_tokenizer.tokenizer.eos_token_id)
     for value in ("x", True, 1.5, [None, {}]):
         file.write_text(json.dumps({"eos_token_id": value}))

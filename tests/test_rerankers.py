@@ -18,7 +18,7 @@ from chunkattn.calls.rerank import fill_template, label_ids, relevance_class
 from chunkattn.calls.rerank_template import MXBAI_RERANK_V2, QWEN3_RERANKER, TEMPLATES, default_template
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, ModelError, RequestError
-from chunkattn.models.loader import DEMO_FOLDER, open_model
+from chunkattn.models.loader import DEMO_FOLDER, open_files
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from tests.checkpoints import Oracle
 from tests.gguf_files import Written
@@ -65,7 +65,7 @@ def bare(tmp_path_factory):
 
 def picked(folder, **options):
     """The template of a folder's reranks."""
-    files = open_model(str(folder), **options)
+    files = open_files(EngineConfig(model=str(folder), **options))
     return default_template(None, files.reranker.template, str(folder), PartEncoder(files.tokenizer)).name
 
 
@@ -128,7 +128,7 @@ def test_the_demo_has_the_plain_template(tmp_path):
 def test_the_generic_template_warns_once(bare, caplog):
     def frontend(*args, **options):
         folder = str(bare(*args))
-        return Frontend(EngineConfig(model=folder, **options), open_model(folder))
+        return Frontend(EngineConfig(model=folder, **options), open_files(EngineConfig(model=folder)))
 
     with caplog.at_level(logging.WARNING, logger="chunkattn"):
         made = frontend(CAUSAL)
@@ -309,7 +309,7 @@ def test_a_pooling_head_ranks_as_in_llama_cpp(ranked):
 
 def test_the_template_of_a_gguf_file(headed):
     def template(change):
-        files = open_model(str(headed("other", change).path))
+        files = open_files(EngineConfig(model=str(headed("other", change).path)))
         return default_template(None, files.reranker.template, None, PartEncoder(files.tokenizer))
 
     assert template(add_head) is QWEN3_RERANKER
@@ -340,7 +340,7 @@ def test_the_template_of_a_gguf_file(headed):
 )
 def test_other_heads_are_refused(change, tensors, message, headed):
     with pytest.raises(ModelError, match=message):
-        open_model(str(headed("refused", change, tensors).path)).load()
+        open_files(EngineConfig(model=str(headed("refused", change, tensors).path))).load()
 
 
 def test_a_reranker_in_gguf_generates_nothing(headed):

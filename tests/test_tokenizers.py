@@ -11,8 +11,9 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, models
 
 from chunkattn.calls.detokenizer import Detokenizer
+from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
-from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_model
+from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_files
 from chunkattn.parsers.encode import PartEncoder
 from tests.checkpoints import CHECKPOINTS
 from tests.tokenizer_files import (
@@ -271,10 +272,10 @@ def test_more_ids_than_rows(tmp_path):
         changed = {**CHECKPOINTS["qwen3"].to_dict(), "vocab_size": rows, "architectures": ["Qwen3ForCausalLM"]}
         CHECKPOINTS["qwen3"].__class__(**changed).save_pretrained(folder)
         if rows >= size:
-            assert open_model(str(folder)).spec.vocab_size == rows
+            assert open_files(EngineConfig(model=str(folder))).spec.vocab_size == rows
             continue
         with pytest.raises(ModelError, match=rf"the id {size - 1}, and the model embeds {rows} tokens"):
-            open_model(str(folder))
+            open_files(EngineConfig(model=str(folder)))
 
 
 def test_control_tokens_are_whole_whatever_the_configuration_says(tmp_path):
@@ -293,7 +294,7 @@ def test_an_added_token_beyond_the_rows_loads(tmp_path):
     rows = GOOD.get_vocab_size()
     changed = {**CHECKPOINTS["qwen3"].to_dict(), "vocab_size": rows, "architectures": ["Qwen3ForCausalLM"]}
     CHECKPOINTS["qwen3"].__class__(**changed).save_pretrained(folder)
-    assert open_model(str(folder)).tokenizer.convert_tokens_to_ids("<pad>") == rows
+    assert open_files(EngineConfig(model=str(folder))).tokenizer.convert_tokens_to_ids("<pad>") == rows
 
 
 @pytest.mark.parametrize("layout", ["json", "model", "merges"])

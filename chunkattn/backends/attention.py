@@ -67,11 +67,6 @@ def chunk_attention(
     )
     implementation = make_backend(backend, spec)
     out, _ = implementation.forward(
-        q,
-        k,
-        v,
-        implementation.allocate(pages),
-        jax.tree.map(jnp.asarray, implementation.build_metadata(batch)),
-        scale=scale,
+        q, k, v, implementation.allocate(pages), jax.tree.map(jnp.asarray, implementation.build_metadata(batch)), scale=scale
     )
     return out

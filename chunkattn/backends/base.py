@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -22,6 +23,10 @@ FP8 = jnp.dtype(jnp.float8_e4m3fn)
 FP8_MAX = 448.0
 """Largest number of `FP8`, which has no infinity."""
 
+Queries = Float[Array, "T H D"]
+"""Queries of a step's rows, or their attention output."""
+KV = Float[Array, "T Hkv D"]
+"""Keys or values of a step's rows."""
 KVCache = Any
 """Paged K/V of one layer: a pytree of arrays whose axis 0 is the page."""
 Metadata = Any
@@ -176,6 +181,7 @@ class AttentionBackend(ABC):
         batch_invariant: whether rows must keep their bits; the engine sets it.
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
+        heads_first: whether a page of the default cache holds the tokens of a KV head side by side.
         smallest_step: rows to which smaller steps are padded.
         max_rows: maximum number of rows of a step; the engine sets it for the backends of `ON_REQUEST`.
     """
@@ -184,6 +190,7 @@ class AttentionBackend(ABC):
     can_keep_bits: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     any_table_width: bool = False
+    heads_first: ClassVar[bool] = False
     smallest_step: ClassVar[int] = 8
     max_pages: ClassVar[int] = 1 << 31
     max_table_pages: ClassVar[int] = 1 << 31
@@ -209,11 +216,17 @@ class AttentionBackend(ABC):
     def allocate(self, num_pages: int) -> KVCache:
         """Allocate one layer's empty KV cache.
 
-        The default cache holds K and V, each `[pages, block_size, kv_heads, head_dim]` in `storage_dtype`. `write_pages` and
-        `read_pages` expect this form.
+        The default cache holds K and V, each `[pages, block_size, kv_heads, head_dim]` in `storage_dtype`, as `write_pages`
+        and `read_pages` expect it. With `heads_first`, K and V are `[pages, kv_heads, block_size, head_dim]`.
+
+        Raises:
+            BackendError: there are more than `max_pages` pages.
         """
-        shape = (num_pages, self.spec.block_size, self.spec.num_kv_heads, self.spec.head_dim)
-        dtype = storage_dtype(self.spec.cache_dtype)
+        spec = self.spec
+        if num_pages > self.max_pages:
+            raise BackendError(f"{self.name} supports at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
+        axes = (spec.num_kv_heads, spec.block_size) if self.heads_first else (spec.block_size, spec.num_kv_heads)
+        shape, dtype = (num_pages, *axes, spec.head_dim), storage_dtype(spec.cache_dtype)
         return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
     @abstractmethod
@@ -229,16 +242,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        q: Float[Array, "T H D"],
-        k: Float[Array, "T Hkv D"],
-        v: Float[Array, "T Hkv D"],
-        cache: KVCache,
-        metadata: Metadata,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T H D"], KVCache]:
+        self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: Metadata, *, scale: float, window: int | None = None
+    ) -> tuple[Queries, KVCache]:
         """Write the rows' K/V to the cache, then attend to the cache contents.
 
         A row of this step is read back as the cache stores it, quantised or not, so computed and cached tokens give the same
@@ -264,6 +269,28 @@ class AttentionBackend(ABC):
         """
 
 
+@cache
+def on_cpu() -> bool:
+    """Return whether JAX computes on a CPU. The call initialises JAX's devices."""
+    return jax.default_backend() == "cpu"
+
+
+class PortableBackend(AttentionBackend):
+    """A backend of plain JAX operations: it serves every spec on every platform, and keeps bits on CPUs."""
+
+    weighs = True
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Return whether the platform is a CPU."""
+        return on_cpu()
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Return None: every spec is supported."""
+        return None
+
+
 def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """Return the dtype in which a default cache stores `dtype`: unsigned integers for 8- and 16-bit floats.
 
@@ -286,9 +313,7 @@ def to_cache(x: Float[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"
     return x.astype(dtype)
 
 
-def write_pages(
-    cache: KVCache, k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], flat_slots: Int32[Array, " T"]
-) -> KVCache:
+def write_pages(cache: KVCache, k: KV, v: KV, flat_slots: Int32[Array, " T"]) -> KVCache:
     """Scatter rows' K/V into a cache of the default form, converted to its dtype.
 
     Args:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int64
 
-from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, StepArray
+from chunkattn.backends.base import KV, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, Queries, StepArray
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import spans
 from chunkattn.errors import BackendError
@@ -81,16 +81,8 @@ class PackedDenseBackend(AttentionBackend):
         return MaskMetadata(mask)
 
     def forward(
-        self,
-        q: Float[Array, "T H D"],
-        k: Float[Array, "T Hkv D"],
-        v: Float[Array, "T Hkv D"],
-        cache: KVCache,
-        metadata: MaskMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T H D"], KVCache]:
+        self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: MaskMetadata, *, scale: float, window: int | None = None
+    ) -> tuple[Queries, KVCache]:
         """Attend under the mask; see `AttentionBackend.forward`. The cache is returned unchanged."""
         size, (rows, heads, head_dim), kv_heads = len(metadata.mask), q.shape, k.shape[1]
         precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None

@@ -15,17 +15,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from chunkattn.backends.base import (
-    AttentionBackend,
+    KV,
     AttentionBatch,
-    AttentionSpec,
     KVCache,
+    PortableBackend,
+    Queries,
     RowWeighing,
     StepArray,
     read_slots,
     write_pages,
 )
 from chunkattn.backends.registry import register_backend
-from chunkattn.backends.softmax import on_cpu
 
 PORTION = 128
 """Slots that are summed at once."""
@@ -35,61 +35,39 @@ ROWS = 32
 _multiply = partial(jnp.einsum, precision="highest")
 
 
-class RowMetadata(NamedTuple):
-    """The arrays of an `AttentionBatch`, with padding rows assigned to sequence -1."""
+class _Rows(NamedTuple):
+    """Rows, see `AttentionBatch`. Padding rows have sequence -1."""
 
-    row_seq: Int32[StepArray, " T"]
-    row_slot: Int32[StepArray, " T"]
-    row_start: Int32[StepArray, " T"]
+    seq: Int32[StepArray, " R"]
+    slot: Int32[StepArray, " R"]
+    start: Int32[StepArray, " R"]
+    weighing: RowWeighing | None
+
+
+class RowMetadata(NamedTuple):
+    """The arrays of an `AttentionBatch`."""
+
+    rows: _Rows
     flat_slots: Int32[StepArray, " T"]
     prefix_end: Int32[StepArray, " S"]
     block_tables: Int32[StepArray, "S W"]
     page_len: Int32[StepArray, "S W"]
-    weighing: RowWeighing | None
 
 
 @register_backend("reference")
-class ReferenceBackend(AttentionBackend):
+class ReferenceBackend(PortableBackend):
     """A backend that gathers the slots of every row."""
-
-    weighs = True
-
-    @property
-    def keeps_bits(self) -> bool:
-        """Return whether the platform is a CPU."""
-        return on_cpu()
-
-    @classmethod
-    def supports(cls, spec: AttentionSpec) -> str | None:
-        """Return None: every spec is supported."""
-        return None
 
     def build_metadata(self, batch: AttentionBatch) -> RowMetadata:
         """Copy the batch's arrays; see `AttentionBackend.build_metadata`."""
         row_seq = batch.row_seq.copy()
         row_seq[batch.num_rows :] = -1
-        return RowMetadata(
-            row_seq,
-            batch.row_slot,
-            batch.row_start,
-            batch.flat_slots(),
-            batch.prefix_end,
-            batch.block_tables,
-            batch.page_len,
-            batch.row_weighing(),
-        )
+        rows = _Rows(row_seq, batch.row_slot, batch.row_start, batch.row_weighing())
+        return RowMetadata(rows, batch.flat_slots(), batch.prefix_end, batch.block_tables, batch.page_len)
 
     def forward(
-        self,
-        q: Float[Array, "T H D"],
-        k: Float[Array, "T Hkv D"],
-        v: Float[Array, "T Hkv D"],
-        cache: KVCache,
-        metadata: RowMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T H D"], KVCache]:
+        self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: RowMetadata, *, scale: float, window: int | None = None
+    ) -> tuple[Queries, KVCache]:
         """Attend row by row; see `AttentionBackend.forward`."""
         cache = write_pages(cache, k, v, metadata.flat_slots)
         rows, heads, head_dim = q.shape
@@ -139,19 +117,9 @@ class ReferenceBackend(AttentionBackend):
             total = _sums(weights).swapaxes(0, 1)
             return (values.reshape(ROWS, heads, head_dim) / jnp.where(total > 0, total, 1)).astype(q.dtype)
 
-        of = _Rows(metadata.row_seq, metadata.row_slot, metadata.row_start, metadata.weighing)
-        padded = jax.tree.map(lambda x: jnp.pad(x, ((0, -rows % ROWS), *(x.ndim - 1) * [(0, 0)])), (q, of))
+        padded = jax.tree.map(lambda x: jnp.pad(x, ((0, -rows % ROWS), *(x.ndim - 1) * [(0, 0)])), (q, metadata.rows))
         blocks = jax.tree.map(lambda x: x.reshape(-1, ROWS, *x.shape[1:]), padded)
         return jax.lax.map(one_block, blocks).reshape(-1, heads, head_dim)[:rows], cache
-
-
-class _Rows(NamedTuple):
-    """The rows of a block, see `AttentionBatch`."""
-
-    seq: Int32[Array, " R"]
-    slot: Int32[Array, " R"]
-    start: Int32[Array, " R"]
-    weighing: RowWeighing | None
 
 
 def _join(x: Shaped[Array, "M *axes N"]) -> Shaped[Array, "*axes slots"]:

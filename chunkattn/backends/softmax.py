@@ -14,13 +14,15 @@ Source: FlashAttention, arXiv:2205.14135.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
+
+from chunkattn.backends.base import on_cpu
 
 _COLUMNS = 64
 """Divisor of the columns of a product whose right side has its depth first, on CPUs."""
@@ -29,12 +31,6 @@ _ONES = 8
 _TINY = np.finfo(np.float32).tiny
 _MASKED = -1e30
 """Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
-
-
-@cache
-def on_cpu() -> bool:
-    """Return whether JAX computes on a CPU. The call initialises JAX's devices."""
-    return jax.default_backend() == "cpu"
 
 
 class Softmax(NamedTuple):

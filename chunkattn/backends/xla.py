@@ -25,17 +25,19 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from chunkattn.backends import softmax
 from chunkattn.backends.base import (
-    AttentionBackend,
+    KV,
     AttentionBatch,
-    AttentionSpec,
     KVCache,
+    PortableBackend,
+    Queries,
     RowWeighing,
     StepArray,
+    on_cpu,
     read_slots,
     write_pages,
 )
 from chunkattn.backends.registry import register_backend
-from chunkattn.backends.softmax import Softmax, on_cpu
+from chunkattn.backends.softmax import Softmax
 from chunkattn.backends.tiles import Tiles, cut, cut_at_questions, spans
 
 MANY_ROWS = 256
@@ -123,20 +125,8 @@ class _Kind(NamedTuple):
 
 
 @register_backend("xla")
-class XlaBackend(AttentionBackend):
+class XlaBackend(PortableBackend):
     """The portable backend, which `auto` falls back to on every platform."""
-
-    weighs = True
-
-    @property
-    def keeps_bits(self) -> bool:
-        """Return whether the platform is a CPU."""
-        return on_cpu()
-
-    @classmethod
-    def supports(cls, spec: AttentionSpec) -> str | None:
-        """Return None: every spec is supported."""
-        return None
 
     def build_metadata(self, batch: AttentionBatch) -> TileMetadata:
         """Cut the batch into tasks; see `AttentionBackend.build_metadata`."""
@@ -164,16 +154,8 @@ class XlaBackend(AttentionBackend):
         )
 
     def forward(
-        self,
-        q: Float[Array, "T H D"],
-        k: Float[Array, "T Hkv D"],
-        v: Float[Array, "T Hkv D"],
-        cache: KVCache,
-        metadata: TileMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T H D"], KVCache]:
+        self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: TileMetadata, *, scale: float, window: int | None = None
+    ) -> tuple[Queries, KVCache]:
         """Attend task by task; see `AttentionBackend.forward`."""
         cache = write_pages(cache, k, v, metadata.flat_slots)
         rows, heads, _ = q.shape

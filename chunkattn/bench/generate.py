@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import sleep
-from typing import Self
 
 from chunkattn.bench.cases import CASES, GenerateBench, Job, Sample, Sizes
 from chunkattn.bench.geometry import GEOMETRIES
@@ -140,13 +139,7 @@ def run(
     )
 
 
-def _rounds(
-    bench: GenerateBench,
-    make: Callable[[], list[Job]],
-    peer: _Peer,
-    repeats: int,
-    progress: Progress,
-) -> list[_Row]:
+def _rounds(bench: GenerateBench, make: Callable[[], list[Job]], peer: _Peer, repeats: int, progress: Progress) -> list[_Row]:
     """Measure the jobs of one case in timed rounds, chunkattn first."""
     rows: dict[str, _Row] = {}
     compiles = bench.engine.core.runner.compiles
@@ -195,7 +188,7 @@ class _Row:
         )
 
 
-class _Peer:
+class _Peer(ExitStack):
     """vLLM, or the reason why there is no vLLM. After a failure it measures nothing.
 
     Attributes:
@@ -204,14 +197,9 @@ class _Peer:
     """
 
     def __init__(
-        self,
-        geometry: str,
-        sizes: Sizes,
-        cases: Sequence[str],
-        dtype: str,
-        pythons: Sequence[Path] | None,
-        progress: Progress,
+        self, geometry: str, sizes: Sizes, cases: Sequence[str], dtype: str, pythons: Sequence[Path] | None, progress: Progress
     ) -> None:
+        super().__init__()
         self._process: PeerProcess | None = None
         self._progress = progress
         self.name, self.note = "", ""
@@ -225,19 +213,11 @@ class _Peer:
         options = {"dtype": dtype, "max_model_len": limit, "max_num_batched_tokens": max(8192, limit)}
         try:
             with progress("start of vllm"):
-                self._process = PeerProcess(python, "vllm", geometry, **options)
+                self._process = self.enter_context(PeerProcess(python, "vllm", geometry, **options))
         except PeerError as error:
             self.note = f"failed: {error}"
         else:
             self.name, self.note = f"vllm {self._process.version}", self._process.note
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
 
     def measure(self, job: Job, number: str) -> float | None:
         """Return vLLM's value of a job in a round, or None without a running vLLM."""
@@ -249,7 +229,7 @@ class _Peer:
                 found = self._process.run(job.batches, job.max_tokens, 2 if job.items else None)
             sleep(_PAUSE_S)
         except PeerError as error:
-            self.note = f"failed: {error}"
-            self.__exit__()
+            self.note, self._process = f"failed: {error}", None
+            self.close()
             return None
         return job.value(found["seconds"], found["decode_rate"])

@@ -11,11 +11,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -112,7 +112,7 @@ class PeerError(Exception):
     """A peer's process could not run a job."""
 
 
-class PeerProcess:
+class PeerProcess(AbstractContextManager["PeerProcess"]):
     """A library in a process of its own interpreter. It keeps the model between jobs, so that rounds can take turns with it.
 
     Args:
@@ -155,9 +155,6 @@ class PeerProcess:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

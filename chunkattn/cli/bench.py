@@ -12,10 +12,9 @@ from rich.table import Table
 from chunkattn.cli.common import check_file, command, command_group, console, write_json
 from chunkattn.cli.progress import Rounds
 from chunkattn.errors import ConfigError
+from chunkattn.picture import save_picture
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from chunkattn.bench.rag import Case
 
 group = command_group("bench", "Compare methods in one process, or load a server.")
@@ -144,19 +143,3 @@ def _plot(cases: list[Case], path: Path, geometry: str) -> None:
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     save_picture(figure, path)
-
-
-def save_picture(figure: Figure, path: Path) -> None:
-    """Write a figure to a file.
-
-    Args:
-        figure: figure to write.
-        path: file to write; the suffix selects the format.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        figure.savefig(path, dpi=130)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"cannot write the picture {path}: {error}") from error

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chunkattn.cli.bench import BlockSize, Geometry, JsonFile, check_options, group, save_picture
+from chunkattn.cli.bench import BlockSize, Geometry, JsonFile, check_options, group
 from chunkattn.cli.common import command, console, figures, print_lines, write_json
 from chunkattn.cli.progress import Rounds
 from chunkattn.errors import ConfigError
+from chunkattn.picture import save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

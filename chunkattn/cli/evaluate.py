@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkattn.calibration import FILE_NAME, OFF, write_calibration
-from chunkattn.cli.bench import JsonFile, Plot, check_files, save_picture
+from chunkattn.cli.bench import JsonFile, Plot, check_files
 from chunkattn.cli.common import (
     Model,
     Verbose,
@@ -26,10 +26,11 @@ from chunkattn.cli.common import (
     print_lines,
     write_json,
 )
-from chunkattn.cli.options import with_options
+from chunkattn.cli.options import check_positive, with_options
 from chunkattn.cli.progress import Steps, TrialLog, say
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, RequestError
+from chunkattn.picture import save_picture
 
 if TYPE_CHECKING:
     from chunkattn.evaluation.data import Question, Ranking
@@ -75,7 +76,8 @@ def evaluate(
     from chunkattn.evaluation.results import Results
 
     check_files(json_file, plot)
-    read = read_data(data, _at_least_one("limit", limit))
+    check_positive({"limit": limit})
+    read = read_data(data, limit)
     known = Results(results or Path(f"{data.stem}.results.jsonl"))
     rankings = [line for line in read if isinstance(line, Ranking)]
     questions = [line for line in read if not isinstance(line, Ranking)]
@@ -147,10 +149,11 @@ def calibrate(
     from chunkattn.evaluation.search import GAPS
 
     check_files(json_file, plot)
+    check_positive({"limit": limit})
     check_file(output)
     if gap and min(gap) < 0:
         raise ConfigError(f"--gap must be at least 0, got {min(gap)}")
-    questions = [line for line in read_data(data, _at_least_one("limit", limit)) if isinstance(line, Question)]
+    questions = [line for line in read_data(data, limit) if isinstance(line, Question)]
     if not questions:
         raise RequestError(f"{data} holds rankings; calibrate needs questions, because scores are exact without a calibration")
     searched = len(halves_of(len(questions)).search)
@@ -189,12 +192,6 @@ def calibrate(
         listed = "gap {}, temperature {:g}, scale {:g}".format(*asdict(found.calibration).values())
         off = "" if found.calibration == found.best else ", the defaults, because no gain was shown"
         console.print(f"written: {escape(str(output))} ({listed}{off})", soft_wrap=True)
-
-
-def _at_least_one(name: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise ConfigError(f"--{name} must be at least 1, got {value}")
-    return value
 
 
 def _name(model: str | None) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -41,7 +40,7 @@ class TrialLog:
         say(f"gap {gap:4}  T {temperature:4.2f}  S {scale:4.2f}  {trial.value:8.4f}{'  best so far' if better else ''}")
 
 
-class Steps:
+class Steps(ExitStack):
     """Progress of a command on stderr: a bar on a terminal, elsewhere a line at every tenth.
 
     Args:
@@ -50,27 +49,14 @@ class Steps:
     """
 
     def __init__(self, name: str, total: int) -> None:
+        super().__init__()
         self._name, self._total, self._done, self._began = name, total, 0, time.monotonic()
         self._bar: Progress | None = None
         if sys.stderr.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.add_task(name, total=total)
-
-    def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar:
-            self._bar.stop()
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+            bar.add_task(name, total=total)
+            self._bar = self.enter_context(bar)
 
     def advance(self, count: int) -> None:
         """Count further items as done."""
@@ -82,23 +68,16 @@ class Steps:
             say(f"{self._done} of {self._total} {self._name}, {10 * tenth}%, about {left / 60:.1f} minutes left")
 
 
-class Rounds:
+class Rounds(ExitStack):
     """Progress of a benchmark on stderr: the round under way on a terminal, elsewhere a line with the seconds of each round.
 
     A call returns the context manager of one round.
     """
 
     def __init__(self) -> None:
-        self._status = Console(stderr=True).status("measuring", spinner="dots") if sys.stderr.isatty() else None
-
-    def __enter__(self) -> Self:
-        if self._status:
-            self._status.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._status:
-            self._status.stop()
+        super().__init__()
+        status = Console(stderr=True).status("measuring", spinner="dots")
+        self._status = self.enter_context(status) if sys.stderr.isatty() else None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

@@ -21,15 +21,6 @@ _PIECE = 1 << 22
 """Elements that are dequantised at a time: 16 MiB of float32."""
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a path is an existing file with the suffix of GGUF.
-
-    Args:
-        path: local path.
-    """
-    return path.suffix.lower() == GGUF_SUFFIX and path.is_file()
-
-
 def find_gguf(folder: Path) -> Path | None:
     """Return the one GGUF model of a folder, the first file of a sharded model, or None if the folder has none.
 
@@ -76,7 +67,10 @@ class GGUFFile:
             return default
         value = self.metadata.values[key]
         if isinstance(value, StoredArray):
-            value = self._elements(key, value)
+            try:
+                value = self.metadata.elements(value)
+            except ValueError as error:
+                raise ModelError(f"{self.path}: the metadata {key!r} cannot be read ({error}); the file is damaged") from error
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ModelError(
                 f"{self.path}: the metadata {key!r} has the wrong type, {type(value).__name__}; get the file again, or convert "
@@ -99,12 +93,6 @@ class GGUFFile:
         if values and (type(values[0]), kind) not in ((kind, kind), (int, float)):
             raise ModelError(f"{self.path}: the metadata {key!r} must hold {kind.__name__}, not {type(values[0]).__name__}")
         return values
-
-    def _elements(self, key: str, array: StoredArray) -> list[Any]:
-        try:
-            return self.metadata.elements(array)
-        except ValueError as error:
-            raise ModelError(f"{self.path}: the metadata {key!r} cannot be read ({error}); the file is damaged") from error
 
     def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
         """Return a value of the metadata that the file must have; see `get`.

@@ -64,45 +64,16 @@ class ModelFiles:
         return load_weights(self.spec, self.gguf or self.path, self.dtype)
 
 
-def open_files(config: EngineConfig) -> ModelFiles:
-    """Open the checkpoint of a configuration, without reading the weights.
-
-    Args:
-        config: options of the engine.
-
-    Raises:
-        ModelError: the checkpoint cannot be loaded.
-    """
-    return open_model(
-        config.model,
-        tokenizer=config.tokenizer,
-        revision=config.revision,
-        dtype=config.dtype,
-        skip_tokenizer_init=config.skip_tokenizer_init,
-    )
-
-
-def open_model(
-    model: str | None,
-    *,
-    tokenizer: str | None = None,
-    revision: str | None = None,
-    dtype: str = "auto",
-    skip_tokenizer_init: bool = False,
-) -> ModelFiles:
+def open_files(options: EngineConfig) -> ModelFiles:
     """Read the configuration and tokenizer of a checkpoint, so errors show before the weights are loaded.
 
     Args:
-        model: local folder, GGUF file or hub id; None for the bundled demo model.
-        tokenizer: folder, GGUF file or hub id of the tokenizer; None for the model's own.
-        revision: revision on the hub.
-        dtype: name of a dtype, or `"auto"` for the checkpoint's own.
-        skip_tokenizer_init: whether to load no tokenizer.
+        options: options of the engine.
 
     Raises:
         ModelError: the model cannot be found or read, or is not supported.
     """
-    path = resolve_path(model, revision)
+    path = resolve_path(options.model, options.revision)
     file = open_gguf(path) if path.suffix.lower() == GGUF_SUFFIX else None
     if file is not None:
         config = config_from_gguf(file)
@@ -113,24 +84,24 @@ def open_model(
             spec = spec_from_config(config)
         except ModelError as error:
             raise ModelError(f"{path / 'config.json'}: {error}") from None
-    if skip_tokenizer_init:
+    if options.skip_tokenizer_init:
         loaded = None
-    elif file is not None and tokenizer is None:
+    elif file is not None and options.tokenizer is None:
         loaded = tokenizer_from_gguf(file)
     else:
-        loaded = load_tokenizer(tokenizer or str(path))
+        loaded = load_tokenizer(options.tokenizer or str(path))
     if loaded is not None:
-        check_rows(loaded, spec.vocab_size, tokenizer or str(path))
+        check_rows(loaded, spec.vocab_size, options.tokenizer or str(path))
     if path.resolve() == DEMO_FOLDER.resolve():
         reranker = RerankerTraits("plain")
     elif file is not None:
         reranker = traits_of_gguf(file, config, spec)
     else:
-        reranker = traits_of_folder(path, model, config, spec, getattr(loaded, "chat_template", None))
+        reranker = traits_of_folder(path, options.model, config, spec, getattr(loaded, "chat_template", None))
     return ModelFiles(
         path=path,
         spec=spec,
-        dtype=jnp.dtype(_checkpoint_dtype(config) if dtype == "auto" else dtype),
+        dtype=jnp.dtype(_checkpoint_dtype(config) if options.dtype == "auto" else options.dtype),
         tokenizer=loaded,
         eos_token_ids=_eos_token_ids(path, config, loaded),
         gguf=file,
@@ -209,7 +180,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def load_model_tokenizer(model: str | None, tokenizer: str | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that `open_model` would load, without the checkpoint.
+    """Return the tokenizer that `open_files` would load, without the checkpoint.
 
     Args:
         model: local folder, GGUF file or hub id; None for the bundled demo model.

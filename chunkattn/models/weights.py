@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,7 @@ from safetensors.flax import save_file
 
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
-from chunkattn.models.gguf_file import GGUFFile, is_gguf, open_gguf
+from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
@@ -23,41 +22,8 @@ from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
 logger = logging.getLogger(__name__)
 
 
-class TensorSource(Protocol):
-    """Tensors of one checkpoint, by their names in Hugging Face checkpoints.
-
-    Attributes:
-        path: folder or file.
-        needs_all: whether every tensor changes the model's answers, so that one without a place is an error.
-    """
-
-    path: Path
-    needs_all: bool
-
-    def names(self) -> Collection[str]:
-        """Return the names of all tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, `[out, in]` for a matrix.
-
-        Args:
-            name: name of the tensor.
-        """
-
-    def read(self, name: str, dtype: jnp.dtype) -> np.ndarray:
-        """Return a tensor, cast to `dtype` on the host.
-
-        Args:
-            name: name of the tensor.
-            dtype: dtype of the returned array.
-        """
-
-    def why_missing(self, name: str) -> str:
-        """Return the likely cause of a missing tensor, and the remedy.
-
-        Args:
-            name: name of the missing tensor.
-        """
+TensorSource = SafetensorsFolder | GGUFTensors
+"""Tensors of one checkpoint, by their names in Hugging Face checkpoints."""
 
 
 def load_weights(spec: DecoderSpec, source: Path | GGUFFile, dtype: jnp.dtype) -> Decoder:
@@ -73,7 +39,7 @@ def load_weights(spec: DecoderSpec, source: Path | GGUFFile, dtype: jnp.dtype) -
     Raises:
         ModelError: a file or tensor is missing, unreadable, of the wrong shape or not finite.
     """
-    if isinstance(source, Path) and is_gguf(source):
+    if isinstance(source, Path) and source.suffix.lower() == GGUF_SUFFIX and source.is_file():
         source = open_gguf(source)
     if isinstance(source, GGUFFile):
         return fill(spec, GGUFTensors(source, spec), dtype)

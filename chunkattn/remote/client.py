@@ -26,26 +26,8 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.errors import ChunkAttnError, EngineDeadError, QueueFullError, RequestError
 from chunkattn.fair_threads import FairThreads
+from chunkattn.remote import messages as wire
 from chunkattn.remote.inflight import InflightRequests
-from chunkattn.remote.messages import (
-    Abort,
-    CacheQuery,
-    Checkpoint,
-    Failed,
-    FromWorker,
-    Heartbeat,
-    MetricsQuery,
-    Ready,
-    Reply,
-    ResetCache,
-    Shutdown,
-    Start,
-    Stop,
-    ToWorker,
-    Unpin,
-    WarmupProgress,
-    decode,
-)
 from chunkattn.remote.process import WorkerProcess, describe_exit
 
 logger = logging.getLogger(__name__)
@@ -90,13 +72,13 @@ class EngineClient:
         self._context = zmq.Context()
         self._launched: WorkerProcess | None = None
         self._worker: WorkerProcess | None = None
-        self._beat = Heartbeat(0.0, None)
+        self._beat = wire.Heartbeat(0.0, None)
         self._calls: set[InflightRequests] = set()
         self._owners: dict[str, InflightRequests] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._query_ids = count()
         self._supervisor: asyncio.Task[None] | None = None
-        self._failure: Failed | None = None
+        self._failure: wire.Failed | None = None
 
     # Life
 
@@ -109,7 +91,7 @@ class EngineClient:
             with suppress(OSError):
                 self._launched = WorkerProcess(self._context)
 
-    async def start(self, checkpoint: Checkpoint) -> None:
+    async def start(self, checkpoint: wire.Checkpoint) -> None:
         """Start the engine and wait until it is ready. An error or a cancellation closes the client.
 
         Args:
@@ -219,21 +201,21 @@ class EngineClient:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Stop delivering outputs of requests and abort the requests in the engine."""
-        aborts = [Abort(r) for r in request_ids]
+        aborts = [wire.Abort(r) for r in request_ids]
         for message in aborts:
             self.forget(message.request_id)
         self.tell(aborts)
 
     def stop(self, request_id: str, sample: int) -> None:
         """End sample number `sample` of a request."""
-        self.tell([Stop(request_id, sample)])
+        self.tell([wire.Stop(request_id, sample)])
 
     def unpin(self, request_ids: Iterable[str]) -> None:
         """Let the cache evict the blocks that these precompute requests pinned. A restarted engine holds no pins."""
         if names := tuple(request_ids):
-            self.tell([Unpin(names)])
+            self.tell([wire.Unpin(names)])
 
-    def tell(self, messages: Sequence[ToWorker]) -> None:
+    def tell(self, messages: Sequence[wire.ToWorker]) -> None:
         """Send messages that need no answer, if the engine is ready."""
         if self.is_ready and messages:
             self._send(messages)
@@ -244,7 +226,7 @@ class EngineClient:
         Raises:
             EngineDeadError: the engine is not ready, or dies.
         """
-        return await self._query(MetricsQuery)
+        return await self._query(wire.MetricsQuery)
 
     async def look_up(self, requests: Sequence[PrecomputeRequest], *, forget: bool) -> Sequence[CachedTokens]:
         """Return the tokens of each request that are cached in memory; see `EngineCore.look_up`.
@@ -257,7 +239,7 @@ class EngineClient:
             EngineDeadError: the engine is not ready, or dies.
             RequestError: a value cannot be sent.
         """
-        return await self._query(lambda number: CacheQuery(number, tuple(requests), forget))
+        return await self._query(lambda number: wire.CacheQuery(number, tuple(requests), forget))
 
     async def reset_cache(self) -> bool:
         """Empty the cache and return whether every page is free.
@@ -265,9 +247,9 @@ class EngineClient:
         Raises:
             EngineDeadError: the engine is not ready, or dies.
         """
-        return await self._query(ResetCache)
+        return await self._query(wire.ResetCache)
 
-    async def _query(self, kind: Callable[[int], ToWorker]) -> Any:
+    async def _query(self, kind: Callable[[int], wire.ToWorker]) -> Any:
         self._check_ready()
         number = next(self._query_ids)
         self._queries[number] = asyncio.get_running_loop().create_future()
@@ -277,7 +259,7 @@ class EngineClient:
         finally:
             del self._queries[number]
 
-    def _send(self, messages: Sequence[ToWorker]) -> None:
+    def _send(self, messages: Sequence[wire.ToWorker]) -> None:
         assert self._worker is not None
         try:
             self._worker.send(messages)
@@ -306,7 +288,7 @@ class EngineClient:
 
     # Supervision
 
-    async def _supervise(self, checkpoint: Checkpoint) -> None:
+    async def _supervise(self, checkpoint: wire.Checkpoint) -> None:
         failed = 0
         try:
             while not self._closing.done():
@@ -336,9 +318,9 @@ class EngineClient:
         if not self._started.done():
             self._started.set_exception(error)
 
-    async def _run_worker(self, checkpoint: Checkpoint) -> bool:
+    async def _run_worker(self, checkpoint: wire.Checkpoint) -> bool:
         """Run one process to its end and dispose of it. Return whether the process was ever ready."""
-        self.warmup, self._beat, self._served = None, Heartbeat(0.0, None), False
+        self.warmup, self._beat, self._served = None, wire.Heartbeat(0.0, None), False
         self._failure = None
         try:
             self._worker = worker = self._launched or WorkerProcess(self._context)
@@ -349,7 +331,7 @@ class EngineClient:
         try:
             level = logging.getLogger("chunkattn").getEffectiveLevel()
             heartbeat = min(0.5, self.config.engine_hang_timeout_s / 4)
-            worker.send([Start(self.config, checkpoint, level, heartbeat)])
+            worker.send([wire.Start(self.config, checkpoint, level, heartbeat)])
             reason = await self._watch(worker)
         except Exception as error:
             logger.exception("a message of the engine's process cannot be understood")
@@ -377,7 +359,7 @@ class EngineClient:
             nonlocal frames
             frames += 1
             try:
-                for message in decode(frame):
+                for message in wire.decode(frame):
                     self._take(message)
             except Exception as error:
                 if not broken.done():
@@ -390,7 +372,7 @@ class EngineClient:
                 awaited.add(self._closing)
             elif until == float("inf"):
                 until = now() + self._closing.result()
-                worker.send([Shutdown()])
+                worker.send([wire.Shutdown()])
             seen = frames
             await asyncio.wait(awaited, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
             if worker.exited.done():
@@ -425,14 +407,14 @@ class EngineClient:
             return f"was {busy or 'in one step'} for {spent:.1f} s (engine_hang_timeout_s is {limit:g})"
         return None
 
-    def _take(self, message: FromWorker) -> None:
+    def _take(self, message: wire.FromWorker) -> None:
         """Handle one message of the worker."""
         match message:
-            case Heartbeat():
+            case wire.Heartbeat():
                 self._beat = message
-            case WarmupProgress(done, total):
+            case wire.WarmupProgress(done, total):
                 self.warmup = done, total
-            case Ready(limits, import_s):
+            case wire.Ready(limits, import_s):
                 self._served = True
                 self.limits, self.import_s = limits, import_s
                 self._on_ready(limits)
@@ -440,9 +422,9 @@ class EngineClient:
                     self.state, self.reason = "ready", ""
                     if not self._started.done():
                         self._started.set_result(None)
-            case Failed():
+            case wire.Failed():
                 self._failure = message
-            case Reply(query_id, value):
+            case wire.Reply(query_id, value):
                 if (query := self._queries.get(query_id)) is not None and not query.done():
                     query.set_result(value)
             case TokenOutput() | PromptLogprobsOutput() | ScoreResult() | PrecomputeResult() | RequestFailed():
@@ -450,7 +432,7 @@ class EngineClient:
                     call.receive(message)
 
 
-def _ours(failure: Failed) -> type[ChunkAttnError] | None:
+def _ours(failure: wire.Failed) -> type[ChunkAttnError] | None:
     """Return the `ChunkAttnError` class that a worker failed with, or None for another error."""
     kind = getattr(errors, failure.error_type, None)
     return kind if isinstance(kind, type) and issubclass(kind, ChunkAttnError) else None

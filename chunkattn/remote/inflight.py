@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -30,7 +31,7 @@ class Sender(Protocol):
     def abort(self, request_ids: Iterable[str], /) -> None: ...  # noqa: D102
 
 
-class InflightRequests:
+class InflightRequests(AbstractContextManager["InflightRequests"]):
     """Requests that live and end together: one failure, the timeout or leaving the context aborts all of them.
 
     Outputs go to `take` as they arrive, on the event loop; the caller wakes up later. A slow caller therefore accumulates
@@ -53,9 +54,6 @@ class InflightRequests:
         self._error: BaseException | None = None
         self._expired: DeadlineExceededError | None = None
         self._timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
-
-    def __enter__(self) -> InflightRequests:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._client.release(self)

@@ -15,33 +15,10 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from chunkattn.engine.messages import (
-    CachedTokens,
-    GenerateRequest,
-    PrecomputeRequest,
-    RequestFailed,
-    ScoreRequest,
-)
+from chunkattn.engine.messages import CachedTokens, GenerateRequest, PrecomputeRequest, RequestFailed, ScoreRequest
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.logs import make_handler, since_start
-from chunkattn.remote.messages import (
-    Abort,
-    CacheQuery,
-    Failed,
-    FromWorker,
-    MetricsQuery,
-    Ready,
-    Reply,
-    ResetCache,
-    Shutdown,
-    Start,
-    Stop,
-    ToWorker,
-    Unpin,
-    WarmupProgress,
-    decode,
-    encode,
-)
+from chunkattn.remote import messages as wire
 from chunkattn.remote.watchdog import StepClock
 
 if TYPE_CHECKING:
@@ -73,8 +50,8 @@ class Worker:
 
         import_s = since_start()
         self._clock.idle()
-        (start,) = decode(self._inbox.recv())
-        if not isinstance(start, Start):
+        (start,) = wire.decode(self._inbox.recv())
+        if not isinstance(start, wire.Start):
             raise TypeError(f"the first message must be Start, got {type(start).__name__}")
         logging.getLogger("chunkattn").setLevel(start.log_level)
         self._clock.begin("loading")
@@ -84,12 +61,12 @@ class Worker:
             self._clock.begin()  # each program counts as one step
             self._warms = self.core.warm_ups.advance()
         _freeze()
-        self._send([Ready(self.core.limits, import_s), *self._progress()])
+        self._send([wire.Ready(self.core.limits, import_s), *self._progress()])
         return start.heartbeat_s
 
-    def _progress(self) -> list[FromWorker]:
+    def _progress(self) -> list[wire.FromWorker]:
         warm_ups = self.core.warm_ups
-        return [WarmupProgress(warm_ups.done, warm_ups.total)] if warm_ups.done else []
+        return [wire.WarmupProgress(warm_ups.done, warm_ups.total)] if warm_ups.done else []
 
     def serve(self) -> None:
         """Run until a `Shutdown` arrives."""
@@ -118,9 +95,9 @@ class Worker:
                 _freeze()
         return self._warms
 
-    def _send(self, messages: Iterable[FromWorker]) -> None:
+    def _send(self, messages: Iterable[wire.FromWorker]) -> None:
         if batch := list(messages):
-            self._outbox.send(encode(batch))
+            self._outbox.send(wire.encode(batch))
 
     def _take_messages(self) -> None:
         """Handle the messages that have arrived, without waiting, so that aborted requests are gone before the next step.
@@ -133,33 +110,33 @@ class Worker:
                 frame = self._inbox.recv(zmq.NOBLOCK)  # faster than a poll
             except zmq.Again:
                 break
-            replies: list[FromWorker] = []
-            for message in decode(frame):
+            replies: list[wire.FromWorker] = []
+            for message in wire.decode(frame):
                 self._clock.begin()
                 reply = self._handle(message)
                 replies += [] if reply is None else [reply]
             self._send(replies)
 
-    def _handle(self, message: ToWorker) -> FromWorker | None:
+    def _handle(self, message: wire.ToWorker) -> wire.FromWorker | None:
         match message:
             case GenerateRequest() | ScoreRequest() | PrecomputeRequest():
                 try:
                     self.core.add(message, checked=True)
                 except RequestError as error:
                     return RequestFailed(message.request_id, str(error), error.param)
-            case Abort(request_id):
+            case wire.Abort(request_id):
                 self.core.abort(request_id)
-            case Stop(request_id, sample):
+            case wire.Stop(request_id, sample):
                 self.core.stop(request_id, sample)
-            case Unpin(request_ids):
+            case wire.Unpin(request_ids):
                 self.core.unpin(request_ids)
-            case ResetCache(query_id):
-                return Reply(query_id, self.core.reset_prefix_cache())
-            case CacheQuery(query_id, requests, forget):
-                return Reply(query_id, tuple(self._look_up(r, forget) for r in requests))
-            case MetricsQuery(query_id):
-                return Reply(query_id, self.core.metrics_text())
-            case Shutdown():
+            case wire.ResetCache(query_id):
+                return wire.Reply(query_id, self.core.reset_prefix_cache())
+            case wire.CacheQuery(query_id, requests, forget):
+                return wire.Reply(query_id, tuple(self._look_up(r, forget) for r in requests))
+            case wire.MetricsQuery(query_id):
+                return wire.Reply(query_id, self.core.metrics_text())
+            case wire.Shutdown():
                 self._closing = True
             case _:
                 raise TypeError(f"{type(message).__name__} is not a message for a worker")
@@ -204,7 +181,7 @@ class _Heart:
                 if os.getppid() != self._parent:
                     _leave(self._address)
                 if socket.poll(0, zmq.POLLOUT):
-                    socket.send(encode([self._clock.read()]))
+                    socket.send(wire.encode([self._clock.read()]))
 
     def close(self) -> None:
         """Stop the thread, so that the context can be closed."""
@@ -246,7 +223,7 @@ def main(address: str) -> int:
     except Exception as error:
         logger.error("the engine's process fails", exc_info=not isinstance(error, ConfigError))
         text = str(error).encode(errors="replace").decode()
-        outbox.send(encode([Failed(type(error).__name__, text)]))
+        outbox.send(wire.encode([wire.Failed(type(error).__name__, text)]))
         return 1
     finally:
         heart.close()

@@ -236,11 +236,7 @@ def prompt_logprobs(entries: Sequence[Entry] | None) -> list[dict[str, Any] | No
 
 
 def usage(
-    outputs: Sequence[RequestOutput],
-    *,
-    generated: int | None = None,
-    chunks: bool = False,
-    moved: Collection[int] = (),
+    outputs: Sequence[RequestOutput], *, generated: int | None = None, chunks: bool = False, moved: Collection[int] = ()
 ) -> dict[str, object]:
     """Return OpenAI's `usage` object.
 

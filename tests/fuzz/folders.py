@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
-from chunkattn.models.loader import load_tokenizer, open_model
+from chunkattn.models.loader import load_tokenizer, open_files
 from tests.tokenizer_texts import TEXTS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -118,7 +119,7 @@ def judge(folder, change=lambda: None):
     expected = transformers_logits(folder)
     change()
     try:
-        decoder = open_model(str(folder), dtype="float32", skip_tokenizer_init=True).load()
+        decoder = open_files(EngineConfig(model=str(folder), dtype="float32", skip_tokenizer_init=True)).load()
     except ModelError as error:
         return str(error)
     if isinstance(expected, str):

@@ -3,8 +3,9 @@
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
+from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
-from chunkattn.models.loader import open_model
+from chunkattn.models.loader import open_files
 from tests.fuzz.folders import IDS, SilentDifferenceError, dense_logits
 from tests.gguf_files import CONFIGS, HALVES, Written
 
@@ -86,7 +87,7 @@ def judge(path, seed):
     story = f"seed {seed}; {name}; {kind.name}; {chosen}; {damage}"
     Written(path, config, kind, change=change, tensors=tensors)
     try:
-        decoder = open_model(str(path), dtype="float32", skip_tokenizer_init=True).load()
+        decoder = open_files(EngineConfig(model=str(path), dtype="float32", skip_tokenizer_init=True)).load()
     except ModelError as error:
         if not wrong and damage == "none":
             raise SilentDifferenceError(f"{story}: a right file is refused: {error}") from error

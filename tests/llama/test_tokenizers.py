@@ -8,9 +8,10 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from chunkattn.config import EngineConfig
 from chunkattn.models.gguf_tokenizer import _SPLITS
 from chunkattn.models.gguf_vocabulary import _ALWAYS_SHOWN, _ENDS, _FILL_IN, _FILL_IN_PARTS
-from chunkattn.models.loader import load_tokenizer, open_model
+from chunkattn.models.loader import load_tokenizer, open_files
 from tests.gguf_files import CONFIGS, Written
 from tests.llama_cpp import llama_server
 from tests.tokenizer_texts import TEXTS, random_texts
@@ -137,7 +138,7 @@ PLAIN = [f"word{i}" for i in range(12)]
 
 def ends_of(path):
     """Ids that end llama.cpp's generation: each id is forced, and the answer says why it stopped."""
-    size = open_model(str(path), skip_tokenizer_init=True).spec.vocab_size
+    size = open_files(EngineConfig(model=str(path), skip_tokenizer_init=True)).spec.vocab_size
     with llama_server(path, n_ctx=64) as post:
         asked = {"prompt": [0], "n_predict": 2, "temperature": 0, "cache_prompt": False}
         answers = [post("/completion", {**asked, "logit_bias": [[i, 1000.0]]}) for i in range(size)]
@@ -146,7 +147,7 @@ def ends_of(path):
 
 def check_ends(path):
     expected = ends_of(path)
-    assert set(open_model(str(path), skip_tokenizer_init=True).eos_token_ids) == expected
+    assert set(open_files(EngineConfig(model=str(path), skip_tokenizer_init=True)).eos_token_ids) == expected
     return expected
 
 

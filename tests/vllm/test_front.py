@@ -258,7 +258,7 @@ def test_a_prompt_whose_documents_were_evicted_is_answered():
     engine = FakeEngine(3)  # the prefix and two documents: one prompt's
     composer = Composer(engine)
     answers = composer.run([PromptTask(plan, None) for plan in plans(4)])
-    assert all(a.output.outputs[0].finish_reason == "length" for a in answers)
+    assert all(output.outputs[0].finish_reason == "length" for output, _ in answers)
 
 
 def test_documents_that_never_fit_are_an_error():
@@ -270,8 +270,8 @@ def test_documents_that_never_fit_are_an_error():
 
 def test_an_error_of_a_plain_prompt_is_the_engines_own():
     engine = FakeEngine(10, broken=True)
-    (answer,) = Composer(engine).run([PromptTask(plan_prompt([1], [], [2]), None)])
-    assert answer.output.outputs[0].finish_reason == "error"
+    ((output, _),) = Composer(engine).run([PromptTask(plan_prompt([1], [], [2]), None)])
+    assert output.outputs[0].finish_reason == "error"
     assert len(engine.sent) == 1
 
 

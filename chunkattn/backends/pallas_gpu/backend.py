@@ -14,12 +14,13 @@ from jaxtyping import Array, Float, Int32
 
 from chunkattn.backends.base import (
     FP8,
+    KV,
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
     KVCache,
+    Queries,
     StepArray,
-    storage_dtype,
     to_cache,
 )
 from chunkattn.backends.own_sequences import own_sequences
@@ -30,7 +31,6 @@ from chunkattn.backends.pallas_gpu.plan import Work, block_splits, divide, pack_
 from chunkattn.backends.pallas_gpu.products import ROWS
 from chunkattn.backends.pallas_gpu.shape import Shape, shape_for
 from chunkattn.backends.registry import register_backend
-from chunkattn.errors import BackendError
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 _FLOATS = ("bfloat16", "float16")
@@ -102,6 +102,7 @@ class PallasGpuBackend(AttentionBackend):
     """
 
     weighs = True
+    heads_first = True
     can_keep_bits = True
     any_table_width = True
     max_pages = 1 << walk.LENGTH_SHIFT
@@ -124,15 +125,6 @@ class PallasGpuBackend(AttentionBackend):
         if spec.dtype.name not in _FLOATS:
             return f"dtype must be {' or '.join(_FLOATS)}, got {spec.dtype.name}"
         return device_refusal(cls.interpret)
-
-    def allocate(self, num_pages: int) -> KVCache:
-        """Allocate one layer's pools of K and of V, each `[pages, kv_heads, block_size, head_dim]` in `storage_dtype`."""
-        if num_pages > self.max_pages:
-            raise BackendError(f"pallas_gpu supports at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
-        spec = self.spec
-        shape = (num_pages, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        dtype = storage_dtype(spec.cache_dtype)
-        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
     @property
     def groups(self) -> int:
@@ -182,26 +174,12 @@ class PallasGpuBackend(AttentionBackend):
             decodes = plan_decodes(batch, weighing, parts.decodes, self.decode_shape)
         table, tile_holes = pack_table(batch, self.tile_shape)
         return GpuMetadata(
-            tiles,
-            blocks,
-            decodes,
-            table,
-            tile_holes,
-            pack_table(batch, self.decode_shape)[1],
-            batch.flat_slots(),
+            tiles, blocks, decodes, table, tile_holes, pack_table(batch, self.decode_shape)[1], batch.flat_slots()
         )
 
     def forward(
-        self,
-        q: Float[Array, "T H D"],
-        k: Float[Array, "T Hkv D"],
-        v: Float[Array, "T Hkv D"],
-        cache: KVCache,
-        metadata: GpuMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T H D"], KVCache]:
+        self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: GpuMetadata, *, scale: float, window: int | None = None
+    ) -> tuple[Queries, KVCache]:
         """Write, then attend; see `AttentionBackend.forward`."""
         interpret = self.interpret
         if interpret is None:

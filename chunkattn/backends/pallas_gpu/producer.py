@@ -12,19 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from chunkattn.backends.pallas_gpu.products import ROWS, commit, load
 from chunkattn.backends.pallas_gpu.shape import Shape
-from chunkattn.backends.pallas_gpu.walk import (
-    HIGH,
-    LOW,
-    PREFIX_END,
-    Gmem,
-    Smem,
-    Walk,
-    each_item,
-    entry,
-    offset,
-    page,
-    present,
-)
+from chunkattn.backends.pallas_gpu.walk import HIGH, LOW, PREFIX_END, Gmem, Smem, Walk, each_item, entry, offset, page, present
 
 _LANES = 64
 _L, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)

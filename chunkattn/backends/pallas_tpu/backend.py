@@ -13,10 +13,12 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from chunkattn.backends.base import (
     FP8,
+    KV,
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
     KVCache,
+    Queries,
     RowWeighing,
     StepArray,
     to_cache,
@@ -239,16 +241,8 @@ class PallasTpuBackend(AttentionBackend):
         )
 
     def forward(
-        self,
-        q: Float[Array, "T H D"],
-        k: Float[Array, "T Hkv D"],
-        v: Float[Array, "T Hkv D"],
-        cache: KVCache,
-        metadata: PallasMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T H D"], KVCache]:
+        self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: PallasMetadata, *, scale: float, window: int | None = None
+    ) -> tuple[Queries, KVCache]:
         """Write, then attend with both kernels; see `AttentionBackend.forward`."""
         interpret = self.interpret
         if interpret is None:

@@ -7,19 +7,11 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from chunkattn.bench.flips.replies import Score, Tally, Tokens, read_scores, read_tokens
 from chunkattn.bench.load.client import Client
-from chunkattn.bench.load.workloads import (
-    GENERATIONS,
-    LABELLED,
-    SCORINGS,
-    WORDS,
-    Texts,
-    generation_fields,
-    scoring_fields,
-)
+from chunkattn.bench.load.workloads import GENERATIONS, LABELLED, SCORINGS, WORDS, Texts, generation_fields, scoring_fields
 from chunkattn.errors import ConfigError, EngineError
 
 _LIKELIEST = 5
@@ -109,15 +101,13 @@ class Asker:
             ConfigError: the server refuses the request for another reason, such as a wrong key or a full queue.
             EngineError: the server fails, gives no answer, or no JSON.
         """
-        parts: list[bytes] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                status = await self._client.post(path, json.dumps(body).encode(), parts.append)
+                status, text = await self._client.ask(path, json.dumps(body).encode())
         except TimeoutError:
             raise EngineError(f"POST {path} had no answer within {self._timeout_s:g} s (--timeout-s)") from None
         except OSError as error:
             raise EngineError(f"POST {path} failed: {error or type(error).__name__}; is the server running?") from None
-        text = b"".join(parts)
         if status != 200:
             kind = _ERRORS.get(status, ConfigError if status < 500 else EngineError)
             raise kind(f"POST {path} answered {status}: {text[:_LONGEST_MESSAGE].decode(errors='replace')}")
@@ -135,25 +125,6 @@ _ERRORS: dict[int, type[ConfigError]] = {
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
 Round = Callable[[Tally], Awaitable[None]]
-
-
-class Kind(Protocol):
-    """One kind of questions."""
-
-    name: str
-    option: str
-
-    async def first(self) -> None:
-        """Ask every question for the first time, one after the other."""
-
-    def conditions(self) -> list[tuple[str, Round]]:
-        """Return the conditions without load: names, and functions that ask one round and compare."""
-
-    async def loaded(self, tally: Tally) -> None:
-        """Ask one round while other requests are under way."""
-
-    def other(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
-        """Return route and body of a request that is not compared."""
 
 
 class Scoring:
@@ -319,6 +290,10 @@ class Generation:
 
     def _question(self, rng: random.Random) -> str:
         return self._texts.draw(rng, self._plan.question_tokens)
+
+
+Kind = Scoring | Generation
+"""One kind of questions."""
 
 
 def _other_order(rng: random.Random, count: int) -> list[int]:

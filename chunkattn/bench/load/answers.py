@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -45,19 +45,6 @@ class _Scores(msgspec.Struct):
     data: list[Any] | None = None
     results: list[Any] | None = None
     usage: _Usage | None = None
-
-
-class Answer(Protocol):
-    """Body of an answer that arrives in pieces."""
-
-    def hear(self, piece: bytes) -> None:
-        """Take a piece of the body."""
-
-    def text(self) -> str:
-        """Return what a failed request's body says."""
-
-    def fault(self) -> str | None:
-        """Write the token counts of a finished answer of status 200 into the record. Return what is wrong with the answer."""
 
 
 class Stream:
@@ -157,7 +144,7 @@ class Caller:
 
     async def __call__(self, body: bytes, record: Record) -> None:
         """Send a request, and write status, token times and counts of the answer into the record."""
-        answer: Answer = Stream(record, self._clock) if self._items is None else Scores(record, self._items)
+        answer = Stream(record, self._clock) if self._items is None else Scores(record, self._items)
         try:
             status = await self._client.post(self._path, body, answer.hear)
         except OSError as error:

@@ -44,14 +44,18 @@ class Client:
         self._headers = f"Host: {parts.netloc}\r\nAccept: */*\r\nContent-Type: application/json\r\n{key}"
         self._idle: list[_Connection] = []
 
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """Return status and body of a GET.
+    async def ask(self, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Return status and body of the answer to a GET or, with a body, to a POST.
+
+        Args:
+            path: path below the base URL.
+            body: JSON.
 
         Raises:
-            OSError: the connection failed.
+            OSError: the connection failed or ended before the answer did.
         """
         parts: list[bytes] = []
-        status = await self._request("GET", path, b"", parts.append)
+        status = await self._request("GET" if body is None else "POST", path, body or b"", parts.append)
         return status, b"".join(parts)
 
     async def post(self, path: str, body: bytes, hear: Callable[[bytes], None]) -> int:

@@ -57,7 +57,7 @@ async def served_model(client: Client) -> str:
     Raises:
         ConfigError: the server cannot be reached, refuses, or lists none.
     """
-    answer = await _json(client.get("/v1/models"), "GET /v1/models")
+    answer = await _json(client.ask("/v1/models"), "GET /v1/models")
     try:
         return str(answer["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
@@ -67,7 +67,7 @@ async def served_model(client: Client) -> str:
 async def is_ours(client: Client) -> bool:
     """Return whether the server lists a model of this project's."""
     try:
-        answer = await _json(client.get("/v1/models"), "GET /v1/models")
+        answer = await _json(client.ask("/v1/models"), "GET /v1/models")
     except ConfigError:
         return False
     listed = answer.get("data") if isinstance(answer, dict) else None
@@ -81,13 +81,8 @@ async def tokenize(client: Client, model: str, text: str) -> list[int]:
         ConfigError: the server cannot be reached or has no such route.
     """
     body = {"model": model, "prompt": text, "add_special_tokens": False}
-    parts: list[bytes] = []
-
-    async def post() -> tuple[int, bytes]:
-        status = await client.post("/tokenize", json.dumps(body).encode(), parts.append)
-        return status, b"".join(parts)
-
-    answer = await _json(post(), "POST /tokenize", "; name the model's tokenizer with --tokenizer")
+    asked = client.ask("/tokenize", json.dumps(body).encode())
+    answer = await _json(asked, "POST /tokenize", "; name the model's tokenizer with --tokenizer")
     try:
         return [int(token) for token in answer["tokens"]]
     except (KeyError, TypeError, ValueError):

@@ -58,7 +58,7 @@ def _pieces(nbytes: int) -> Iterator[slice]:
         yield slice(start, min(start + SEGMENT, nbytes))
 
 
-class KVStore:
+class KVStore(contextlib.AbstractContextManager["KVStore"]):
     """K/V entries in a folder, evicted by least recent use. Safe across threads and processes; open it after a fork.
 
     Handles of one process share the environment. The file never exceeds the largest `max_bytes` of the handles that share
@@ -114,9 +114,6 @@ class KVStore:
             f"cannot use {self.path} as a KV store: the disk is full. A KV store needs at least {MIN_BYTES} bytes and may grow "
             f"to {self.max_bytes}; {found}. Free some space, or give another folder"
         )
-
-    def __enter__(self) -> KVStore:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -265,12 +262,10 @@ class KVStore:
     def entries(self) -> list[StoreEntry]:
         """Return all entries with sound metadata, the least recently used first."""
         found = []
-        with self._env.begin() as txn:
-            for last_used, key in self._by_use(txn):
-                with contextlib.suppress(Damage):
-                    meta = Meta.decode(key, bytes(txn.get(key, b"", db=self._env.meta)))
-                    what = key[:TAG_BYTES].hex(), meta.kind, meta.tokens, meta.num_bytes, meta.created
-                    found.append(StoreEntry(key, *what, last_used))
+        for last_used, key, meta in self._listed():
+            if meta is not None:
+                what = key[:TAG_BYTES].hex(), meta.kind, meta.tokens, meta.num_bytes, meta.created
+                found.append(StoreEntry(key, *what, last_used))
         return found
 
     @property
@@ -291,7 +286,7 @@ class KVStore:
             model: remove only entries of the model with this tag in hex.
         """
         if model is None:
-            self._remove_all(self._unreadable())
+            self._remove_all([key for _, key, meta in self._listed() if meta is None])
         entries = [entry for entry in self.entries() if model in (None, entry.model)]
         if max_bytes is None and max_age_s is None:
             return self._remove_all([entry.key for entry in entries if model])
@@ -304,16 +299,15 @@ class KVStore:
                 left -= entry.num_bytes
         return self._remove_all(going)
 
-    def _unreadable(self) -> list[bytes]:
-        """Return the keys of entries with damaged metadata or another format, which `entries` skips."""
-        found = []
+    def _listed(self) -> list[tuple[float, bytes, Meta | None]]:
+        """Return time of last use, key and metadata of all entries, oldest first; None for unreadable metadata."""
         with self._env.begin() as txn:
-            for _, key in self._by_use(txn):
-                try:
-                    Meta.decode(key, bytes(txn.get(key, b"", db=self._env.meta)))
-                except Damage:
-                    found.append(key)
-        return found
+            return [(used, key, self._meta(txn, key)) for used, key in self._by_use(txn)]
+
+    def _meta(self, txn: lmdb.Transaction[memoryview], key: bytes) -> Meta | None:
+        with contextlib.suppress(Damage):
+            return Meta.decode(key, bytes(txn.get(key, b"", db=self._env.meta)))
+        return None
 
     def clear(self) -> None:
         """Remove every entry."""
@@ -384,8 +378,8 @@ class KVStore:
                 if excess <= 0:
                     break
                 going.append(key)
-                with contextlib.suppress(Damage):
-                    excess -= Meta.decode(key, bytes(txn.get(key, b"", db=self._env.meta))).num_bytes
+                if (meta := self._meta(txn, key)) is not None:
+                    excess -= meta.num_bytes
         self._remove_all(going)
         # LMDB reuses freed pages two writing transactions later, and counts only transactions that change something.
         for turn in range(2):

@@ -127,18 +127,8 @@ class Costs:
         return max(0, (output.num_cached_tokens or 0) - computed), chunks
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Answer to a task.
-
-    Attributes:
-        output: vLLM's output of the composed request.
-        costs: tokens computed for the task by other requests.
-    """
-
-    output: RequestOutput
-    costs: Costs
-
+Answer = tuple["RequestOutput", Costs]
+"""Answer to a task: vLLM's output of the composed request, and the tokens that other requests computed for the task."""
 
 Send = Callable[[Sequence[Submission]], "Sequence[RequestOutput]"]
 
@@ -167,11 +157,11 @@ class Composer:
         answers = self._round(tasks)
         for number, task in enumerate(tasks):
             for _ in range(RETRIES):
-                if not may_have_lost(task.plan, answers[number].output):
+                if not may_have_lost(task.plan, answers[number][0]):
                     break
                 self.held.discard(task.plan.composed.keys)
                 answers[number] = self._round([task])[0]
-            if may_have_lost(task.plan, answers[number].output):
+            if may_have_lost(task.plan, answers[number][0]):
                 raise CapacityError(refusal(task.plan), param="prompt")
         return answers
 
@@ -201,7 +191,7 @@ class Composer:
         for task, output in zip(tasks, answers, strict=True):
             if not ended_with_error(output):
                 self.held.add(task.plan.composed.keys)
-        return [Answer(output, costs[number]) for number, output in enumerate(answers)]
+        return [(output, costs[number]) for number, output in enumerate(answers)]
 
     def _submit(
         self, tasks: Sequence[PromptTask], composed: Sequence[Submission], held: Container[str]

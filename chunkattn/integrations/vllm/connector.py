@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults
 
 from chunkattn.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from chunkattn.integrations.vllm.options import ConnectorOptions
@@ -125,15 +121,9 @@ class ChunkConnector(KVConnectorBase_V1):
         return ConnectorStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> ConnectorPromMetrics:
+    def build_prom_metrics(cls, *given: Any) -> ConnectorPromMetrics:
         """Register the connector's Prometheus metrics."""
-        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return ConnectorPromMetrics(*given)
 
 
 def _bytes_per_token(kv_cache_config: KVCacheConfig) -> int:

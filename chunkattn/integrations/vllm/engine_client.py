@@ -15,15 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from chunkattn.errors import RequestError
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, parts_of, refused_param
-from chunkattn.integrations.vllm.composer import (
-    RETRIES,
-    Costs,
-    HeldKeys,
-    Submission,
-    ended_with_error,
-    may_have_lost,
-    refusal,
-)
+from chunkattn.integrations.vllm.composer import RETRIES, Costs, HeldKeys, Submission, ended_with_error, may_have_lost, refusal
 from chunkattn.integrations.vllm.llm import submission_params
 from chunkattn.integrations.vllm.requests import PARAMS_KEY, EngineRequest, PromptPlan, adapter_key
 from chunkattn.parsers import ParsedPrompt
@@ -107,12 +99,7 @@ class ChunkEngineClient:
         return self._answer(prompt.parsed, plan, sampling_params, request_id, options)
 
     async def _answer(
-        self,
-        prompt: ParsedPrompt,
-        plan: PromptPlan,
-        params: SamplingParams,
-        request_id: str,
-        options: dict[str, Any],
+        self, prompt: ParsedPrompt, plan: PromptPlan, params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         ids, parts = prompt.layout.token_ids.tolist(), parts_of(prompt)
         whole = params.output_kind == RequestOutputKind.FINAL_ONLY

@@ -325,8 +325,8 @@ def _refused(error: VLLMValidationError) -> RequestError:
 
 def _output(prompt: ParsedPrompt, answer: Answer) -> RequestOutput:
     """Return an answer in the caller's order of chunks."""
-    found = answer.output
-    cached, by_chunk = answer.costs.cached(found, parts_of(prompt))
+    found, costs = answer
+    cached, by_chunk = costs.cached(found, parts_of(prompt))
     listed = found.prompt_logprobs
     return RequestOutput(
         request_id=found.request_id,

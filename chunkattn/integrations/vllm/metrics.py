@@ -36,10 +36,6 @@ class ConnectorStats(KVConnectorStats):
         if amount:
             self.data[name] = self.data.get(name, 0) + amount
 
-    def count_refusal(self, reason: str) -> None:
-        """Count a refused request."""
-        self.count(f"refused_{reason}")
-
     def gauge(self, name: str, value: int) -> None:
         """Set a gauge."""
         self.data[name] = value

@@ -6,19 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-CLIENT_OPTIONS = frozenset(
-    {
-        "chunk_calibration",
-        "chunk_separator",
-        "document_template",
-        "enable_chunk_aware",
-        "max_chunk_len",
-        "max_chunks_per_prompt",
-        "position_strategy",
-        "special_tokens_in_documents",
-        "special_tokens_in_prompts",
-    }
+_CLIENT = (
+    "chunk_calibration chunk_separator document_template enable_chunk_aware max_chunk_len max_chunks_per_prompt "
+    "position_strategy special_tokens_in_documents special_tokens_in_prompts"
 )
+CLIENT_OPTIONS = frozenset(_CLIENT.split())
 """Options that a server's front end keeps beside the connector's. The connector ignores them."""
 
 

@@ -176,7 +176,7 @@ class SchedulerSide:
     def _refuse(self, request: Request, refusal: RequestRefused) -> None:
         request_id = request.request_id
         logger.warning("Refused request %s: %s", request_id, refusal)
-        self.stats.count_refusal(refusal.reason)
+        self.stats.count(f"refused_{refusal.reason}")
         self._end_production(request_id)
         self._jobs.pop(request_id, None)
         self._refused.add(request_id)

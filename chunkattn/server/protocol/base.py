@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -88,26 +89,6 @@ class Body(Strict):
     user: Annotated[str | None, Field(description="Accepted for compatibility; has no effect.")] = None
 
 
-_SAMPLING = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-)
-"""Fields passed to `SamplingParams` unchanged."""
-
-
 _MAX_ID_DIGITS = 12
 """Length from which a `logit_bias` key is left a string, so no long integer is parsed."""
 
@@ -171,10 +152,8 @@ class Sampling(Body):
         bias: dict[Any, float] = {
             int(k) if k.isdecimal() and len(k) < _MAX_ID_DIGITS else k: v for k, v in self.logit_bias.items()
         }
-        return SamplingParams(
-            **{name: getattr(self, name) for name in _SAMPLING},
-            logit_bias=bias,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
-        )
+        given = {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in Sampling.model_fields}
+        given |= {"logit_bias": bias, "max_tokens": max_tokens, "logprobs": logprobs}
+        if self.prompt_logprobs is None:
+            given["prompt_logprobs"] = prompt_logprobs
+        return SamplingParams(**given)
