@@ -528,7 +528,7 @@ class AsyncLLM:
 
     # The engine's loop
 
-    async def run(self, make: Callable[[], Job[T]], timeout: float | None) -> T:
+    async def run(self, make: Callable[[], Job[T]], timeout: float | None = None) -> T:
         """Make a job, run its stages in order and return its result. Slow CPU work runs in a thread.
 
         Args:
@@ -551,8 +551,8 @@ class AsyncLLM:
                 while isinstance(job, AskingJob) and asked is not None:
                     job.decide(asked, await call.ask(self.client.look_up(asked, forget=False)))
                     asked = await call.prepare(next, lookups, None)
-                if stage is None:
-                    stage = await call.prepare(next, stages, None)
+                    if asked is None:
+                        stage = await call.prepare(next, stages, None)
                 while stage is not None:
                     await call.finish(stage, partial(job.take, stop=self.client.stop))
                     stage = await call.prepare(next, stages, None)

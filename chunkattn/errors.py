@@ -30,15 +30,6 @@ class RequestError(ChunkAttnError, ValueError):
         super().__init__((part or "") + message)
         self.message, self.param, self.part = message, param, part
 
-    def renamed(self, part: str | None, param: str | None) -> RequestError:
-        """Return the same error under the caller's names of the part and the argument.
-
-        Args:
-            part: name of the part; None leaves the part out.
-            param: name of the argument; None leaves the argument out.
-        """
-        return type(self)(self.message, param=param, part=part)
-
 
 class MissingError(RequestError):
     """Request without an argument that it needs."""

@@ -21,6 +21,7 @@ from chunkattn.calls.algorithms import (
     refusals,
     select_algorithm,
 )
+from chunkattn.calls.score_memory import digests
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, StepRates
 from chunkattn.engine.rates import tile_area
@@ -442,3 +443,10 @@ def test_the_engine_s_own_algorithm(engine):
     assert llm.score([1], [[2], [3]], label_token_ids=[5], algorithm="auto").algorithm != "packed_dense"
     with pytest.raises(ConfigError, match="score_algorithm 'magic' is unknown"):
         LLM(score_algorithm="magic", kv_cache_memory_bytes=1 << 20)
+
+
+def test_the_order_of_query_and_items_decides_no_other_call():
+    """A call with the items first leaves no choice of an algorithm for a call with the query first."""
+    first, last = ScoreInputs([5, 6], [[7]]), ScoreInputs([], [[7]], [5, 6])
+    assert not {*digests(first, None)} & {*digests(last, None)}
+    assert {*digests(first, None)} == {*digests(ScoreInputs([5, 6], [[8]]), None)}

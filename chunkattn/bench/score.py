@@ -158,7 +158,7 @@ class ScoreBench:
             items: token ids of each item.
             algorithm: name of the algorithm, or `"auto"`.
         """
-        call = ScoreCall(self.frontend, query, items, [], self.labels, finish=lambda output: output, algorithm=algorithm)
+        call = ScoreCall[ScoreOutput](self.frontend, query, items, [], self.labels, algorithm=algorithm)
         call.plan({})
         return call
 

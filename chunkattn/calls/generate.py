@@ -278,7 +278,7 @@ def likelihood_job(
         raise RequestError(f"{len(prompts)} prompts and {len(answers)} answers must be of one length", param="answers")
     params, requests, starts = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), [], []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        if not len(ids := check_ids(answer, f"answer {number}")):
+        if not len(ids := check_ids(answer, f"answer {number}", "answers")):
             raise RequestError(f"answer {number} is empty", param="answers")
         start = len(prompt.layout)
         request = GenerateRequest(
@@ -289,7 +289,7 @@ def likelihood_job(
             logprobs_from=start,
             prompt_only=True,
         )
-        frontend.limits.check(request, prompt.names)
+        frontend.limits.check(request, prompt.names._replace(question="answers"))
         requests.append(request)
         starts.append(start)
     frontend.limits.check_tokens(sum(len(r.layout) + 1 for r in requests), "prompts and answers", "prompt")

@@ -192,6 +192,6 @@ def precompute_job(
         CapacityError: as `PrecomputeJob`.
     """
     if isinstance(documents, Sequence) and not isinstance(documents, str):
-        frontend.limits.check_count(len(documents), names.chunks)
+        frontend.limits.check_count(len(documents), "documents", names.chunks)
     prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, template_options, names)
     return PrecomputeJob(frontend, prefix_ids, chunks, cache_salt=cache_salt, pin=pin, priority=priority, names=names)

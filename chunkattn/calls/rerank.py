@@ -98,10 +98,11 @@ def rerank_call(
     algorithm: str | None = None,
     cache_salt: str | None = None,
     priority: int = 0,
+    names: Names = DOCUMENTS,
 ) -> ScoreCall[RerankOutput]:
     """Check the arguments of `LLM.rerank`, choose the algorithm and return the call, which scores documents as items.
 
-    See `LLM.rerank` and `RerankOptions` for the arguments.
+    See `LLM.rerank` and `RerankOptions` for the arguments; errors call query and documents by `names`.
 
     Raises:
         RequestError: an argument is malformed, a document is too long, or the checkpoint is a classifier whose classes do not
@@ -110,15 +111,14 @@ def rerank_call(
     """
     classes = frontend.reranker.class_names
     column = relevance_class(classes) if classes else 0
-    if isinstance(documents, Sequence):
-        frontend.limits.check_count(len(documents), "documents")
-    picked = frontend.rerank_template if template is None else pick_template(template, frontend.parser.encode)
-    if not isinstance(query, str) or not query:
-        raise RequestError(f"query must be a string that is not empty, got {query!r}", param="query")
     if isinstance(documents, str) or not isinstance(documents, Sequence):
         text = f"documents must be a list of strings or token ids, got {type(documents).__name__}"
-        raise RequestError(text, param="documents")
-    given = [document_of(document, f"document {index}") for index, document in enumerate(documents)]
+        raise RequestError(text, param=names.chunks)
+    frontend.limits.check_count(len(documents), "documents", names.chunks)
+    picked = frontend.rerank_template if template is None else pick_template(template, frontend.parser.encode)
+    if not isinstance(query, str) or not query:
+        raise RequestError(f"query must be a string that is not empty, got {query!r}", param=names.prefix)
+    given = [document_of(document, names.of(index), names.chunks) for index, document in enumerate(documents)]
     if instruction is not None and not isinstance(instruction, str):
         raise RequestError(f"instruction must be a string, got {type(instruction).__name__}", param="instruction")
     if top_n != 0 or given:  # clients send the number of documents
@@ -127,13 +127,13 @@ def rerank_call(
     if truncate_prompt_tokens != -1:
         _check_count("truncate_prompt_tokens", truncate_prompt_tokens, " or -1")
     cuts = max_tokens_per_doc is not None or truncate_prompt_tokens is not None
-    prefix, contents, end = fill_template(frontend.plain, picked, query, given, instruction, cuts=cuts)
+    prefix, contents, end = fill_template(frontend.plain, picked, query, given, instruction, cuts=cuts, names=names)
     labels = () if classes else label_ids(frontend.plain, picked)
-    most = _most_tokens(frontend.limits, len(prefix), len(end), contents, max_tokens_per_doc, truncate_prompt_tokens)
+    most = _most_tokens(frontend.limits, len(prefix), len(end), contents, max_tokens_per_doc, truncate_prompt_tokens, names)
     truncated = [len(own) > most for own in contents]
     items = [own[:most] + end for own in contents]
     frontend.limits.check_ids(labels, "template")
-    frontend.limits.check_items(prefix, items, DOCUMENTS)
+    frontend.limits.check_items(prefix, items, names)
     call = ScoreCall(
         frontend,
         prefix,
@@ -146,7 +146,7 @@ def rerank_call(
         cache_salt=cache_salt,
         priority=priority,
         raw=len(labels) == 1,
-        names=DOCUMENTS,
+        names=names,
     )
     call.plan(too_costly([call], frontend.config.max_tokens_per_call))
     return call
@@ -160,6 +160,7 @@ def fill_template(
     instruction: str | None = None,
     *,
     cuts: bool = False,
+    names: Names = DOCUMENTS,
 ) -> tuple[list[int], list[list[int]], list[int]]:
     """Return the token ids before every document, of every document, and after every document.
 
@@ -170,6 +171,7 @@ def fill_template(
         documents: texts or token ids, which are taken as they are.
         instruction: replaces the template's own.
         cuts: whether documents will be cut, so that the far end of a text need not be tokenized.
+        names: the caller's names of query and documents.
 
     Raises:
         RequestError: a text cannot be tokenized, or the template takes no instruction.
@@ -177,7 +179,7 @@ def fill_template(
     shared, spaces = template.split(query, instruction)
     gap = plain(spaces) if spaces else []
     contents = [
-        plain(spaces + (plain.encode.head(document) if cuts else document), f"document {index}", "documents")
+        plain(spaces + (plain.encode.head(document) if cuts else document), names.of(index), names.chunks)
         if isinstance(document, str)
         else [*gap, *document]
         for index, document in enumerate(documents)
@@ -185,7 +187,7 @@ def fill_template(
     try:
         leading, prefix = plain.encode.leading_ids, [token for part in shared for token in plain.fill(part)]
     except RequestError:
-        for name, own in (("query", query), ("instruction", instruction or "")):
+        for name, own in ((names.prefix, query), ("instruction", instruction or "")):
             plain(own, name, name)  # raises for the text at fault
         raise
     prefix = prefix if prefix[: len(leading)] == leading else leading + prefix
@@ -218,7 +220,13 @@ def label_ids(plain: PlainEncoder, template: RerankTemplate) -> tuple[int, ...]:
 
 
 def _most_tokens(
-    limits: EngineLimits, before: int, after: int, contents: list[list[int]], each: int | None, together: int | None
+    limits: EngineLimits,
+    before: int,
+    after: int,
+    contents: list[list[int]],
+    each: int | None,
+    together: int | None,
+    names: Names,
 ) -> int:
     """Return the number of tokens to which documents are cut.
 
@@ -229,6 +237,7 @@ def _most_tokens(
         contents: token ids of every document.
         each: `max_tokens_per_doc`.
         together: `truncate_prompt_tokens`.
+        names: the caller's names of query and documents.
 
     Raises:
         CapacityError: a document does not fit and may not be cut, or no document could fit.
@@ -243,14 +252,14 @@ def _most_tokens(
     limit, room = limits.room_behind(before)
     room -= after
     if room < 1 and contents:
-        raise CapacityError(f"{taken} {limit} leaves no room for a document", param="query")
+        raise CapacityError(f"{taken} {limit} leaves no room for a document", param=names.prefix)
     for index, own in enumerate(contents):
         if each is None and together is None and len(own) > room:
             raise CapacityError(
                 f" has {len(own)} tokens; after this query, {limit} leaves room for {room}; "
                 f"pass max_tokens_per_doc={room} or less to cut documents",
-                param="documents",
-                part=f"document {index}",
+                param=names.chunks,
+                part=names.of(index),
             )
     return room if most is None else min(most, room)
 

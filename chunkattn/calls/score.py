@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 from scipy.special import expit, softmax
@@ -65,7 +65,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         items: token ids of each item, which fit the engine with the query.
         after: token ids of a query that comes after every item; else empty.
         labels: token ids to read after every item; empty for a classifier. All token ids have been checked.
-        finish: makes the result of the call from the scores.
+        finish: makes the result of the call from the scores; None returns the scores.
         algorithm: see `LLM.score`.
         apply_softmax: whether scores are normalised over the labels.
         cache_salt: see `LLM.generate`.
@@ -93,7 +93,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         after: list[int],
         labels: tuple[int, ...],
         *,
-        finish: Callable[[ScoreOutput], T],
+        finish: Callable[[ScoreOutput], T] | None = None,
         algorithm: str | None = None,
         apply_softmax: bool = False,
         cache_salt: str | None = None,
@@ -262,7 +262,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
             predicted_seconds=self._choice[1],
             usage=self._usage(),
         )
-        return self._finish(output)
+        return cast(T, output) if self._finish is None else self._finish(output)
 
     def _usage(self) -> ScoreUsage:
         """Return the token counts. Tokens of repeated and known items are cached; so is a query that no item needed."""

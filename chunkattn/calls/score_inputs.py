@@ -15,6 +15,7 @@ from chunkattn.calls.score import ScoreCall, ScoreCalls
 from chunkattn.config import MAX_LABELS, check_size
 from chunkattn.engine.limits import ITEMS
 from chunkattn.errors import MissingError, RequestError
+from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput
 from chunkattn.parsers.arguments import as_list, check_ids
 from chunkattn.parsers.delimited import check_no_delimiter, parse_delimited
@@ -24,6 +25,9 @@ Query = str | Sequence[int]
 Items = Sequence[str] | Sequence[Sequence[int]]
 ListedQueries = Sequence[str] | Sequence[Sequence[int]]
 ListedItems = Sequence[Sequence[str]] | Sequence[Sequence[Sequence[int]]]
+
+PACKED = Names("packed_ids", "packed_ids", "packed_ids", "item")
+"""Names of the parts of packed token ids."""
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -76,6 +80,7 @@ def score_call(
             message names the query.
         CapacityError: the call would compute more than `max_tokens_per_call`.
     """
+    names = ITEMS if packed_ids is None else PACKED
     ids = label_ids(frontend, labels, label_token_ids)
     frontend.limits.check_ids(ids, "label_token_ids")
     known: dict[int, list[list[int]]] = {}
@@ -83,14 +88,14 @@ def score_call(
     def read(one: Any, own: Any) -> tuple[list[int], list[list[int]], list[int]]:
         """Return the token ids before every item, of each item, and after every item."""
         leading, query_ids, item_ids = tokenize_query(frontend, one, own, packed_ids, item_first=item_first, known=known)
-        frontend.limits.check_items(leading + query_ids, item_ids, ITEMS)
+        frontend.limits.check_items(leading + query_ids, item_ids, names)
         return (leading, item_ids, query_ids) if item_first else (leading + query_ids, item_ids, [])
 
     pairs = None if packed_ids is not None else pair_queries(query, items)
     if pairs is None:
         parts = [read(query, items)]
     else:
-        frontend.limits.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries")
+        frontend.limits.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries", "items")
         parts = []
         for number, (one, own) in enumerate(pairs):
             try:
@@ -98,15 +103,15 @@ def score_call(
             except RequestError as error:
                 raise type(error)(f"query {number}: {error}", param=error.param) from None
     calls = [
-        ScoreCall(
+        ScoreCall[ScoreOutput](
             frontend,
             *part,
             ids,
-            finish=lambda output: output,
             apply_softmax=apply_softmax,
             algorithm=algorithm,
             cache_salt=cache_salt,
             priority=priority,
+            names=names,
         )
         for part in parts
     ]
@@ -167,7 +172,7 @@ def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int
     if query is not None or items is not None:
         raise RequestError("packed_ids come instead of query and items", param="packed_ids")
     if isinstance(packed_ids, (Sequence, np.ndarray)):
-        frontend.limits.check_count(list(packed_ids).count(delimiter) - 1, "items")
+        frontend.limits.check_count(list(packed_ids).count(delimiter) - 1, "items", "packed_ids")
     return parse_delimited(check_ids(packed_ids, "packed_ids", "packed_ids"), delimiter)
 
 
@@ -179,7 +184,7 @@ def _tokenized(
         missing = "query" if query is None else "items"
         raise MissingError(f"{missing} is missing: score needs a query and items", param=missing)
     given, items = id(items), as_list(items, "items")
-    frontend.limits.check_count(len(items), "items")
+    frontend.limits.check_count(len(items), "items", "items")
     kinds = {isinstance(part, str) for part in (query, *items)}
     if len(kinds) > 1:
         raise RequestError("query and items must be all text or all token ids", param="items")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from threading import Lock, RLock
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -39,7 +39,7 @@ class ScoreMemory:
     """
 
     def __init__(self, caches: bool) -> None:
-        self.lock = RLock()
+        self.lock = Lock()
         self.results = ResultCache(caches)
         self.choices: OrderedDict[bytes, str] = OrderedDict()
         self._queries: OrderedDict[bytes, int] = OrderedDict()  # tokens of the queries left in the cache
@@ -76,9 +76,8 @@ class ScoreMemory:
                 self._queries.popitem(last=False)
 
     def keep_choice(self, shape: bytes, algorithm: str) -> None:
-        """Remember the algorithm of a call's shape."""
-        with self.lock:
-            _remember(self.choices, shape, algorithm)
+        """Remember the algorithm of a call's shape. The caller holds `lock`."""
+        _remember(self.choices, shape, algorithm)
 
 
 def _remember(known: OrderedDict[bytes, T], key: bytes, value: T) -> None:
@@ -93,7 +92,7 @@ def digests(call: ScoreInputs, salt_key: str | None) -> tuple[bytes, bytes]:
 
     The digests omit the items' contents, because the contents of one item must not change the algorithm of other items.
     """
-    digest = xxhash.xxh3_128(repr(salt_key).encode())
+    digest = xxhash.xxh3_128(repr((salt_key, len(call.before))).encode())
     digest.update(np.asarray(call.before + call.after, np.int64).tobytes())
     query = digest.digest()
     digest.update(np.asarray([len(item) for item in call.items], np.int64).tobytes())

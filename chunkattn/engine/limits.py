@@ -78,18 +78,19 @@ class EngineLimits:
 
     # Whole calls
 
-    def check_count(self, count: int, what: str) -> None:
+    def check_count(self, count: int, what: str, param: str) -> None:
         """Check the number of items or documents of a call, before any of them is tokenized.
 
         Args:
             count: number of items or documents.
-            what: description for the error; its first word is the argument that the error names.
+            what: description of them for the error.
+            param: argument that the error names.
 
         Raises:
             RequestError: `count` exceeds `max_items_per_request`.
         """
         if count > (most := self.config.max_items_per_request):
-            raise RequestError(f"{count} {what} exceed max_items_per_request {most}", param=what.split()[0])
+            raise RequestError(f"{count} {what} exceed max_items_per_request {most}", param=param)
 
     def check_tokens(self, tokens: int, what: str, param: str) -> None:
         """Check the number of tokens that a call makes the engine compute.
@@ -135,20 +136,21 @@ class EngineLimits:
             RequestError: a token id is outside the vocabulary, or the checkpoint cannot serve chunks.
             CapacityError: the prefix, or an item behind it, can never fit.
         """
-        for number, ids in enumerate((prefix, *items), -1):
-            part, param = (names.of(number), names.chunks) if number >= 0 else (names.prefix, names.prefix)
-            self.check_ids(ids, param, part, placed=False)  # the call may have put ids of its own before them
+        whole = "prefix" if chunks else names.prefix
+        self.check_ids(prefix, names.prefix, whole, placed=False)  # the call may have put ids of its own before them
+        for number, ids in enumerate(items):
+            self.check_ids(ids, names.chunks, names.of(number), placed=chunks)
         bounds = {"max_model_len": self.max_model_len, "the KV pool": self.max_request_tokens}
         limit = min(bounds, key=bounds.__getitem__)
         if len(prefix) > bounds[limit]:
             text = f" has {len(prefix)} tokens, {limit} allows {bounds[limit]}"
-            raise CapacityError(text, param=names.prefix, part=names.prefix)
+            raise CapacityError(text, param=names.prefix, part=whole)
         limit, room = self.room_behind(len(prefix), gap=gap, chunks=chunks)
-        number = next((n for n, item in enumerate(items) if len(item) > room), -1)
+        number = next((n for n, item in enumerate(items) if item and len(item) > room), -1)
         if number >= 0:
             text = f" has {len(items[number])} tokens, {limit} is {room}"
             if limit != "max_chunk_len":
-                text = f" has {len(items[number])} tokens, {limit} leaves room for {max(room, 0)} behind the {names.prefix}"
+                text = f" has {len(items[number])} tokens, {limit} leaves room for {max(room, 0)} behind the {whole}"
             raise CapacityError(text, param=names.chunks, part=names.of(number))
         if chunks and items:
             self._check_window(names)

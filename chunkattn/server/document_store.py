@@ -225,12 +225,12 @@ class Documents:
         Raises:
             ApiError: 400, a document is empty, two share an id, or a limit on documents, tokens or pins is exceeded; 401,
                 the owner's key was removed meanwhile.
-            ChunkAttnError: `AsyncLLM.precompute` failed; no document is stored.
+            ChunkAttnError: the documents could not be computed; no document is stored.
         """
         if not self._can_store:
             text = "documents can be cached one by one only under position_strategy 'shared'; else their K/V is of one prompt"
             raise ApiError(400, text, param="documents", code="unsupported_parameter")
-        self.llm.limits.check_count(len(texts), names.chunks)
+        self.llm.limits.check_count(len(texts), "documents", names.chunks)
         keys, contents = await self.llm.threads.run(self._prepare, prefix, texts, ids, cache_salt, options, names)
         new = sum((cache_salt, key) not in self._stored for key in keys)
         self._check_count(owner, new)
@@ -366,7 +366,7 @@ class Documents:
 
         Raises:
             ApiError: 404, the document was deleted meanwhile; 400, the pins would exceed their share of the pool.
-            ChunkAttnError: `AsyncLLM.precompute` failed.
+            ChunkAttnError: the documents could not be computed.
         """
         if not wanted:
             self._unpin(document)

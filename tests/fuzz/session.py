@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 from chunkattn.engine.messages import EngineOutput, PrecomputeRequest, PrecomputeResult, RequestFailed, TokenOutput
@@ -16,6 +16,7 @@ from tests.fuzz.witness import Difference, Witness, check
 
 MOST_STEPS = 2000
 """Within which everything in flight must end."""
+_NUMBERS = count()
 
 
 class Session:
@@ -52,6 +53,7 @@ class Session:
         self.damaged: set[str] = set()
         self.counts: Counter[str] = Counter()
         self._cold, self._alone, self._ledger = cold, alone, ledger
+        self._number = next(_NUMBERS)
         self._calls: dict[str, Call] = {}  # by id of a request that has not ended
         if self.core.disk is not None:
             take_read = self.core.disk.take_read
@@ -75,7 +77,7 @@ class Session:
         """Send the next stage of a call, or judge its answer."""
         for request in call.next_stage():
             if (layout := cacheable(request)) is not None:
-                self._ledger.note(request.request_id, call.ask.salt, layout)
+                self._ledger.note(self._owner(request.request_id), call.ask.salt, layout)
             self._calls[request.request_id] = call
             self.core.add(request)
         if call.done and not isinstance(call.ask, Precompute):
@@ -121,8 +123,8 @@ class Session:
         layout, ledger = call.layouts[event.request_id], self._ledger
         if isinstance(call.ask, Generate) and not shares(call.ask.sampling):
             ledger = Ledger()  # a private request finds what its own other parts hold, and nothing else
-            ledger.note(event.request_id, call.ask.salt, layout)
-        most = ledger.bound(event.request_id, call.ask.salt, layout)
+            ledger.note(self._owner(event.request_id), call.ask.salt, layout)
+        most = ledger.bound(self._owner(event.request_id), call.ask.salt, layout)
         if exceeds(found, most):
             raise Difference(f"{found} come from the cache, and at most {most} have been computed", call.ask)
         call.warm |= found.total > 0
@@ -132,7 +134,11 @@ class Session:
         assert isinstance(call.ask, Generate)
         if shares(call.ask.sampling):
             layout = continued(call.ask.layout(self.positions), call.samples[event.sample].tokens)
-            self._ledger.note(event.request_id, call.ask.salt, layout)
+            self._ledger.note(self._owner(event.request_id), call.ask.salt, layout)
+
+    def _owner(self, request_id: str) -> str:
+        """Return a name that no request of another session has; ids begin anew with every session."""
+        return f"{self._number}:{request_id}"
 
     def look_up(self, ask: Precompute, *, forget: bool) -> None:
         """Look up what a precompute call would compute, or forget it."""

@@ -194,7 +194,7 @@ class ChunkLLM:
             except RequestError as error:
                 whole = error.part == "the prompt"
                 part = f"a prompt with document {number}" if whole else f"document {number}"
-                raise error.renamed(part, "documents") from None
+                raise type(error)(error.message, param="documents", part=part) from None
         self._run(lambda composer: composer.save(plans, lora_request), use_tqdm)
 
     def reset_prefix_cache(self) -> bool:

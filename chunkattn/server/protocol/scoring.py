@@ -10,6 +10,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from chunkattn.errors import RequestError
+from chunkattn.layout import Names
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.base import Body, CacheSalt, Entry, LabelIds, LabelTexts, Texts, TokenIds, TokenLists
 from chunkattn.server.protocol.generation import DocumentOrId, check_documents, named_documents, titled, with_stored
@@ -101,11 +102,11 @@ class ScoreBody(Body):
         return self.text_1 is not None or self.queries is not None
 
     @property
-    def pair_names(self) -> dict[str, str]:
+    def pair_names(self) -> Names:
         """Return the request's own names of `query` and `documents` in a pairwise call."""
         first = "text_1" if self.text_1 is not None else "queries"
         second = next(name for name in ("text_2", "documents", "items") if getattr(self, name) is not None)
-        return {"query": first, "documents": second}
+        return Names(first, second, second, "document")
 
     def named(self) -> dict[int, str]:
         """Return the ids of the documents named by id, by their place."""
@@ -129,7 +130,7 @@ class ScoreBody(Body):
         documents = with_stored(documents, stored)
         if len(queries) not in (1, len(documents)):
             text = f"{len(queries)} queries for {len(documents)} documents; give one, or one each"
-            raise RequestError(text, param=names["query"])
+            raise RequestError(text, param=names.prefix)
         return queries, documents
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from chunkattn.calls.rerank import rerank_call
 from chunkattn.errors import RequestError
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput, ScoreUsage
 from chunkattn.server.bodies import JsonRoute, json_answer
@@ -123,7 +125,8 @@ async def _reranked(body: RerankBody, version: str, state: ServerState, caller: 
             **_how(body, state, caller),
         )
     except RequestError as error:
-        raise error.renamed(error.part, body.own_name(error.param)) from None
+        error.param = body.own_name(error.param)
+        raise
     values, returns = len(output.results), body.return_documents or body.return_text
 
     def score(result: RerankResult) -> float:
@@ -220,9 +223,9 @@ def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankB
 
 async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict[str, Any]:
     """Return the relevance of each document to its query under the rerank template."""
-    stored, names = state.documents.named(body.named(), caller.salt(body.cache_salt)), body.pair_names
+    stored, fields = state.documents.named(body.named(), caller.salt(body.cache_salt)), body.pair_names
     queries, documents = body.pairs({number: document.source for number, document in stored.items()})
-    _check_queries(state, len(queries), names["query"])
+    _check_queries(state, len(queries), fields.prefix)
     caller.take(len(queries) or 1)
 
     places: dict[str, list[int]] = {}  # of the documents of each query
@@ -232,15 +235,15 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
         places = {queries[0]: [*range(len(documents))]}
 
     async def ranked(query: str, own: list[int]) -> RerankOutput:
+        options, names = _relevance(body) | _how(body, state, caller), fields._replace(listed=[f"document {n}" for n in own])
+        timeout, given = options.pop("timeout"), [documents[place] for place in own]
+        call = partial(rerank_call, state.llm.frontend, query, given, names=names, **options)
         try:
-            return await state.llm.rerank(
-                query,
-                [documents[place] for place in own],
-                **_relevance(body),
-                **_how(body, state, caller),
-            )
-        except RequestError as error:  # translate to the names and places of this call
-            raise _renamed(error, query, own, body) from None
+            return await state.llm.run(call, timeout)
+        except RequestError as error:
+            if error.param != names.prefix or len(queries) == 1:
+                raise
+            raise type(error)(f"query {queries.index(query)}: {error}", param=error.param) from None
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -251,28 +254,10 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
     found = {own[r.index]: r for own, output in zip(places.values(), outputs, strict=True) for r in output.results}
     results = [found[place] for place in range(len(documents))]
     listed = _listed(state, [result.relevance_score for result in results], [o.usage for o in outputs], "score")
-    for fields, result in zip(listed["data"], results, strict=True):
+    for entry, result in zip(listed["data"], results, strict=True):
         if result.truncated:
-            fields["truncated"] = True
+            entry["truncated"] = True
     return listed
-
-
-def _renamed(error: RequestError, query: str, places: Sequence[int], body: ScoreBody) -> RequestError:
-    """Return an error of one query's documents under the request's names and places.
-
-    Args:
-        error: error of `rerank`.
-        query: the query.
-        places: places of the documents in the request.
-        body: body of the request.
-    """
-    names, first = body.pair_names, body.text_1 if body.text_1 is not None else body.queries
-    kind, _, number = (error.part or "").partition(" ")
-    if kind == "document" and number.isdecimal():
-        return error.renamed(f"document {places[int(number)]}", names["documents"])
-    if error.param == "query" and isinstance(first, list) and len(first) > 1:
-        return type(error)(f"query {first.index(query)}: {error}", param=names["query"])
-    return error.renamed(error.part, names.get(error.param or "", error.param))
 
 
 def _listed(state: ServerState, values: Sequence[float], usages: Sequence[ScoreUsage], kind: str) -> dict[str, Any]:

@@ -87,11 +87,7 @@ async def detokenize(body: DetokenizeBody, request: Request, state: State, calle
     state.check_ready()
 
     def text() -> str:
-        size = state.llm.limits.vocab_size
-        for index, token in enumerate(body.tokens):
-            if not 0 <= token < size:
-                reason = f"tokens[{index}] is {token}, outside the vocabulary of {size}"
-                raise ApiError(400, reason, param="tokens", code="invalid_value")
+        state.llm.limits.check_ids(body.tokens, "tokens")
         return state.texts.whole(body.tokens)
 
     _check_shown(len(body.tokens), "tokens")
