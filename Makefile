@@ -17,8 +17,8 @@ run-real: .venv/.installed $(SMOLLM2)  ## SmolLM2-135M-Instruct answers question
 PARALLEL := -n 2 --dist loadfile
 APART := not tpu and not browser
 QUICK := $(PARALLEL) -m "not ci and not slow and not exhaustive and $(APART)"
-FIRST := tests/test_[a-o]*.py chunkattn
-SECOND := tests/test_[p-z]*.py
+FIRST := $(addprefix tests/,backends bench cache calls cli) chunkattn
+SECOND := $(addprefix tests/,engine evaluation models parsers remote rope server) $(wildcard tests/test_*.py)
 # Most of the time goes to compiling, so the quick tests compile with fewer optimisations; `test-all` runs them with all.
 test: export XLA_FLAGS := --xla_backend_optimization_level=1 $(XLA_FLAGS)
 test: .venv/.installed-test  ## the quick tests; TEST_COSTS=1 prints what each file costs
@@ -36,10 +36,10 @@ test-slow: .venv/.installed-test  ## all longer tests; without the package index
 # The compiler lies apart from the rest: where it can be imported, JAX looks for a TPU.
 TPU := PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest
 test-tpu: .venv/.installed-test .cache/libtpu/.installed  ## our TPU kernels, compiled for one real chip; needs no TPU
-	$(TPU) -m "tpu and not exhaustive" tests/test_tpu_compile.py
+	$(TPU) -m "tpu and not exhaustive" tests/backends/test_tpu_compile.py
 
 test-tpu-all: .venv/.installed-test .cache/libtpu/.installed  ## every chip, whole models, and the peers' kernels
-	$(TPU) -m tpu tests/test_tpu_compile.py
+	$(TPU) -m tpu tests/backends/test_tpu_compile.py
 
 # The CUDA compilers lie apart, too; GPU_ENV names an environment that exists already. It needs Python 3.12 or 3.13.
 GPU_ENV ?= .cache/gpu-env
@@ -80,7 +80,7 @@ test-all: .venv/.installed-test  ## lint and every test there is
 	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-vllm test-llama test-clients
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
-	$(BIN)/python -m pytest -m browser tests/test_browser.py
+	$(BIN)/python -m pytest -m browser tests/server/test_browser.py
 
 lint: .venv/.installed-test  ## style, types and the direction of imports
 	$(BIN)/ruff check .

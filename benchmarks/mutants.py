@@ -1,6 +1,6 @@
 """Change the source in one place at a time and count the changes that a test command detects.
 
-    python -m benchmarks.mutants [--count 20] [--seed 0] [--seconds 300] [--under chunkattn/cache] -- tests/test_cache.py
+    python -m benchmarks.mutants [--count 20] [--seed 0] [--seconds 300] [--under chunkattn/cache] -- tests/engine/test_cache.py
 
 The command draws places at random, applies each change to a temporary copy of the tree, and runs pytest there with the
 given arguments. A mutant is killed if pytest fails or exceeds the time limit. A survivor shows a line that no test checks,

@@ -1,0 +1,245 @@
+// Compares every kernel that runs here with a plain computation in double precision, over random steps. It is a program of its
+// own, so that the sanitizers see our code alone; tests/backends/test_cpu_backend.py builds and runs it.
+#include <algorithm>
+#include <cmath>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+
+using namespace chunkattn;
+
+namespace {
+
+using Bytes = std::vector<unsigned char>;
+std::mt19937 randoms(1);
+int draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(randoms); }
+bool chance(double p) { return std::uniform_real_distribution<>(0, 1)(randoms) < p; }
+
+int bytes_of(Format format) { return format == Format::f32 ? 4 : format == Format::fp8 ? 1 : 2; }
+
+// The value of a number stored in `format`, by the definition of the format.
+double value_of(Format format, const void *at) {
+  if (format == Format::f32) return *static_cast<const float *>(at);
+  const bool byte = format == Format::fp8;
+  const int mantissa = byte ? 3 : format == Format::f16 ? 10 : 7, exponent = byte ? 4 : format == Format::f16 ? 5 : 8;
+  const unsigned bits = byte ? *static_cast<const uint8_t *>(at) : *static_cast<const uint16_t *>(at);
+  const int power = bits >> mantissa & ((1 << exponent) - 1), fraction = bits & ((1 << mantissa) - 1);
+  const int bias = (1 << (exponent - 1)) - 1;
+  const double size = power ? std::ldexp(1 + std::ldexp(fraction, -mantissa), power - bias)
+                            : std::ldexp(fraction, 1 - bias - mantissa);
+  return bits >> (mantissa + exponent) ? -size : size;
+}
+
+// Random finite numbers of about 1 in `format`, subnormals among them.
+Bytes numbers(Format format, size_t count) {
+  Bytes made(count * bytes_of(format));
+  for (size_t i = 0; i < count; i++) {
+    void *at = made.data() + i * bytes_of(format);
+    const float x = std::uniform_real_distribution<float>(-2, 2)(randoms);
+    if (format == Format::f32) memcpy(at, &x, 4);
+    if (format == Format::bf16) {
+      uint32_t bits;
+      memcpy(&bits, &x, 4);
+      const uint16_t high = bits >> 16;
+      memcpy(at, &high, 2);
+    }
+    if (format == Format::f16) {
+      const uint16_t bits = (draw(0, 1) << 15) | draw(0, 0x3fff);
+      memcpy(at, &bits, 2);
+    }
+    if (format == Format::fp8) *static_cast<uint8_t *>(at) = (draw(0, 1) << 7) | draw(0, 0x3f);
+  }
+  return made;
+}
+
+class Pool : public Threads {
+ public:
+  explicit Pool(int count) {
+    for (int i = 1; i < count; i++) threads_.emplace_back([this] { loop(); });
+  }
+  ~Pool() override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ended_ = true;
+    }
+    changed_.notify_all();
+    for (auto &thread : threads_) thread.join();
+  }
+  int count() const override { return int(threads_.size()) + 1; }
+  void schedule(std::function<void()> task) override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    changed_.notify_one();
+  }
+
+ private:
+  void loop() {
+    for (;;) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [this] { return ended_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  std::vector<std::thread> threads_;
+  bool ended_ = false;
+};
+
+// A random step, with everything it points to.
+struct Case {
+  Step step{};
+  Bytes q, k, v, keys, values;
+  std::vector<unsigned char> out;
+  std::vector<int32_t> row_seq, row_slot, row_start, prefix_end, tables, page_len, question;
+  std::vector<float> temperature, chunk_scale;
+
+  Case(Format format, Format cache_format) {
+    step.format = format, step.cache_format = cache_format;
+    step.kv_heads = draw(1, 3), step.heads = step.kv_heads * draw(1, 5), step.head_dim = 16 * draw(1, chance(0.2) ? 16 : 5);
+    step.block_size = chance(0.5) ? 16 : draw(1, 70);
+    step.window = chance(0.2) ? draw(1, 400) : 0;
+    step.scale = chance(0.1) ? 0 : 1 / std::sqrt(float(step.head_dim));
+    const int sequences = draw(1, 4), longest = chance(0.2) ? 5000 : chance(0.5) ? 700 : 60;
+    step.width = (longest + step.block_size - 1) / step.block_size + 1;
+    std::vector<int> pages(sequences * step.width);
+    for (size_t i = 0; i < pages.size(); i++) pages[i] = int(i);
+    std::shuffle(pages.begin(), pages.end(), randoms);
+    tables.assign(pages.begin(), pages.end());
+    const bool weighs = !step.window && chance(0.5);
+    for (int s = 0; s < sequences; s++) {
+      for (int w = 0; w < step.width; w++) page_len.push_back(step.window ? step.block_size : draw(1, step.block_size));
+      const int end = draw(1, longest), rows = std::min(end, chance(0.3) ? 1 : draw(1, longest > 1000 ? 70 : 300));
+      prefix_end.push_back(step.window ? 0 : draw(0, end));
+      question.push_back(weighs && chance(0.7) ? draw(prefix_end[s], end) : std::numeric_limits<int32_t>::max());
+      temperature.push_back(chance(0.3) ? 1 : 0.3f + draw(0, 20) / 10.f), chunk_scale.push_back(0.3f + draw(0, 20) / 10.f);
+      int start = 0;
+      std::vector<int> taken;
+      for (int slot = end - 1; slot >= 0 && int(taken.size()) < rows; slot--)
+        if (slot % step.block_size < page_len[s * step.width + slot / step.block_size]) taken.push_back(slot);
+      std::reverse(taken.begin(), taken.end());
+      for (int slot : taken) {
+        if (!step.window && chance(0.1)) start = slot;
+        const bool asks = slot >= question[s];
+        row_seq.push_back(s), row_slot.push_back(slot), row_start.push_back(asks ? 0 : start);
+      }
+    }
+    step.num_rows = int(row_seq.size()), step.padded_rows = step.num_rows + draw(0, 5);
+    for (auto *list : {&row_seq, &row_slot, &row_start}) list->resize(step.padded_rows);
+    q = numbers(format, size_t(step.padded_rows) * step.heads * step.head_dim);
+    k = numbers(cache_format, size_t(step.padded_rows) * step.kv_heads * step.head_dim);
+    v = numbers(cache_format, size_t(step.padded_rows) * step.kv_heads * step.head_dim);
+    const size_t head = size_t(step.head_dim) * bytes_of(cache_format);
+    keys = numbers(cache_format, pages.size() * step.kv_heads * step.block_size * step.head_dim), values = keys;
+    for (int s = 0; s < sequences; s++)  // all bits set is NaN in every format
+      for (int w = 0; w < step.width; w++)
+        for (int g = 0; g < step.kv_heads; g++)
+          for (int slot = page_len[s * step.width + w]; slot < step.block_size; slot++)
+            for (auto *pool : {&keys, &values})
+              memset(pool->data() + (size_t(tables[s * step.width + w] * step.kv_heads + g) * step.block_size + slot) * head,
+                     0xff, head);
+    out.resize(size_t(step.padded_rows) * step.heads * step.head_dim * (format == Format::bf16 ? 2 : 4));
+    step.q = q.data(), step.k = k.data(), step.v = v.data(), step.keys = keys.data(), step.values = values.data();
+    step.out = out.data(), step.row_seq = row_seq.data(), step.row_slot = row_slot.data(), step.row_start = row_start.data();
+    step.prefix_end = prefix_end.data(), step.block_tables = tables.data(), step.page_len = page_len.data();
+    if (weighs) step.question_start = question.data(), step.temperature = temperature.data(), step.chunk_scale = chunk_scale.data();
+  }
+
+  double stored(const void *pool, int page, int g, int slot, int d) const {
+    const size_t at = (size_t(page * step.kv_heads + g) * step.block_size + slot) * step.head_dim + d;
+    return value_of(step.cache_format, static_cast<const unsigned char *>(pool) + at * bytes_of(step.cache_format));
+  }
+
+  // The largest difference between `out` and the definition of the operator, after a call.
+  double error() const {
+    double worst = 0;
+    const Format kept = step.format == Format::bf16 ? Format::bf16 : Format::f32;
+    for (int row = 0; row < step.num_rows; row++) {
+      const int s = row_seq[row], own = row_slot[row];
+      const bool weighed = step.question_start && own >= question[s];
+      for (int h = 0; h < step.heads; h++) {
+        const int g = h / step.lines_per_row();
+        std::vector<int> seen;
+        std::vector<double> scores;
+        double chunks = 0;
+        for (int slot = 0; slot <= own; slot++) {
+          const int page = slot / step.block_size;
+          if (slot % step.block_size >= page_len[s * step.width + page]) continue;
+          if (step.window ? slot <= own - step.window : slot >= prefix_end[s] && slot < row_start[row]) continue;
+          double score = 0;
+          for (int d = 0; d < step.head_dim; d++)
+            score += value_of(step.format, q.data() + ((size_t(row) * step.heads + h) * step.head_dim + d) * bytes_of(step.format)) *
+                     stored(step.keys, tables[s * step.width + page], g, slot % step.block_size, d);
+          score *= step.scale;
+          const bool chunk = weighed && slot >= prefix_end[s] && slot < question[s];
+          if (chunk) chunks += std::exp(score /= temperature[s]);
+          seen.push_back(slot), scores.push_back(score);
+        }
+        double total = 0;
+        for (size_t i = 0; i < seen.size(); i++) {
+          if (weighed && seen[i] >= prefix_end[s] && seen[i] < question[s]) scores[i] += (chunk_scale[s] - 1) * std::log(chunks);
+          total += std::exp(scores[i]);
+        }
+        for (int d = 0; d < step.head_dim; d++) {
+          double expected = 0;
+          for (size_t i = 0; i < seen.size(); i++)
+            expected += std::exp(scores[i]) / total *
+                        stored(step.values, tables[s * step.width + seen[i] / step.block_size], g, seen[i] % step.block_size, d);
+          const double found = value_of(kept, out.data() + ((size_t(row) * step.heads + h) * step.head_dim + d) * bytes_of(kept));
+          if (!(std::fabs(found - expected) <= worst)) worst = std::fabs(found - expected);
+        }
+      }
+    }
+    return worst;
+  }
+};
+
+}  // namespace
+
+int main(int argc, char **argv) {
+  const int cases = argc > 1 ? atoi(argv[1]) : 20;
+  const std::pair<Format, Format> formats[] = {{Format::f32, Format::f32},   {Format::f32, Format::fp8},
+                                               {Format::bf16, Format::bf16}, {Format::bf16, Format::fp8},
+                                               {Format::f16, Format::f16},   {Format::f16, Format::fp8}};
+  bool failed = false;
+  for (const char *name : {"portable", "avx2", "avx512_bf16", "amx"}) {
+    const char *why;
+    const Kernel *kernel = kernel_named(name, &why);
+    if (!kernel) {
+      printf("%-12s not run: %s\n", name, why);
+      continue;
+    }
+    double worst[2] = {0, 0};
+    for (int i = 0; i < cases; i++)
+      for (auto [format, cache_format] : formats) {
+        Case made(format, cache_format);
+        Pool alone(1), pool(5);
+        attention(made.step, *kernel, alone);
+        const double error = made.error(), allowed = format == Format::bf16 ? 3e-2 : 2e-5;
+        const Bytes first = made.out;
+        attention(made.step, *kernel, pool);
+        if (first != made.out) printf("%s, case %d: the number of threads changes the result\n", name, i), failed = true;
+        if (!(error <= allowed)) printf("%s, case %d, formats %d and %d: error %g\n", name, i, int(format), int(cache_format), error), failed = true;
+        double &of = worst[format == Format::bf16];
+        of = std::max(of, error);
+      }
+    printf("%-12s largest error %.2g, bfloat16 %.2g\n", name, worst[0], worst[1]);
+  }
+  return failed;
+}

@@ -1,0 +1,85 @@
+"""Benchmarks report each round on stderr, and transformers gives no advice that is not needed."""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from chunkattn.bench.measure import round_name
+from chunkattn.cli import progress
+from chunkattn.cli.progress import Rounds, timed
+
+ROOT = Path(__file__).parents[2]
+AT_ONCE = {"fuzz_cache", "gpu_aot", "mutants", "nq_eval_data", "random_model", "serve_attacks", "tpu_aot"}
+AT_ONCE |= {"trace_calls", "visited_tiles"}
+"""Scripts that print a line as soon as a case has ended, or that take a few seconds."""
+
+
+def test_a_round_is_a_line_without_a_terminal(capsys):
+    with Rounds() as rounds:
+        for number in range(3):
+            with rounds(f"decode 1, {round_name(number, 2)}"):
+                assert len(capsys.readouterr().err.splitlines()) == min(number, 1)  # of the round before
+    assert re.fullmatch(r"decode 1, round 2 of 2: \d+\.\d s\n", capsys.readouterr().err)
+
+
+def test_a_terminal_shows_the_round_under_way_and_no_lines(monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr(progress.sys, "stderr", screen)
+    monkeypatch.setattr(progress, "Console", lambda stderr: Console(file=screen, force_terminal=True, width=80))
+    with Rounds() as rounds, rounds("decode 1, round 1 of 2"):
+        rounds._status.renderable  # noqa: B018
+        assert "decode 1, round 1 of 2" in str(rounds._status.renderable.text)
+    assert "round 1 of 2:" not in screen.getvalue()
+
+
+def test_a_round_that_fails_has_no_time(capsys):
+    with pytest.raises(ValueError, match="broken"), timed("decode 1"):
+        raise ValueError("broken")
+    assert capsys.readouterr().err == ""
+
+
+def test_every_script_reports_its_cases():
+    scripts = [f for f in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in f.read_text(encoding="utf-8")]
+    assert {f.stem for f in scripts} > AT_ONCE
+    for script in scripts:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+        called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        assert called & {"timed", "told", "say"} or script.stem in AT_ONCE, script.name
+
+
+WITHOUT_TORCH = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] == "torch" else find_spec(name, *rest)
+sys.modules["torch"] = None
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import transformers",
+        "import chunkattn; import transformers",
+        "from chunkattn.server import texts",
+        "from chunkattn.bench import geometry",
+        "from chunkattn.cli import app; app(['inspect', 'a # # b # # c'], standalone_mode=False)",
+    ],
+)
+def test_transformers_does_not_advise_to_install_pytorch(code):
+    done = subprocess.run(
+        [sys.executable, "-c", f"{WITHOUT_TORCH}\n{code}"], capture_output=True, text=True, cwd=ROOT, timeout=120, check=True
+    )
+    assert ("PyTorch was not found" in done.stdout + done.stderr) == (code == "import transformers")
+
+
+def test_other_lines_of_transformers_stay():
+    code = "import chunkattn, transformers; transformers.logging.get_logger('transformers').warning('something else')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
+    assert "something else" in done.stderr
