@@ -77,7 +77,7 @@ def run_core(llm, *messages):
 
 def score_message(name, rng, length, labels, rows=None):
     layout = make_layout([], [], part(rng, length))
-    return ScoreRequest(name, layout, np.asarray(rows or [length - 1]), tuple(labels))
+    return ScoreRequest(name, layout, np.asarray(rows or [length - 1]), (tuple(labels),))
 
 
 def test_label_lists_of_different_lengths_share_steps(engine):

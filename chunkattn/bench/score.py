@@ -158,7 +158,8 @@ class ScoreBench:
             items: token ids of each item.
             algorithm: name of the algorithm, or `"auto"`.
         """
-        call = ScoreCall(self.frontend, query, items, [], self.labels, finish=lambda output: output, algorithm=algorithm)
+        labels = [self.labels] * len(items)
+        call = ScoreCall(self.frontend, query, items, [], labels, finish=lambda output: output, algorithm=algorithm)
         call.plan({})
         return call
 

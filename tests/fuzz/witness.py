@@ -66,7 +66,7 @@ class ColdEngine:
         """See `Witness`."""
         key = layout.token_ids.tobytes(), layout.positions.tobytes(), layout.prefix_len, layout.chunk_lens
         if key not in self._known:
-            every = ScoreRequest("", layout, np.arange(len(layout)), tuple(range(VOCAB)), backend="packed_dense")
+            every = ScoreRequest("", layout, np.arange(len(layout)), (tuple(range(VOCAB)),), backend="packed_dense")
             self._core.add(every)
             events = self._core.step()
             assert len(events) == 1, events
