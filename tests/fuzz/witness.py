@@ -146,16 +146,17 @@ def _check_prompt(call: Call, layout: ChunkLayout, rows: np.ndarray, witness: Wi
 
 def _check_scores(call: Call, ask: Score, witness: Witness) -> None:
     rows = [witness.logprobs(make_layout([], [], ids))[-1] for ids in ask.sequences()]
-    expected = np.stack(rows)[:, list(ask.labels)].astype(np.float64)
+    expected = [row[list(ask.labels_of(number))].astype(np.float64) for number, row in enumerate(rows)]
     output = call.job.result()
     if ask.rerank:
         relevance = np.zeros(len(rows))
         for result in output.results:
             relevance[result.index] = result.relevance_score
-        yes, no = expected.T
+        yes, no = np.stack(expected).T
         _compare(relevance, 1 / (1 + np.exp(no - yes)), "relevance", witness)
     else:
-        _compare(np.array(output.logprobs), expected, "label log-probabilities", witness)
+        for number, (found, own) in enumerate(zip(output.logprobs, expected, strict=True)):
+            _compare(np.array(found), own, f"label log-probabilities of item {number}", witness)
 
 
 def _compare(found: np.ndarray, expected: np.ndarray, what: str, witness: Witness) -> None:
