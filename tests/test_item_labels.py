@@ -1,5 +1,6 @@
 """Labels per item: scores against one transformers forward per item, bits, rows of several tokens, and bad lists."""
 
+from collections import Counter
 from unittest.mock import patch
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from chunkattn import LLM
-from chunkattn.calls.algorithms import ALGORITHMS
+from chunkattn.calls.algorithms import ALGORITHMS, ScoreInputs
 from chunkattn.engine import runner
 from chunkattn.engine.messages import ScoreRequest, ScoreResult
 from chunkattn.engine.runner import LABEL_WIDTHS
@@ -133,26 +134,28 @@ def test_planted_faults_are_found(whole, expected, checkpoint, job):
         assert differences(llm, job) == expected
 
 
-def test_a_long_list_reads_its_own_row_alone(engine, job):
+def test_a_long_list_reads_its_own_row_alone(engine, job, monkeypatch):
     """Rows beside it keep the programs of their own widths."""
     query, (item, *_), _ = job
-    llm, seen = engine("qwen3"), []
-    items = [[*item, number] for number in range(60)]
+    core, seen = engine("qwen3").core.runner, Counter()
     labels = [[3]] * 30 + [[4] * 9] * 29 + [[5] * (LABEL_WIDTHS[-1] + 1)]
-    core = llm.core.runner
-    programs = {"_read_labels": core._read_labels, "_read_vocabulary": core._read_vocabulary}
+    by_block = core._by_block
 
-    def spy(name):
-        return lambda params, picked, *targets: (
-            seen.append((name, len(picked), *(t.shape[1] for t in targets))),
-            programs[name](params, picked, *targets),
-        )[1]
+    def spy(program, hidden, rows, targets=None):
+        seen["vocabulary" if program is core._read_vocabulary else targets.shape[1]] += len(rows)
+        return by_block(program, hidden, rows, targets)
 
-    with patch.multiple(core, **{name: spy(name) for name in programs}):
-        llm.score(query, items, label_token_ids=labels, algorithm="serial", cache_salt="spied")
-    assert {name for name, *_ in seen} == {*programs}
-    assert {width for _, _, *widths in seen for width in widths} == {2, 256}
-    assert [(name, rows) for name, rows, *_ in seen if name == "_read_vocabulary"] == [("_read_vocabulary", 16)]
+    monkeypatch.setattr(core, "_by_block", spy)
+    options = {"label_token_ids": labels, "algorithm": "packed_segment", "cache_salt": "spied"}
+    engine("qwen3").score(query, [[*item, number] for number in range(60)], **options)
+    assert seen == {2: 30, 256: 29, "vocabulary": 1}
+
+
+def test_an_item_with_two_lists_is_computed_twice():
+    """`max_tokens_per_call` counts it so."""
+    labels = [(5,), (6,), (5,), (5,)]
+    tokens = ScoreInputs([1] * 10, [[2, 3], [2, 3], [2, 3], [4]], labels=labels, max_pack_tokens=1).tokens()
+    assert tokens == {"serial": 5 + 30, "packed_segment": 5 + 30, "prefill_extend": 5 + 10, "packed_dense": 5 + 10}
 
 
 def test_results_are_kept_by_the_items_labels(engine, job):
