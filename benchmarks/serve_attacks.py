@@ -77,6 +77,9 @@ def attacks() -> Iterator[tuple[str, str, Body]]:
     yield "items, longer", "/v1/score", {**score, "query": list(range(200)), "items": [list(range(100))] * 5_000}
     yield "items times queries", "/v1/score", {**score, "query": [[5]] * 1024}
     yield "items times labels", "/v1/score", {**score, "label_token_ids": list(range(700)), "return_logprobs": True}
+    own = [[3, 4]] * 9_999 + [[5] * 1024]
+    yield "labels of every item", "/v1/score", {**score, "label_token_ids": own}
+    yield "labels of more items", "/v1/score", {**score, "items": [[7]], "label_token_ids": [[3]] * (BODY // 5)}
     yield "items first", "/v1/score", {**score, "query": list(range(400)), "item_first": True}
     yield "a dense mask", "/v1/score", {**score, "items": [list(range(50))] * 160, "algorithm": "packed_dense"}
     yield "labels", "/v1/score", {**score, "items": [[7]], "label_token_ids": [3] * (BODY // 3)}

@@ -91,8 +91,9 @@ class ScoreOutput:
     """Scores of all items of a query.
 
     Attributes:
-        scores: `scores[i][j]` of item `i` and label `j`, in the request's order. For a sequence classifier, `j` is the
-            class, and the score is the softmax over the classes, or the sigmoid of a single class.
+        scores: `scores[i][j]` of item `i` and label `j`, in the request's order; a row is as long as its item's list of labels.
+            For a sequence classifier, `j` is the class, and the score is the softmax over the classes, or the sigmoid of a
+            single class.
         logprobs: log-probabilities of the labels, a float32 log-softmax over the vocabulary; None for a classifier.
         algorithm: name of the algorithm that ran.
         usage: token counts.

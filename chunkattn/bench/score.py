@@ -158,7 +158,8 @@ class ScoreBench:
             items: token ids of each item.
             algorithm: name of the algorithm, or `"auto"`.
         """
-        call = ScoreCall[ScoreOutput](self.frontend, query, items, [], self.labels, algorithm=algorithm)
+        labels = [self.labels] * len(items)
+        call = ScoreCall[ScoreOutput](self.frontend, query, items, [], labels, algorithm=algorithm)
         call.plan({})
         return call
 

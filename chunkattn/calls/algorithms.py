@@ -35,6 +35,7 @@ class ScoreInputs:
         before: token ids before every item: leading special tokens, and the query unless it is `after`.
         items: token ids of each item.
         after: token ids of a query that comes after every item; else empty.
+        labels: token ids of each item's labels; empty for a classifier, or where they do not matter.
         names: the caller's names of query and items.
         max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
         max_multi_item_seq_len: maximum number of tokens of a sequence of `packed_dense`, even with one item.
@@ -50,6 +51,7 @@ class ScoreInputs:
     before: list[int]
     items: list[list[int]]
     after: list[int] = field(default_factory=list)
+    labels: Sequence[tuple[int, ...]] = ()
     names: Names = ITEMS
     max_pack_tokens: int = 8192
     max_multi_item_seq_len: int = 8192
@@ -87,7 +89,9 @@ class ScoreInputs:
     def tokens(self) -> dict[str, int]:
         """Return the number of tokens that each algorithm computes, by name."""
         query = self.query_len
-        items = [len(item) for item in dict.fromkeys(map(tuple, self.items))]  # repeated items are scored once
+        labels = self.labels or [()] * len(self.items)
+        different = dict.fromkeys((tuple(item), own) for item, own in zip(self.items, labels, strict=True))
+        items = [len(item) for item, _ in different]  # items repeated with their labels are scored once
         own = sum(items)
 
         # An empty item makes `prefill_extend` compute the query's last page again.

@@ -139,7 +139,7 @@ def rerank_call(
         prefix,
         items,
         [],
-        labels,
+        [labels] * len(items) if labels else [],
         finish=partial(rank, documents=given, truncated=truncated, template=picked.name, column=column, top_n=top_n),
         algorithm=algorithm,
         apply_softmax=True,

@@ -56,15 +56,15 @@ class ScoreCall(ScoreInputs, Generic[T]):
 
     `plan` must be called before the first stage. A request is laid out only when its stage is asked for.
 
-    Items of equal keys are scored once, and items of known results not at all. Where the layout decides the bits, results are
-    used only if all are known.
+    Items of equal keys, which include their labels, are scored once, and items of known results not at all. Where the layout
+    decides the bits, results are used only if all are known.
 
     Args:
         frontend: frontend of the engine.
         before: token ids before every item.
         items: token ids of each item, which fit the engine with the query.
         after: token ids of a query that comes after every item; else empty.
-        labels: token ids to read after every item; empty for a classifier. All token ids have been checked.
+        labels: token ids to read after each item, one list per item; empty for a classifier. All token ids have been checked.
         finish: makes the result of the call from the scores; None returns the scores.
         algorithm: see `LLM.score`.
         apply_softmax: whether scores are normalised over the labels.
@@ -91,7 +91,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         before: list[int],
         items: list[list[int]],
         after: list[int],
-        labels: tuple[int, ...],
+        labels: Sequence[tuple[int, ...]],
         *,
         finish: Callable[[ScoreOutput], T] | None = None,
         algorithm: str | None = None,
@@ -103,23 +103,20 @@ class ScoreCall(ScoreInputs, Generic[T]):
     ) -> None:
         limits = frontend.limits
         query_len = len(before) + len(after)
-        super().__init__(before, items, after, names, **_bounds(frontend.config, limits, query_len))
+        super().__init__(before, items, after, labels, names, **_bounds(frontend.config, limits, query_len))
         self._frontend, self._memory, self._finish = frontend, frontend.scores, finish
-        self.labels, self.algorithm = labels, algorithm or frontend.config.score_algorithm
+        self.algorithm = algorithm or frontend.config.score_algorithm
         (self.priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
         self.apply_softmax, self.raw = apply_softmax, raw
         self._whole = not limits.batch_invariant or self.algorithm in BACKENDS  # the layout of the items decides the bits
-        self._keys = item_keys(self, labels, self.algorithm, self._salt_key, raw, whole=self._whole)
+        self._keys = item_keys(self, self.algorithm, self._salt_key, raw, whole=self._whole)
         known, first = self._memory.results.get(self._keys), dict[bytes, int]()
         for place, key in enumerate(self._keys):
             first.setdefault(key, place)
         if self._whole and len(known) < len(first):
             known = {}
         self._first = [first[key] for key in self._keys]
-        columns = len(labels) if limits.num_labels is None else limits.num_labels
-        self._values = np.zeros((len(items), columns), np.float32)
-        for key, row in known.items():
-            self._values[first[key]] = row
+        self._values = {first[key]: row for key, row in known.items()}  # of items, one for each label or class
         self._open = [place for key, place in first.items() if key not in known]  # items to score
         self._places: dict[str, list[int]] = {}  # items of the requests in flight
         self._rows = self.cached_query = 0
@@ -207,6 +204,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         tokens = 0
         for layout, rows, places in ALGORITHMS[self._choice[0]](self, self._open):
             size = len(layout)
+            lists, row_labels = self._read_lists(places)
             if stage and tokens + size > most:
                 yield stage
                 stage, tokens = [], 0
@@ -214,7 +212,8 @@ class ScoreCall(ScoreInputs, Generic[T]):
                 self._frontend.new_id(),
                 layout,
                 rows,
-                self.labels,
+                lists,
+                row_labels,
                 share_prefix=self.extends,
                 algorithm=self._choice[0],
                 salt_key=self._salt_key,
@@ -230,6 +229,14 @@ class ScoreCall(ScoreInputs, Generic[T]):
         if stage:
             yield stage
 
+    def _read_lists(self, places: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], np.ndarray | None]:
+        """Return the different lists of labels of some items, and the place of each item's list; None if there is only one."""
+        if not self.labels:
+            return (), None
+        lists: dict[tuple[int, ...], int] = {}
+        numbers = [lists.setdefault(self.labels[place], len(lists)) for place in places]
+        return tuple(lists), np.asarray(numbers, np.int32) if len(lists) > 1 else None
+
     def _query_request(self) -> PrecomputeRequest:
         layout, name = make_layout(self.before, [], []), self._frontend.new_id()
         return PrecomputeRequest(name, layout, self._salt_key, persist=False, priority=self.priority)
@@ -242,27 +249,43 @@ class ScoreCall(ScoreInputs, Generic[T]):
         elif isinstance(output, ScoreResult):
             self._memory.rates = output.rates
             for place, row in zip(self._places.pop(output.request_id), output.logprobs, strict=True):
-                self._values[place] = row
-                self._memory.results.put(self._keys[place], row)
+                count = len(self.labels[place]) if self.labels else len(row)
+                own = self._values[place] = row[:count].copy()  # a view would keep the padding of all rows
+                self._memory.results.put(self._keys[place], own)
             self.done += len(output.logprobs)
         return True
 
     def result(self) -> T:
         """Return the scores, or what `finish` makes of them."""
-        values = self._values[self._first].astype(np.float64)
-        if is_logits := self.raw or not self.labels:
-            scores = expit(values) if values.shape[1] == 1 else softmax(values, axis=1)
-        else:
-            scores = softmax(values, axis=1) if self.apply_softmax else np.exp(values)
+        values: list[list[float]] = [[]] * len(self._first)
+        scores, by_size = values.copy(), dict[int, list[int]]()
+        for number, place in enumerate(self._first):
+            by_size.setdefault(len(self._values[place]), []).append(number)
+        # Padding would change the order in which a softmax adds, so rows of one length form an array.
+        for numbers in by_size.values():
+            rows = np.stack([self._values[self._first[number]] for number in numbers]).astype(np.float64)
+            for number, row, score in zip(numbers, rows.tolist(), self._scores(rows).tolist(), strict=True):
+                values[number], scores[number] = row, score
+        is_logits = self._is_logits
         output = ScoreOutput(
-            scores=scores.tolist(),
-            logprobs=None if is_logits else values.tolist(),
-            logits=values.tolist() if is_logits else None,
+            scores=scores,
+            logprobs=None if is_logits else values,
+            logits=values if is_logits else None,
             algorithm=self._choice[0],
             predicted_seconds=self._choice[1],
             usage=self._usage(),
         )
         return cast(T, output) if self._finish is None else self._finish(output)
+
+    @property
+    def _is_logits(self) -> bool:
+        return self.raw or self._frontend.limits.num_labels is not None
+
+    def _scores(self, values: np.ndarray) -> np.ndarray:
+        """Return the scores of rows of log-probabilities or logits, float64 `[items, labels]`."""
+        if self._is_logits and values.shape[1] == 1:
+            return np.asarray(expit(values))
+        return np.asarray(softmax(values, axis=1)) if self._is_logits or self.apply_softmax else np.exp(values)
 
     def _usage(self) -> ScoreUsage:
         """Return the token counts. Tokens of repeated and known items are cached; so is a query that no item needed."""

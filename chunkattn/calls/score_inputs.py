@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypedDict
 
@@ -11,15 +11,14 @@ import numpy as np
 from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import Job
+from chunkattn.calls.labels import Labels, LabelTokenIds, read_labels
 from chunkattn.calls.score import ScoreCall, ScoreCalls
-from chunkattn.config import MAX_LABELS, check_size
 from chunkattn.engine.limits import ITEMS
 from chunkattn.errors import MissingError, RequestError
 from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput
-from chunkattn.parsers.arguments import as_list, check_ids
+from chunkattn.parsers.arguments import as_list, check_ids, is_list
 from chunkattn.parsers.delimited import check_no_delimiter, parse_delimited
-from chunkattn.parsers.encode import PartEncoder
 
 Query = str | Sequence[int]
 Items = Sequence[str] | Sequence[Sequence[int]]
@@ -34,10 +33,11 @@ class ScoreOptions(TypedDict, total=False):
     """Options of `LLM.score`, all by name.
 
     Attributes:
-        labels: texts of one token each; the score is the probability of the label after the item.
-        label_token_ids: token ids of the labels, instead of `labels`. A sequence classifier takes no labels: its scores are the
-            softmax over its classes, or the sigmoid of its only class.
-        apply_softmax: normalise over the labels instead of the whole vocabulary; ignored for a classifier.
+        labels: texts of one token each; the score is the probability of the label after the item. One list for all items, or
+            one list per item, or such a list of lists for each of a list of queries.
+        label_token_ids: token ids of the labels, instead of `labels` and in the same forms. A sequence classifier takes no
+            labels: its scores are the softmax over its classes, or the sigmoid of its only class.
+        apply_softmax: normalise over the item's labels instead of the whole vocabulary; ignored for a classifier.
         item_first: score item + query instead, which shares nothing between items.
         algorithm: `"auto"`, `"serial"`, `"packed_segment"`, `"prefill_extend"` or `"packed_dense"`, which return equal scores;
             None takes the engine's `score_algorithm`.
@@ -47,8 +47,8 @@ class ScoreOptions(TypedDict, total=False):
         priority: see `LLM.generate`; one value for the call.
     """
 
-    labels: Sequence[str] | None
-    label_token_ids: Sequence[int] | None
+    labels: Labels | None
+    label_token_ids: LabelTokenIds | None
     apply_softmax: bool
     item_first: bool
     algorithm: str | None
@@ -62,8 +62,8 @@ def score_call(
     query: Query | ListedQueries | None,
     items: Items | ListedItems | None,
     *,
-    labels: Sequence[str] | None = None,
-    label_token_ids: Sequence[int] | None = None,
+    labels: Labels | None = None,
+    label_token_ids: LabelTokenIds | None = None,
     item_first: bool = False,
     packed_ids: Sequence[int] | None = None,
     apply_softmax: bool = False,
@@ -81,8 +81,7 @@ def score_call(
         CapacityError: the call would compute more than `max_tokens_per_call`.
     """
     names = ITEMS if packed_ids is None else PACKED
-    ids = label_ids(frontend, labels, label_token_ids)
-    frontend.limits.check_ids(ids, "label_token_ids")
+    lists_of = read_labels(frontend, labels, label_token_ids)
     known: dict[int, list[list[int]]] = {}
 
     def read(one: Any, own: Any) -> tuple[list[int], list[list[int]], list[int]]:
@@ -102,34 +101,24 @@ def score_call(
                 parts.append(read(one, own))
             except RequestError as error:
                 raise type(error)(f"query {number}: {error}", param=error.param) from None
+    lists = lists_of([len(item_ids) for _, item_ids, _ in parts], pairs is not None)
     calls = [
         ScoreCall[ScoreOutput](
             frontend,
             *part,
-            ids,
+            own_lists,
             apply_softmax=apply_softmax,
             algorithm=algorithm,
             cache_salt=cache_salt,
             priority=priority,
             names=names,
         )
-        for part in parts
+        for part, own_lists in zip(parts, lists, strict=True)
     ]
     costly = too_costly(calls, frontend.config.max_tokens_per_call)
     for call in calls:
         call.plan(costly)
     return calls[0] if pairs is None else ScoreCalls(calls, frontend.config.max_num_batched_tokens)
-
-
-def label_ids(frontend: Frontend, labels: Sequence[str] | None, label_token_ids: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the token ids of the labels of a call; none for a classifier, which scores its own classes."""
-    if (classes := frontend.limits.num_labels) is None:
-        return resolve_labels(frontend.parser.encode, labels, label_token_ids)
-    if labels is not None or label_token_ids is not None:
-        given = "label_token_ids" if labels is None else "labels"
-        reason = f"this checkpoint is a sequence classifier and scores its own {classes} classes; leave {given} out"
-        raise RequestError(reason, param=given)
-    return ()
 
 
 def tokenize_query(
@@ -198,55 +187,6 @@ def _tokenized(
     return frontend.parser.encode.leading_ids if kinds == {True} else [], query_ids, known[given]
 
 
-def resolve_labels(
-    encode: PartEncoder, labels: Sequence[str] | None = None, label_token_ids: Sequence[int] | None = None
-) -> tuple[int, ...]:
-    """Return the token ids of the labels.
-
-    Args:
-        encode: encoder with the engine's tokenizer.
-        labels: texts, each one token without special tokens; duplicates are allowed.
-        label_token_ids: token ids instead of texts; duplicates are allowed.
-
-    Raises:
-        RequestError: both or neither of `labels` and `label_token_ids` are given, the number of labels is 0 or above
-            `MAX_LABELS`, or a label is not exactly one token.
-    """
-    if labels is None and label_token_ids is None:
-        raise MissingError("give either labels or label_token_ids, e.g. labels=['yes', 'no']", param="label_token_ids")
-    if labels is not None and label_token_ids is not None:
-        raise RequestError("give either labels or label_token_ids, not both", param="label_token_ids")
-    given = "labels" if label_token_ids is None else "label_token_ids"
-    if isinstance(sized := labels if label_token_ids is None else label_token_ids, Sized):
-        check_size(given, sized, MAX_LABELS)
-    if label_token_ids is not None:
-        ids = check_ids(label_token_ids, "label_token_ids", "label_token_ids")
-    elif isinstance(labels, (list, tuple)):
-        ids = [_label_id(encode, label, index) for index, label in enumerate(labels)]
-    else:
-        raise RequestError(f"labels must be a list of strings, got {type(labels).__name__}", param="labels")
-    if not ids:
-        raise RequestError(f"{given} must hold at least one {'label' if given == 'labels' else 'token id'}", param=given)
-    return tuple(ids)
-
-
-def _label_id(encode: PartEncoder, label: str, index: int) -> int:
-    if not isinstance(label, str):
-        raise RequestError(f"labels[{index}] must be a string, got {type(label).__name__}", param="labels")
-    if encode.tokenizer is None:
-        raise RequestError("labels need a tokenizer and this engine has none; give label_token_ids", param="labels")
-    ids = encode(label, f"labels[{index}]", "labels")
-    if len(ids) != 1:
-        other = label.removeprefix(" ") if label.startswith(" ") else f" {label}"
-        advice = f"{other!r} is one" if len(encode(other)) == 1 else "take another word, or label_token_ids"
-        raise RequestError(
-            f"label {label!r} is {len(ids)} tokens {encode.tokenizer.convert_ids_to_tokens(ids)}; "
-            f"a label must be exactly one: {advice}",
-            param="labels",
-        )
-    return ids[0]
-
-
 def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
     """Pair each query with its items; return None if `query` is one text or one list of token ids.
 
@@ -261,18 +201,18 @@ def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
     Raises:
         RequestError: `query` or `items` mix both forms, or the numbers of item lists and queries differ.
     """
-    if not _is_list(query) or not len(query) or not _is_part(query[0]):
+    if not is_list(query) or not len(query) or not _is_part(query[0]):
         return None
     for index, part in enumerate(query):
         if not _is_part(part):
             raise RequestError(f"query[{index}] must be text or token ids as the others are, got {part!r}", param="query")
-    if not _is_list(items):
+    if not is_list(items):
         raise RequestError(f"items must be a list, got {type(items).__name__}", param="items")
-    flat = [isinstance(item, str) or (_is_list(item) and len(item) > 0 and not _is_part(item[0])) for item in items]
+    flat = [isinstance(item, str) or (is_list(item) and len(item) > 0 and not _is_part(item[0])) for item in items]
     if any(flat) or not len(items):
         for index, item in enumerate(items):
             # Among flat items, an empty list is an item without tokens.
-            if not flat[index] and not (_is_list(item) and not len(item)):
+            if not flat[index] and not (is_list(item) and not len(item)):
                 raise RequestError(
                     f"items[{index}] is no item while items[{flat.index(True)}] is one; "
                     "give items for all queries, or a list of items for each query",
@@ -281,17 +221,13 @@ def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
         shared = list(items)  # queries share one list, so its items are tokenized once
         return [(part, shared) for part in query]
     for index, own in enumerate(items):
-        if not _is_list(own):
+        if not is_list(own):
             raise RequestError(f"items[{index}] must be a list of items, got {type(own).__name__}", param="items")
     if len(items) != len(query):
         raise RequestError(f"{len(items)} lists of items for {len(query)} queries", param="items")
     return [(part, own if isinstance(own, list) else list(own)) for part, own in zip(query, items, strict=True)]
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (str, bytes))
-
-
 def _is_part(value: Any) -> bool:
     """Return whether `value` is text or a list rather than a token id."""
-    return isinstance(value, str) or _is_list(value)
+    return isinstance(value, str) or is_list(value)

@@ -99,27 +99,26 @@ def digests(call: ScoreInputs, salt_key: str | None) -> tuple[bytes, bytes]:
     return query, digest.digest()
 
 
-def item_keys(
-    call: ScoreInputs, labels: Sequence[int], algorithm: str, salt_key: str | None, raw: bool = False, *, whole: bool = True
-) -> list[bytes]:
+def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool = False, *, whole: bool = True) -> list[bytes]:
     """Return a key for each item. Items of equal keys have equal results.
 
     The key is a cryptographic digest of everything that the bits of the result depend on in one engine, so no chosen text can
     get the result of another text.
 
     Args:
-        call: query and items.
-        labels: token ids to read.
+        call: query, items and labels.
         algorithm: name that the caller asked for, which may be `"auto"`.
         salt_key: digest of the call's cache salt.
         raw: whether logits are read instead of log-probabilities.
         whole: whether the bits of a result depend on all items, which decide the layout, and on the algorithm. Else they depend
-            on query and item alone.
+            on query, item and the item's labels alone.
     """
-    form = (salt_key, algorithm if whole else None, raw, list(labels), len(call.before), len(call.after))
+    form = (salt_key, algorithm if whole else None, raw, len(call.before), len(call.after))
     shared = blake2b(repr(form).encode(), digest_size=32)
     shared.update(np.asarray(call.before + call.after, np.int64).tobytes())
-    items = [np.asarray(item, np.int64).tobytes() for item in call.items]
+    labels = call.labels or [()] * len(call.items)
+    lists = {own: np.asarray([len(own), *own], np.int64).tobytes() for own in {*labels}}
+    items = [lists[own] + np.asarray(item, np.int64).tobytes() for item, own in zip(call.items, labels, strict=True)]
     if whole:
         shared.update(np.asarray([len(item) for item in items], np.int64).tobytes())
         for item in items:

@@ -318,12 +318,26 @@ class EngineLimits:
         if bool(message.label_token_ids) == (self.num_labels is not None):
             reason = "a language model needs label_token_ids, a sequence classifier takes none"
             raise RequestError(reason, param="label_token_ids")
-        self.check_ids(message.label_token_ids, "label_token_ids")
+        for ids in message.label_token_ids:
+            self.check_ids(ids, "label_token_ids")
+        self._check_row_labels(message)
         first, prefix = int(min(message.rows, default=len(message.layout))), message.layout.prefix_len
         if message.share_prefix and first < prefix:
             raise RequestError(
                 f"row {first} lies in the shared prefix of {prefix} tokens: cached tokens have no logits", param="rows"
             )
+
+    def _check_row_labels(self, message: ScoreRequest) -> None:
+        lists, rows = len(message.label_token_ids), message.row_labels
+        if not all(message.label_token_ids):
+            raise RequestError("a list of label_token_ids is empty", param="label_token_ids")
+        if rows is None:
+            if lists > 1:
+                text = f"{lists} lists of label_token_ids need row_labels, which tell the list of each row"
+                raise RequestError(text, param="label_token_ids")
+        elif len(rows) != len(message.rows) or rows.min(initial=0) < 0 or rows.max(initial=-1) >= lists:
+            text = f"row_labels must name one of the {lists} lists of label_token_ids for each of the {len(message.rows)} rows"
+            raise RequestError(text, param="label_token_ids")
 
     def _check_backend(self, message: ScoreRequest, name: str) -> None:
         if reason := self.backends.get(name, f"a request cannot name the attention backend {name!r}"):

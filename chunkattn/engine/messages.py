@@ -52,8 +52,9 @@ class ScoreRequest:
     Attributes:
         request_id: id, unique among the engine's requests.
         layout: layout of the prompt, items as chunks.
-        rows: `[R]`, ascending token indices to read scores from.
-        label_token_ids: tokens whose log-probabilities are returned; empty for a classifier.
+        rows: `[R]`, ascending token indices to read scores from. An index may occur several times, with other labels.
+        label_token_ids: lists of the tokens whose log-probabilities are returned; empty for a classifier.
+        row_labels: `[R]`, place in `label_token_ids` of the list that is read at each row; None reads the only list at each.
         share_prefix: whether to read the prefix from the cache and keep it there; then `rows` follow the prefix.
         algorithm: algorithm that made this layout, one of `chunkattn.calls.algorithms.ALGORITHMS`.
         salt_key: see `GenerateRequest`.
@@ -66,13 +67,22 @@ class ScoreRequest:
     request_id: str
     layout: ChunkLayout
     rows: np.ndarray
-    label_token_ids: tuple[int, ...]
+    label_token_ids: tuple[tuple[int, ...], ...]
+    row_labels: np.ndarray | None = None
     share_prefix: bool = False
     algorithm: str = "packed_segment"
     salt_key: str | None = None
     priority: int = 0
     backend: str | None = None
     raw: bool = False
+
+    def labels_of(self, number: int) -> tuple[int, ...]:
+        """Return the label token ids that are read at one row.
+
+        Args:
+            number: place of the row in `rows`.
+        """
+        return self.label_token_ids[0 if self.row_labels is None else self.row_labels[number]]
 
 
 @dataclass(frozen=True)
@@ -195,7 +205,8 @@ class ScoreResult:
 
     Attributes:
         request_id: id of the request.
-        logprobs: float32 `[R, L]` log-probabilities of the labels, or their logits; class logits of a classifier.
+        logprobs: float32 `[R, L]` log-probabilities of the labels, or their logits; class logits of a classifier. `L` is the
+            length of the longest list of labels; shorter rows end in -inf.
         rates: cost model of the engine's steps, as known now.
     """
 

@@ -83,10 +83,10 @@ def _read_scores(runner: Runner, step: Step, hidden: jax.Array, rows: list[int])
     """Return the values of each score row, and whether its logits are finite."""
     if runner.spec.num_labels is not None:
         return runner.class_logits(hidden, rows)
-    scores = [request.score for _, request, _ in step.scores if request.score]
-    labels = [score.label_token_ids for score in scores]
+    scores = [(request.score, number) for _, request, number in step.scores if request.score]
+    labels = [score.labels_of(number) for score, number in scores]
     found, finite = runner.label_logprobs(hidden, rows, labels)
-    if raw := [place for place, score in enumerate(scores) if score.raw]:
+    if raw := [place for place, (score, _) in enumerate(scores) if score.raw]:
         logits = runner.label_logits(hidden, [rows[place] for place in raw], [labels[place] for place in raw])
         for place, values in zip(raw, logits, strict=True):
             found[place] = values
@@ -151,7 +151,10 @@ def _num_rows(request: Request) -> int:
 
 def score_result(request: Request, rows: dict[int, Any], rates: StepRates) -> ScoreResult:
     """Return label log-probabilities, or a classifier's logits, in the order of the request's rows."""
-    return ScoreResult(request.request_id, np.stack([rows[i] for i in range(len(rows))]), rates)
+    values = np.full((len(rows), max(map(len, rows.values()))), -np.inf, np.float32)
+    for number, row in rows.items():
+        values[number, : len(row)] = row
+    return ScoreResult(request.request_id, values, rates)
 
 
 def prompt_output(request: Request, rows: dict[int, Any]) -> PromptLogprobsOutput:

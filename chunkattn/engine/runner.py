@@ -42,8 +42,8 @@ Program = Callable[[], Any]
 Params = list[jax.Array]
 """Arrays of the model, in the order of its tree."""
 
-LABEL_WIDTHS = (2, 8)
-"""Sizes of the label lists that programs read; longer lists are picked on the host."""
+LABEL_WIDTHS = (2, 8, 256)
+"""Sizes to which label lists are padded, one program each; labels of longer lists are picked on the host."""
 
 
 class Runner:
@@ -215,26 +215,29 @@ class Runner:
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """Return the log-probabilities of each row's labels, one float32 `[len(labels[i])]` per row.
 
-        If a list is longer than the largest of `LABEL_WIDTHS`, labels are picked on the host from the log-probabilities of the
-        whole vocabulary, so that every list uses an existing program.
+        A row's own list chooses the program that reads the row: the one for the smallest of `LABEL_WIDTHS` that holds the list.
+        Labels of a longer list are picked on the host from the log-probabilities of the whole vocabulary.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
             labels: token ids of each row's labels.
         """
-        longest, targets = max(map(len, labels)), None
-        if longest <= LABEL_WIDTHS[-1]:
-            targets = np.zeros((len(rows), bucket_for(longest, LABEL_WIDTHS)), np.int32)
-            for target, ids in zip(targets, labels, strict=True):
-                target[: len(ids)] = ids
-        program = self._read_vocabulary if targets is None else self._read_labels
-        found, finite = list[np.ndarray](), list[np.ndarray]()
-        for block, (values, fine) in self._by_block(program, hidden, rows, targets):
-            for some, ids in zip(values, labels[block], strict=True):
-                found.append(some[list(ids)] if targets is None else some[: len(ids)])
-            finite.append(fine)
-        return found, np.concatenate(finite)
+        found, finite = [np.empty(0, np.float32)] * len(rows), np.empty(len(rows), bool)
+        by_width: dict[int, list[int]] = {}  # places of rows; 0 for the whole vocabulary
+        for place, ids in enumerate(labels):
+            by_width.setdefault(next((width for width in LABEL_WIDTHS if len(ids) <= width), 0), []).append(place)
+        for width, places in by_width.items():
+            program, targets = self._read_vocabulary, None
+            if width:
+                program, targets = self._read_labels, np.zeros((len(places), width), np.int32)
+                for target, place in zip(targets, places, strict=True):
+                    target[: len(labels[place])] = labels[place]
+            for block, (values, fine) in self._by_block(program, hidden, [rows[place] for place in places], targets):
+                for place, some in zip(places[block], values, strict=True):
+                    found[place] = some[: len(labels[place])] if width else some[list(labels[place])]
+                finite[places[block]] = fine
+        return found, finite
 
     def label_logits(self, hidden: jax.Array, rows: Sequence[int], labels: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Return the logits of each row's labels, picked on the host; `label_logprobs` tells which are finite."""

@@ -28,6 +28,11 @@ def as_list(values: Any, name: str) -> list[Any]:
     return list(values)
 
 
+def is_list(value: Any) -> bool:
+    """Return whether a value is a list, another sequence or an array, and no text."""
+    return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (str, bytes))
+
+
 def one_each(value: Any, kind: type, count: int, name: str) -> list[Any]:
     """Return one value for each of `count` prompts: the entries of a list, or a single value repeated.
 

@@ -52,7 +52,7 @@ def test_generation_and_scoring_share_steps(engine, prompts):
     llm = engine("qwen3")
     expected = tokens(llm.generate(prompts, GREEDY))
     layout = make_layout([1, 2, 3, 4, 5], [[6, 7], [8], [9, 10, 11]], [])
-    score = ScoreRequest("s", layout, np.array([6, 7, 10]), (3, 4, 5))
+    score = ScoreRequest("s", layout, np.array([6, 7, 10]), ((3, 4, 5),))
     requests = [GenerateRequest(f"g{i}", llm.parser.parse(p).layout, GREEDY) for i, p in enumerate(prompts)]
     for request in (*requests[:5], score, *requests[5:]):
         llm.core.add(request)

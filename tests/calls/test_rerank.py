@@ -8,9 +8,10 @@ import torch
 from transformers import AutoTokenizer
 
 from chunkattn import LLM, AsyncLLM
+from chunkattn.calls.labels import resolve_labels
 from chunkattn.calls.rerank import fill_template, label_ids, rerank_call
 from chunkattn.calls.rerank_template import GENERIC, PLAIN, QWEN3_RERANKER, RerankTemplate
-from chunkattn.calls.score_inputs import pair_queries, resolve_labels
+from chunkattn.calls.score_inputs import pair_queries
 from chunkattn.engine.messages import ScoreRequest
 from chunkattn.errors import CapacityError, ChunkAttnError, RequestError
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
@@ -217,7 +218,7 @@ def test_logits_and_log_probabilities_are_read_in_one_step(reranker, reranker_fo
     rows = Oracle(reranker_folder).logits([5, 6, 7])
     layout = make_layout([], [], [5, 6, 7])
     for name, raw in (("a", False), ("b", True), ("c", False)):
-        reranker.core.add(ScoreRequest(name, layout, np.array([1, 2]), (9, 11), raw=raw))
+        reranker.core.add(ScoreRequest(name, layout, np.array([1, 2]), ((9, 11),), raw=raw))
     found = {event.request_id: event.logprobs for event in reranker.core.step()}
     np.testing.assert_allclose(found["b"], rows[1:, [9, 11]], atol=1e-4)
     for name in "ac":

@@ -152,18 +152,21 @@ def test_a_kept_result_is_a_copy():
 
 def test_keys_tell_apart_what_joins_to_the_same_tokens():
     jobs = [
-        ScoreInputs([1, 2], [[3]]),
-        ScoreInputs([1], [[2, 3]]),
-        ScoreInputs([], [[3]], after=[1, 2]),
+        ScoreInputs([1, 2], [[3]], labels=[(5, 6)]),
+        ScoreInputs([1], [[2, 3]], labels=[(5, 6)]),
+        ScoreInputs([], [[3]], after=[1, 2], labels=[(5, 6)]),
     ]
-    keys = [item_keys(job, (5, 6), "auto", None)[0] for job in jobs]
-    keys += [item_keys(jobs[0], labels, "auto", None)[0] for labels in ((6, 5), (56,), ())]
-    keys += [item_keys(jobs[0], (5, 6), name, salt)[0] for name, salt in (("serial", None), ("auto", "None"), ("auto", "s"))]
+    jobs += [ScoreInputs([1, 2], [[3]], labels=[own]) for own in ((6, 5), (56,), (5,))] + [ScoreInputs([1, 2], [[3]])]
+    jobs += [ScoreInputs([1, 2], [item], labels=[own]) for item, own in (([6, 3], (5,)), ([], (5, 6, 3)), ([1, 5, 3], ()))]
+    keys = [item_keys(job, "auto", None)[0] for job in jobs]
+    keys += [item_keys(jobs[0], name, salt)[0] for name, salt in (("serial", None), ("auto", "None"), ("auto", "s"))]
     assert len({*keys}) == len(keys)
-    assert item_keys(jobs[0], (5, 6), "auto", None) == keys[:1]
-    others = [ScoreInputs([1, 2], items) for items in ([[3], [4]], [[3], [5]], [[3], [4, 5]], [[3, 4], [5]], [[3], [3]])]
-    keys = [item_keys(job, (5, 6), "auto", None)[0] for job in others]
+    assert item_keys(jobs[0], "auto", None) == keys[:1]
+    lists = ([[3], [4]], [[3], [5]], [[3], [4, 5]], [[3, 4], [5]], [[3], [3]])
+    others = [ScoreInputs([1, 2], items, labels=[(5, 6), (5, 6)]) for items in lists]
+    others += [ScoreInputs([1, 2], [[3], [4]], labels=[(5, 6), own]) for own in ((5,), (6, 5))]
+    keys = [item_keys(job, "auto", None)[0] for job in others]
     assert len({*keys}) == len(keys)
-    apart = {item_keys(job, (5, 6), name, None, whole=False)[0] for job in others[:3] for name in ("auto", "serial")}
-    assert apart == {*item_keys(jobs[0], (5, 6), "packed_segment", None, whole=False)}
-    assert not apart & {*keys, *item_keys(others[0], (5, 6), "auto", "s", whole=False)}
+    apart = {item_keys(job, name, None, whole=False)[0] for job in (*others[:3], *others[5:]) for name in ("auto", "serial")}
+    assert apart == {*item_keys(jobs[0], "packed_segment", None, whole=False)}
+    assert not apart & {*keys, *item_keys(others[0], "auto", "s", whole=False)}

@@ -358,7 +358,7 @@ def test_rows_of_a_shared_prefix_are_refused(engine):
     """They would never be computed, and nobody answered."""
     core, layout = engine("qwen3").core, make_layout([1, 2, 3], [[4], [5]], [])
     with pytest.raises(RequestError, match="row 2 lies in the shared prefix of 3 tokens"):
-        core.add(ScoreRequest("shared", layout, np.array([2, 3]), (5,), share_prefix=True))
+        core.add(ScoreRequest("shared", layout, np.array([2, 3]), ((5,),), share_prefix=True))
     assert not core.has_work
 
 
@@ -414,7 +414,7 @@ def test_a_dense_pack_takes_no_pages_and_is_refused_before_any_work(engine, orac
     bytes_kept = engine("qwen3", kv_cache_dtype="fp8")
     with pytest.raises(RequestError, match="packed_dense reads no cache, so K/V must stay float32"):
         bytes_kept.score(query, items, label_token_ids=[5], algorithm="packed_dense")
-    pack = ScoreRequest("pack", make_layout(query, items, []), np.array([150]), (5,), backend="packed_dense")
+    pack = ScoreRequest("pack", make_layout(query, items, []), np.array([150]), ((5,),), backend="packed_dense")
     with pytest.raises(RequestError, match="packed_dense reads no cache"):
         bytes_kept.core.add(pack)
     with pytest.raises(RequestError, match="a request cannot name the attention backend 'xla'"):
@@ -428,7 +428,7 @@ def test_dense_packs_take_turns_with_other_requests(engine):
     text = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     core.add(GenerateRequest("text", make_layout([], [], [1, 2]), text))
     for name in "abc":
-        core.add(ScoreRequest(name, make_layout([1], [[2], [3]], []), np.array([2]), (5,), backend="packed_dense"))
+        core.add(ScoreRequest(name, make_layout([1], [[2], [3]], []), np.array([2]), ((5,),), backend="packed_dense"))
     core.abort("b")
     events = [event for _ in range(8) for event in core.step()]
     assert not core.has_work

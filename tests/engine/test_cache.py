@@ -369,7 +369,7 @@ def test_whatever_raises_in_a_step_nobody_is_forgotten(engine, monkeypatch, owne
         name: [o.token_ids for o in llm.generate({"prompt_token_ids": ids}, sampling)[0].outputs]
         for name, ids in prompts.items()
     }
-    score = ScoreRequest("score", make_layout([], [], [1, 2, 3]), np.asarray([2]), (5,))
+    score = ScoreRequest("score", make_layout([], [], [1, 2, 3]), np.asarray([2]), ((5,),))
     for name in ("a", "b"):
         core.add(GenerateRequest(name, make_layout([], [], prompts[name]), sampling))
     core.add(score)

@@ -135,7 +135,7 @@ def test_label_tokens_are_refused(classifier):
                 llm.score([1], items, **{name: value})
             assert caught.value.param == name
     with pytest.raises(RequestError, match="a sequence classifier takes none"):
-        llm.core.add(ScoreRequest("s", make_layout([], [], [1, 2]), np.array([1]), (5,)))
+        llm.core.add(ScoreRequest("s", make_layout([], [], [1, 2]), np.array([1]), ((5,),)))
     assert not llm.core.has_work
 
 

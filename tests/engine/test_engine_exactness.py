@@ -77,7 +77,7 @@ def run_core(llm, *messages):
 
 def score_message(name, rng, length, labels, rows=None):
     layout = make_layout([], [], part(rng, length))
-    return ScoreRequest(name, layout, np.asarray(rows or [length - 1]), tuple(labels))
+    return ScoreRequest(name, layout, np.asarray(rows or [length - 1]), (tuple(map(int, labels)),))
 
 
 def test_label_lists_of_different_lengths_share_steps(engine):
@@ -85,7 +85,7 @@ def test_label_lists_of_different_lengths_share_steps(engine):
     rng = np.random.default_rng(3)
     llm = engine("qwen3", max_num_batched_tokens=64)
     long = score_message("long", rng, 150, [1], rows=[3, 70, 149])
-    many = [score_message(f"many{n}", rng, 20, range(n), rows=[5, 19]) for n in (3, 9, VOCAB)]
+    many = [score_message(f"many{n}", rng, 20, np.arange(n) % VOCAB, rows=[5, 19]) for n in (3, 9, 3 * VOCAB)]
     text = GenerateRequest("text", make_layout([], [], part(rng, 10)), SamplingParams(max_tokens=4, ignore_eos=True))
     outputs = run_core(llm, long, *many, text)
     assert not [o for o in outputs if isinstance(o, RequestFailed)]
@@ -93,7 +93,7 @@ def test_label_lists_of_different_lengths_share_steps(engine):
     found = {o.request_id: o.logprobs for o in outputs if isinstance(o, ScoreResult)}
     for message in (long, *many):
         (alone,) = run_core(llm, message)
-        assert found[message.request_id].shape == (len(message.rows), len(message.label_token_ids))
+        assert found[message.request_id].shape == (len(message.rows), len(message.label_token_ids[0]))
         np.testing.assert_allclose(found[message.request_id], alone.logprobs, atol=1e-5)
 
 

@@ -34,7 +34,7 @@ def messages():
     rng = np.random.default_rng(0)
     texts = [GenerateRequest(n, make_layout([], [], part(rng, 20 + 30 * i)), TEXT) for i, n in enumerate(NAMES)]
     chunked = GenerateRequest("chunked", make_layout(part(rng, 5), [part(rng, 40), part(rng, 9)], [3, 4]), TEXT)
-    score = ScoreRequest("score", make_layout([], [], part(rng, 70)), np.asarray([9, 69]), (5, 6))
+    score = ScoreRequest("score", make_layout([], [], part(rng, 70)), np.asarray([9, 69]), ((5, 6),))
     return [*texts, chunked, score, PrecomputeRequest("fill", make_layout(part(rng, 30), [], []))]
 
 
@@ -185,7 +185,7 @@ def test_a_suspect_may_be_aborted(core, monkeypatch):
 def test_a_readout_that_fails_once_loses_no_answer(core, monkeypatch):
     """Two requests are complete in one step, and the second one's result cannot be made the first time."""
     rng, original, calls = np.random.default_rng(1), readout.score_result, []
-    scores = [ScoreRequest(n, make_layout([], [], part(rng, 12)), np.asarray([11]), (5,)) for n in ("first", "second")]
+    scores = [ScoreRequest(n, make_layout([], [], part(rng, 12)), np.asarray([11]), ((5,),)) for n in ("first", "second")]
 
     def failing(request, *args):
         calls.append(request.request_id)

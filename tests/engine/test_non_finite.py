@@ -144,10 +144,11 @@ SAMPLING = {
     "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 2},
 }
 SCORES = {
-    "labels": {"label_token_ids": (3, 4)},
-    "vocabulary": {"label_token_ids": tuple(range(20, 60))},
-    "shared prefix": {"label_token_ids": (3,), "share_prefix": True, "algorithm": "prefill_extend"},
-    "packed_dense": {"label_token_ids": (3, 4), "backend": "packed_dense", "algorithm": "packed_dense"},
+    "labels": {"label_token_ids": ((3, 4),)},
+    "many labels": {"label_token_ids": (tuple(range(20, 60)),)},
+    "vocabulary": {"label_token_ids": (tuple(range(20, 60)) * 7,)},
+    "shared prefix": {"label_token_ids": ((3,),), "share_prefix": True, "algorithm": "prefill_extend"},
+    "packed_dense": {"label_token_ids": ((3, 4),), "backend": "packed_dense", "algorithm": "packed_dense"},
 }
 
 
@@ -339,7 +340,7 @@ def test_float16_overflows(overflowing):
     answers, steps = run(
         narrow.core,
         *(
-            ScoreRequest(n, make_layout([], [], ids), np.asarray([len(ids) - 1]), (3, 4))
+            ScoreRequest(n, make_layout([], [], ids), np.asarray([len(ids) - 1]), ((3, 4),))
             for n, ids in (("bad", bad), ("good", good))
         ),
     )

@@ -63,7 +63,7 @@ def _values(call: Call) -> dict[str, object]:
         output = call.job.result()
         if call.ask.rerank:
             return {"relevance": [r.relevance_score for r in sorted(output.results, key=lambda r: r.index)]}
-        return {"label log-probabilities": output.logprobs}
+        return {f"label log-probabilities of item {number}": row for number, row in enumerate(output.logprobs)}
     values: dict[str, object] = {}
     for number, sample in enumerate(call.samples):
         values[f"tokens of sample {number}"] = sample.tokens

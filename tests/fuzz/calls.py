@@ -90,11 +90,14 @@ class Generate:
 
 @dataclass(frozen=True)
 class Score:
-    """Score items behind a query; `rerank` sends both as text and has labels of its own."""
+    """Score items behind a query; `rerank` sends both as text and has labels of its own.
+
+    `labels` is one list for all items, or one list per item.
+    """
 
     query: Ids
     items: tuple[Ids, ...]
-    labels: Ids
+    labels: Ids | tuple[Ids, ...]
     algorithm: str
     item_first: bool = False
     rerank: bool = False
@@ -108,13 +111,19 @@ class Score:
             documents = [words(item) for item in self.items]
             job: Any = rerank_call(frontend, words(self.query), documents, template=PLAIN, **options)
         else:
-            options |= {"item_first": self.item_first, "label_token_ids": list(self.labels)}
+            labels = [list(own) if isinstance(own, tuple) else own for own in self.labels]
+            options |= {"item_first": self.item_first, "label_token_ids": labels}
             job = score_call(frontend, list(self.query), list(map(list, self.items)), **options)
         return [list(stage) for stage in job.stages()], job
 
     def sequences(self) -> list[Ids]:
         """Every item with the query as a plain prompt, whose next token is scored."""
         return [item + self.query if self.item_first else self.query + item for item in self.items]
+
+    def labels_of(self, number: int) -> Ids:
+        """The labels of an item."""
+        own: Any = self.labels[number] if isinstance(self.labels[0], tuple) else self.labels
+        return own
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ MOST_CALLS = 7
 """Calls in flight at once."""
 SECOND_OPINION = 0.01
 """Share of answers that transformers judges too."""
+_LABELS = (1, 1, 2, 2, 3, 6, 12, 300)
+"""Numbers of labels."""
 EPISODE = 3000
 """Most operations with one alphabet, ledger and K/V store."""
 
@@ -157,7 +159,9 @@ class Fuzzer:
         query, items = self.alphabet.query()
         algorithm = self._some(("prefill_extend", "prefill_extend", "packed_segment", "packed_dense", "serial"))
         rerank = rng.random() < 0.2 and max(map(max, filter(None, [query, *items]))) < WORDS
-        labels = RERANK_LABELS if rerank else tuple(rng.integers(0, WORDS, self._some((1, 2, 3, 6, 12))).tolist())
+        each = not rerank and rng.random() < 0.4  # every item has labels of its own
+        lists = [tuple(rng.integers(0, WORDS, self._some(_LABELS)).tolist()) for _ in (items if each else [0])]
+        labels = RERANK_LABELS if rerank else tuple(lists) if each else lists[0]
         item_first = not rerank and rng.random() < 0.1
         return Score(query, items, labels, "serial" if item_first else algorithm, item_first, rerank, salt, priority)
 

@@ -85,7 +85,16 @@ def _results() -> Any:
     """A scored item's key lacks the query."""
 
     def keys(call: ScoreInputs, *args: Any, **options: Any) -> list[bytes]:
-        return item_keys(ScoreInputs([], call.items), *args, **options)
+        return item_keys(ScoreInputs([], call.items, labels=call.labels), *args, **options)
+
+    return patch.object(score, "item_keys", keys)
+
+
+def _labels() -> Any:
+    """A scored item's key lacks its labels."""
+
+    def keys(call: ScoreInputs, *args: Any, **options: Any) -> list[bytes]:
+        return item_keys(ScoreInputs(call.before, call.items, call.after), *args, **options)
 
     return patch.object(score, "item_keys", keys)
 
@@ -98,6 +107,7 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "store": _store,
     "not finite": _not_finite,
     "results": _results,
+    "labels": _labels,
 }
 """By name: makes a context manager within which the defect is there."""
 

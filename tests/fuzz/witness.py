@@ -66,7 +66,7 @@ class ColdEngine:
         """See `Witness`."""
         key = layout.token_ids.tobytes(), layout.positions.tobytes(), layout.prefix_len, layout.chunk_lens
         if key not in self._known:
-            every = ScoreRequest("", layout, np.arange(len(layout)), tuple(range(VOCAB)), backend="packed_dense")
+            every = ScoreRequest("", layout, np.arange(len(layout)), (tuple(range(VOCAB)),), backend="packed_dense")
             self._core.add(every)
             events = self._core.step()
             assert len(events) == 1, events
@@ -146,16 +146,17 @@ def _check_prompt(call: Call, layout: ChunkLayout, rows: np.ndarray, witness: Wi
 
 def _check_scores(call: Call, ask: Score, witness: Witness) -> None:
     rows = [witness.logprobs(make_layout([], [], ids))[-1] for ids in ask.sequences()]
-    expected = np.stack(rows)[:, list(ask.labels)].astype(np.float64)
+    expected = [row[list(ask.labels_of(number))].astype(np.float64) for number, row in enumerate(rows)]
     output = call.job.result()
     if ask.rerank:
         relevance = np.zeros(len(rows))
         for result in output.results:
             relevance[result.index] = result.relevance_score
-        yes, no = expected.T
+        yes, no = np.stack(expected).T
         _compare(relevance, 1 / (1 + np.exp(no - yes)), "relevance", witness)
     else:
-        _compare(np.array(output.logprobs), expected, "label log-probabilities", witness)
+        for number, (found, own) in enumerate(zip(output.logprobs, expected, strict=True)):
+            _compare(np.array(found), own, f"label log-probabilities of item {number}", witness)
 
 
 def _compare(found: np.ndarray, expected: np.ndarray, what: str, witness: Witness) -> None:

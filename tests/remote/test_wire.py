@@ -70,10 +70,12 @@ def random_messages(rng):
     limits = EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates, 2**20, maybe(3), {text(): maybe(text())})
     config = EngineConfig(model=maybe(text()), kv_cache_memory_bytes=maybe(2**40), engine_hang_timeout_s=1 + rng.random())
     checkpoint = remote.Checkpoint.of(open_files(EngineConfig(skip_tokenizer_init=True)))
-    n = int(rng.integers(1, 6))
+    n, lists = int(rng.integers(1, 6)), (tuple(ids(2)), tuple(ids(3)))
     return [
         messages.GenerateRequest(text(), layout, sampling, tuple(ids(2)), maybe(text()), -3, maybe((0.5, 2.0)), maybe(3)),
-        messages.ScoreRequest(text(), layout, np.arange(n), tuple(ids(2)), True, "serial", maybe("salt"), 1, maybe("x")),
+        messages.ScoreRequest(
+            text(), layout, np.arange(n), lists, maybe(np.arange(n) % 2), True, "serial", maybe("salt"), 1, maybe("x")
+        ),
         messages.PrecomputeRequest(text(), layout, maybe(text()), True),
         messages.TokenOutput(text(), 1, tuple(ids(n)), maybe(logprobs(n)), maybe("stop"), maybe(7), maybe(cached)),
         messages.PromptLogprobsOutput(text(), logprobs(n), rng.random(n) < 0.5),

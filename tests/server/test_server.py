@@ -201,6 +201,21 @@ def test_scores_in_every_dialect(http, demo):
     assert [d["score"] for d in listed["data"]] == pytest.approx(shares, abs=1e-6)
     named = http.post("/v1/score", json={"query": query, "items": items, "labels": ["yes", "no"], "apply_softmax": True}).json()
     assert flat(named["scores"]) == pytest.approx(flat(offline.scores), abs=1e-6)
+    own = [["yes", "no"], ["no"], ["yes", "no", "yes"]]
+    each = http.post("/v1/score", json={"query": query, "items": items, "labels": own, "return_logprobs": True}).json()
+    yes_no = dict(zip(("yes", "no"), zip(*offline.logprobs, strict=True), strict=True))
+    expected = [[yes_no[label][number] for label in labels] for number, labels in enumerate(own)]
+    for found, row in zip(each["logprobs"], expected, strict=True):
+        assert found == pytest.approx(row, abs=1e-4)
+    assert [len(row) for row in each["scores"]] == [2, 1, 3]
+    by_query = {
+        "query": [query, query],
+        "items": [items, items[:1]],
+        "label_token_ids": [[labels, labels[:1], labels], [labels]],
+    }
+    first, second = http.post("/v1/score", json={**by_query, "return_logprobs": True}).json()["logprobs"]
+    assert first == [pytest.approx(row[: 1 + (n != 1)], abs=1e-4) for n, row in enumerate(offline.logprobs)]
+    assert second == [pytest.approx(offline.logprobs[0], abs=1e-4)]
     several = http.post("/v1/score", json={**asked, "query": [query, "Who?"]}).json()
     assert flat(several["scores"][0]) == pytest.approx(flat(offline.scores), abs=1e-6)
     for asked_query, rows in ((query, 1), ([query, query], 2)):
@@ -333,7 +348,7 @@ BAD = [
     (COMPLETION, {"prompt": "x", "max_tokens": 10**6}, "max_tokens", "context_length_exceeded"),
     (COMPLETION, {"prompt": "x " * 2000}, "prompt", "context_length_exceeded"),
     (COMPLETION, {"prompt": "x", "chunks": CHUNKS}, "prompt", "invalid_value"),
-    (COMPLETION, {"chunks": {"documents": ["a"], "question": ""}}, "prompt", "invalid_value"),
+    (COMPLETION, {"chunks": {"documents": ["a"], "question": ""}}, "question", "invalid_value"),
     (COMPLETION, {"prompt": [10**6]}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": [-1]}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": []}, "prompt", "invalid_value"),
@@ -347,6 +362,8 @@ BAD = [
     (SCORE, {"query": "x", "items": ["y"]}, "label_token_ids", "missing_required_parameter"),
     (SCORE, {"query": "", "items": ["y"], "labels": ["yes"]}, "query", "invalid_value"),
     (SCORE, {"query": "x", "items": ["y"], "labels": ["two words"]}, "labels", "invalid_value"),
+    (SCORE, {"query": "x", "items": ["y"], "labels": [["yes"], ["no"]]}, "labels", "invalid_value"),
+    (SCORE, {"query": "x", "items": ["y"], "label_token_ids": [["yes"]]}, "label_token_ids", "invalid_value"),
     (SCORE, {"query": "x", "items": ["y"], "labels": ["yes"], "algorithm": "magic"}, "algorithm", "invalid_value"),
     (SCORE, {"query": ["x"] * 2000, "items": ["y"], "labels": ["yes"]}, "query", "invalid_value"),
     (SCORE, {"query": "x", "items": ["y"] * 10_001, "labels": ["yes"]}, "items", "invalid_value"),

@@ -320,6 +320,10 @@ def test_an_answer_that_would_be_too_large_is_refused(llm):
         {"query": ["x", "z"], "items": ["y"] * 13, "label_token_ids": [1, 2, 3, 4]},
         {"query": ["x", "z"], "items": [["y"] * 13] * 2, "label_token_ids": [1, 2, 3, 4]},
         {"query": "x", "items": ["y"] * 13, "label_token_ids": [1, 2, 3, 4], "return_logprobs": True},
+        {"query": "x", "items": ["y"] * 2, "label_token_ids": [[1], [1] * 103]},
+        {"query": ["x", "z"], "items": ["y"] * 2, "label_token_ids": [[1], [1] * 51]},
+        {"query": ["x", "z"], "items": [["y"], ["y"]], "label_token_ids": [[[1] * 102], [[1, 2]]]},
+        {"query": ["x", "z"], "items": [[], ["y"]], "labels": [[], [["no"] * 52]], "return_logprobs": True},
     ):
         answer = client.post("/v1/score", json=body)
         assert answer.status_code == 400

@@ -34,6 +34,8 @@ StopTexts = Annotated[
 StopIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)]
 LabelTexts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_LABELS)]
 LabelIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_LABELS)]
+LabelTextLists = Annotated[list[LabelTexts], Field(fail_fast=True)]
+LabelIdLists = Annotated[list[LabelIds], Field(fail_fast=True)]
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length"}
 _RESERVED |= {"messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"}

@@ -12,7 +12,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, mo
 from chunkattn.errors import RequestError
 from chunkattn.layout import Names
 from chunkattn.server.errors import ApiError
-from chunkattn.server.protocol.base import Body, CacheSalt, Entry, LabelIds, LabelTexts, Texts, TokenIds, TokenLists
+from chunkattn.server.protocol.base import (
+    Body,
+    CacheSalt,
+    Entry,
+    LabelIdLists,
+    LabelIds,
+    LabelTextLists,
+    LabelTexts,
+    Texts,
+    TokenIds,
+    TokenLists,
+)
 from chunkattn.server.protocol.generation import DocumentOrId, check_documents, named_documents, titled, with_stored
 
 OneOrMany = str | Texts
@@ -26,6 +37,8 @@ TruncatePromptTokens = Annotated[
 PairDocuments = Annotated[list[str | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
 ManyTexts = Annotated[list[Texts], Field(fail_fast=True)]
 ManyTokenLists = Annotated[list[TokenLists], Field(fail_fast=True)]
+ManyLabelTexts = Annotated[list[LabelTextLists], Field(fail_fast=True)]
+ManyLabelIds = Annotated[list[LabelIdLists], Field(fail_fast=True)]
 
 
 _PAIRWISE = ("instruction", "template", "max_tokens_per_doc", "truncate_prompt_tokens")
@@ -57,8 +70,17 @@ class ScoreBody(Body):
         Texts | TokenLists | ManyTexts | ManyTokenLists | str | None,
         Field(description="Texts or token ids, or one text. A list of queries may come with a list of items per query."),
     ] = None
-    labels: Annotated[LabelTexts | None, Field(description="Labels as texts of one token each; or label_token_ids.")] = None
-    label_token_ids: LabelIds | None = None
+    labels: Annotated[
+        LabelTexts | LabelTextLists | ManyLabelTexts | None,
+        Field(
+            description="Labels as texts of one token each; or label_token_ids. One list for all items, or one per item; for a "
+            "list of queries also such a list of lists per query."
+        ),
+    ] = None
+    label_token_ids: Annotated[
+        LabelIds | LabelIdLists | ManyLabelIds | None,
+        Field(description="Token ids of the labels, in the same forms; or labels."),
+    ] = None
     apply_softmax: bool = False
     item_first: bool = False
     return_logprobs: Annotated[bool, Field(description="Return the labels' log-probabilities with the scores.")] = False

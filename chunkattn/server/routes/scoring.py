@@ -90,7 +90,7 @@ async def _scored(body: ScoreBody, state: ServerState, caller: Caller) -> Respon
     }
     if body.return_logprobs:
         answer["logprobs"] = per_query([o.logprobs for o in outputs])
-    values = sum(len(o.scores) * len(o.scores[0]) for o in outputs if o.scores)
+    values = sum(len(row) for o in outputs for row in o.scores)
     return await json_answer(state, caller, lambda: answer, values)
 
 
@@ -176,7 +176,12 @@ def _check_size(state: ServerState, body: ScoreBody) -> None:
         count = sum(len(own) for own in items if isinstance(own, list))  # one list of items per query
     else:
         count = len(items) * (len(body.query or []) if listed else 1)
-    values = count * len(body.labels or body.label_token_ids or [0]) * (1 + body.return_logprobs)
+    labels: list[Any] = list(body.labels or body.label_token_ids or [0])
+    values = count * len(labels)
+    if any(isinstance(own, list) for own in labels):
+        by_query = [own for lists in labels for own in lists if isinstance(own, list)]
+        values = sum(map(len, by_query)) or sum(map(len, labels)) * (len(body.query or []) if listed else 1)
+    values *= 1 + body.return_logprobs
     state.check_answer_values(values, "items or labels at once", "items")
 
 
