@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Unpack, overload
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, generate_job
 from chunkattn.calls.job import AskingJob, Job
-from chunkattn.calls.precompute import precompute_job
+from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
 from chunkattn.config import SamplingParams, make_config
@@ -27,7 +27,7 @@ from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import as_list
-from chunkattn.parsers.prompt import Prompt
+from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 from chunkattn.remote.client import EngineClient
 from chunkattn.remote.inflight import InflightRequests
 from chunkattn.remote.messages import Checkpoint
@@ -392,16 +392,9 @@ class AsyncLLM:
 
     # The cache
 
+    @list_options(PrecomputeOptions, precompute_job)
     async def precompute(
-        self,
-        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        documents: Sequence[str] | Sequence[Sequence[int]],
-        *,
-        pin: bool = False,
-        cache_salt: str | None = None,
-        priority: int = 0,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
+        self, prefix: Prefix, documents: Documents, *, timeout: float | None = None, **options: Unpack[PrecomputeOptions]
     ) -> CacheReport:
         """Compute the K/V of a prefix and documents ahead of use. Cached and pinned blocks are lost when the engine dies.
 
@@ -410,11 +403,8 @@ class AsyncLLM:
                 list before texts for chats without any.
             documents: texts or token ids, of the same kind as the prefix. Texts get the engine's `document_template`, as in
                 `chat` and `DocumentPrompt`.
-            pin: keep the blocks until `unpin`, even when other requests need pages.
-            cache_salt: see `generate`.
-            priority: see `generate`.
-            chat_template_kwargs: the same options as in the later calls of `chat`.
             timeout: see `generate`.
+            **options: see `chunkattn.calls.precompute.PrecomputeOptions`.
 
         Returns:
             Tokens and bytes of every document, and the number of documents that fit the pool together.
@@ -424,58 +414,32 @@ class AsyncLLM:
             CapacityError: `pin` is set and the documents do not all fit. No block of the call stays pinned.
             ChunkAttnError: as `generate`.
         """
-        return await self.run(
-            partial(
-                precompute_job,
-                self.frontend,
-                prefix,
-                documents,
-                cache_salt=cache_salt,
-                pin=pin,
-                template_options=chat_template_kwargs,
-                priority=priority,
-            ),
-            timeout,
-        )
+        return await self.run(partial(precompute_job, self.frontend, prefix, documents, **options), timeout)
 
-    async def lookup(
-        self,
-        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        documents: Sequence[str] | Sequence[Sequence[int]],
-        *,
-        cache_salt: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> CacheReport:
+    @list_options(LookupOptions, precompute_job)
+    async def lookup(self, prefix: Prefix, documents: Documents, **options: Unpack[LookupOptions]) -> CacheReport:
         """Return which documents are in memory, as `done` and `was_cached`, without computing anything.
 
         Args:
             prefix: see `precompute`.
             documents: see `precompute`.
-            cache_salt: see `generate`.
-            chat_template_kwargs: see `precompute`.
+            **options: see `chunkattn.calls.precompute.LookupOptions`.
 
         Raises:
             RequestError: as `precompute`.
             QueueFullError: `max_queued_requests` calls are under way already.
             EngineDeadError: the engine is not ready, or dies.
         """
-        return await self._ask_cache(prefix, documents, cache_salt, chat_template_kwargs, forget=False)
+        return await self._ask_cache(prefix, documents, options, forget=False)
 
-    async def forget(
-        self,
-        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        documents: Sequence[str] | Sequence[Sequence[int]],
-        *,
-        cache_salt: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> CacheReport:
+    @list_options(LookupOptions, precompute_job)
+    async def forget(self, prefix: Prefix, documents: Documents, **options: Unpack[LookupOptions]) -> CacheReport:
         """Forget documents in memory and on disk. A block in memory is freed when the last pin or request releases it.
 
         Args:
             prefix: see `precompute`.
             documents: see `precompute`.
-            cache_salt: see `generate`.
-            chat_template_kwargs: see `precompute`.
+            **options: see `chunkattn.calls.precompute.LookupOptions`.
 
         Returns:
             Report of the documents that were in memory, as from `lookup`.
@@ -485,22 +449,11 @@ class AsyncLLM:
             QueueFullError: `max_queued_requests` calls are under way already.
             EngineDeadError: the engine is not ready, or dies.
         """
-        return await self._ask_cache(prefix, documents, cache_salt, chat_template_kwargs, forget=True)
+        return await self._ask_cache(prefix, documents, options, forget=True)
 
-    async def _ask_cache(
-        self,
-        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        documents: Sequence[str] | Sequence[Sequence[int]],
-        cache_salt: str | None,
-        template_options: Mapping[str, Any] | None,
-        *,
-        forget: bool,
-    ) -> CacheReport:
-        make = partial(
-            precompute_job, self.frontend, prefix, documents, cache_salt=cache_salt, template_options=template_options
-        )
+    async def _ask_cache(self, prefix: Prefix, documents: Documents, options: LookupOptions, *, forget: bool) -> CacheReport:
         with self.client.call() as call:
-            job = await call.prepare(make)
+            job = await call.prepare(partial(precompute_job, self.frontend, prefix, documents, **options))
             stages = job.stages()
             while (stage := await call.prepare(next, stages, None)) is not None:
                 job.note(stage, await self.client.look_up(stage, forget=forget))

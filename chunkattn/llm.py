@@ -12,7 +12,7 @@ from tqdm import tqdm
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.job import AskingJob, Job
-from chunkattn.calls.precompute import precompute_job
+from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
 from chunkattn.config import SamplingParams, make_config
@@ -21,7 +21,7 @@ from chunkattn.engine.messages import Message, RequestFailed
 from chunkattn.models.loader import open_files
 from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
-from chunkattn.parsers.prompt import Prompt
+from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 
 T = TypeVar("T")
 
@@ -143,16 +143,9 @@ class LLM:
 
     # The cache
 
+    @list_options(PrecomputeOptions, precompute_job)
     def precompute(
-        self,
-        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        documents: Sequence[str] | Sequence[Sequence[int]],
-        *,
-        pin: bool = False,
-        cache_salt: str | None = None,
-        priority: int = 0,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        use_tqdm: bool = True,
+        self, prefix: Prefix, documents: Documents, *, use_tqdm: bool = True, **options: Unpack[PrecomputeOptions]
     ) -> CacheReport:
         """Compute the K/V of a prefix and documents ahead of use.
 
@@ -161,11 +154,8 @@ class LLM:
                 such as the system message; an empty list before texts for chats without any.
             documents: texts or token ids, of the same kind as the prefix. Texts get the engine's `document_template`, as in
                 `chat` and `DocumentPrompt`.
-            pin: keep the blocks until `unpin`, even when other requests need pages.
-            cache_salt: see `generate`.
-            priority: see `generate`.
-            chat_template_kwargs: the same options as in the later calls of `chat`.
             use_tqdm: see `generate`.
+            **options: see `chunkattn.calls.precompute.PrecomputeOptions`.
 
         Returns:
             Tokens and bytes of every document, and the number of documents that fit the pool together.
@@ -176,46 +166,24 @@ class LLM:
                 stays pinned.
             EngineError: a step failed.
         """
-        job = precompute_job(
-            self.frontend,
-            prefix,
-            documents,
-            cache_salt=cache_salt,
-            pin=pin,
-            template_options=chat_template_kwargs,
-            priority=priority,
-        )
-        return self.run(job, use_tqdm)
+        return self.run(precompute_job(self.frontend, prefix, documents, **options), use_tqdm)
 
-    def lookup(
-        self,
-        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        documents: Sequence[str] | Sequence[Sequence[int]],
-        *,
-        cache_salt: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> CacheReport:
+    @list_options(LookupOptions, precompute_job)
+    def lookup(self, prefix: Prefix, documents: Documents, **options: Unpack[LookupOptions]) -> CacheReport:
         """Return which documents are in memory, as `done` and `was_cached`, without computing anything.
 
         Args:
             prefix: see `precompute`.
             documents: see `precompute`.
-            cache_salt: see `generate`.
-            chat_template_kwargs: see `precompute`.
+            **options: see `chunkattn.calls.precompute.LookupOptions`.
 
         Raises:
             RequestError: as `precompute`.
         """
-        return self._look_up(prefix, documents, cache_salt, chat_template_kwargs, forget=False)
+        return self._look_up(prefix, documents, options, forget=False)
 
-    def forget(
-        self,
-        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        documents: Sequence[str] | Sequence[Sequence[int]],
-        *,
-        cache_salt: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> CacheReport:
+    @list_options(LookupOptions, precompute_job)
+    def forget(self, prefix: Prefix, documents: Documents, **options: Unpack[LookupOptions]) -> CacheReport:
         """Forget documents in memory and on disk. A block in memory is freed when the last pin or request releases it.
 
         Without documents, forget the prefix, which stays while the cache holds blocks below it.
@@ -223,8 +191,7 @@ class LLM:
         Args:
             prefix: see `precompute`.
             documents: see `precompute`.
-            cache_salt: see `generate`.
-            chat_template_kwargs: see `precompute`.
+            **options: see `chunkattn.calls.precompute.LookupOptions`.
 
         Returns:
             Report of the documents that were in memory, as from `lookup`.
@@ -232,18 +199,10 @@ class LLM:
         Raises:
             RequestError: as `precompute`.
         """
-        return self._look_up(prefix, documents, cache_salt, chat_template_kwargs, forget=True)
+        return self._look_up(prefix, documents, options, forget=True)
 
-    def _look_up(
-        self,
-        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        documents: Sequence[str] | Sequence[Sequence[int]],
-        cache_salt: str | None,
-        template_options: Mapping[str, Any] | None,
-        *,
-        forget: bool,
-    ) -> CacheReport:
-        job = precompute_job(self.frontend, prefix, documents, cache_salt=cache_salt, template_options=template_options)
+    def _look_up(self, prefix: Prefix, documents: Documents, options: LookupOptions, *, forget: bool) -> CacheReport:
+        job = precompute_job(self.frontend, prefix, documents, **options)
         for stage in job.stages():
             with self._lock:
                 job.note(stage, [self.core.look_up(request, forget=forget, checked=True) for request in stage])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import STAGE_STEPS, StopSample
@@ -18,6 +18,32 @@ from chunkattn.rope.positions import make_layout
 
 _MAX_STAGE_LAYOUT = 1 << 20
 """Limit on the tokens of one stage, counting the prefix in every request: a layout takes 8 bytes per token."""
+
+
+class LookupOptions(TypedDict, total=False):
+    """Options of `LLM.lookup` and `LLM.forget`, all by name.
+
+    Attributes:
+        cache_salt: see `LLM.generate`.
+        chat_template_kwargs: the same options as in the calls of `chat`.
+    """
+
+    cache_salt: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class PrecomputeOptions(LookupOptions, total=False):
+    """Options of `LLM.precompute`, all by name.
+
+    Attributes:
+        pin: keep the blocks until `unpin`, even when other requests need pages.
+        priority: see `LLM.generate`; one value for the call.
+        cache_salt: see `LLM.generate`.
+        chat_template_kwargs: the same options as in the later calls of `chat`.
+    """
+
+    pin: bool
+    priority: int
 
 
 class PrecomputeJob:
@@ -169,23 +195,15 @@ def precompute_job(
     prefix: Any,
     documents: Any,
     *,
-    cache_salt: str | None = None,
     pin: bool = False,
-    template_options: Mapping[str, Any] | None = None,
     priority: int = 0,
+    cache_salt: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     names: Names = DOCUMENT_NAMES,
 ) -> PrecomputeJob:
     """Return the job of the arguments of `precompute`, `lookup` or `forget`.
 
-    Args:
-        frontend: frontend of the engine.
-        prefix: see `LLM.precompute`.
-        documents: see `LLM.precompute`.
-        cache_salt: see `LLM.generate`.
-        pin: see `LLM.precompute`.
-        template_options: options of the chat template.
-        priority: rank in the queue; lower goes first.
-        names: the caller's names of prefix and documents, for errors.
+    See `LLM.precompute` and `PrecomputeOptions` for the arguments; errors call prefix and documents by `names`.
 
     Raises:
         RequestError: as `PrecomputeJob`, a part cannot be tokenized, or there are more than `max_items_per_request` documents.
@@ -193,5 +211,5 @@ def precompute_job(
     """
     if isinstance(documents, Sequence) and not isinstance(documents, str):
         frontend.limits.check_count(len(documents), "documents", names.chunks)
-    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, template_options, names)
+    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, chat_template_kwargs, names)
     return PrecomputeJob(frontend, prefix_ids, chunks, cache_salt=cache_salt, pin=pin, priority=priority, names=names)

@@ -63,6 +63,10 @@ class DocumentPrompt:
 
 Prompt = str | Mapping[str, Any] | ChunkedPrompt | DocumentPrompt
 """Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, parts, or documents. A dict may also hold a `"cache_salt"`."""
+Prefix = str | TokenIds | Sequence[Mapping[str, Any]]
+"""Text or token ids before documents, or the messages before a conversation's first user message."""
+Documents = Sequence[str] | Sequence[TokenIds]
+"""Documents of `LLM.precompute`, `lookup` and `forget`, of the same kind as the prefix."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ class PromptParser:
 
     def parse_cache(
         self,
-        prefix: str | TokenIds | Sequence[Mapping[str, Any]],
+        prefix: Prefix,
         documents: Sequence[str | TokenIds],
         template_options: Mapping[str, Any] | None = None,
         names: Names = DOCUMENT_NAMES,

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from chunkattn import LLM, AsyncLLM
+from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions
 from chunkattn.calls.rerank import RerankOptions
 from chunkattn.calls.score_inputs import ScoreOptions
 from chunkattn.cli import app
@@ -98,13 +99,22 @@ def test_options_have_the_types_of_their_fields():
 
 
 @pytest.mark.parametrize("llm", [LLM, AsyncLLM])
-@pytest.mark.parametrize(("name", "options"), [("score", ScoreOptions), ("rerank", RerankOptions)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("score", ScoreOptions),
+        ("rerank", RerankOptions),
+        ("precompute", PrecomputeOptions),
+        ("lookup", LookupOptions),
+        ("forget", LookupOptions),
+    ],
+)
 def test_calls_list_their_options(llm, name, options):
     """Python's `help` shows every option of a call with its default and its text."""
     method = getattr(llm, name)
     parameters = inspect.signature(method).parameters
     assert "options" not in parameters
-    assert [p for p in parameters if p in options.__annotations__] == [*options.__annotations__]
+    assert {*options.__annotations__} <= {*parameters}
     assert all(parameters[p].default is not inspect.Parameter.empty for p in options.__annotations__)
     assert descriptions(options).items() <= descriptions(method).items()
     assert inspect.getdoc(method).count("Raises:") == 1

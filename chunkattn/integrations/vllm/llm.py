@@ -23,7 +23,7 @@ from chunkattn.integrations.vllm.requests import EngineRequest, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
 from chunkattn.parsers.arguments import as_list, check_salt, one_each
-from chunkattn.parsers.prompt import Prompt
+from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 
 Params: TypeAlias = "SamplingParams | vllm.SamplingParams"
 """Sampling parameters of either package."""
@@ -150,8 +150,8 @@ class ChunkLLM:
 
     def precompute(
         self,
-        prefix: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        documents: Sequence[str] | Sequence[Sequence[int]],
+        prefix: Prefix,
+        documents: Documents,
         *,
         pin: bool = False,
         cache_salt: str | None = None,
