@@ -340,11 +340,11 @@ def run(
                 if number:  # the first round compiles
                     runs.setdefault(key, []).append(found)
         # Ask `auto` now that the cost model has measured the engine.
-        picks = {False: bench.call(query, items).result().algorithm}
+        picks = {False: bench.call(query, items).choice[0]}
         if EXTEND in served:
             known = bench.ids(workload.query)
             bench.run(known, items[:1], EXTEND)
-            picks[True] = bench.call(known, items).result().algorithm
+            picks[True] = bench.call(known, items).choice[0]
         yield _cases(workload, runs, picks, matmul)
 
 

@@ -171,13 +171,14 @@ class ScoreCall(ScoreInputs, Generic[T]):
         return chosen
 
     @property
-    def _choice(self) -> tuple[str, dict[str, float]]:
+    def choice(self) -> tuple[str, dict[str, float]]:
+        """Return the algorithm, and the predicted seconds of those compared. A call that was not looked up chooses now."""
         return self._choose(None) if self._chosen is None else self._chosen
 
     @property
     def extends(self) -> bool:
         """Return whether every stage needs the stage before it."""
-        return self._choice[0] == "prefill_extend"
+        return self.choice[0] == "prefill_extend"
 
     def lookups(self) -> Iterator[list[PrecomputeRequest]]:
         """Yield the request that asks whether the query is cached, if the choice depends on it."""
@@ -202,7 +203,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
             yield [request]
         stage: Stage = []
         tokens = 0
-        for layout, rows, places in ALGORITHMS[self._choice[0]](self, self._open):
+        for layout, rows, places in ALGORITHMS[self.choice[0]](self, self._open):
             size = len(layout)
             lists, row_labels = self._read_lists(places)
             if stage and tokens + size > most:
@@ -215,10 +216,10 @@ class ScoreCall(ScoreInputs, Generic[T]):
                 lists,
                 row_labels,
                 share_prefix=self.extends,
-                algorithm=self._choice[0],
+                algorithm=self.choice[0],
                 salt_key=self._salt_key,
                 priority=self.priority,
-                backend=BACKENDS.get(self._choice[0]),
+                backend=BACKENDS.get(self.choice[0]),
                 raw=self.raw,
             )
             self._frontend.limits.check(made, self.names)
@@ -271,8 +272,8 @@ class ScoreCall(ScoreInputs, Generic[T]):
             scores=scores,
             logprobs=None if is_logits else values,
             logits=values if is_logits else None,
-            algorithm=self._choice[0],
-            predicted_seconds=self._choice[1],
+            algorithm=self.choice[0],
+            predicted_seconds=self.choice[1],
             usage=self._usage(),
         )
         return cast(T, output) if self._finish is None else self._finish(output)

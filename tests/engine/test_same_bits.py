@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
 import jax
@@ -275,10 +276,9 @@ def _absolute():
     original = cpu_backend.CpuBackend.build_metadata
 
     def build(self, batch):
-        metadata = original(self, batch)
-        inner = metadata.row_start > metadata.prefix_end[metadata.row_seq]
-        moved = np.maximum(metadata.row_start - inner * 8, 0).astype(np.int32)
-        return metadata._replace(row_start=np.where(inner, moved, metadata.row_start))
+        inner = batch.row_start > batch.prefix_end[batch.row_seq]
+        moved = np.maximum(batch.row_start - inner * 8, 0).astype(np.int32)
+        return original(self, replace(batch, row_start=np.where(inner, moved, batch.row_start)))
 
     return patch.object(cpu_backend.CpuBackend, "build_metadata", build)
 
