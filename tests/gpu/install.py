@@ -18,8 +18,8 @@ JAX = "jax==0.11.2"
 # The plugin's own extra `with-cuda` asks for all libraries of a running program, so its requirements are left out.
 PLUGIN = ["jax-cuda13-plugin==0.11.2", "jax-cuda13-pjrt==0.11.2"]
 CUDA = ["nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14", "nvidia-cuda-nvdisasm>=13,<14"]
-# Packages that the tests need beside the project's own requirements.
-TOOLS = ["pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.140"]
+# Packages that the tests need beside the project's own requirements. JAX's own GPU kernels import absl.
+TOOLS = ["absl-py>=2", "pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.140"]
 # Prints the folder of installed packages.
 PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 # Prints the version of the interpreter that runs it.
