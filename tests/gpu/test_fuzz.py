@@ -36,7 +36,7 @@ def fuzz(engines, seed, operations):
 
 
 def test_no_difference(engines):
-    counts = fuzz(engines, 2, 30)
+    counts = fuzz(engines, 3, 30)
     assert all(counts[name] for name in ("answers", "cached tokens", "preempt", "damaged")), counts
 
 
