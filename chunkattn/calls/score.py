@@ -320,19 +320,25 @@ def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int) -> dict[
     }
 
 
-class ScoreCalls:
+class ScoreCalls(Generic[T]):
     """Job of several queries; see `chunkattn.calls.job.Job`.
 
     Args:
         calls: one call for each query.
         max_stage_tokens: limit on the tokens of a stage that merges the stages of several queries.
+        finish: makes the result of the job from the scores of each query; None returns the scores.
     """
 
     unit = "items"
     pins: Sequence[str] = ()
 
-    def __init__(self, calls: Sequence[ScoreCall[ScoreOutput]], max_stage_tokens: int) -> None:
-        self._calls, self._max_stage_tokens = calls, max_stage_tokens
+    def __init__(
+        self,
+        calls: Sequence[ScoreCall[ScoreOutput]],
+        max_stage_tokens: int,
+        finish: Callable[[list[ScoreOutput]], T] | None = None,
+    ) -> None:
+        self._calls, self._max_stage_tokens, self._finish = calls, max_stage_tokens, finish
         self._by_id: dict[str, ScoreCall[ScoreOutput]] = {}  # calls of the requests that have not ended
         self.total, self.done = sum(call.total for call in calls), 0
 
@@ -375,6 +381,7 @@ class ScoreCalls:
         self.done += call.done
         return True
 
-    def result(self) -> list[ScoreOutput]:
-        """Return the scores of each query."""
-        return [call.result() for call in self._calls]
+    def result(self) -> T:
+        """Return the scores of each query, or what `finish` makes of them."""
+        outputs = [call.result() for call in self._calls]
+        return cast(T, outputs) if self._finish is None else self._finish(outputs)
