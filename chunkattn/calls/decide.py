@@ -12,7 +12,7 @@ from chunkattn.calls.decide_questions import METHODS, AnswerLabels, AskedQuestio
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.score import ScoreCall, ScoreCalls
 from chunkattn.decisions import DecisionOutput, Question
-from chunkattn.errors import RequestError
+from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import as_list
@@ -90,9 +90,11 @@ def decide_call(
     prefixes = [template.prefix(own) for own in ([text, _CONTENT_FREE] if calibrate else [text])]
     pieces = [own for question in asked for own in question.items]
     items = [template.item(own, part) for own, part in zip(pieces, listed, strict=True)]
-    limits.check_items(prefixes[0], items, names)
+    for prefix in prefixes:
+        limits.check_items(prefix, items, names)
     # The algorithm follows from the engine alone, so no other question can change it.
     algorithm = "prefill_extend" if config.enable_prefix_caching else "packed_segment"
+    algorithm = "serial" if limits.sliding_window is not None else algorithm
     calls = [
         ScoreCall[ScoreOutput](
             frontend,
@@ -100,17 +102,32 @@ def decide_call(
             items,
             [],
             [question.label_ids for question in asked for _ in question.items],
-            algorithm="serial" if limits.sliding_window is not None else algorithm,
+            algorithm=algorithm,
             cache_salt=cache_salt,
             priority=priority,
             names=names,
         )
         for prefix in prefixes
     ]
+    if algorithm == "prefill_extend":
+        _check_room(calls[0])
     costly = too_costly(calls, config.max_tokens_per_call)
     for call in calls:
         call.plan(costly)
     return ScoreCalls(calls, config.max_num_batched_tokens, partial(_decisions, asked, method))
+
+
+def _check_room(call: ScoreCall[ScoreOutput]) -> None:
+    """Check that the KV pool has room for every item on pages of its own beside the state's pages.
+
+    Raises:
+        CapacityError: there is no room; the error names the question.
+    """
+    room = call.max_extend_tokens
+    for number, item in enumerate(call.items):
+        if len(item) > room:
+            text = f" has {len(item)} tokens, the KV pool leaves room for {max(room, 0)} behind the state"
+            raise CapacityError(text, param="questions", part=call.names.of(number))
 
 
 def _decisions(asked: Sequence[AskedQuestion], method: str, outputs: Sequence[ScoreOutput]) -> DecisionOutput:

@@ -70,6 +70,8 @@ class StateTemplate:
                 reason = f"the chat template leaves {opened} open where the answer begins, and decide reads no reasoning"
                 raise RequestError(f"{reason}; turn it off with chat_template_kwargs", param="questions")
         self._anchor = plain.fill([ANCHOR])
+        self._end = f".{self.after}"  # a question ends with a full stop
+        self._end_ids = plain.fill([self._end])
 
     def prefix(self, state: str) -> list[int]:
         """Return the token ids of a state and everything before it.
@@ -111,9 +113,8 @@ class StateTemplate:
         Args:
             text: trusted text of the answer.
         """
-        # A question ends with a full stop.
-        end, found = (self._plain.fill([f".{self.after}{own}"]) for own in ("", text))
-        return found[-1] if len(found) == len(end) + 1 and found[:-1] == end else None
+        found = self._plain.fill([f"{self._end}{text}"])
+        return found[-1] if found[:-1] == self._end_ids else None
 
     def _read(self, state: str) -> str:
         return state.lstrip() if self._trims else state

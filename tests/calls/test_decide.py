@@ -7,10 +7,11 @@ from math import log
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import MistralConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from chunkattn import LLM, AsyncLLM, Choice, Level, Option, Predicate, Rating
-from chunkattn.calls.decide_questions import AnswerLabels, ask, confidence
+from chunkattn.calls.decide import decide_call
+from chunkattn.calls.decide_questions import confidence
 from chunkattn.decisions import ChoiceAnswer, PredicateAnswer, RatingAnswer
 from chunkattn.errors import CapacityError, NotRenderedError, RequestError
 from chunkattn.models.tokenizer import load_tokenizer
@@ -364,11 +365,46 @@ def test_what_does_not_fit(llm, engine):
             llm.decide(state, questions)
         assert error.value.param == param
         assert error.value.part == ("question 1" if param == "questions" else "state")
-    with pytest.raises(RequestError, match="neither spelling of yes and no is one token") as error:
-        ask(Predicate("a"), "letters", AnswerLabels(_NoLabels()), "question 3")
-    assert error.value.part == "question 3"
 
 
-class _NoLabels:
-    def label(self, text):
-        return None
+def test_the_pages_of_a_question_lie_beside_those_of_the_state(llm, monkeypatch):
+    """A question that fits behind the state in one sequence need not fit on pages of its own."""
+    template = StateTemplate(llm.frontend.plain)
+    state, block = len(template.prefix("a")), llm.limits.block_size
+    assert state % block
+    item = len(template.item(["Is this true? ", "b" * 40, "\nAnswer yes or no only."], "question 1"))
+    pages = -(-(state + item) // block)
+    monkeypatch.setattr(llm.frontend, "limits", replace(llm.limits, num_pages=pages))
+    questions = [Predicate("a"), Predicate("b" * (40 + pages * block - state - item))]
+    with pytest.raises(CapacityError, match=r"question 1 has .* leaves room for") as error:
+        decide_call(llm.frontend, "a", questions)
+    assert error.value.param == "questions"
+
+
+@pytest.mark.parametrize("token", [None, 7], ids=["no token", "one token for all"])
+def test_labels_that_are_not_one_token_each(token, monkeypatch, llm):
+    monkeypatch.setattr(StateTemplate, "label", lambda self, text: token)
+    with pytest.raises(RequestError, match="question 0: neither spelling of yes and no is one token") as error:
+        llm.decide("a", [Predicate("a")])
+    assert error.value.param == "questions"
+    with pytest.raises(RequestError, match="question 0 has 2 options, and 0 letters are one token"):
+        llm.decide("a", [Choice("b", ["c", "d"])])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (MistralConfig(**SHAPE, sliding_window=40), {}),
+        (Qwen3Config(**SHAPE), {"enable_prefix_caching": False}),
+    ],
+    ids=["window", "no cache"],
+)
+def test_engines_that_share_no_state(config, options, tmp_path):
+    make_checkpoint(config, tmp_path)
+    add_tokenizer(tmp_path, chat_template=CHATML)
+    llm, oracle = LLM(str(tmp_path), kv_cache_memory_bytes=8 << 20, **options), Oracle(tmp_path)
+    output = llm.decide("Paris is a city.", CASES)
+    for number, answer in enumerate(output.answers):
+        shares, _ = expected(llm.tokenizer, oracle, "Paris is a city.", number, "letters")
+        np.testing.assert_allclose(np.log(shares_of(answer)), np.log(shares), atol=2e-4)
