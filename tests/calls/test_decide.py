@@ -333,6 +333,7 @@ def test_bad_questions(question, message, llm):
     [
         (" ", {}, "state", "the state is empty"),
         (5, {}, "state", "got int"),
+        ("bad \ud800", {}, "state", "state .* is it valid Unicode"),
         ({"a": {1}}, {}, "state", "state is no JSON"),
         ({"a": float("nan")}, {}, "state", "state is no JSON"),
         ([{"role": "user", "content": "a"}], {}, "state", "got messages"),
@@ -349,6 +350,17 @@ def test_bad_arguments(state, options, param, message, llm):
     with pytest.raises(RequestError, match=message) as error:
         llm.decide(state, CASES, **options)
     assert error.value.param == param
+
+
+def test_classifiers_and_too_many_options_are_refused(llm, monkeypatch):
+    questions = [Choice("a", [str(n) for n in range(255)])] * 40
+    with pytest.raises(RequestError, match="10200 questions, with one for each option, exceed max_items_per_request") as error:
+        llm.decide("a", questions, method="separate")
+    assert error.value.param == "questions"
+    monkeypatch.setattr(llm.frontend, "limits", replace(llm.limits, num_labels=2))
+    with pytest.raises(RequestError, match="sequence classifier") as error:
+        llm.decide("a", CASES)
+    assert error.value.param == "questions"
 
 
 def test_what_does_not_fit(llm, engine):
