@@ -109,8 +109,8 @@ class ChoiceAnswer:
         confidence: 1 - H / ln(n), with the entropy H of the n probabilities in nats: 0 for equal probabilities, and 1 for a
             single possible option.
         probabilities: probability of each option, in the caller's order. The sum is 1.
-        label_mass: sum of the labels' probabilities before they are normalised. For `separate`, P(yes) + P(no) of the option
-            where this sum is smallest.
+        label_mass: sum of the labels' probabilities before they are normalised, or of the texts' for `likelihood`. For
+            `separate`, P(yes) + P(no) of the option where this sum is smallest.
     """
 
     name: str | None

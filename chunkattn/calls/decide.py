@@ -31,10 +31,11 @@ class DecideOptions(TypedDict, total=False):
     Attributes:
         system: content of a system message before the state; None for no such message.
         method: `"letters"` lists the options under letters, or levels under numbers, and reads the letters' probabilities.
-            `"separate"` asks for each option alone whether it is right, and normalises the odds. Both ask a predicate by yes
-            or no.
+            `"likelihood"` reads the probability of each option's own text as the answer; descriptions are not read.
+            `"separate"` asks for each option alone whether it is right, and normalises the odds. All ask a predicate by yes or
+            no.
         calibrate: divide the probability of each label by its probability behind the state "N/A" before they are normalised;
-            with `"separate"`, the odds. `label_mass` stays as it is.
+            with `"likelihood"` the probability of each text, and with `"separate"` the odds. `label_mass` stays as it is.
         cache_salt: see `LLM.generate`.
         priority: see `LLM.generate`; one value for the call.
         chat_template_kwargs: variables of the chat template. `enable_thinking` and `thinking` default to False.
@@ -88,8 +89,13 @@ def decide_call(
     limits.check_count(len(listed), "questions, with one for each option,", "questions")
     names = Names("state", "questions", "questions", "question", listed)
     prefixes = [template.prefix(own) for own in ([text, _CONTENT_FREE] if calibrate else [text])]
-    pieces = [own for question in asked for own in question.items]
-    items = [template.item(own, part) for own, part in zip(pieces, listed, strict=True)]
+    items, reads, read = [], [], []
+    for question, part in zip(asked, parts, strict=True):
+        for number, pieces in enumerate(question.items):
+            answer = template.answer(pieces, question.texts[number], part) if question.texts else []
+            items.append(template.item(pieces, part) + answer[:-1])
+            reads.append(max(len(answer), 1))
+            read.append(tuple(answer) or question.label_ids)
     for prefix in prefixes:
         limits.check_items(prefix, items, names)
     # The algorithm follows from the engine alone, so no other question can change it.
@@ -101,11 +107,12 @@ def decide_call(
             prefix,
             items,
             [],
-            [question.label_ids for question in asked for _ in question.items],
+            read,
             algorithm=algorithm,
             cache_salt=cache_salt,
             priority=priority,
             names=names,
+            reads=reads if method == "likelihood" else (),
         )
         for prefix in prefixes
     ]

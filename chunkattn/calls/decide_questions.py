@@ -29,7 +29,7 @@ from chunkattn.errors import RequestError
 from chunkattn.parsers.arguments import is_list
 from chunkattn.parsers.state_template import StateTemplate
 
-METHODS = "letters", "separate"
+METHODS = "letters", "likelihood", "separate"
 """Methods of `LLM.decide`."""
 MAX_OPTIONS = 255
 """Maximum number of options or levels of a question."""
@@ -84,12 +84,14 @@ class AskedQuestion:
         items: pieces of each item, see `StateTemplate.item`.
         labels: tokens of each label. Every item has the same labels.
         order: place of each label or item in the caller's options or levels.
+        texts: answer that follows each item, whose own tokens are read; empty if labels are read.
     """
 
     question: Question
     items: list[list[str]]
     labels: list[LabelIds]
     order: list[int]
+    texts: Sequence[str] = ()
 
     @property
     def label_ids(self) -> tuple[int, ...]:
@@ -100,15 +102,15 @@ class AskedQuestion:
         """Return the answer.
 
         Args:
-            rows: log-probabilities of `label_ids` after each item.
+            rows: log-probabilities of `label_ids` after each item, or of the tokens of each item's text.
             empty: the same behind a content-free state, for calibration; None for none.
         """
         logs = self._logs(rows)
         weighed = logs if empty is None else logs - self._logs(empty)
-        # A row per item: the options are the labels of one item, or they are items and the labels are yes and no.
-        scores = weighed[0] if len(rows) == 1 else weighed[:, 0] - weighed[:, 1]
+        # The options are items with one text each, the labels of one item, or items with the labels yes and no.
+        scores = weighed.ravel() if self.texts or len(rows) == 1 else weighed[:, 0] - weighed[:, 1]
         own = np.asarray(softmax(scores))
-        mass = float(np.exp(logsumexp(logs, axis=1)).min())
+        mass = float(np.exp(logsumexp(logs, axis=0 if self.texts else 1)).min())
         question = self.question
         if isinstance(question, Predicate):
             return PredicateAnswer(question.name, float(own[0]), mass)
@@ -124,7 +126,9 @@ class AskedQuestion:
         return ChoiceAnswer(question.name, best, confidence(own), dict(zip(options, probabilities, strict=True)), mass)
 
     def _logs(self, rows: Sequence[Sequence[float]]) -> Float64[np.ndarray, "I L"]:
-        """Return the log-probability of each label after each item, summed over its tokens."""
+        """Return the log-probability of each label after each item, over all its spellings, or of each item's text."""
+        if self.texts:
+            return np.asarray([[np.sum(np.asarray(row, np.float64))] for row in rows])
         ends = np.cumsum([len(ids) for ids in self.labels])[:-1]
         return np.asarray([[logsumexp(part) for part in np.split(np.asarray(row, np.float64), ends)] for row in rows])
 
@@ -163,6 +167,10 @@ def ask(question: Any, method: str, labels: AnswerLabels, part: str) -> AskedQue
     order = list(range(len(shown)))
     if isinstance(question, Choice):
         order.sort(key=lambda number: _rank(shown[number], option_of(question.options[number])))
+    if method == "likelihood":
+        pieces = ["", question.text, "\nAnswer with a few words only."]
+        texts = [str(shown[number].value) for number in order]
+        return AskedQuestion(question, [pieces] * len(texts), [], order, texts)
     if method == "separate":
         return _ask_separately(question, [shown[n] for n in order], order, labels, part)
     return _ask_letters(question, [shown[n] for n in order], order, labels, part)
@@ -196,7 +204,7 @@ def _ask_letters(
         kind, found = "number", labels.digits
     if len(shown) > len(found):
         text = f" has {len(shown)} {noun}s, and {len(found)} letters are one token behind this chat template"
-        raise _error(f'{text}; use method="separate" or fewer {noun}s', part)
+        raise _error(f'{text}; use method="likelihood", method="separate" or fewer {noun}s', part)
     pieces = ["", question.text]
     for option, (label, _) in zip(shown, found):
         pieces += [f"\n{label}. ", *_described(option)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -72,6 +73,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         priority: rank in the queue; lower goes first.
         raw: whether to read the labels' logits, whose scores are their sigmoid or softmax.
         names: the caller's names of query and items.
+        reads: see `ScoreInputs`.
 
     Attributes:
         total: number of items to score.
@@ -100,10 +102,11 @@ class ScoreCall(ScoreInputs, Generic[T]):
         priority: int = 0,
         raw: bool = False,
         names: Names = ITEMS,
+        reads: Sequence[int] = (),
     ) -> None:
         limits = frontend.limits
         query_len = len(before) + len(after)
-        super().__init__(before, items, after, labels, names, **_bounds(frontend.config, limits, query_len))
+        super().__init__(before, items, after, labels, reads, names, **_bounds(frontend.config, limits, query_len))
         self._frontend, self._memory, self._finish = frontend, frontend.scores, finish
         self.algorithm = algorithm or frontend.config.score_algorithm
         (self.priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
@@ -234,7 +237,14 @@ class ScoreCall(ScoreInputs, Generic[T]):
         if not self.labels:
             return (), None
         lists: dict[tuple[int, ...], int] = {}
-        numbers = [lists.setdefault(self.labels[place], len(lists)) for place in places]
+        read = Counter[int]()  # rows of each item
+        numbers = []
+        for place in places:
+            own = self.labels[place]
+            if self.reads_of(place) > 1:
+                own = (own[read[place]],)
+                read[place] += 1
+            numbers.append(lists.setdefault(own, len(lists)))
         return tuple(lists), np.asarray(numbers, np.int32) if len(lists) > 1 else None
 
     def _query_request(self) -> PrecomputeRequest:
@@ -248,11 +258,17 @@ class ScoreCall(ScoreInputs, Generic[T]):
             self.cached_query = output.cached.total
         elif isinstance(output, ScoreResult):
             self._memory.rates = output.rates
+            rows: dict[int, list[np.ndarray]] = {}
             for place, row in zip(self._places.pop(output.request_id), output.logprobs, strict=True):
-                count = len(self.labels[place]) if self.labels else len(row)
-                own = self._values[place] = row[:count].copy()  # a view would keep the padding of all rows
+                rows.setdefault(place, []).append(row)
+            for place, (first, *others) in rows.items():
+                if others:
+                    own = np.asarray([row[0] for row in (first, *others)])
+                else:
+                    own = first[: len(self.labels[place]) if self.labels else len(first)].copy()  # a view keeps all rows
+                self._values[place] = own
                 self._memory.results.put(self._keys[place], own)
-            self.done += len(output.logprobs)
+            self.done += len(rows)
         return True
 
     def result(self) -> T:

@@ -101,6 +101,25 @@ class StateTemplate:
             raise RequestError(f" cannot be tokenized apart from {ANCHOR!r} before it", param="questions", part=name)
         return ids[count:]
 
+    def answer(self, pieces: Sequence[str], text: str, name: str) -> list[int]:
+        """Return the token ids of an answer behind a question.
+
+        Args:
+            pieces: see `item`.
+            text: untrusted text of the answer.
+            name: name of the question, for error messages.
+
+        Raises:
+            RequestError: the answer cannot be tokenized, or not apart from the question.
+        """
+        first, *between, last = pieces
+        ids = self._plain.fill([f"{ANCHOR} {first}", *between, last + self.after, text], name, "questions")
+        start = [*self._anchor, *self.item(pieces, name)]
+        if ids[: len(start)] != start or len(ids) == len(start):
+            reason = f": the answer {text!r} cannot be tokenized apart from the chat template before it"
+            raise RequestError(reason, param="questions", part=name)
+        return ids[len(start) :]
+
     def whole(self, state: str, pieces: Sequence[str]) -> list[int]:
         """Return the token ids of a state and one question as one text. See `prefix` and `item` for the arguments."""
         first, *between, last = pieces

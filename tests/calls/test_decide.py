@@ -10,8 +10,10 @@ import torch
 from transformers import MistralConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from chunkattn import LLM, AsyncLLM, Choice, Level, Option, Predicate, Rating
+from chunkattn.calls.algorithms import ScoreInputs
 from chunkattn.calls.decide import decide_call
 from chunkattn.calls.decide_questions import confidence
+from chunkattn.calls.score_memory import item_keys
 from chunkattn.decisions import ChoiceAnswer, PredicateAnswer, RatingAnswer
 from chunkattn.errors import CapacityError, NotRenderedError, RequestError
 from chunkattn.models.tokenizer import load_tokenizer
@@ -33,7 +35,7 @@ QUESTIONS = [
     Rating("How large is the city?", ["small", Level("medium", FORGED), "large"]),
     Rating("How old?", [f"{number} years" for number in range(12)], name="age"),
 ]
-METHODS = ["letters", "separate"]
+METHODS = ["letters", "likelihood", "separate"]
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,9 @@ def check_rendering(tokenizer):
     for question in questions:
         own = ["", question, "\nA. ", "yes", "\nAnswer."]
         item = template.item(own, "question 0")
+        if text := " ".join(question.split()):
+            answer = template.answer(own, text, "question 0")
+            assert control.isdisjoint(answer), text
         for state, prefix in prefixes.items():
             whole = template.whole(state, own)
             assert prefix + item == whole, (state, question)
@@ -181,8 +186,29 @@ def masses(tokenizer, oracle, state, item, labels):
     return mass
 
 
+OPTIONS = [None, None, ["Ben", "Ana", "Cleo"], ["true", "true", "false"], ["small", "medium", "large"]]
+OPTIONS.append([f"{number} years" for number in range(11)])
+
+
+def likelihoods(tokenizer, oracle, state, number):
+    """Log-probability of each option's text as the answer, token by token."""
+    text = CASES[number].text
+    before = f"<|im_start|>user\n{state}\n\nQuestion: {text}\nAnswer with a few words only.<|im_end|>\n<|im_start|>assistant\n"
+    start, found = len(tokenizer(before).input_ids), []
+    for option in OPTIONS[number]:
+        ids = tokenizer(before + option).input_ids
+        logs = torch.log_softmax(torch.as_tensor(oracle.logits(ids)), -1).double().numpy()
+        found.append(sum(logs[place - 1, ids[place]] for place in range(start, len(ids))))
+    return np.array(found)
+
+
 def expected(tokenizer, oracle, state, number, method, empty=None):
     """Probability of each option in the caller's order, and the label mass."""
+    if method == "likelihood" and LETTERS[number]:
+        logs, free = (likelihoods(tokenizer, oracle, own, number) for own in (state, empty or state))
+        weighed = np.exp(logs - free if empty else logs)
+        return weighed / weighed.sum(), np.exp(logs).sum()
+    method = "letters" if method == "likelihood" else method
     letters = LETTERS[number] if method == "letters" else None
     labels = [[letter] for letter in letters] if letters else YES_NO
     mass, free = (
@@ -237,6 +263,9 @@ def test_the_state_is_computed_once_and_stays_cached(llm):
     again = llm.decide(state, [Predicate("Another.")]).usage
     assert again.cached_tokens >= prefix - llm.limits.block_size
     assert llm.decide(state, [Predicate("Another.")], cache_salt="other").usage.cached_tokens == 0
+    texts = llm.decide(state, CASES, method="likelihood")
+    assert llm.decide(state, CASES, method="likelihood").answers == texts.answers
+    assert llm.decide(state, CASES, method="likelihood").usage.computed_tokens == 0
 
 
 def test_states_of_json_and_a_system_message(llm):
@@ -273,13 +302,14 @@ def differences(llm, method, calibrate=False):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_other_questions_and_orders_change_no_bit(method, llm):
-    assert differences(llm, method, calibrate=method == "letters") == 0
+    assert differences(llm, method, calibrate=method != "separate") == 0
 
 
-def test_separate_ignores_the_other_options(llm):
+@pytest.mark.parametrize("method", ["likelihood", "separate"])
+def test_other_options_change_no_odds(method, llm):
     """The odds of two options are those without a third."""
     three, two = (
-        llm.decide(STATE, [Choice("Who?", own)], method="separate").answers[0].probabilities
+        llm.decide(STATE, [Choice("Who?", own)], method=method).answers[0].probabilities
         for own in (["Ana", "Ben", "Cleo"], ["Ana", "Ben"])
     )
     assert three["Ana"] / three["Ben"] == pytest.approx(two["Ana"] / two["Ben"], rel=1e-12)
@@ -294,6 +324,11 @@ def test_async_answers_are_the_same(folder, llm):
             return await other.decide(STATE, QUESTIONS, timeout=300)
 
     assert asyncio.run(ask_all()).answers == llm.decide(STATE, QUESTIONS).answers
+
+
+def test_results_of_one_row_and_of_several_have_different_keys():
+    first, second = (item_keys(ScoreInputs([1], [[2, 3]], labels=[(4, 5)], reads=[n]), "serial", None) for n in (1, 2))
+    assert first != second
 
 
 # Errors
@@ -313,10 +348,10 @@ def test_async_answers_are_the_same(folder, llm):
         (Choice("a", ["b", Option("b", "another")]), "question 1 has the option 'b' twice"),
         (Choice("a", ["b", 1]), "question 1: option 1 must be a string"),
         (Choice("a", ["b", Option("c", 1)]), "question 1: the description of option 1 must be a string"),
-        (Choice("a", [str(n) for n in range(27)]), '27 options, and 26 letters are one token .* use method="separate"'),
+        (Choice("a", [str(n) for n in range(27)]), '27 options, and 26 letters are one token .* method="separate"'),
         (Rating("a", ["b", Option("c")]), "question 1: level 1 must be a string"),
         (Rating("a", ["b", Level("b")]), "question 1 has the level 'b' twice"),
-        (Rating("a", [str(n) for n in range(27)]), '27 levels, and 26 letters are one token .* use method="separate"'),
+        (Rating("a", [str(n) for n in range(27)]), '27 levels, and 26 letters are one token .* method="separate"'),
         (Predicate("bad \ud800"), "question 1"),
     ],
     ids=str,
@@ -337,7 +372,7 @@ def test_bad_questions(question, message, llm):
         ({"a": {1}}, {}, "state", "state is no JSON"),
         ({"a": float("nan")}, {}, "state", "state is no JSON"),
         ([{"role": "user", "content": "a"}], {}, "state", "got messages"),
-        ("a", {"method": "guess"}, "method", "method must be one of letters, separate"),
+        ("a", {"method": "guess"}, "method", "method must be one of letters, likelihood, separate"),
         ("a", {"system": " "}, "system", "system must be"),
         ("a", {"system": "a", "chat_template_kwargs": {"chat_template": GEMMA}}, "system", "System role not supported"),
         ("a", {"chat_template_kwargs": {"chat_template": "{{ messages[0].content | tojson }}"}}, "questions", "as it is"),
@@ -416,7 +451,8 @@ def test_engines_that_share_no_state(config, options, tmp_path):
     make_checkpoint(config, tmp_path)
     add_tokenizer(tmp_path, chat_template=CHATML)
     llm, oracle = LLM(str(tmp_path), kv_cache_memory_bytes=8 << 20, **options), Oracle(tmp_path)
-    output = llm.decide("Paris is a city.", CASES)
-    for number, answer in enumerate(output.answers):
-        shares, _ = expected(llm.tokenizer, oracle, "Paris is a city.", number, "letters")
-        np.testing.assert_allclose(np.log(shares_of(answer)), np.log(shares), atol=2e-4)
+    for method in METHODS:
+        output = llm.decide("Paris is a city.", CASES, method=method)
+        for number, answer in enumerate(output.answers):
+            shares, _ = expected(llm.tokenizer, oracle, "Paris is a city.", number, method)
+            np.testing.assert_allclose(np.log(shares_of(answer)), np.log(shares), atol=2e-4)
