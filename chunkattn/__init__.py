@@ -11,6 +11,17 @@ if TYPE_CHECKING:
     from chunkattn.backends import AttentionBackend, chunk_attention, register_backend
     from chunkattn.calls.rerank_template import RerankTemplate
     from chunkattn.config import EngineConfig, SamplingParams
+    from chunkattn.decisions import (
+        Choice,
+        ChoiceAnswer,
+        DecisionOutput,
+        Level,
+        Option,
+        Predicate,
+        PredicateAnswer,
+        Rating,
+        RatingAnswer,
+    )
     from chunkattn.layout import ChunkLayout
     from chunkattn.llm import LLM
     from chunkattn.outputs import (
@@ -35,6 +46,7 @@ _NAMES = {
     "backends": "AttentionBackend chunk_attention register_backend",
     "calls.rerank_template": "RerankTemplate",
     "config": "EngineConfig SamplingParams",
+    "decisions": "Choice ChoiceAnswer DecisionOutput Level Option Predicate PredicateAnswer Rating RatingAnswer",
     "layout": "ChunkLayout",
     "llm": "LLM",
     "outputs": "CacheReport CompletionOutput Logprob RequestOutput RerankOutput RerankResult ScoreOutput",
@@ -48,12 +60,21 @@ __all__ = [
     "AsyncLLM",
     "AttentionBackend",
     "CacheReport",
+    "Choice",
+    "ChoiceAnswer",
     "ChunkLayout",
     "ChunkedPrompt",
     "CompletionOutput",
+    "DecisionOutput",
     "DocumentPrompt",
     "EngineConfig",
+    "Level",
     "Logprob",
+    "Option",
+    "Predicate",
+    "PredicateAnswer",
+    "Rating",
+    "RatingAnswer",
     "RequestOutput",
     "RerankOutput",
     "RerankResult",

@@ -11,6 +11,7 @@ from secrets import token_hex
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
+from chunkattn.calls.decide import DecideOptions, State, decide_call
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, generate_job
 from chunkattn.calls.job import AskingJob, Job
@@ -18,6 +19,7 @@ from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precomp
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
 from chunkattn.config import SamplingParams, make_config
+from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import Message, PrecomputeRequest
 from chunkattn.errors import EngineDeadError, RequestError
@@ -389,6 +391,24 @@ class AsyncLLM:
             ChunkAttnError: as `generate`.
         """
         return await self.run(partial(rerank_call, self.frontend, query, documents, top_n, **options), timeout)
+
+    @list_options(DecideOptions, decide_call)
+    async def decide(
+        self, state: State, questions: Sequence[Question], *, timeout: float | None = None, **options: Unpack[DecideOptions]
+    ) -> DecisionOutput:
+        """Answer typed questions about one state, each exactly as if it were asked alone; see `LLM.decide`.
+
+        Args:
+            state: see `LLM.decide`.
+            questions: see `LLM.decide`.
+            timeout: see `generate`.
+            **options: method and rendering, see `chunkattn.calls.decide.DecideOptions`.
+
+        Raises:
+            RequestError: as `LLM.decide`. The error comes before any request is sent.
+            ChunkAttnError: as `generate`.
+        """
+        return await self.run(partial(decide_call, self.frontend, state, questions, **options), timeout)
 
     # The cache
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 from tqdm import tqdm
 
+from chunkattn.calls.decide import DecideOptions, State, decide_call
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.job import AskingJob, Job
@@ -16,6 +17,7 @@ from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precomp
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
 from chunkattn.config import SamplingParams, make_config
+from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import Message, RequestFailed
 from chunkattn.models.loader import open_files
@@ -307,6 +309,33 @@ class LLM:
             EngineError: a step failed.
         """
         return self.run(rerank_call(self.frontend, query, documents, top_n, **options), use_tqdm)
+
+    @list_options(DecideOptions, decide_call)
+    def decide(
+        self, state: State, questions: Sequence[Question], *, use_tqdm: bool = True, **options: Unpack[DecideOptions]
+    ) -> DecisionOutput:
+        """Answer typed questions about one state, each exactly as if it were asked alone.
+
+        The state is computed once and stays cached. The text of special tokens in state, questions and options is tokenized as
+        plain text.
+
+        Args:
+            state: text, or a JSON object or array, which becomes compact JSON.
+            questions: `Predicate`, `Choice` and `Rating`, at least one.
+            use_tqdm: see `generate`.
+            **options: method and rendering, see `chunkattn.calls.decide.DecideOptions`.
+
+        Returns:
+            One answer per question, in order.
+
+        Raises:
+            RequestError: an argument is malformed, the chat template is missing, leaves reasoning open or changes the content,
+                a label is not one token, or the checkpoint is a sequence classifier. The error comes before anything runs.
+            NotRenderedError: the chat template leaves out the system message.
+            CapacityError: the state or a question is too long.
+            EngineError: a step failed.
+        """
+        return self.run(decide_call(self.frontend, state, questions, **options), use_tqdm)
 
     # The engine's loop
 

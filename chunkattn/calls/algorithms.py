@@ -36,6 +36,8 @@ class ScoreInputs:
         items: token ids of each item.
         after: token ids of a query that comes after every item; else empty.
         labels: token ids of each item's labels; empty for a classifier, or where they do not matter.
+        reads: number of each item's last tokens that are read. An item of one is read for all of its labels; an item of several
+            has one label for each token in order. Empty reads one token of each item.
         names: the caller's names of query and items.
         max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
         max_multi_item_seq_len: maximum number of tokens of a sequence of `packed_dense`, even with one item.
@@ -52,6 +54,7 @@ class ScoreInputs:
     items: list[list[int]]
     after: list[int] = field(default_factory=list)
     labels: Sequence[tuple[int, ...]] = ()
+    reads: Sequence[int] = ()
     names: Names = ITEMS
     max_pack_tokens: int = 8192
     max_multi_item_seq_len: int = 8192
@@ -86,6 +89,14 @@ class ScoreInputs:
         """Return the number of tokens that every sequence has beside its item."""
         return len(self.before) + len(self.after)
 
+    def reads_of(self, place: int) -> int:
+        """Return the number of tokens that are read of an item.
+
+        Args:
+            place: place of the item in `items`.
+        """
+        return self.reads[place] if self.reads else 1
+
     def tokens(self) -> dict[str, int]:
         """Return the number of tokens that each algorithm computes, by name."""
         query = self.query_len
@@ -119,13 +130,14 @@ def serial(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
     for place in places:
         item = call.items[place]
         prefix, question = ([], call.before + item + call.after) if call.after else (call.before, item)
-        yield make_layout(prefix, [], question), np.asarray([len(prefix) + len(question) - 1]), [place]
+        reads, end = call.reads_of(place), len(prefix) + len(question)
+        yield make_layout(prefix, [], question), np.arange(end - reads, end), [place] * reads
 
 
 def packed_segment(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
     """Yield packs of the query followed by as many items as fit, each isolated from other items.
 
-    Scores are read at each item's last token, or at the query's last token for an empty item.
+    Scores are read at each item's last tokens, or at the query's last token for an empty item.
     """
     return _packs(call, places, call.packs)
 
@@ -161,10 +173,15 @@ def _packs(
         raise ValueError("item_first leaves no shared prefix to pack after")
     for first, last in cut([len(call.items[place]) for place in places]):
         # Every item starts at the query's length, as if it were alone, regardless of the engine's position strategy.
-        layout = make_layout(call.before, [call.items[place] for place in places[first:last]], [], "shared")
-        ends = np.asarray([s.end - 1 if s.end > s.start else layout.prefix_len - 1 for s in layout.segments[1:-1]])
-        order = np.argsort(ends, kind="stable")
-        yield layout, ends[order], [places[first + number] for number in order]
+        packed = places[first:last]
+        layout = make_layout(call.before, [call.items[place] for place in packed], [], "shared")
+        rows, owners = list[int](), list[int]()
+        for place, segment in zip(packed, layout.segments[1:-1], strict=True):
+            end, reads = segment.end if segment.end > segment.start else layout.prefix_len, call.reads_of(place)
+            rows += range(end - reads, end)
+            owners += [place] * reads
+        order = np.argsort(rows, kind="stable")
+        yield layout, np.asarray(rows)[order], [owners[number] for number in order]
 
 
 ALGORITHMS: dict[str, Callable[[ScoreInputs, Sequence[int]], Iterator[Pack]]] = {

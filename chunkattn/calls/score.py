@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -72,6 +73,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         priority: rank in the queue; lower goes first.
         raw: whether to read the labels' logits, whose scores are their sigmoid or softmax.
         names: the caller's names of query and items.
+        reads: see `ScoreInputs`.
 
     Attributes:
         total: number of items to score.
@@ -100,10 +102,11 @@ class ScoreCall(ScoreInputs, Generic[T]):
         priority: int = 0,
         raw: bool = False,
         names: Names = ITEMS,
+        reads: Sequence[int] = (),
     ) -> None:
         limits = frontend.limits
         query_len = len(before) + len(after)
-        super().__init__(before, items, after, labels, names, **_bounds(frontend.config, limits, query_len))
+        super().__init__(before, items, after, labels, reads, names, **_bounds(frontend.config, limits, query_len))
         self._frontend, self._memory, self._finish = frontend, frontend.scores, finish
         self.algorithm = algorithm or frontend.config.score_algorithm
         (self.priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
@@ -235,7 +238,14 @@ class ScoreCall(ScoreInputs, Generic[T]):
         if not self.labels:
             return (), None
         lists: dict[tuple[int, ...], int] = {}
-        numbers = [lists.setdefault(self.labels[place], len(lists)) for place in places]
+        read = Counter[int]()  # rows of each item
+        numbers = []
+        for place in places:
+            own = self.labels[place]
+            if self.reads_of(place) > 1:
+                own = (own[read[place]],)
+                read[place] += 1
+            numbers.append(lists.setdefault(own, len(lists)))
         return tuple(lists), np.asarray(numbers, np.int32) if len(lists) > 1 else None
 
     def _query_request(self) -> PrecomputeRequest:
@@ -249,11 +259,17 @@ class ScoreCall(ScoreInputs, Generic[T]):
             self.cached_query = output.cached.total
         elif isinstance(output, ScoreResult):
             self._memory.rates = output.rates
+            rows: dict[int, list[np.ndarray]] = {}
             for place, row in zip(self._places.pop(output.request_id), output.logprobs, strict=True):
-                count = len(self.labels[place]) if self.labels else len(row)
-                own = self._values[place] = row[:count].copy()  # a view would keep the padding of all rows
+                rows.setdefault(place, []).append(row)
+            for place, (first, *others) in rows.items():
+                if others:
+                    own = np.asarray([row[0] for row in (first, *others)])
+                else:
+                    own = first[: len(self.labels[place]) if self.labels else len(first)].copy()  # a view keeps all rows
+                self._values[place] = own
                 self._memory.results.put(self._keys[place], own)
-            self.done += len(output.logprobs)
+            self.done += len(rows)
         return True
 
     def result(self) -> T:
@@ -321,19 +337,25 @@ def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int) -> dict[
     }
 
 
-class ScoreCalls:
+class ScoreCalls(Generic[T]):
     """Job of several queries; see `chunkattn.calls.job.Job`.
 
     Args:
         calls: one call for each query.
         max_stage_tokens: limit on the tokens of a stage that merges the stages of several queries.
+        finish: makes the result of the job from the scores of each query; None returns the scores.
     """
 
     unit = "items"
     pins: Sequence[str] = ()
 
-    def __init__(self, calls: Sequence[ScoreCall[ScoreOutput]], max_stage_tokens: int) -> None:
-        self._calls, self._max_stage_tokens = calls, max_stage_tokens
+    def __init__(
+        self,
+        calls: Sequence[ScoreCall[ScoreOutput]],
+        max_stage_tokens: int,
+        finish: Callable[[list[ScoreOutput]], T] | None = None,
+    ) -> None:
+        self._calls, self._max_stage_tokens, self._finish = calls, max_stage_tokens, finish
         self._by_id: dict[str, ScoreCall[ScoreOutput]] = {}  # calls of the requests that have not ended
         self.total, self.done = sum(call.total for call in calls), 0
 
@@ -376,6 +398,7 @@ class ScoreCalls:
         self.done += call.done
         return True
 
-    def result(self) -> list[ScoreOutput]:
-        """Return the scores of each query."""
-        return [call.result() for call in self._calls]
+    def result(self) -> T:
+        """Return the scores of each query, or what `finish` makes of them."""
+        outputs = [call.result() for call in self._calls]
+        return cast(T, outputs) if self._finish is None else self._finish(outputs)

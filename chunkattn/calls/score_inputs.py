@@ -118,7 +118,7 @@ def score_call(
     costly = too_costly(calls, frontend.config.max_tokens_per_call)
     for call in calls:
         call.plan(costly)
-    return calls[0] if pairs is None else ScoreCalls(calls, frontend.config.max_num_batched_tokens)
+    return calls[0] if pairs is None else ScoreCalls[list[ScoreOutput]](calls, frontend.config.max_num_batched_tokens)
 
 
 def tokenize_query(

@@ -119,6 +119,8 @@ def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool
     labels = call.labels or [()] * len(call.items)
     lists = {own: np.asarray([len(own), *own], np.int64).tobytes() for own in {*labels}}
     items = [lists[own] + np.asarray(item, np.int64).tobytes() for item, own in zip(call.items, labels, strict=True)]
+    if call.reads:
+        items = [np.asarray([-reads], np.int64).tobytes() + item for reads, item in zip(call.reads, items, strict=True)]
     if whole:
         shared.update(np.asarray([len(item) for item in items], np.int64).tobytes())
         for item in items:

@@ -1,0 +1,281 @@
+"""Questions of `LLM.decide` as prompts with labels, and the answers from the labels' log-probabilities."""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+from scipy.special import logsumexp, softmax
+
+from chunkattn.decisions import (
+    Answer,
+    Choice,
+    ChoiceAnswer,
+    Level,
+    Option,
+    Predicate,
+    PredicateAnswer,
+    Question,
+    Rating,
+    RatingAnswer,
+)
+from chunkattn.errors import RequestError
+from chunkattn.parsers.arguments import is_list
+from chunkattn.parsers.state_template import StateTemplate
+
+METHODS = "letters", "likelihood", "separate"
+"""Methods of `LLM.decide`."""
+MAX_OPTIONS = 255
+"""Maximum number of options or levels of a question."""
+
+LabelIds = tuple[int, ...]
+"""Tokens of one label, whose probabilities are summed: one token for each spelling."""
+
+
+class AnswerLabels:
+    """Labels that a model can give as its answer, each with every spelling that is one token after the chat template.
+
+    Args:
+        template: the chat template.
+    """
+
+    def __init__(self, template: StateTemplate) -> None:
+        self._template = template
+
+    @cached_property
+    def yes_no(self) -> list[LabelIds]:
+        """Return the tokens of yes and of no; an entry is empty if no spelling is one token."""
+        return self._spelled([[word, word.capitalize(), word.upper()] for word in ("yes", "no")])
+
+    @cached_property
+    def letters(self) -> list[tuple[str, LabelIds]]:
+        """Return the letters that are one token, with their tokens."""
+        return self._found(string.ascii_uppercase)
+
+    @cached_property
+    def digits(self) -> list[tuple[str, LabelIds]]:
+        """Return the digits that are one token, with their tokens."""
+        return self._found(string.digits)
+
+    def _found(self, labels: str) -> list[tuple[str, LabelIds]]:
+        spelled = self._spelled([[label] for label in labels])
+        return [(label, ids) for label, ids in zip(labels, spelled, strict=True) if ids]
+
+    def _spelled(self, labels: list[list[str]]) -> list[LabelIds]:
+        """Return the tokens of each label's words, with and without a space before; not those that two labels share."""
+        texts = [[space + word for word in words for space in ("", " ")] for words in labels]
+        tokens = [dict.fromkeys(token for text in own if (token := self._template.label(text)) is not None) for own in texts]
+        shared = Counter(token for own in tokens for token in own)  # such as the unknown token
+        return [tuple(token for token in own if shared[token] == 1) for own in tokens]
+
+
+@dataclass(frozen=True)
+class AskedQuestion:
+    """Question as prompts, called items, with the labels to read after each.
+
+    Attributes:
+        question: the question.
+        items: pieces of each item, see `StateTemplate.item`.
+        labels: tokens of each label. Every item has the same labels.
+        order: place of each label or item in the caller's options or levels.
+        texts: answer that follows each item, whose own tokens are read; empty if labels are read.
+    """
+
+    question: Question
+    items: list[list[str]]
+    labels: list[LabelIds]
+    order: list[int]
+    texts: Sequence[str] = ()
+
+    @property
+    def label_ids(self) -> tuple[int, ...]:
+        """Return the tokens to read after each item."""
+        return tuple(token for ids in self.labels for token in ids)
+
+    def answer(self, rows: Sequence[Sequence[float]], empty: Sequence[Sequence[float]] | None) -> Answer:
+        """Return the answer.
+
+        Args:
+            rows: log-probabilities of `label_ids` after each item, or of the tokens of each item's text.
+            empty: the same behind a content-free state, for calibration; None for none.
+        """
+        logs = self._logs(rows)
+        weighed = logs if empty is None else logs - self._logs(empty)
+        # The options are items with one text each, the labels of one item, or items with the labels yes and no.
+        scores = weighed.ravel() if self.texts or len(rows) == 1 else weighed[:, 0] - weighed[:, 1]
+        own = np.asarray(softmax(scores))
+        mass = float(np.exp(logsumexp(logs, axis=0 if self.texts else 1)).min())
+        question = self.question
+        if isinstance(question, Predicate):
+            return PredicateAnswer(question.name, float(own[0]), mass)
+        probabilities = [0.0] * len(own)
+        for place, value in zip(self.order, own.tolist(), strict=True):
+            probabilities[place] = value
+        if isinstance(question, Rating):
+            levels = [level_of(level).label for level in question.levels]
+            score = float(np.arange(len(own)) @ np.asarray(probabilities))
+            return RatingAnswer(question.name, score, confidence(own), dict(zip(levels, probabilities, strict=True)), mass)
+        options = [option_of(option).value for option in question.options]
+        best = options[self.order[int(own.argmax())]]
+        return ChoiceAnswer(question.name, best, confidence(own), dict(zip(options, probabilities, strict=True)), mass)
+
+    def _logs(self, rows: Sequence[Sequence[float]]) -> Float64[np.ndarray, "I L"]:
+        """Return the log-probability of each label after each item, over all its spellings, or of each item's text."""
+        if self.texts:
+            return np.asarray([[np.sum(np.asarray(row, np.float64))] for row in rows])
+        ends = np.cumsum([len(ids) for ids in self.labels])[:-1]
+        return np.asarray([[logsumexp(part) for part in np.split(np.asarray(row, np.float64), ends)] for row in rows])
+
+
+def confidence(probabilities: Float64[np.ndarray, " N"]) -> float:
+    """Return 1 - H / ln(N), where H is the entropy of `N` probabilities in nats.
+
+    Args:
+        probabilities: at least 2 probabilities whose sum is 1.
+    """
+    positive = probabilities[probabilities > 0]
+    return float(np.clip(1 + (positive @ np.log(positive)) / np.log(len(probabilities)), 0.0, 1.0))
+
+
+def ask(question: Any, method: str, labels: AnswerLabels, part: str) -> AskedQuestion:
+    """Check a question and return its prompts.
+
+    Args:
+        question: argument of the caller.
+        method: one of `METHODS`.
+        labels: labels of the engine's tokenizer behind its chat template.
+        part: name of the question, for error messages.
+
+    Raises:
+        RequestError: the question is malformed, or its labels are not one token each.
+    """
+    if not isinstance(question, (Predicate, Choice, Rating)):
+        raise _error(f" must be a Predicate, a Choice or a Rating, got {type(question).__name__}", part)
+    _check_text(question.text, "text", part)
+    if question.name is not None:
+        _check_text(question.name, "name", part)
+    if isinstance(question, Predicate):
+        return _ask_predicate(question, labels, part)
+    shown = _shown(question, part)
+    # A fixed order of the options makes the prompt independent of the caller's order. Levels have an order of their own.
+    order = list(range(len(shown)))
+    if isinstance(question, Choice):
+        order.sort(key=lambda number: _rank(shown[number], option_of(question.options[number])))
+    if method == "likelihood":
+        pieces = ["", question.text, "\nAnswer with a few words only."]
+        texts = [str(shown[number].value) for number in order]
+        return AskedQuestion(question, [pieces] * len(texts), [], order, texts)
+    if method == "separate":
+        return _ask_separately(question, [shown[n] for n in order], order, labels, part)
+    return _ask_letters(question, [shown[n] for n in order], order, labels, part)
+
+
+def option_of(option: str | bool | Option) -> Option:
+    """Return an option of a `Choice` as an `Option`."""
+    return option if isinstance(option, Option) else Option(option)
+
+
+def level_of(level: str | Level) -> Level:
+    """Return a level of a `Rating` as a `Level`."""
+    return level if isinstance(level, Level) else Level(level)
+
+
+def _ask_predicate(question: Predicate, labels: AnswerLabels, part: str) -> AskedQuestion:
+    pieces = ["Is this true? ", question.text]
+    for word in ("yes", "no"):
+        if (description := getattr(question, word)) is not None:
+            _check_text(description, word, part)
+            pieces += [f"\n{word}: ", _line(description)]
+    return AskedQuestion(question, [[*pieces, "\nAnswer yes or no only."]], _yes_no(labels, part), [0, 1])
+
+
+def _ask_letters(
+    question: Choice | Rating, shown: list[Option], order: list[int], labels: AnswerLabels, part: str
+) -> AskedQuestion:
+    noun = "level" if isinstance(question, Rating) else "option"
+    kind, found = "letter", labels.letters
+    if isinstance(question, Rating) and [label for label, _ in labels.digits[: len(shown)]] == [*map(str, range(len(shown)))]:
+        kind, found = "number", labels.digits
+    if len(shown) > len(found):
+        text = f" has {len(shown)} {noun}s, and {len(found)} letters are one token behind this chat template"
+        raise _error(f'{text}; use method="likelihood", method="separate" or fewer {noun}s', part)
+    pieces = ["", question.text]
+    for option, (label, _) in zip(shown, found):
+        pieces += [f"\n{label}. ", *_described(option)]
+    pieces.append(f"\nAnswer with the {kind} of one {noun} only.")
+    return AskedQuestion(question, [pieces], [ids for _, ids in found[: len(shown)]], order)
+
+
+def _ask_separately(
+    question: Choice | Rating, shown: list[Option], order: list[int], labels: AnswerLabels, part: str
+) -> AskedQuestion:
+    end = "\nIs the proposed answer right? Answer yes or no only."
+    items = [["", question.text, "\nProposed answer: ", *_described(option), end] for option in shown]
+    return AskedQuestion(question, items, _yes_no(labels, part), order)
+
+
+def _described(option: Option) -> list[str]:
+    """Return the pieces of an option: its text, and its description if there is one."""
+    return [str(option.value)] if option.description is None else [str(option.value), ": ", option.description]
+
+
+def _yes_no(labels: AnswerLabels, part: str) -> list[LabelIds]:
+    if not all(labels.yes_no):
+        raise _error(": neither spelling of yes and no is one token behind this chat template", part)
+    return labels.yes_no
+
+
+def _shown(question: Choice | Rating, part: str) -> list[Option]:
+    """Return the options or levels of a question as the model reads them, each in one line.
+
+    Raises:
+        RequestError: there are too few or too many, one is malformed, or two are equal.
+    """
+    is_choice = isinstance(question, Choice)
+    given, noun = (question.options, "option") if isinstance(question, Choice) else (question.levels, "level")
+    if not is_list(given) or not 2 <= len(given) <= MAX_OPTIONS:
+        got = f"{len(given)}" if is_list(given) else type(given).__name__
+        raise _error(f" must have a list of 2 to {MAX_OPTIONS} {noun}s, got {got}", part)
+    shown, seen = [], set[tuple[bool, str | bool]]()
+    for number, entry in enumerate(given):
+        value: Any
+        if isinstance(entry, Option if is_choice else Level):
+            value, description = (entry.value if isinstance(entry, Option) else entry.label), entry.description
+        else:
+            value, description = entry, None
+        if not (is_choice and isinstance(value, bool)):
+            _check_text(value, f"{noun} {number}", part)
+        if description is not None:
+            _check_text(description, f"the description of {noun} {number}", part)
+        if (key := (isinstance(value, bool), value)) in seen:
+            raise _error(f" has the {noun} {value!r} twice", part)
+        seen.add(key)
+        text = str(value).lower() if isinstance(value, bool) else _line(value)
+        shown.append(Option(text, None if description is None else _line(description)))
+    return shown
+
+
+def _rank(shown: Option, given: Option) -> tuple[str, str, bool, str, str]:
+    """Return the sort key of an option, different for any two options."""
+    text, description = str(shown.value), shown.description or ""
+    return text, description, isinstance(given.value, bool), str(given.value), given.description or ""
+
+
+def _line(text: str) -> str:
+    """Return a text in one line, so that it cannot look like two options."""
+    return " ".join(text.split())
+
+
+def _check_text(value: Any, name: str, part: str) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise _error(f": {name} must be a string that is not empty, got {value!r}", part)
+
+
+def _error(message: str, part: str) -> RequestError:
+    return RequestError(message, param="questions", part=part)

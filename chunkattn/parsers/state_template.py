@@ -1,0 +1,156 @@
+"""`StateTemplate`: a chat template cut into a state, which all questions share, and questions behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from chunkattn.errors import NotRenderedError, RequestError
+from chunkattn.parsers.encode import PlainEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANCHOR = "Question:"
+"""Words at the end of the prefix. A question is tokenized behind them, since some tokenizers change the beginning of a text."""
+_MIDDLE = f"\n\n{ANCHOR}"
+_TODAY = datetime(2024, 7, 26)
+"""Date for templates that print one: with the current date, the tokens of a state would change at midnight."""
+_FORMAT = re.compile(r"""strftime_now\(\s*["']([^"']*)["']""")
+_REASONING = (("<think>", "</think>"), ("<|think|>", "<|/think|>"), ("[THINK]", "[/THINK]"))
+_TRIMMED = "\u2003"
+"""Space that no template writes. A template that trims contents removes it."""
+
+
+class StateTemplate:
+    """Chat template around a user message of a state, a blank line and `Question: `; cut behind the colon.
+
+    The template is rendered once, with random marks in place of the texts. No text of a caller passes through the template, so
+    a text can neither become control tokens nor change what the template writes. The tokens of the prefix and of a question
+    together are the tokens of the whole text.
+
+    Args:
+        plain: tokenizer of the users' texts.
+        system: content of a system message, which may hold control tokens; None for no system message.
+        options: variables of the template. `enable_thinking` and `thinking` default to False, and `date_string` to a fixed
+            date.
+
+    Attributes:
+        before: text before the state.
+        after: text behind the question, up to where the answer begins.
+
+    Raises:
+        RequestError: there is no chat template, the template changes the content, or it leaves a block of reasoning open.
+        NotRenderedError: the template leaves out the system message.
+    """
+
+    def __init__(self, plain: PlainEncoder, system: str | None = None, options: Mapping[str, Any] | None = None) -> None:
+        self._plain = plain
+        given = dict(options or {})
+        tokenizer = plain.encode.tokenizer
+        if tokenizer is None or not (given.get("chat_template") or getattr(tokenizer, "chat_template", None)):
+            raise RequestError("decide needs a chat template, and this tokenizer has none", param="questions")
+        state, question = (f"\u2063{uuid4().hex}\u2063" for _ in range(2))
+        content = f"{_TRIMMED}{state}{_MIDDLE} {question}"
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        text = _render(
+            tokenizer, [*messages, {"role": "user", "content": content}], given, "system" if messages else "questions"
+        )
+        if system is not None and system.strip() not in text:
+            raise NotRenderedError("the chat template does not render the system message", param="system")
+        if text.count(state) != 1 or text.count(question) != 1 or f"{state}{_MIDDLE} {question}" not in text:
+            raise RequestError("the chat template does not render the content of a user message as it is", param="questions")
+        before, self.after = text.split(f"{state}{_MIDDLE} {question}")
+        self.before, self._trims = before.removesuffix(_TRIMMED), not before.endswith(_TRIMMED)
+        for opened, closed in _REASONING:
+            if self.after.rfind(opened) > self.after.rfind(closed):
+                reason = f"the chat template leaves {opened} open where the answer begins, and decide reads no reasoning"
+                raise RequestError(f"{reason}; turn it off with chat_template_kwargs", param="questions")
+        self._anchor = plain.fill([ANCHOR])
+        self._end = f".{self.after}"  # a question ends with a full stop
+        self._end_ids = plain.fill([self._end])
+
+    def prefix(self, state: str) -> list[int]:
+        """Return the token ids of a state and everything before it.
+
+        Args:
+            state: untrusted text of the state.
+
+        Raises:
+            RequestError: the state cannot be tokenized (see `PlainEncoder.fill`).
+        """
+        return self._plain.fill([self.before, self._read(state), _MIDDLE], "state", "state")
+
+    def item(self, pieces: Sequence[str], name: str) -> list[int]:
+        """Return the token ids of a question behind the prefix.
+
+        Args:
+            pieces: texts, alternately trusted (even places) and untrusted (odd places). The last is trusted.
+            name: name of the question, for error messages.
+
+        Raises:
+            RequestError: the question cannot be tokenized, or not apart from the state.
+        """
+        first, *between, last = pieces
+        ids = self._plain.fill([f"{ANCHOR} {first}", *between, last + self.after], name, "questions")
+        count = len(self._anchor)
+        if ids[:count] != self._anchor:
+            raise RequestError(f" cannot be tokenized apart from {ANCHOR!r} before it", param="questions", part=name)
+        return ids[count:]
+
+    def answer(self, pieces: Sequence[str], text: str, name: str) -> list[int]:
+        """Return the token ids of an answer behind a question.
+
+        Args:
+            pieces: see `item`.
+            text: untrusted text of the answer.
+            name: name of the question, for error messages.
+
+        Raises:
+            RequestError: the answer cannot be tokenized, or not apart from the question.
+        """
+        first, *between, last = pieces
+        ids = self._plain.fill([f"{ANCHOR} {first}", *between, last + self.after, text], name, "questions")
+        start = [*self._anchor, *self.item(pieces, name)]
+        if ids[: len(start)] != start or len(ids) == len(start):
+            reason = f": the answer {text!r} cannot be tokenized apart from the chat template before it"
+            raise RequestError(reason, param="questions", part=name)
+        return ids[len(start) :]
+
+    def whole(self, state: str, pieces: Sequence[str]) -> list[int]:
+        """Return the token ids of a state and one question as one text. See `prefix` and `item` for the arguments."""
+        first, *between, last = pieces
+        texts = [self.before, self._read(state), f"{_MIDDLE} {first}", *between, last + self.after]
+        return self._plain.fill(texts, "state", "state")
+
+    def label(self, text: str) -> int | None:
+        """Return the one token with which a text begins the answer; None if the text is not one token there.
+
+        Args:
+            text: trusted text of the answer.
+        """
+        found = self._plain.fill([f"{self._end}{text}"])
+        return found[-1] if found[:-1] == self._end_ids else None
+
+    def _read(self, state: str) -> str:
+        return state.lstrip() if self._trims else state
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], given: dict[str, Any], param: str) -> str:
+    options = {"add_generation_prompt": True, "enable_thinking": False, "thinking": False, **given}
+    options.setdefault("date_string", _TODAY.strftime("%d %b %Y"))
+    try:
+        template = str(tokenizer.get_chat_template(options.get("chat_template"), options.get("tools")))
+        if "strftime_now" in template:
+            # The tokenizer takes no functions as variables. The empty expression keeps the first line break of the template.
+            dates = {own: _TODAY.strftime(own) for own in _FORMAT.findall(template)}
+            macro = (
+                f"{{% macro strftime_now(format) %}}{{{{ {dates!r}.get(format, date_string) }}}}{{% endmacro %}}{{{{ '' }}}}"
+            )
+            options["chat_template"] = macro + template
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception as error:  # templates are programs and may raise anything
+        raise RequestError(f"the chat template failed: {error}", param=param) from error
