@@ -86,7 +86,7 @@ def test_texts_arrays_and_item_first(demo, engine, oracle, job):
 
 
 def differences(llm, job):
-    """What changes the bits of some item: its labels alone in a call, or all labels in one list."""
+    """Return the kinds of change that move bits of an item: labels alone in a call, or all labels in one list."""
     query, items, labels = job
     every, found = [token for own in labels for token in own][: 2 * LABEL_WIDTHS[-1]], set()
     for algorithm in INVARIANT:

@@ -15,7 +15,7 @@ from tests.fuzz.rig import PAGES, Rig
 from tests.fuzz.witness import Difference, Witness, check
 
 MOST_STEPS = 2000
-"""Within which everything in flight must end."""
+"""Limit on the steps in which everything in flight must end."""
 _NUMBERS = count()
 
 
