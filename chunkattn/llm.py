@@ -323,7 +323,7 @@ class LLM:
             state: text, or a JSON object or array, which becomes compact JSON.
             questions: `Predicate`, `Choice` and `Rating`, at least one.
             use_tqdm: see `generate`.
-            **options: method and rendering, see `chunkattn.calls.decide.DecideOptions`.
+            **options: documents, method and rendering, see `chunkattn.calls.decide.DecideOptions`.
 
         Returns:
             One answer per question, in order.

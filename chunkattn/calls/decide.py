@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
-from chunkattn.calls.algorithms import too_costly
-from chunkattn.calls.decide_questions import METHODS, AnswerLabels, AskedQuestion, ask
+from chunkattn.calls.algorithms import Documents, too_costly
+from chunkattn.calls.decide_documents import behind_documents, check_behind, read_documents
+from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.score import ScoreCall, ScoreCalls
 from chunkattn.decisions import DecisionOutput, Question
@@ -16,7 +17,6 @@ from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import as_list
-from chunkattn.parsers.state_template import StateTemplate
 
 State = str | Mapping[str, Any] | Sequence[Any]
 """State of `LLM.decide`: a text, or a JSON object or array."""
@@ -29,18 +29,24 @@ class DecideOptions(TypedDict, total=False):
     """Options of `LLM.decide`, all by name.
 
     Attributes:
-        system: content of a system message before the state; None for no such message.
-        method: `"letters"` lists the options under letters, or levels under numbers, and reads the letters' probabilities.
+        documents: texts or token ids that become chunks before the state, texts in the engine's `document_template`. The state
+            and every question see all of them. Documents in the cache behind the same beginning of the chat template (see
+            `LLM.chat`) are not computed again, in any order; None or an empty list for none.
+        system: content of a system message before the documents or the state; None for no such message.
+        method: `"letters"` lists the options under letters, or levels under numbers, and reads the letters' probabilities. A
+            question with more options than there are letters is asked by `"likelihood"`.
             `"likelihood"` reads the probability of each option's own text as the answer; descriptions are not read.
             `"separate"` asks for each option alone whether it is right, and normalises the odds. All ask a predicate by yes or
             no.
-        calibrate: divide the probability of each label by its probability behind the state "N/A" before they are normalised;
-            with `"likelihood"` the probability of each text, and with `"separate"` the odds. `label_mass` stays as it is.
+        calibrate: divide the probability of each label by its probability behind the state "N/A", without documents, before
+            they are normalised; with `"likelihood"` the probability of each text, and with `"separate"` the odds. `label_mass`
+            stays as it is.
         cache_salt: see `LLM.generate`.
         priority: see `LLM.generate`; one value for the call.
         chat_template_kwargs: variables of the chat template. `enable_thinking` and `thinking` default to False.
     """
 
+    documents: Sequence[str | Sequence[int]] | None
     system: str | None
     method: str
     calibrate: bool
@@ -54,6 +60,7 @@ def decide_call(
     state: State,
     questions: Sequence[Question],
     *,
+    documents: Sequence[str | Sequence[int]] | None = None,
     system: str | None = None,
     method: str = "letters",
     calibrate: bool = False,
@@ -80,15 +87,20 @@ def decide_call(
     if not given:
         raise RequestError("questions are empty", param="questions")
     limits.check_count(len(given), "questions", "questions")
-    template = StateTemplate(frontend.plain, system, chat_template_kwargs)
-    labels = AnswerLabels(template)
+    labels = frontend.answer_labels(system, chat_template_kwargs)
+    template = labels.template
     parts = [f"question {number}" for number in range(len(given))]
     asked = [ask(question, method, labels, part) for question, part in zip(given, parts, strict=True)]
     _check_names(asked)
     listed = [part for question, part in zip(asked, parts, strict=True) for _ in question.items]
     limits.check_count(len(listed), "questions, with one for each option,", "questions")
     names = Names("state", "questions", "questions", "question", listed)
-    prefixes = [template.prefix(own) for own in ([text, _CONTENT_FREE] if calibrate else [text])]
+    chunks = [] if documents is None else read_documents(frontend, documents)
+    behinds: list[tuple[list[int], Documents | None]] = [
+        behind_documents(frontend, template, text, chunks) if chunks else (template.prefix(text), None)
+    ]
+    if calibrate:
+        behinds.append((template.prefix(_CONTENT_FREE), None))
     items, reads, read = [], [], []
     for question, part in zip(asked, parts, strict=True):
         for number, pieces in enumerate(question.items):
@@ -96,15 +108,18 @@ def decide_call(
             items.append(template.item(pieces, part) + answer[:-1])
             reads.append(max(len(answer), 1))
             read.append(tuple(answer) or question.label_ids)
-    for prefix in prefixes:
-        limits.check_items(prefix, items, names)
+    for before, behind in behinds:
+        if behind is None:
+            limits.check_items(before, items, names)
+        else:
+            check_behind(limits, before, behind, items, listed)
     # The algorithm follows from the engine alone, so no other question can change it.
     algorithm = "prefill_extend" if config.enable_prefix_caching else "packed_segment"
     algorithm = "serial" if limits.sliding_window is not None else algorithm
     calls = [
         ScoreCall[ScoreOutput](
             frontend,
-            prefix,
+            before,
             items,
             [],
             read,
@@ -112,12 +127,14 @@ def decide_call(
             cache_salt=cache_salt,
             priority=priority,
             names=names,
-            reads=reads if method == "likelihood" else (),
+            reads=reads if any(count > 1 for count in reads) else (),
+            documents=behind,
         )
-        for prefix in prefixes
+        for before, behind in behinds
     ]
-    if algorithm == "prefill_extend":
-        _check_room(calls[0])
+    for call in calls:
+        if algorithm == "prefill_extend" and call.documents is None:
+            _check_room(call)
     costly = too_costly(calls, config.max_tokens_per_call)
     for call in calls:
         call.plan(costly)

@@ -46,7 +46,7 @@ class AnswerLabels:
     """
 
     def __init__(self, template: StateTemplate) -> None:
-        self._template = template
+        self.template = template
 
     @cached_property
     def yes_no(self) -> list[LabelIds]:
@@ -70,7 +70,7 @@ class AnswerLabels:
     def _spelled(self, labels: list[list[str]]) -> list[LabelIds]:
         """Return the tokens of each label's words, with and without a space before; not those that two labels share."""
         texts = [[space + word for word in words for space in ("", " ")] for words in labels]
-        tokens = [dict.fromkeys(token for text in own if (token := self._template.label(text)) is not None) for own in texts]
+        tokens = [dict.fromkeys(token for text in own if (token := self.template.label(text)) is not None) for own in texts]
         shared = Counter(token for own in tokens for token in own)  # such as the unknown token
         return [tuple(token for token in own if shared[token] == 1) for own in tokens]
 
@@ -167,13 +167,12 @@ def ask(question: Any, method: str, labels: AnswerLabels, part: str) -> AskedQue
     order = list(range(len(shown)))
     if isinstance(question, Choice):
         order.sort(key=lambda number: _rank(shown[number], option_of(question.options[number])))
+    shown = [shown[number] for number in order]
     if method == "likelihood":
-        pieces = ["", question.text, "\nAnswer with a few words only."]
-        texts = [str(shown[number].value) for number in order]
-        return AskedQuestion(question, [pieces] * len(texts), [], order, texts)
+        return _ask_texts(question, shown, order)
     if method == "separate":
-        return _ask_separately(question, [shown[n] for n in order], order, labels, part)
-    return _ask_letters(question, [shown[n] for n in order], order, labels, part)
+        return _ask_separately(question, shown, order, labels, part)
+    return _ask_letters(question, shown, order, labels)
 
 
 def option_of(option: str | bool | Option) -> Option:
@@ -195,16 +194,19 @@ def _ask_predicate(question: Predicate, labels: AnswerLabels, part: str) -> Aske
     return AskedQuestion(question, [[*pieces, "\nAnswer yes or no only."]], _yes_no(labels, part), [0, 1])
 
 
-def _ask_letters(
-    question: Choice | Rating, shown: list[Option], order: list[int], labels: AnswerLabels, part: str
-) -> AskedQuestion:
+def _ask_texts(question: Choice | Rating, shown: list[Option], order: list[int]) -> AskedQuestion:
+    pieces = ["", question.text, "\nAnswer with a few words only."]
+    texts = [str(option.value) for option in shown]
+    return AskedQuestion(question, [pieces] * len(texts), [], order, texts)
+
+
+def _ask_letters(question: Choice | Rating, shown: list[Option], order: list[int], labels: AnswerLabels) -> AskedQuestion:
     noun = "level" if isinstance(question, Rating) else "option"
     kind, found = "letter", labels.letters
     if isinstance(question, Rating) and [label for label, _ in labels.digits[: len(shown)]] == [*map(str, range(len(shown)))]:
         kind, found = "number", labels.digits
     if len(shown) > len(found):
-        text = f" has {len(shown)} {noun}s, and {len(found)} letters are one token behind this chat template"
-        raise _error(f'{text}; use method="likelihood", method="separate" or fewer {noun}s', part)
+        return _ask_texts(question, shown, order)
     pieces = ["", question.text]
     for option, (label, _) in zip(shown, found):
         pieces += [f"\n{label}. ", *_described(option)]
