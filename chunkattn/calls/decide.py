@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
+import numpy as np
+
 from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.decide_questions import METHODS, AnswerLabels, AskedQuestion, ask
-from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.decide_states import State, States, list_states, read_state
+from chunkattn.calls.frontend import Frontend, check_priorities
+from chunkattn.calls.job import Job
 from chunkattn.calls.score import ScoreCall, ScoreCalls
+from chunkattn.calls.state_calls import StateCalls
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput, ScoreUsage
-from chunkattn.parsers.arguments import as_list
+from chunkattn.parsers.arguments import as_list, salt_key
 from chunkattn.parsers.state_template import StateTemplate
-
-State = str | Mapping[str, Any] | Sequence[Any]
-"""State of `LLM.decide`: a text, or a JSON object or array."""
 
 _CONTENT_FREE = "N/A"
 """State without content, whose probabilities calibrate the labels."""
@@ -51,7 +52,7 @@ class DecideOptions(TypedDict, total=False):
 
 def decide_call(
     frontend: Frontend,
-    state: State,
+    state: State | States,
     questions: Sequence[Question],
     *,
     system: str | None = None,
@@ -60,13 +61,14 @@ def decide_call(
     cache_salt: str | None = None,
     priority: int = 0,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> ScoreCalls[DecisionOutput]:
-    """Check the arguments of `LLM.decide` and return the call, which scores questions as items behind the state.
+) -> Job[DecisionOutput | list[DecisionOutput]]:
+    """Check the arguments of `LLM.decide` and return the call, which scores questions as items behind each state.
 
     See `LLM.decide` and `DecideOptions` for the arguments.
 
     Raises:
-        RequestError: an argument is malformed, the chat template is missing or unusable, or the checkpoint is a classifier.
+        RequestError: an argument is malformed, the chat template is missing or unusable, or the checkpoint is a classifier. For
+            a list of states the message names the state.
         CapacityError: the state or a question is too long, or the call would compute more than `max_tokens_per_call`.
     """
     limits, config = frontend.limits, frontend.config
@@ -76,7 +78,8 @@ def decide_call(
         raise RequestError(f"method must be one of {', '.join(METHODS)}, got {method!r}", param="method")
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise RequestError(f"system must be a string that is not empty, got {system!r}", param="system")
-    text, given = _read_state(state), as_list(questions, "questions")
+    states, given = list_states(state), as_list(questions, "questions")
+    text = read_state(state) if states is None else ""
     if not given:
         raise RequestError("questions are empty", param="questions")
     limits.check_count(len(given), "questions", "questions")
@@ -88,7 +91,6 @@ def decide_call(
     listed = [part for question, part in zip(asked, parts, strict=True) for _ in question.items]
     limits.check_count(len(listed), "questions, with one for each option,", "questions")
     names = Names("state", "questions", "questions", "question", listed)
-    prefixes = [template.prefix(own) for own in ([text, _CONTENT_FREE] if calibrate else [text])]
     items, reads, read = [], [], []
     for question, part in zip(asked, parts, strict=True):
         for number, pieces in enumerate(question.items):
@@ -96,13 +98,14 @@ def decide_call(
             items.append(template.item(pieces, part) + answer[:-1])
             reads.append(max(len(answer), 1))
             read.append(tuple(answer) or question.label_ids)
-    for prefix in prefixes:
-        limits.check_items(prefix, items, names)
     # The algorithm follows from the engine alone, so no other question can change it.
     algorithm = "prefill_extend" if config.enable_prefix_caching else "packed_segment"
     algorithm = "serial" if limits.sliding_window is not None else algorithm
-    calls = [
-        ScoreCall[ScoreOutput](
+
+    def make(prefix: list[int]) -> ScoreCall[ScoreOutput]:
+        """Check the token ids of a state with the questions, and return its call."""
+        limits.check_items(prefix, items, names)
+        call = ScoreCall[ScoreOutput](
             frontend,
             prefix,
             items,
@@ -114,14 +117,48 @@ def decide_call(
             names=names,
             reads=reads if method == "likelihood" else (),
         )
-        for prefix in prefixes
-    ]
-    if algorithm == "prefill_extend":
-        _check_room(calls[0])
-    costly = too_costly(calls, config.max_tokens_per_call)
-    for call in calls:
-        call.plan(costly)
-    return ScoreCalls(calls, config.max_num_batched_tokens, partial(_decisions, asked, method))
+        if algorithm == "prefill_extend":
+            _check_room(call)
+        return call
+
+    finish = partial(_decisions, asked, method)
+    empty = [make(template.prefix(_CONTENT_FREE))] if calibrate else []
+    if states is None:
+        calls = [make(template.prefix(text)), *empty]
+        costly = too_costly(calls, config.max_tokens_per_call)
+        for call in calls:
+            call.plan(costly)
+        return ScoreCalls(calls, config.max_num_batched_tokens, finish)
+    rank, key = check_priorities(priority, 1)[0], salt_key(cache_salt)
+    tokens, prefixes = sum(call.tokens()[algorithm] for call in empty), []
+    for number, own in enumerate(states):
+        try:
+            prefix = template.prefix(read_state(own))
+            tokens += make(prefix).tokens()[algorithm]
+        except RequestError as error:
+            message = error.message if error.part == "state" else f": {error}"
+            raise type(error)(message, param=error.param, part=f"state {number}") from None
+        limits.check_tokens(tokens, f"the first {number + 1} states with their questions", "state")
+        prefixes.append(np.asarray(prefix, np.int32))
+
+    def make_planned(prefix: list[int]) -> ScoreCall[ScoreOutput]:
+        call = make(prefix)
+        call.plan({})
+        return call
+
+    for call in empty:
+        call.plan({})
+    return StateCalls(
+        frontend,
+        prefixes,
+        make_planned,
+        finish,
+        empty=empty[0] if empty else None,
+        item_tokens=sum(map(len, items)),
+        extends=algorithm == "prefill_extend",
+        salt_key=key,
+        priority=rank,
+    )
 
 
 def _check_room(call: ScoreCall[ScoreOutput]) -> None:
@@ -157,29 +194,6 @@ def _decisions(asked: Sequence[AskedQuestion], method: str, outputs: Sequence[Sc
         sum(usage.cached_tokens for usage in usages),
     )
     return DecisionOutput(answers, usage, method)
-
-
-def _read_state(state: Any) -> str:
-    """Return the text of a state.
-
-    Raises:
-        RequestError: the state is empty, or neither text nor JSON.
-    """
-    if isinstance(state, str):
-        text = state
-    elif isinstance(state, (Mapping, list, tuple)):
-        entries = [] if isinstance(state, Mapping) else [*state]
-        if entries and all(isinstance(entry, Mapping) and {"role", "content"} <= entry.keys() for entry in entries):
-            raise RequestError("state must be text or JSON, got messages; join their contents to one text", param="state")
-        try:
-            text = json.dumps(state, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"state is no JSON: {error}", param="state") from error
-    else:
-        raise RequestError(f"state must be a string, or a JSON object or array, got {type(state).__name__}", param="state")
-    if not text.strip():
-        raise RequestError("the state is empty", param="state")
-    return text
 
 
 def _check_names(asked: Sequence[AskedQuestion]) -> None:
