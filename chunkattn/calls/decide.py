@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from chunkattn.calibration import LabelScale
 from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.decide_questions import METHODS, AnswerLabels, AskedQuestion, ask
 from chunkattn.calls.decide_states import State, States, list_states, read_state
@@ -24,6 +25,8 @@ from chunkattn.parsers.state_template import StateTemplate
 
 _CONTENT_FREE = "N/A"
 """State without content, whose probabilities calibrate the labels."""
+FITTED = "fitted"
+"""Value of `calibrate` that applies the calibration of labels in the calibration file."""
 
 
 class DecideOptions(TypedDict, total=False):
@@ -37,6 +40,8 @@ class DecideOptions(TypedDict, total=False):
             no.
         calibrate: divide the probability of each label by its probability behind the state "N/A" before they are normalised;
             with `"likelihood"` the probability of each text, and with `"separate"` the odds. `label_mass` stays as it is.
+            `"fitted"` applies the calibration of labels in the calibration file instead (see `chunkattn calibrate`), with
+            `"likelihood"` after that division.
         cache_salt: see `LLM.generate`.
         priority: see `LLM.generate`; one value for the call.
         chat_template_kwargs: variables of the chat template. `enable_thinking` and `thinking` default to False.
@@ -44,7 +49,7 @@ class DecideOptions(TypedDict, total=False):
 
     system: str | None
     method: str
-    calibrate: bool
+    calibrate: bool | Literal["fitted"]
     cache_salt: str | None
     priority: int
     chat_template_kwargs: Mapping[str, Any] | None
@@ -57,7 +62,7 @@ def decide_call(
     *,
     system: str | None = None,
     method: str = "letters",
-    calibrate: bool = False,
+    calibrate: bool | Literal["fitted"] = False,
     cache_salt: str | None = None,
     priority: int = 0,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -76,6 +81,12 @@ def decide_call(
         raise RequestError("this checkpoint is a sequence classifier and answers no questions; score it", param="questions")
     if method not in METHODS:
         raise RequestError(f"method must be one of {', '.join(METHODS)}, got {method!r}", param="method")
+    if not isinstance(calibrate, bool) and calibrate != FITTED:
+        raise RequestError(f"calibrate must be True, False or {FITTED!r}, got {calibrate!r}", param="calibrate")
+    scales = frontend.label_scales if calibrate == FITTED else {}
+    if calibrate == FITTED and not scales:
+        reason = "this engine has no calibration file with labels; make one with chunkattn calibrate"
+        raise RequestError(f"calibrate is {FITTED!r}, and {reason}", param="calibrate")
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise RequestError(f"system must be a string that is not empty, got {system!r}", param="system")
     states, given = list_states(state), as_list(questions, "questions")
@@ -121,8 +132,9 @@ def decide_call(
             _check_room(call)
         return call
 
-    finish = partial(_decisions, asked, method)
-    empty = [make(template.prefix(_CONTENT_FREE))] if calibrate else []
+    finish = partial(_decisions, asked, method, scales)
+    divides = calibrate is True or (calibrate == FITTED and method == "likelihood")
+    empty = [make(template.prefix(_CONTENT_FREE))] if divides else []
     if states is None:
         calls = [make(template.prefix(text)), *empty]
         costly = too_costly(calls, config.max_tokens_per_call)
@@ -174,19 +186,24 @@ def _check_room(call: ScoreCall[ScoreOutput]) -> None:
             raise CapacityError(text, param="questions", part=call.names.of(number))
 
 
-def _decisions(asked: Sequence[AskedQuestion], method: str, outputs: Sequence[ScoreOutput]) -> DecisionOutput:
+def _decisions(
+    asked: Sequence[AskedQuestion], method: str, scales: Mapping[str, LabelScale], outputs: Sequence[ScoreOutput]
+) -> DecisionOutput:
     """Return the answers.
 
     Args:
         asked: the questions.
         method: see `DecideOptions`.
+        scales: calibration of the labels by kind; empty for none.
         outputs: scores behind the state, and then behind the content-free state if the answers are calibrated.
     """
     rows = [iter(output.logprobs or []) for output in outputs]
     answers = []
     for question in asked:
         own, *empty = ([next(row) for _ in question.items] for row in rows)
-        answers.append(question.answer(own, empty[0] if empty else None))
+        # With fitted labels, only texts are divided by their probability behind the content-free state.
+        divided = bool(empty) and (not scales or question.kind == "likelihood")
+        answers.append(question.answer(own, empty[0] if divided else None, scales.get(question.kind)))
     usages = [output.usage for output in outputs]
     usage = ScoreUsage(
         sum(usage.prompt_tokens for usage in usages),

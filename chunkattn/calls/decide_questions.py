@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 from scipy.special import logsumexp, softmax
 
+from chunkattn.calibration import LabelScale
 from chunkattn.decisions import (
     Answer,
     Choice,
@@ -85,6 +86,8 @@ class AskedQuestion:
         labels: tokens of each label. Every item has the same labels.
         order: place of each label or item in the caller's options or levels.
         texts: answer that follows each item, whose own tokens are read; empty if labels are read.
+        kind: kind of the labels, one of `chunkattn.calibration.LABEL_KINDS`.
+        names: name of each label, as in a calibration of labels; empty where labels differ between questions.
     """
 
     question: Question
@@ -92,23 +95,31 @@ class AskedQuestion:
     labels: list[LabelIds]
     order: list[int]
     texts: Sequence[str] = ()
+    kind: str = "predicate"
+    names: Sequence[str] = ("yes", "no")
 
     @property
     def label_ids(self) -> tuple[int, ...]:
         """Return the tokens to read after each item."""
         return tuple(token for ids in self.labels for token in ids)
 
-    def answer(self, rows: Sequence[Sequence[float]], empty: Sequence[Sequence[float]] | None) -> Answer:
+    def answer(
+        self, rows: Sequence[Sequence[float]], empty: Sequence[Sequence[float]] | None, scale: LabelScale | None = None
+    ) -> Answer:
         """Return the answer.
 
         Args:
             rows: log-probabilities of `label_ids` after each item, or of the tokens of each item's text.
             empty: the same behind a content-free state, for calibration; None for none.
+            scale: calibration of the labels, applied last; None for none.
         """
         logs = self._logs(rows)
         weighed = logs if empty is None else logs - self._logs(empty)
         # The options are items with one text each, the labels of one item, or items with the labels yes and no.
         scores = weighed.ravel() if self.texts or len(rows) == 1 else weighed[:, 0] - weighed[:, 1]
+        if scale is not None:
+            bias = [scale.bias.get(name, 0.0) for name in self.names] or 0.0
+            scores = (scores - np.asarray(bias)) / scale.temperature
         own = np.asarray(softmax(scores))
         mass = float(np.exp(logsumexp(logs, axis=0 if self.texts else 1)).min())
         question = self.question
@@ -170,7 +181,7 @@ def ask(question: Any, method: str, labels: AnswerLabels, part: str) -> AskedQue
     if method == "likelihood":
         pieces = ["", question.text, "\nAnswer with a few words only."]
         texts = [str(shown[number].value) for number in order]
-        return AskedQuestion(question, [pieces] * len(texts), [], order, texts)
+        return AskedQuestion(question, [pieces] * len(texts), [], order, texts, "likelihood", ())
     if method == "separate":
         return _ask_separately(question, [shown[n] for n in order], order, labels, part)
     return _ask_letters(question, [shown[n] for n in order], order, labels, part)
@@ -209,7 +220,9 @@ def _ask_letters(
     for option, (label, _) in zip(shown, found):
         pieces += [f"\n{label}. ", *_described(option)]
     pieces.append(f"\nAnswer with the {kind} of one {noun} only.")
-    return AskedQuestion(question, [pieces], [ids for _, ids in found[: len(shown)]], order)
+    taken = found[: len(shown)]
+    kinds = {"letter": "letters", "number": "digits"}
+    return AskedQuestion(question, [pieces], [ids for _, ids in taken], order, (), kinds[kind], [label for label, _ in taken])
 
 
 def _ask_separately(
@@ -217,7 +230,7 @@ def _ask_separately(
 ) -> AskedQuestion:
     end = "\nIs the proposed answer right? Answer yes or no only."
     items = [["", question.text, "\nProposed answer: ", *_described(option), end] for option in shown]
-    return AskedQuestion(question, items, _yes_no(labels, part), order)
+    return AskedQuestion(question, items, _yes_no(labels, part), order, (), "separate", ())
 
 
 def _described(option: Option) -> list[str]:
