@@ -17,7 +17,7 @@ from chunkattn.errors import ConfigError, RequestError
 from chunkattn.evaluation.chart import draw
 from chunkattn.evaluation.data import Decisions, read_data
 from chunkattn.evaluation.decisions import WAYS, Given, Way, brier, compare, conclusion, ece, examine, shares_of
-from chunkattn.evaluation.labels import Sample, calibrate_labels, fit, log_loss
+from chunkattn.evaluation.labels import Sample, calibrate_labels, fit, log_loss, samples_of
 from chunkattn.evaluation.results import Results
 from tests.chat_templates import CHATML
 from tests.checkpoints import make_checkpoint
@@ -263,6 +263,17 @@ def test_results_are_kept_and_no_order_of_options_flips_an_answer(folder, tmp_pa
                 assert own.tolist() == other.tolist(), way
     output = llm.decide("letter 2", ASKED, method="separate", calibrate=True)
     assert [own.tolist() for own in found[Way("separate", True)].shares[2]] == [*map(shares_of, output.answers)]
+    samples = samples_of(llm, lines, found)
+    assert {kind: len(own) for kind, own in samples.items()} == {
+        "predicate": 4,
+        "letters": 4,
+        "digits": 4,
+        "likelihood": 8,
+        "separate": 8,
+    }
+    for place, sample in enumerate(samples["letters"]):
+        assert sample.names[sample.right] == "CAB"[place % 3]  # Cleo, Ana, Ben
+        assert np.exp(sample.scores[sample.right]) == pytest.approx(found[WAYS[0]].shares[place][1][place % 3])
     monkeypatch.setattr(llm, "decide", None)
     again = examine(llm, lines, WAYS, Results(tmp_path / "r.jsonl"), lambda count: None)
     assert str(again) == str(found)
