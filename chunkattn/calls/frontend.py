@@ -10,6 +10,7 @@ from itertools import count
 from numbers import Integral
 from typing import Any
 
+from chunkattn.calibration import LabelScale, label_scales_of
 from chunkattn.calls.algorithms import check_algorithm
 from chunkattn.calls.decide_questions import AnswerLabels
 from chunkattn.calls.detokenizer import token_decoder
@@ -80,6 +81,11 @@ class Frontend:
     def rerank_template(self) -> RerankTemplate:
         """Return the template of reranks that name none. If no trait tells of a reranker, the first use warns."""
         return default_template(self.config.rerank_template, self.reranker.template, self.config.model, self.parser.encode)
+
+    @cached_property
+    def label_scales(self) -> dict[str, LabelScale]:
+        """Return the calibration of labels by kind, from the calibration file; empty if there is none."""
+        return label_scales_of(self.config.model, self.config.chunk_calibration, self.config.revision)
 
     @cached_property
     def plain(self) -> PlainEncoder:

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _OTHERS = 8
 """Rows of a step left to decodes of other requests."""
-_LOOKUP_BATCH = 32
+LOOKUP_BATCH = 32
 """Queries per lookup. The engine answers a lookup between two steps."""
 
 T = TypeVar("T")
@@ -399,8 +399,8 @@ class ScoreCalls(Generic[T]):
 
     def lookups(self) -> Iterator[list[PrecomputeRequest]]:
         """Yield requests to look up in the cache: the queries whose algorithm depends on it."""
-        for first in range(0, len(self._calls), _LOOKUP_BATCH):
-            asking = [(request, call) for call in self._calls[first : first + _LOOKUP_BATCH] for (request,) in call.lookups()]
+        for first in range(0, len(self._calls), LOOKUP_BATCH):
+            asking = [(request, call) for call in self._calls[first : first + LOOKUP_BATCH] for (request,) in call.lookups()]
             self._by_id |= {request.request_id: call for request, call in asking}
             if asking:
                 yield [request for request, _ in asking]

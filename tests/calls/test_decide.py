@@ -283,7 +283,8 @@ def test_states_of_json_and_a_system_message(llm):
     state = {"b": [1, None, "é"], "a": True}
     written = llm.decide('{"b":[1,null,"é"],"a":true}', CASES)
     assert llm.decide(state, CASES).answers == written.answers
-    assert llm.decide([state], CASES).answers == llm.decide('[{"b":[1,null,"é"],"a":true}]', CASES).answers
+    (array,) = llm.decide([[state]], CASES)
+    assert array.answers == llm.decide('[{"b":[1,null,"é"],"a":true}]', CASES).answers
     assert llm.decide(state, CASES, system="Be brief.").answers != written.answers
 
 
@@ -375,12 +376,12 @@ def test_bad_questions(question, message, llm):
 @pytest.mark.parametrize(
     ("state", "options", "param", "message"),
     [
-        (" ", {}, "state", "the state is empty"),
+        (" ", {}, "state", "state is empty"),
         (5, {}, "state", "got int"),
         ("bad \ud800", {}, "state", "state .* is it valid Unicode"),
         ({"a": {1}}, {}, "state", "state is no JSON"),
         ({"a": float("nan")}, {}, "state", "state is no JSON"),
-        ([{"role": "user", "content": "a"}], {}, "state", "got messages"),
+        ([], {}, "state", "the list of states is empty"),
         ("a", {"method": "guess"}, "method", "method must be one of letters, likelihood, separate"),
         ("a", {"system": " "}, "system", "system must be"),
         ("a", {"system": "a", "chat_template_kwargs": {"chat_template": GEMMA}}, "system", "System role not supported"),

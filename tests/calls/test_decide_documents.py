@@ -208,6 +208,20 @@ def test_documents_from_disk(folder, tmp_path):
     assert second.usage.cached_tokens >= documents
 
 
+def test_lists_of_states_share_their_documents(llm):
+    salt, states = next(salts), [STATE, "Another state.", {"third": [1, 2]}, "The fourth state. " * 30]
+    alone = [llm.decide(own, QUESTIONS, documents=DOCUMENTS, cache_salt=next(salts)).answers for own in states]
+    outputs = llm.decide(states, QUESTIONS, documents=DOCUMENTS[::-1], cache_salt=salt)
+    assert [output.answers for output in outputs] == alone
+    documents = sum(map(len, llm.frontend.parser.read_documents(DOCUMENTS)))
+    usages = [output.usage for output in outputs]
+    assert sum(usage.computed_tokens for usage in usages) < sum(usage.prompt_tokens for usage in usages) - 2 * documents
+    again = llm.decide(states[1:], QUESTIONS[:1], documents=DOCUMENTS, cache_salt=salt, method="separate")
+    assert all(output.usage.cached_tokens >= documents for output in again)
+    with pytest.raises(CapacityError, match=r"state 2 of \d+ tokens .* max_model_len"):
+        llm.decide([STATE, STATE, "word " * 2000], QUESTIONS, documents=DOCUMENTS)
+
+
 def test_token_ids_and_equal_documents(llm):
     texts = [*PLAIN, PLAIN[0]]
     ids = [llm.tokenizer(f"Document: {own}\n\n").input_ids for own in texts]
