@@ -24,9 +24,8 @@ from typing import Any
 from chunkattn import LLM, Choice, SamplingParams
 from chunkattn.bench.geometry import save_model
 from chunkattn.bench.load.workloads import WORDS
-from chunkattn.calls.decide_questions import AnswerLabels, ask
+from chunkattn.calls.decide_questions import AskedQuestion, ask
 from chunkattn.cli.progress import timed
-from chunkattn.parsers.state_template import StateTemplate
 
 SERIAL = 4
 """Questions that `serial` is timed on."""
@@ -40,7 +39,8 @@ class Decisions:
         bytes_per_token = 28 * 2 * 8 * 128 * 2  # of Qwen3-0.6B, the largest geometry
         self.llm = LLM(str(folder), dtype="bfloat16", kv_cache_memory_bytes=kv_tokens * bytes_per_token, max_model_len=32768)
         self._rng = random.Random(0)
-        self.template = StateTemplate(self.llm.frontend.plain)
+        self.labels = self.llm.frontend.answer_labels(None, None)
+        self.template = self.labels.template
         self.question_tokens = question_tokens
         self.questions = [self._question() for _ in range(questions)]
         self.items = [self._item(question) for question in self.questions]
@@ -63,8 +63,10 @@ class Decisions:
         raise ValueError(f"a question has more than {self.question_tokens} tokens")
 
     def _item(self, question: Choice) -> list[int]:
-        asked = ask(question, "letters", AnswerLabels(self.template), "question")
-        return self.template.item(asked.items[0], "question")
+        return self.template.item(self._asked(question).items[0], "question")
+
+    def _asked(self, question: Choice) -> AskedQuestion:
+        return ask(question, "letters", self.labels, "question")
 
     def measure(self, run: Callable[[], Any]) -> tuple[float, float, Any]:
         """Return CPU seconds, wall seconds and the result of a call."""
@@ -82,8 +84,7 @@ class Decisions:
                 own = sum(map(len, self.items))
                 self.shares = (output.usage.computed_tokens - len(self.template.prefix(state))) / own
             else:
-                labels = AnswerLabels(self.template).letters[:4]
-                ids = [token for _, own in labels for token in own]
+                ids = [token for _, own in self.labels.letters[:4] for token in own]
                 query = self.template.prefix(state)
                 cpu, wall, _ = self.measure(
                     lambda query=query, items=items, ids=ids, name=name: self.llm.score(
@@ -103,7 +104,8 @@ class Decisions:
         self.shares = (output.usage.computed_tokens - len(self.template.parts(state)[1])) / own
         found["decide"] = cpu, wall
         state = self.text(tokens)
-        chats = [[{"role": "user", "content": f"{state}\n\nQuestion: {own.text}"}] for own in self.questions]
+        texts = ["".join(self._asked(own).items[0]) for own in self.questions]
+        chats = [[{"role": "user", "content": f"{state}\n\nQuestion: {text}"}] for text in texts]
         found["chat"] = self.measure(lambda: self.llm.chat(chats, PARAMS, documents=documents, use_tqdm=False))[:2]
         return found
 
