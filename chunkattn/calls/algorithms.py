@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int32, Int64
 
 from chunkattn.engine.limits import ITEMS
 from chunkattn.engine.messages import StepRates
@@ -32,13 +32,13 @@ class Documents:
     """Documents of a scoring call, and the tokens between them and every item.
 
     Attributes:
-        chunks: token ids of each document.
+        chunks: token ids of each document, int32; every layout copies them.
         state: token ids behind the documents, which every item's sequence shares.
         strategy: name of the position strategy.
         gap: positions left free before the documents.
     """
 
-    chunks: list[list[int]]
+    chunks: Sequence[Int32[np.ndarray, " T"]]
     state: list[int]
     strategy: str
     gap: int

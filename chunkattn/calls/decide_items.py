@@ -21,8 +21,8 @@ DOCUMENTS = Names("system", "documents", "state", "document", last="state")
 """Names of the parts before a question with documents."""
 
 
-def read_documents(frontend: Frontend, documents: Sequence[str | Sequence[int]]) -> list[list[int]]:
-    """Return the token ids of each document.
+def read_documents(frontend: Frontend, documents: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
+    """Return the token ids of each document, int32.
 
     Args:
         frontend: frontend of the engine.
@@ -36,7 +36,7 @@ def read_documents(frontend: Frontend, documents: Sequence[str | Sequence[int]])
     if chunks and not frontend.config.enable_prefix_caching:
         text = "decide keeps documents in the cache, and this engine has enable_prefix_caching=False; put them into the state"
         raise RequestError(text, param="documents")
-    return chunks
+    return [np.asarray(chunk, np.int32) for chunk in chunks]
 
 
 class QuestionItems:
@@ -65,7 +65,7 @@ class QuestionItems:
         template: StateTemplate,
         asked: Sequence[AskedQuestion],
         parts: Sequence[str],
-        chunks: list[list[int]],
+        chunks: list[np.ndarray],
         *,
         cache_salt: str | None,
         priority: int,

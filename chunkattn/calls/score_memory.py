@@ -118,8 +118,9 @@ def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool
     shared = blake2b(repr(form).encode(), digest_size=32)
     shared.update(np.asarray(call.before + call.after, np.int64).tobytes())
     if call.documents is not None:
-        for part in (*call.documents.chunks, call.documents.state):
-            shared.update(np.asarray([len(part), *part], np.int64).tobytes())
+        for part in (*call.documents.chunks, np.asarray(call.documents.state)):
+            shared.update(np.asarray([len(part)], np.int64).tobytes())
+            shared.update(np.asarray(part, np.int64).tobytes())
     labels = call.labels or [()] * len(call.items)
     lists = {own: np.asarray([len(own), *own], np.int64).tobytes() for own in {*labels}}
     items = [lists[own] + np.asarray(item, np.int64).tobytes() for item, own in zip(call.items, labels, strict=True)]
