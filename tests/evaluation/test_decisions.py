@@ -289,6 +289,9 @@ def test_the_commands(folder, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert "written: chunk_calibration.json" in done.stdout
     report = json.loads((tmp_path / "labels.json").read_text())
+    for option in (["--gap", "1"], ["--no-weighing"], ["--plot", "p.png"]):
+        done = CliRunner().invoke(app, ["calibrate", "d.jsonl", *option])
+        assert (done.exit_code, "d.jsonl holds decisions" in done.stderr) == (2, True)
     scales = read_label_scales(tmp_path / "chunk_calibration.json")
     assert {*scales} == {kind for kind in ("predicate", "letters", "likelihood", "separate") if report[kind]["kept"]}
     assert scales, "the random model always has the same right answer"
