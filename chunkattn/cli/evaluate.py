@@ -169,6 +169,8 @@ def calibrate(
     questions = [line for line in read if isinstance(line, Question)]
     decisions = [line for line in read if isinstance(line, Decisions)]
     if decisions:
+        if gap or not weighing or plot is not None:
+            raise ConfigError(f"--gap, --no-weighing and --plot are for questions over documents; {data} holds decisions")
         known = Results(results or Path(f"{data.stem}.results.jsonl"))
         _fit_labels(
             make_llm(model, chunk_calibration=OFF, **engine), decisions, known, output, _name(model), data.name, json_file

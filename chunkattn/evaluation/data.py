@@ -98,10 +98,11 @@ def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequ
         if not text.strip():
             continue
         fields = _Fields(f"{path} line {number}", _object(text, f"{path} line {number}"))
-        kind = _decisions if fields.has("state") else _ranking if fields.has("query") else _question
+        decides = fields.has("questions") or (fields.has("state") and not (fields.has("query") or fields.has("question")))
+        kind = _decisions if decides else _ranking if fields.has("query") else _question
         found.append(kind(number, fields))
         if type(found[-1]) is not type(found[0]):
-            kinds = "questions (`question`), rankings (`query`) or decisions (`state`)"
+            kinds = "questions (`question`), rankings (`query`) or decisions (`questions`)"
             raise RequestError(f"{path} line {number}: a file holds {kinds}, not several of them")
     if not found:
         raise RequestError(f"{path} holds no line")

@@ -158,6 +158,16 @@ def test_few_states_are_laid_out_at_a_time(llm, monkeypatch):
     assert len(outputs) == job.done == job.total == len(states)
 
 
+def test_small_states_share_steps(llm, monkeypatch):
+    states, steps, step = [f"Note {number}." for number in range(12)], [], llm.core.step
+    monkeypatch.setattr(llm.core, "step", lambda: (steps.append(1), step())[1])
+    llm.decide(states, QUESTIONS[:1], cache_salt="steps")
+    together = len(steps)
+    for state in states:
+        llm.decide(state, QUESTIONS[:1], cache_salt="other steps")
+    assert together <= 8 < 24 <= len(steps) - together
+
+
 def test_async_lists(folder, llm):
     async def ask_all():
         async with AsyncLLM(str(folder), warmup=False, **OPTIONS) as other:

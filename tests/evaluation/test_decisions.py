@@ -60,12 +60,13 @@ def test_data_is_read(tmp_path):
         (line_of(state=5), "line 2: `state` must be a text"),
         (line_of(questions=[]), "line 2: `questions` must hold a list of questions, got an empty list"),
         (line_of(questions=[{"choice": "a"}]), "line 2: `questions`: question 0 needs a list of options"),
+        ('{"state": "a"}', "line 2: `questions` must hold a list of questions, got nothing"),
         (line_of(answers=None), "line 2: `answers` must be a non-empty list of 3 right answers"),
         (line_of(answers=[True]), "line 2: `answers` must be a list of 3 right answers, one for each question"),
         (line_of(answers=[1, "true", "high"]), "line 2: answer 0 must be one of true, false, got 1"),
         (line_of(answers=[True, "Ben", "high"]), 'line 2: answer 1 must be one of "Ana", true, "true", got "Ben"'),
         (line_of(answers=[True, "true", 1]), 'line 2: answer 2 must be one of "low", "high", got 1'),
-        ('{"query": "q", "documents": ["a"], "relevance": [1]}', "or decisions (`state`), not several of them"),
+        ('{"query": "q", "documents": ["a"], "relevance": [1]}', "or decisions (`questions`), not several of them"),
     ],
 )
 def test_errors_name_line_and_field(line, said, tmp_path):
@@ -288,6 +289,9 @@ def test_the_commands(folder, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert "written: chunk_calibration.json" in done.stdout
     report = json.loads((tmp_path / "labels.json").read_text())
+    for option in (["--gap", "1"], ["--no-weighing"], ["--plot", "p.png"]):
+        done = CliRunner().invoke(app, ["calibrate", "d.jsonl", *option])
+        assert (done.exit_code, "d.jsonl holds decisions" in done.stderr) == (2, True)
     scales = read_label_scales(tmp_path / "chunk_calibration.json")
     assert {*scales} == {kind for kind in ("predicate", "letters", "likelihood", "separate") if report[kind]["kept"]}
     assert scales, "the random model always has the same right answer"
