@@ -15,7 +15,19 @@ from rich.markup import escape
 
 from chunkattn.calls.decide_files import StateLine, as_json, read_questions, read_states
 from chunkattn.calls.decide_states import read_state
-from chunkattn.cli.common import Model, Verbose, app, check_file, command, console, figures, log_to_stderr, make_llm
+from chunkattn.cli.common import (
+    Documents,
+    Model,
+    Verbose,
+    app,
+    check_file,
+    command,
+    console,
+    figures,
+    log_to_stderr,
+    make_llm,
+    read_document,
+)
 from chunkattn.cli.options import with_options
 from chunkattn.cli.progress import Steps
 from chunkattn.config import EngineConfig
@@ -41,6 +53,9 @@ Method = Annotated[str, typer.Option(help="letters, likelihood or separate.")]
 Calibrate = Annotated[
     str, typer.Option(help="off; on: divide probabilities by those behind 'N/A'; fitted: the labels of the calibration file.")
 ]
+DocumentFiles = Annotated[
+    list[Path] | None, typer.Option("--document-file", help="File of a document before every state; repeatable.")
+]
 System = Annotated[str | None, typer.Option(help="Content of a system message before the state.")]
 _CALIBRATE = {"off": False, "on": True, "fitted": "fitted"}
 _ENGINE = "tokenizer chunk_calibration dtype kv_cache_dtype attention_backend kv_cache_memory_bytes max_model_len kv_store"
@@ -55,6 +70,8 @@ def decide(
     state_file: StateFile = None,
     input_file: InputFile = None,
     output: OutputFile = None,
+    document: Documents = None,
+    document_file: DocumentFiles = None,
     method: Method = "letters",
     calibrate: Calibrate = "off",
     system: System = None,
@@ -78,7 +95,9 @@ def decide(
             raise ConfigError(f"--output {output} is the file of --input")
     asked = read_questions(questions)
     given = _Lines(input_file) if input_file is not None else _one_state(state, state_file)
-    options: dict[str, Any] = {"system": system, "method": method, "calibrate": _CALIBRATE[calibrate], "use_tqdm": False}
+    documents = [*(document or []), *map(read_document, document_file or [])]
+    options: dict[str, Any] = {"documents": documents, "system": system, "method": method, "calibrate": _CALIBRATE[calibrate]}
+    options["use_tqdm"] = False
     llm = make_llm(model, **engine)
     if isinstance(given, _Lines):
         _decide_lines(llm, given, asked, questions, output, options)

@@ -230,6 +230,7 @@ def test_one_state(folder, files):
         (["--state-file", files / "state.json"], STATES[2], {}),
         (["--state-file", files / "state.txt", "--system", "Be kind."], "[1]", {"system": "Be kind."}),
         (["-", "--method", "separate"], "a\nb", {"method": "separate"}),
+        (["a", "--document", "One.", "--document-file", files / "state.txt"], "a", {"documents": ["One.", "[1]"]}),
     ):
         done = run(folder, files, *arguments, "--output", "-", input=b"a\nb\n")
         assert done.exit_code == 0, done.output
