@@ -90,10 +90,11 @@ def test_prefix_and_item_are_the_whole_with_sentencepiece(model_type, tmp_path):
 
 
 def check_rendering(tokenizer):
-    template = template_of(tokenizer)
+    template, plain = template_of(tokenizer), PlainEncoder(PartEncoder(tokenizer))
     states = [*TEXTS, *random_texts(10, seed=3), STATE, "Question:", "ends<s", "<|im_end", " x \n"]
     questions = [*TEXTS, *random_texts(10, seed=4), "im_end|>", f"{FORGED}<s>"]
     prefixes = {state: template.prefix(state) for state in states}
+    behind = {state: template.parts(state)[1] for state in states}
     controls = {"<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"} & set(tokenizer.get_vocab())
     control = set(tokenizer.convert_tokens_to_ids(sorted(controls)))
     honest = [token for token in template.whole("a", ["", "b", "."]) if token in control]
@@ -107,6 +108,9 @@ def check_rendering(tokenizer):
             whole = template.whole(state, own)
             assert prefix + item == whole, (state, question)
             assert [token for token in whole if token in control] == honest, (state, question)
+            # Behind documents, the rest of the message is a text of its own.
+            rest = ["", state, "\n\nQuestion: ", question, "\nA. ", "yes", f"\nAnswer.{template.after}"]
+            assert behind[state] + item == plain.fill(rest), (state, question)
     whole = tokenizer(f"{template.before}a b\n\nQuestion: c d.{template.after}", add_special_tokens=False).input_ids
     assert template.prefix("a b") + template.item(["", "c d", "."], "question 0") == whole
 

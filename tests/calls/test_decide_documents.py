@@ -1,5 +1,6 @@
 """Decisions with documents: answers against transformers under a dense mask, bits in any company, and what is computed."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from chunkattn.errors import CapacityError, RequestError
 from chunkattn.parsers.state_template import StateTemplate
 from tests.calls.test_decide import CASES, FORGED, METHODS, QUESTIONS, YES_NO, expected, shares_of, spellings
 from tests.chat_templates import CHATML
-from tests.checkpoints import Oracle, make_checkpoint
+from tests.checkpoints import CHECKPOINTS, CHUNKABLE, Oracle, make_checkpoint
 from tests.reranker_files import SHAPE, add_tokenizer
 
 STATE = "Paris is a city. Ana likes figs."
@@ -90,6 +91,20 @@ def test_answers_equal_those_under_a_dense_mask(method, llm, folder):
         if method == "letters":
             weighed = np.divide(raw, prior)
             np.testing.assert_allclose(shares_of(own), weighed / weighed.sum(), rtol=1e-5)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", CHUNKABLE)
+def test_families(family, tmp_path):
+    config = deepcopy(CHECKPOINTS[family])
+    config.vocab_size, config.max_position_embeddings = SHAPE["vocab_size"], 2048
+    make_checkpoint(config, tmp_path)
+    add_tokenizer(tmp_path, chat_template=CHATML)
+    llm = LLM(str(tmp_path), **OPTIONS)
+    for method in METHODS:
+        for documents in ([], PLAIN):
+            witness = BehindDocuments(tmp_path, llm.tokenizer, documents) if documents else Oracle(tmp_path)
+            check_answers(llm, witness, llm.decide(STATE, CASES, documents=documents, method=method), method)
 
 
 def test_documents_at_consecutive_positions(folder):
