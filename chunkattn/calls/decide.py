@@ -106,7 +106,6 @@ def decide_call(
             frontend,
             prefix,
             items,
-            [],
             read,
             algorithm=algorithm,
             cache_salt=cache_salt,

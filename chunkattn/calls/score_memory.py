@@ -93,9 +93,9 @@ def digests(call: ScoreInputs, salt_key: str | None) -> tuple[bytes, bytes]:
     The digests omit the items' contents, because the contents of one item must not change the algorithm of other items.
     """
     digest = xxhash.xxh3_128(repr((salt_key, len(call.before))).encode())
-    digest.update(np.asarray(call.before + call.after, np.int64).tobytes())
+    digest.update(np.asarray(call.before, np.int64).tobytes())
     query = digest.digest()
-    digest.update(np.asarray([len(item) for item in call.items], np.int64).tobytes())
+    digest.update(np.asarray([call.item_first, *map(len, call.items)], np.int64).tobytes())
     return query, digest.digest()
 
 
@@ -113,9 +113,10 @@ def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool
         whole: whether the bits of a result depend on all items, which decide the layout, and on the algorithm. Else they depend
             on query, item and the item's labels alone.
     """
-    form = (salt_key, algorithm if whole else None, raw, len(call.before), len(call.after))
+    # Either order makes the same sequences; `auto` may lay them out differently.
+    form = (salt_key, (algorithm, call.item_first) if whole else None, raw, len(call.before))
     shared = blake2b(repr(form).encode(), digest_size=32)
-    shared.update(np.asarray(call.before + call.after, np.int64).tobytes())
+    shared.update(np.asarray(call.before, np.int64).tobytes())
     labels = call.labels or [()] * len(call.items)
     lists = {own: np.asarray([len(own), *own], np.int64).tobytes() for own in {*labels}}
     items = [lists[own] + np.asarray(item, np.int64).tobytes() for item, own in zip(call.items, labels, strict=True)]
