@@ -39,8 +39,8 @@ class ScoreOptions(TypedDict, total=False):
         label_token_ids: token ids of the labels, instead of `labels` and in the same forms. A sequence classifier takes no
             labels: its scores are the softmax over its classes, or the sigmoid of its only class.
         apply_softmax: normalise over the item's labels instead of the whole vocabulary; ignored for a classifier.
-        item_first: score item + query instead. Items share nothing, and only `"serial"` and `"prefill_extend"` can run, which
-            keeps the items in the cache; `"auto"` reads the items that are cached and computes the others.
+        item_first: score item + query instead. Items share nothing, so only `"serial"` and `"prefill_extend"` can run; the
+            latter keeps the items in the cache. `"auto"` reads the items that are cached and computes the others.
         algorithm: `"auto"`, `"serial"`, `"packed_segment"`, `"prefill_extend"` or `"packed_dense"`, which return equal scores;
             None takes the engine's `score_algorithm`.
         packed_ids: token ids `query<d>item<d>...item<d>`, instead of query and items. `<d>` is the engine's
