@@ -84,6 +84,13 @@ def attacks() -> Iterator[tuple[str, str, Body]]:
     yield "a dense mask", "/v1/score", {**score, "items": [list(range(50))] * 160, "algorithm": "packed_dense"}
     yield "labels", "/v1/score", {**score, "items": [[7]], "label_token_ids": [3] * (BODY // 3)}
     yield "reranking", "/v1/rerank", {"query": "a baker", "documents": [WORDS * 3] * 10_000}
+    several = {"query": "a baker", "documents": [f"{n} {WORDS}" for n in range(10_000)]}
+    yield "reranking, documents first", "/v1/rerank", {**several, "order": "document_first"}
+    yield (
+        "different items first",
+        "/v1/score",
+        {**score, "items": [[7, n % 400, n // 400] for n in range(10_000)], "item_first": True},
+    )
     yield "documents", "/v1/cache/documents", {"documents": [f"{n} {WORDS}" for n in range(5_000)], "pin": True}
     yield "tokenizing", "/tokenize", {"prompt": text, "return_token_strs": True}
     yield "detokenizing", "/detokenize", {"tokens": [100] * (BODY // 5)}

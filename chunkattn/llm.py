@@ -291,8 +291,9 @@ class LLM:
     ) -> RerankOutput:
         """Rank documents by their relevance to a query: the probability of "yes" against "no" as the model's answer.
 
-        Instruction and query come first in the prompt, so that all documents share them. The text of special tokens in
-        instruction, query or documents is tokenized as plain text.
+        Instruction and query come first in the prompt, so that all documents share them; with `order="document_first"` each
+        document comes first and stays in the cache. The text of special tokens in instruction, query or documents is tokenized
+        as plain text.
 
         Args:
             query: text that documents are judged by.

@@ -77,8 +77,9 @@ class ScoreUsage:
     Attributes:
         prompt_tokens: tokens of query and items, each counted once.
         computed_tokens: rows that the model ran; the query counts again for every pack or item that computes it.
-        cached_tokens: tokens that were not computed: of the query in the cache, of items that repeat another item of the
-            call, and of items that were scored before after the same query. The query counts too if no item needed it.
+        cached_tokens: tokens that were not computed: of the query in the cache, or of items in the cache that come before the
+            query; of items that repeat another item of the call, and of items that were scored before with the same query. The
+            query counts too if no item needed it.
     """
 
     prompt_tokens: int
@@ -95,7 +96,7 @@ class ScoreOutput:
             For a sequence classifier, `j` is the class, and the score is the softmax over the classes, or the sigmoid of a
             single class.
         logprobs: log-probabilities of the labels, a float32 log-softmax over the vocabulary; None for a classifier.
-        algorithm: name of the algorithm that ran.
+        algorithm: name of the algorithm that ran; `"prefill_extend+serial"` where `item_first` finds only some items cached.
         usage: token counts.
         logits: `logits[i][j]`, a classifier's raw output for item `i` and class `j`; None for a language model.
         predicted_seconds: predicted time in seconds of each algorithm that could have run.

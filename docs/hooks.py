@@ -319,6 +319,7 @@ _MEANINGS = {
     "ScoreBody.instruction": "Pairs: as in reranking.",
     "ScoreBody.template": "Pairs: as in reranking.",
     "ScoreBody.max_tokens_per_doc": "Pairs: as in reranking.",
+    "ScoreBody.order": "Pairs: as in reranking.",
     "GenerativeScoringBody.query": "Text or token ids.",
     "GenerativeScoringBody.items": "Texts or token ids, as the query is.",
     "GenerativeScoringBody.label_token_ids": "Token ids of the labels.",

@@ -159,7 +159,7 @@ class ScoreBench:
             algorithm: name of the algorithm, or `"auto"`.
         """
         labels = [self.labels] * len(items)
-        call = ScoreCall[ScoreOutput](self.frontend, query, items, [], labels, algorithm=algorithm)
+        call = ScoreCall[ScoreOutput](self.frontend, query, items, labels, algorithm=algorithm)
         call.plan({})
         return call
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -54,35 +54,35 @@ class Documents:
 
 @dataclass(eq=False)
 class ScoreInputs:
-    """Sequences to score: `before + item + after` for every item; and the bounds of sequences that hold several items.
+    """Sequences to score: `before + item` for every item; and the bounds of sequences that hold several items.
 
     Attributes:
-        before: token ids before every item: leading special tokens, and the query unless it is `after`.
+        before: token ids before every item: leading special tokens and the query.
         items: token ids of each item.
-        after: token ids of a query that comes after every item; else empty.
         labels: token ids of each item's labels; empty for a classifier, or where they do not matter.
         reads: number of each item's last tokens that are read. An item of one is read for all of its labels; an item of several
             has one label for each token in order. Empty reads one token of each item.
         names: the caller's names of query and items.
         documents: documents between `before` and every item; None for none.
+        item_first: whether the caller's item comes first. Then `before` is that item, and `items` holds the query alone.
         max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
         max_multi_item_seq_len: maximum number of tokens of a sequence of `packed_dense`, even with one item.
         max_batch_tokens: maximum number of tokens of several items sent together after a cached query.
         max_pack_slots: maximum number of KV slots of a packed sequence with more than one item.
         max_batch_slots: maximum number of KV slots of several items sent together after a cached query.
         max_extend_tokens: maximum number of tokens of one item after a cached query: the room that the KV pool has beside the
-            query.
+            query, and at most `max_chunk_len`.
         block_size: tokens of a KV page.
         items_on_pages: whether every item begins on a page.
     """
 
     before: list[int]
     items: list[list[int]]
-    after: list[int] = field(default_factory=list)
     labels: Sequence[tuple[int, ...]] = ()
     reads: Sequence[int] = ()
     names: Names = ITEMS
     documents: Documents | None = None
+    item_first: bool = False
     max_pack_tokens: int = 8192
     max_multi_item_seq_len: int = 8192
     max_batch_tokens: int = 2048
@@ -114,7 +114,7 @@ class ScoreInputs:
     @property
     def query_len(self) -> int:
         """Return the number of tokens that every sequence has beside its item."""
-        return len(self.before) + len(self.after) + (0 if self.documents is None else len(self.documents))
+        return len(self.before) + (0 if self.documents is None else len(self.documents))
 
     def reads_of(self, place: int) -> int:
         """Return the number of tokens that are read of an item.
@@ -158,9 +158,8 @@ def serial(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
     """
     for place in places:
         item = call.items[place]
-        prefix, question = ([], call.before + item + call.after) if call.after else (call.before, item)
-        reads, end = call.reads_of(place), len(prefix) + len(question)
-        yield make_layout(prefix, [], question), np.arange(end - reads, end), [place] * reads
+        reads, end = call.reads_of(place), call.query_len + len(item)
+        yield make_layout(call.before, [], item), np.arange(end - reads, end), [place] * reads
 
 
 def packed_segment(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
@@ -198,8 +197,6 @@ def _packs(
         places: places of the items.
         cut: cuts lengths of items into ranges, see `groups`.
     """
-    if call.after:
-        raise ValueError("item_first leaves no shared prefix to pack after")
     for first, last in cut([len(call.items[place]) for place in places]):
         # Every item starts at the query's length, as if it were alone, regardless of the engine's position strategy.
         packed = places[first:last]
@@ -344,22 +341,23 @@ def refusals(
         caching: whether the engine caches prefixes.
         backends: see `EngineLimits`.
     """
-    reason = None
-    if call.after:
-        reason = "item_first leaves no shared prefix"
-    elif sliding_window is not None:
-        reason = f"the checkpoint's sliding window of {sliding_window} tokens has no meaning across packed items"
-    if reason:
-        return {name: reason for name in ALGORITHMS if name != "serial"}
+    if sliding_window is not None:
+        text = f"the checkpoint's sliding window of {sliding_window} tokens has no meaning across packed items"
+        return {name: text for name in ALGORITHMS if name != "serial"}
     refused = {name: reason for name, backend in BACKENDS.items() if (reason := backends.get(backend))}
+    first, last = "query", f"longest {call.names.chunk}"
+    if call.item_first:
+        first, last = call.names.chunk, "query"
+        turned = f"every {first} comes before the query, which leaves no shared prefix"
+        refused |= dict.fromkeys(("packed_segment", "packed_dense"), turned)
     if not caching:
-        refused["prefill_extend"] = "it keeps the query in the cache, and this engine has enable_prefix_caching=False"
+        refused["prefill_extend"] = f"it keeps the {first} in the cache, and this engine has enable_prefix_caching=False"
     item = max(map(len, call.items), default=0)
     longest = call.query_len + item
     if item > call.max_extend_tokens:
         refused.setdefault(
             "prefill_extend",
-            f"the longest {call.names.chunk} of {item} tokens does not fit the KV pool on pages of its own beside the query's; "
+            f"the {last} of {item} tokens does not fit the KV pool on pages of its own beside the {first}'s; "
             f"there is room for {max(call.max_extend_tokens, 0)}",
         )
     if longest > call.max_multi_item_seq_len:
@@ -406,8 +404,11 @@ def select_algorithm(
     *,
     query_cached: bool,
     before: str | None = None,
+    item_first: bool = False,
 ) -> tuple[str, dict[str, float]]:
     """Choose the algorithm to run: the named algorithm, or for `"auto"` the cheapest algorithm.
+
+    Where the item comes first, `"auto"` takes `prefill_extend` if the item is cached, else `serial`, which keeps no item.
 
     Args:
         name: name of an algorithm, or `"auto"`.
@@ -417,6 +418,7 @@ def select_algorithm(
         query_cached: whether the query is probably in the cache.
         before: earlier choice of `"auto"` for a request of the same query and lengths, to be repeated where algorithms round
             differently; else None.
+        item_first: see `ScoreInputs`.
 
     Returns:
         The name of the algorithm, and the predicted seconds of each algorithm that `"auto"` may choose and that can serve the
@@ -435,6 +437,8 @@ def select_algorithm(
         possible["prefill_extend"] = cached
     if name != "auto":
         return name, possible
+    if item_first:
+        return "prefill_extend" if query_cached and "prefill_extend" in possible else "serial", possible
     if before in possible:
         return before, possible
     others = {n: cost for n, cost in possible.items() if n != "prefill_extend"}

@@ -158,7 +158,6 @@ class QuestionItems:
             self._frontend,
             before,
             self._items,
-            [],
             self._labels,
             algorithm=self.algorithm,
             cache_salt=self._cache_salt,

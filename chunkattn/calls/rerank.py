@@ -1,6 +1,7 @@
 """Reranking: documents are items after an instruction and a query; the probability of "yes" is their relevance.
 
-Instruction and query come first, so all documents share them. The template's text and the users' texts are tokenized
+Instruction and query come first, so all documents share them. With the order `document_first`, each document is a prefix of
+its own that stays in the cache, and instruction and query follow it. The template's text and the users' texts are tokenized
 separately, so that only the template produces control tokens.
 """
 
@@ -13,8 +14,9 @@ from typing import Any, TypedDict
 
 from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.items_first import ItemsFirst, items_first_job
 from chunkattn.calls.rerank_template import RerankTemplate, pick_template
-from chunkattn.calls.score import ScoreCall
+from chunkattn.calls.score import ScoreCall, ScoreCalls
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
@@ -71,7 +73,11 @@ class RerankOptions(TypedDict, total=False):
         max_tokens_per_doc: number of tokens to which a document is cut, or fewer where fewer fit; None cuts nothing.
         truncate_prompt_tokens: limit on the tokens of query, template and document together, or what fits where that is less.
             The document alone is cut. -1 cuts to what fits; None cuts nothing.
-        algorithm: see `chunkattn.calls.score_inputs.ScoreOptions`.
+        order: `"query_first"`, in which the documents share the query; or `"document_first"`, in which each document stays in
+            the cache, so that the next query over it computes the tokens behind the document alone. The orders are different
+            prompts with different scores.
+        algorithm: see `chunkattn.calls.score_inputs.ScoreOptions`. With `"document_first"`, None and `"auto"` take
+            `"prefill_extend"` where it can run, else `"serial"`, which keeps no document.
         cache_salt: see `LLM.generate`.
         priority: see `LLM.generate`; one value for the call.
     """
@@ -80,6 +86,7 @@ class RerankOptions(TypedDict, total=False):
     template: RerankTemplate | str | None
     max_tokens_per_doc: int | None
     truncate_prompt_tokens: int | None
+    order: str
     algorithm: str | None
     cache_salt: str | None
     priority: int
@@ -95,11 +102,12 @@ def rerank_call(
     template: RerankTemplate | str | None = None,
     max_tokens_per_doc: int | None = None,
     truncate_prompt_tokens: int | None = None,
+    order: str = "query_first",
     algorithm: str | None = None,
     cache_salt: str | None = None,
     priority: int = 0,
     names: Names = DOCUMENTS,
-) -> ScoreCall[RerankOutput]:
+) -> ScoreCall[RerankOutput] | ScoreCalls[RerankOutput]:
     """Check the arguments of `LLM.rerank`, choose the algorithm and return the call, which scores documents as items.
 
     See `LLM.rerank` and `RerankOptions` for the arguments; errors call query and documents by `names`.
@@ -127,29 +135,41 @@ def rerank_call(
     if truncate_prompt_tokens != -1:
         _check_count("truncate_prompt_tokens", truncate_prompt_tokens, " or -1")
     cuts = max_tokens_per_doc is not None or truncate_prompt_tokens is not None
-    prefix, contents, end = fill_template(frontend.plain, picked, query, given, instruction, cuts=cuts, names=names)
-    labels = () if classes else label_ids(frontend.plain, picked)
-    most = _most_tokens(frontend.limits, len(prefix), len(end), contents, max_tokens_per_doc, truncate_prompt_tokens, names)
+    parts = fill_template(frontend.plain, picked, query, given, instruction, order=order, cuts=cuts, names=names)
+    before, contents, after = parts
+    labels = () if classes else label_ids(frontend.plain, picked, order)
+    first = order == "document_first"
+    limit, room = _room(frontend.limits, len(before), len(after), document_first=first)
+    taken = len(before) + len(after)
+    most = _most_tokens(limit, room, taken, contents, max_tokens_per_doc, truncate_prompt_tokens, names)
     truncated = [len(own) > most for own in contents]
-    items = [own[:most] + end for own in contents]
+    cut = [own[:most] for own in contents]
+    shared, items = (after, [before + own for own in cut]) if first else (before, [own + after for own in cut])
     frontend.limits.check_ids(labels, "template")
-    frontend.limits.check_items(prefix, items, names)
-    call = ScoreCall(
-        frontend,
-        prefix,
-        items,
-        [],
-        [labels] * len(items) if labels else [],
-        finish=partial(rank, documents=given, truncated=truncated, template=picked.name, column=column, top_n=top_n),
-        algorithm=algorithm,
-        apply_softmax=True,
-        cache_salt=cache_salt,
-        priority=priority,
-        raw=len(labels) == 1,
-        names=names,
-    )
+    frontend.limits.check_items(shared, items, names)
+    finish = partial(rank, documents=given, truncated=truncated, template=picked.name, column=column, top_n=top_n)
+    lists = [labels] * len(items) if labels else []
+    how: dict[str, Any] = {"apply_softmax": True, "cache_salt": cache_salt, "priority": priority}
+    how |= {"raw": len(labels) == 1, "names": names}
+    if first:
+        algorithm = _keeping(frontend, len(after)) if algorithm in (None, "auto") else algorithm
+        turned = ItemsFirst(frontend, items, shared, lists, algorithm=algorithm, **how)
+        return items_first_job(frontend, [turned], lambda outputs: finish(outputs[0]))
+    call = ScoreCall(frontend, shared, items, lists, finish=finish, algorithm=algorithm, **how)
     call.plan(too_costly([call], frontend.config.max_tokens_per_call))
     return call
+
+
+def _keeping(frontend: Frontend, query_len: int) -> str:
+    """Return the algorithm that keeps documents in the cache, or `serial` where it cannot run.
+
+    Args:
+        frontend: frontend of the engine.
+        query_len: tokens behind a document.
+    """
+    config = frontend.config
+    keeps = config.enable_prefix_caching and frontend.limits.sliding_window is None and query_len <= config.max_chunk_len
+    return "prefill_extend" if keeps else "serial"
 
 
 def fill_template(
@@ -159,6 +179,7 @@ def fill_template(
     documents: Sequence[str | list[int]],
     instruction: str | None = None,
     *,
+    order: str = "query_first",
     cuts: bool = False,
     names: Names = DOCUMENTS,
 ) -> tuple[list[int], list[list[int]], list[int]]:
@@ -170,13 +191,14 @@ def fill_template(
         query: the query to judge documents by.
         documents: texts or token ids, which are taken as they are.
         instruction: replaces the template's own.
+        order: one of `chunkattn.calls.rerank_template.ORDERS`.
         cuts: whether documents will be cut, so that the far end of a text need not be tokenized.
         names: the caller's names of query and documents.
 
     Raises:
-        RequestError: a text cannot be tokenized, or the template takes no instruction.
+        RequestError: a text cannot be tokenized, or the template takes no instruction or not this order.
     """
-    shared, spaces = template.split(query, instruction)
+    head, spaces, rest = template.split(query, instruction, order)
     gap = plain(spaces) if spaces else []
     contents = [
         plain(spaces + (plain.encode.head(document) if cuts else document), names.of(index), names.chunks)
@@ -185,26 +207,27 @@ def fill_template(
         for index, document in enumerate(documents)
     ]
     try:
-        leading, prefix = plain.encode.leading_ids, [token for part in shared for token in plain.fill(part)]
+        before, after = ([token for part in side for token in plain.fill(part)] for side in (head, rest))
     except RequestError:
         for name, own in ((names.prefix, query), ("instruction", instruction or "")):
             plain(own, name, name)  # raises for the text at fault
         raise
-    prefix = prefix if prefix[: len(leading)] == leading else leading + prefix
-    return prefix, contents, [token for part in template.tail for token in plain.fill([part])]
+    leading = plain.encode.leading_ids
+    return before if before[: len(leading)] == leading else leading + before, contents, after
 
 
-def label_ids(plain: PlainEncoder, template: RerankTemplate) -> tuple[int, ...]:
+def label_ids(plain: PlainEncoder, template: RerankTemplate, order: str = "query_first") -> tuple[int, ...]:
     """Return the token id of each label of a template.
 
     Args:
         plain: tokenizer of the model.
         template: the template.
+        order: one of `chunkattn.calls.rerank_template.ORDERS`.
 
     Raises:
         RequestError: a label is not one token where it follows the last part of the template, or two labels are the same token.
     """
-    tail = template.tail[-1]
+    tail = template.tail(order)
     found, end = [], plain.fill([tail])
     for label in template.labels:
         ids = plain.fill([tail + label])
@@ -219,10 +242,23 @@ def label_ids(plain: PlainEncoder, template: RerankTemplate) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _room(limits: EngineLimits, before: int, after: int, *, document_first: bool) -> tuple[str, int]:
+    """Return the tightest limit on a document, and the tokens that it allows; below 0 without room.
+
+    Args:
+        limits: limits of the engine.
+        before: tokens before a document.
+        after: tokens after a document.
+        document_first: whether the document begins the prompt. The query may then begin on a page of its own.
+    """
+    limit, room = limits.room_behind(after, chunks=True) if document_first else limits.room_behind(before)
+    return limit, room - (before if document_first else after)
+
+
 def _most_tokens(
-    limits: EngineLimits,
-    before: int,
-    after: int,
+    limit: str,
+    room: int,
+    around: int,
     contents: list[list[int]],
     each: int | None,
     together: int | None,
@@ -231,9 +267,9 @@ def _most_tokens(
     """Return the number of tokens to which documents are cut.
 
     Args:
-        limits: limits of the engine.
-        before: tokens before a document.
-        after: tokens after a document.
+        limit: name of the tightest limit on a document.
+        room: tokens that the limit allows.
+        around: tokens before and after a document.
         contents: token ids of every document.
         each: `max_tokens_per_doc`.
         together: `truncate_prompt_tokens`.
@@ -243,20 +279,18 @@ def _most_tokens(
         CapacityError: a document does not fit and may not be cut, or no document could fit.
     """
     most = each
-    taken = f"query, instruction and template take {before + after} tokens, and"
+    taken = f"query, instruction and template take {around} tokens, and"
     if together is not None and together > 0:
-        if (left := together - before - after) < 1:
+        if (left := together - around) < 1:
             text = f"{taken} truncate_prompt_tokens {together} leaves no room for a document"
             raise CapacityError(text, param="truncate_prompt_tokens")
         most = left if most is None else min(most, left)
-    limit, room = limits.room_behind(before)
-    room -= after
     if room < 1 and contents:
         raise CapacityError(f"{taken} {limit} leaves no room for a document", param=names.prefix)
     for index, own in enumerate(contents):
         if each is None and together is None and len(own) > room:
             raise CapacityError(
-                f" has {len(own)} tokens; after this query, {limit} leaves room for {room}; "
+                f" has {len(own)} tokens; beside this query, {limit} leaves room for {room}; "
                 f"pass max_tokens_per_doc={room} or less to cut documents",
                 param=names.chunks,
                 part=names.of(index),

@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 _SLOT = re.compile(r"\{(instruction|query|document)\}")
 _APART = "{|}"
 """Mark between parts of a template that are tokenized apart."""
+ORDERS = ("query_first", "document_first")
+"""Orders of query and document in a prompt."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class RerankTemplate:
         control_tokens: parts of the text that must be single tokens in the model's tokenizer.
         instruction_line: text that takes the place of `{instruction}` in `text`, with `{instruction}` once; left out if the
             instruction is empty.
+        document_first: text of the other order, with the places of `text` and `{document}` before the others; None if the
+            template has no such form. The document is tokenized apart from the text behind it.
 
     Raises:
         RequestError: a place is missing, repeated or out of order.
@@ -44,6 +48,7 @@ class RerankTemplate:
     instruction: str | None = None
     control_tokens: tuple[str, ...] = ()
     instruction_line: str = "{instruction}"
+    document_first: str | None = None
 
     def __post_init__(self) -> None:
         slots = _SLOT.split(self.text)[1::2]
@@ -51,6 +56,13 @@ class RerankTemplate:
             raise RequestError(
                 f"the text of template {self.name!r} must hold {{query}} once, {{instruction}} at most once and then "
                 f"{{document}} once; it holds {slots}",
+                param="template",
+            )
+        turned = None if self.document_first is None else _SLOT.split(self.document_first)[1::2]
+        if turned is not None and (sorted(turned) != sorted(slots) or turned[0] != "document"):
+            raise RequestError(
+                f"document_first of template {self.name!r} must hold {{document}} and then the other places of the text, each "
+                f"once; it holds {turned}",
                 param="template",
             )
         if ("instruction" in slots) != (self.instruction is not None):
@@ -64,35 +76,57 @@ class RerankTemplate:
         if _SLOT.findall(self.instruction_line) != ["instruction"]:
             raise RequestError(f"instruction_line of template {self.name!r} must hold {{instruction}} once", param="template")
 
-    def split(self, query: str, instruction: str | None = None) -> tuple[list[list[str]], str]:
-        """Return the text before the document, filled with the query and the instruction, and the spaces before the document.
+    def ordered(self, order: str) -> str:
+        """Return the text in one of `ORDERS`.
 
-        The text comes in the parts that are tokenized apart, each in pieces: the template's text at even places, users' texts
-        at odd places.
+        Raises:
+            RequestError: the order is unknown, or the template has no form with the document first.
+        """
+        if order not in ORDERS:
+            raise RequestError(f"order must be {' or '.join(ORDERS)}, got {order!r}", param="order")
+        if order == "query_first":
+            return self.text
+        if self.document_first is None:
+            text = (
+                f"template {self.name!r} has no form with the document first; give it one as RerankTemplate(document_first=...)"
+            )
+            raise RequestError(text, param="order")
+        return self.document_first
+
+    def split(
+        self, query: str, instruction: str | None = None, order: str = "query_first"
+    ) -> tuple[list[list[str]], str, list[list[str]]]:
+        """Return the text before the document, the spaces before the document, and the text after the document.
+
+        Query and instruction are filled in. The texts come in the parts that are tokenized apart, each in pieces: the
+        template's text at even places, users' texts at odd places.
 
         Args:
             query: the query.
             instruction: the instruction; None uses the template's own.
+            order: one of `ORDERS`.
 
         Raises:
-            RequestError: an instruction is given, and the template has no place for it.
+            RequestError: as `ordered`, or an instruction is given, and the template has no place for it.
         """
         if instruction is not None and self.instruction is None:
             raise RequestError(f"template {self.name!r} takes no instruction", param="instruction")
         filled = {"query": query, "instruction": self.instruction if instruction is None else instruction}
         line = self.instruction_line if filled["instruction"] else ""
-        head = self.text.partition("{document}")[0].replace("{instruction}", line)
+        head, _, rest = self.ordered(order).replace("{instruction}", line).partition("{document}")
         kept = head.rstrip(" ")
-        shared = [
-            [filled[piece] or "" if place % 2 else piece for place, piece in enumerate(_SLOT.split(part))]
-            for part in kept.split(_APART)
-        ]
-        return shared, head[len(kept) :]
+        before, after = (
+            [
+                [filled[piece] or "" if place % 2 else piece for place, piece in enumerate(_SLOT.split(part))]
+                for part in side.split(_APART)
+            ]
+            for side in (kept, rest)
+        )
+        return before, head[len(kept) :], after
 
-    @property
-    def tail(self) -> list[str]:
-        """Return the text after the document, in the parts that are tokenized apart."""
-        return self.text.partition("{document}")[2].split(_APART)
+    def tail(self, order: str = "query_first") -> str:
+        """Return the template's own text at the end, back to a user's text or to a part that is tokenized apart."""
+        return _SLOT.split(self.ordered(order))[-1].split(_APART)[-1]
 
 
 GENERIC = RerankTemplate(
@@ -103,43 +137,54 @@ GENERIC = RerankTemplate(
     ),
     labels=(" yes", " no"),
     instruction="Given a search query, find passages that answer it",
+    document_first=(
+        "Judge whether the document meets the instruction and the query. Answer yes or no.\n\nDocument:\n{document}\n\n"
+        "Instruction:\n{instruction}\n\nQuery:\n{query}\n\nAnswer:"
+    ),
 )
 """Template for models that are not trained to rank."""
 
+_QWEN3_BEGIN = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_QWEN3_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
 QWEN3_RERANKER = RerankTemplate(
     name="qwen3-reranker",
-    text=(
-        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
-        'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-        "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    ),
+    text=f"{_QWEN3_BEGIN}<Instruct>: {{instruction}}\n<Query>: {{query}}\n<Document>: {{document}}{_QWEN3_END}",
     instruction="Given a web search query, retrieve relevant passages that answer the query",
     control_tokens=("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    document_first=f"{_QWEN3_BEGIN}<Document>: {{document}}\n<Instruct>: {{instruction}}\n<Query>: {{query}}{_QWEN3_END}",
 )
-"""Template that Qwen3-Reranker was trained on, word for word."""
+"""Template that Qwen3-Reranker was trained on, word for word. It was not trained on the form with the document first."""
+
+_MXBAI_BEGIN = (
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n<|im_start|>user\n{|}"
+)
+_MXBAI_END = (
+    "{|}\n{|}You are a search relevance expert who evaluates how well documents match search queries. For each query-document "
+    "pair, carefully analyze the semantic relationship between them, then provide your binary relevance judgment "
+    "(0 for not relevant, 1 for relevant).\nRelevance:{|}<|im_end|>\n<|im_start|>assistant\n"
+)
 
 MXBAI_RERANK_V2 = RerankTemplate(
     name="mxbai-rerank-v2",
-    text=(
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-        "<|im_start|>user\n{|}{instruction}query: {query}{|}\n{|}document: {document}{|}\n{|}"
-        "You are a search relevance expert who evaluates how well documents match search queries. For each query-document "
-        "pair, carefully analyze the semantic relationship between them, then provide your binary relevance judgment "
-        "(0 for not relevant, 1 for relevant).\nRelevance:{|}<|im_end|>\n<|im_start|>assistant\n"
-    ),
+    text=f"{_MXBAI_BEGIN}{{instruction}}query: {{query}}{{|}}\n{{|}}document: {{document}}{_MXBAI_END}",
     labels=("1", "0"),
     instruction="",
     control_tokens=("<|im_start|>", "<|im_end|>"),
     instruction_line="instruction: {instruction}\n",
+    document_first=f"{_MXBAI_BEGIN}document: {{document}}{{|}}\n{{|}}{{instruction}}query: {{query}}{_MXBAI_END}",
 )
-"""Template that mxbai-rerank-v2 was trained on, in the parts that its authors tokenize.
+"""Template that mxbai-rerank-v2 was trained on, in the parts that its authors tokenize. It was not trained on the form with the
+document first.
 
 Source: https://github.com/mixedbread-ai/mxbai-rerank
 """
 
-PLAIN = RerankTemplate(name="plain", text="{query}{document}")
-"""Template of query and document only, which the bundled demo model was trained on."""
+PLAIN = RerankTemplate(name="plain", text="{query}{document}", document_first="{document}{query}")
+"""Template of query and document only. The bundled demo model was trained on it, with the query first."""
 
 TEMPLATES = {template.name: template for template in (GENERIC, QWEN3_RERANKER, MXBAI_RERANK_V2, PLAIN)}
 

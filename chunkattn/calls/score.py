@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from chunkattn.calls.algorithms import (
     Documents,
     ScoreInputs,
     extend_documents,
+    groups,
     predict,
     refusals,
     select_algorithm,
@@ -66,7 +68,6 @@ class ScoreCall(ScoreInputs, Generic[T]):
         frontend: frontend of the engine.
         before: token ids before every item.
         items: token ids of each item, which fit the engine with the query.
-        after: token ids of a query that comes after every item; else empty.
         labels: token ids to read after each item, one list per item; empty for a classifier. All token ids have been checked.
         finish: makes the result of the call from the scores; None returns the scores.
         algorithm: see `LLM.score`.
@@ -77,11 +78,14 @@ class ScoreCall(ScoreInputs, Generic[T]):
         names: the caller's names of query and items.
         reads: see `ScoreInputs`.
         documents: see `ScoreInputs`; the algorithm is `prefill_extend` then.
+        item_first: see `ScoreInputs`. `prefill_extend` then keeps `before` in the KV store as well, if the engine has one.
 
     Attributes:
         total: number of items to score.
         done: number of items that have been scored.
+        is_whole: whether the layout of all items decides the bits of each result.
         cached_query: tokens of the query that were in the cache when the query was computed by itself.
+        is_missing: whether the engine has told that more than the last block of `before` is not in the cache.
 
     Raises:
         RequestError: the priority or the salt is invalid.
@@ -95,7 +99,6 @@ class ScoreCall(ScoreInputs, Generic[T]):
         frontend: Frontend,
         before: list[int],
         items: list[list[int]],
-        after: list[int],
         labels: Sequence[tuple[int, ...]],
         *,
         finish: Callable[[ScoreOutput], T] | None = None,
@@ -107,27 +110,28 @@ class ScoreCall(ScoreInputs, Generic[T]):
         names: Names = ITEMS,
         reads: Sequence[int] = (),
         documents: Documents | None = None,
+        item_first: bool = False,
     ) -> None:
         limits = frontend.limits
-        query_len = len(before) + len(after)
-        bounds = _bounds(frontend.config, limits, query_len)
-        super().__init__(before, items, after, labels, reads, names, documents, **bounds)
+        bounds = _bounds(frontend.config, limits, len(before))
+        super().__init__(before, items, labels, reads, names, documents, item_first, **bounds)
         self._frontend, self._memory, self._finish = frontend, frontend.scores, finish
         self.algorithm = algorithm or frontend.config.score_algorithm
         (self.priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
         self.apply_softmax, self.raw = apply_softmax, raw
-        self._whole = not limits.batch_invariant or self.algorithm in BACKENDS  # the layout of the items decides the bits
-        self._keys = item_keys(self, self.algorithm, self._salt_key, raw, whole=self._whole)
+        self.is_whole = not limits.batch_invariant or self.algorithm in BACKENDS
+        self._keys = item_keys(self, self.algorithm, self._salt_key, raw, whole=self.is_whole)
         known, first = self._memory.results.get(self._keys), dict[bytes, int]()
         for place, key in enumerate(self._keys):
             first.setdefault(key, place)
-        if self._whole and len(known) < len(first):
+        if self.is_whole and len(known) < len(first):
             known = {}
         self._first = [first[key] for key in self._keys]
         self._values = {first[key]: row for key, row in known.items()}  # of items, one for each label or class
         self._open = [place for key, place in first.items() if key not in known]  # items to score
         self._places: dict[str, list[int]] = {}  # items of the requests in flight
         self._computed = self.cached_query = 0
+        self.is_missing = False
         self.total, self.done = len(self._open), 0
         self._chosen: tuple[str, dict[str, float]] | None = None
 
@@ -156,12 +160,14 @@ class ScoreCall(ScoreInputs, Generic[T]):
         costs, cached = (
             predict(self, self._memory.rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
         )
-        self._select = partial(select_algorithm, wanted, refused, costs, cached["prefill_extend"])
+        extend = cached["prefill_extend"]
+        self._select = partial(select_algorithm, wanted, refused, costs, extend, item_first=self.item_first)
         self._query, self._shape = digests(self, self._salt_key)
         with self._memory.lock:
             known = self._memory.has_query(self._query) or self._shape in self._memory.choices
         depends = len({self._select(query_cached=found)[0] for found in (False, True)}) > 1
-        if wanted != "auto" or known or not depends or not self._open:
+        # For items that come first, a guess is not enough: an item that was evicted is not kept again.
+        if wanted != "auto" or (known and not self.item_first) or not depends or not self._open:
             self._choose(None)
 
     def _plan_documents(self, costly: dict[str, str]) -> None:
@@ -180,9 +186,9 @@ class ScoreCall(ScoreInputs, Generic[T]):
         with memory.lock:
             found = memory.has_query(self._query) if query_cached is None else query_cached
             chosen = self._chosen = self._select(query_cached=found, before=memory.choices.get(self._shape))
-            if is_auto and self._whole:
+            if is_auto and self.is_whole and not self.item_first:
                 memory.keep_choice(self._shape, chosen[0])
-        if is_auto:
+        if is_auto and not self.item_first:
             expected = ", ".join(f"{name} {cost:.3g} s" for name, cost in chosen[1].items())
             logger.info("scoring by %s; predicted: %s", chosen[0], expected)
         return chosen
@@ -198,14 +204,17 @@ class ScoreCall(ScoreInputs, Generic[T]):
         return self.choice[0] == "prefill_extend"
 
     def lookups(self) -> Iterator[list[PrecomputeRequest]]:
-        """Yield the request that asks whether the query is cached, if the choice depends on it."""
-        if self._chosen is None:
+        """Yield the request that asks whether the query is cached, if the choice or the order of calls depends on it."""
+        if self._chosen is None or (self.item_first and self.extends and self._open):
             yield [self._query_request()]
 
     def decide(self, asked: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
         """Choose the algorithm. A query counts as cached when at most its last block is missing."""
         (found,) = cached
-        self._choose(len(self.before) - found.total < self.block_size)
+        lacks_all = self.item_first and not found.total  # an item may be shorter than a block
+        self.is_missing = lacks_all or len(self.before) - found.total >= self.block_size
+        if self._chosen is None:
+            self._choose(not self.is_missing)
 
     # Requests and results
 
@@ -265,7 +274,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
 
     def _query_request(self) -> PrecomputeRequest:
         layout, name = make_layout(self.before, [], []), self._frontend.new_id()
-        return PrecomputeRequest(name, layout, self._salt_key, persist=False, priority=self.priority)
+        return PrecomputeRequest(name, layout, self._salt_key, persist=self.item_first, priority=self.priority)
 
     def take(self, output: EngineOutput, stop: StopSample | None = None) -> bool:
         """Store the result of one request."""
@@ -351,7 +360,7 @@ def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int) -> dict[
         "max_multi_item_seq_len": config.max_multi_item_seq_len,
         "max_batch_tokens": max(batch, 1),
         "max_batch_slots": min(room, beside_query),
-        "max_extend_tokens": beside_query,
+        "max_extend_tokens": min(beside_query, config.max_chunk_len),
         "block_size": block,
         "items_on_pages": limits.items_on_pages,
     }
@@ -380,22 +389,39 @@ class ScoreCalls(Generic[T]):
         self.total, self.done = sum(call.total for call in calls), 0
 
     def stages(self) -> Iterator[Stage]:
-        """Yield the stages in order, query by query. Small stages of several queries become one."""
-        waiting: Stage = []
-        tokens = 0
-        for call in self._calls:
-            for stage in call.stages():
-                self._by_id |= {request.request_id: call for request in stage}
-                size = sum(len(request.layout) for request in stage)
-                if waiting and (call.extends or tokens + size > self._max_stage_tokens):
-                    yield waiting
-                    waiting, tokens = [], 0
-                if not call.extends and size < self._max_stage_tokens:
-                    waiting, tokens = waiting + stage, tokens + size
-                else:
-                    yield stage
-        if waiting:
-            yield waiting
+        """Yield the stages in order. Small queries run together: the first stages of all, then the second ones, and so on."""
+        for group in self._groups():
+            for stages in zip_longest(*(call.stages() for call in group), fillvalue=()):
+                requests: Stage = []
+                for call, stage in zip(group, stages, strict=True):
+                    self._by_id |= {request.request_id: call for request in stage}
+                    requests += stage
+                for first, last in groups([_rows(request) for request in requests], self._max_stage_tokens):
+                    yield requests[first:last]
+
+    def _groups(self) -> Iterator[list[ScoreCall[ScoreOutput]]]:
+        """Yield the queries that run together; none of those whose results are all known.
+
+        Cached prefixes go first, so that no other prefix evicts them. Where company decides the bits, the cache must not:
+        queries keep their order there, and a query whose items share it runs alone.
+        """
+        group: list[ScoreCall[ScoreOutput]] = []
+        slots = tokens = 0
+        for call in sorted(self._calls, key=lambda call: call.is_missing and not call.is_whole):
+            if not call.total:
+                continue
+            alone = call.extends and call.is_whole and not call.item_first
+            held, more = (call.query_len + sum(map(len, call.items)), 0) if call.extends else (0, call.tokens()[call.choice[0]])
+            if group and (alone or slots + held > call.max_batch_slots or tokens + more > self._max_stage_tokens):
+                yield group
+                group, slots, tokens = [], 0, 0
+            group.append(call)
+            slots, tokens = slots + held, tokens + more
+            if alone:
+                yield group
+                group, slots, tokens = [], 0, 0
+        if group:
+            yield group
 
     def lookups(self) -> Iterator[list[PrecomputeRequest]]:
         """Yield requests to look up in the cache: the queries whose algorithm depends on it."""
@@ -422,3 +448,11 @@ class ScoreCalls(Generic[T]):
         """Return the scores of each query, or what `finish` makes of them."""
         outputs = [call.result() for call in self._calls]
         return cast(T, outputs) if self._finish is None else self._finish(outputs)
+
+
+def _rows(request: PrecomputeRequest | ScoreRequest) -> int:
+    """Return the tokens that a request computes when the cache holds its prefix for a scoring request, and nothing else."""
+    layout = request.layout
+    if not isinstance(request, ScoreRequest) or not request.share_prefix:
+        return len(layout)
+    return layout.question_len - request.state_len if request.state_len else len(layout) - layout.prefix_len

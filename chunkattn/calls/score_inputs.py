@@ -10,6 +10,7 @@ import numpy as np
 
 from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.items_first import ItemsFirst, items_first_job
 from chunkattn.calls.job import Job
 from chunkattn.calls.labels import Labels, LabelTokenIds, read_labels
 from chunkattn.calls.score import ScoreCall, ScoreCalls
@@ -38,7 +39,8 @@ class ScoreOptions(TypedDict, total=False):
         label_token_ids: token ids of the labels, instead of `labels` and in the same forms. A sequence classifier takes no
             labels: its scores are the softmax over its classes, or the sigmoid of its only class.
         apply_softmax: normalise over the item's labels instead of the whole vocabulary; ignored for a classifier.
-        item_first: score item + query instead, which shares nothing between items.
+        item_first: score item + query instead. Items share nothing, so only `"serial"` and `"prefill_extend"` can run; the
+            latter keeps the items in the cache. `"auto"` reads the items that are cached and computes the others.
         algorithm: `"auto"`, `"serial"`, `"packed_segment"`, `"prefill_extend"` or `"packed_dense"`, which return equal scores;
             None takes the engine's `score_algorithm`.
         packed_ids: token ids `query<d>item<d>...item<d>`, instead of query and items. `<d>` is the engine's
@@ -84,11 +86,11 @@ def score_call(
     lists_of = read_labels(frontend, labels, label_token_ids)
     known: dict[int, list[list[int]]] = {}
 
-    def read(one: Any, own: Any) -> tuple[list[int], list[list[int]], list[int]]:
-        """Return the token ids before every item, of each item, and after every item."""
+    def read(one: Any, own: Any) -> tuple[list[int], list[int], list[list[int]]]:
+        """Return the leading special tokens, and the token ids of the query and of each item."""
         leading, query_ids, item_ids = tokenize_query(frontend, one, own, packed_ids, item_first=item_first, known=known)
         frontend.limits.check_items(leading + query_ids, item_ids, names)
-        return (leading, item_ids, query_ids) if item_first else (leading + query_ids, item_ids, [])
+        return leading, query_ids, item_ids
 
     pairs = None if packed_ids is not None else pair_queries(query, items)
     if pairs is None:
@@ -101,19 +103,18 @@ def score_call(
                 parts.append(read(one, own))
             except RequestError as error:
                 raise type(error)(f"query {number}: {error}", param=error.param) from None
-    lists = lists_of([len(item_ids) for _, item_ids, _ in parts], pairs is not None)
+    lists = lists_of([len(item_ids) for _, _, item_ids in parts], pairs is not None)
+    how: dict[str, Any] = {"algorithm": algorithm, "cache_salt": cache_salt, "priority": priority, "names": names}
+    how["apply_softmax"] = apply_softmax
+    if item_first:
+        turned = [
+            ItemsFirst(frontend, [leading + item for item in item_ids], query_ids, own, **how)
+            for (leading, query_ids, item_ids), own in zip(parts, lists, strict=True)
+        ]
+        return items_first_job(frontend, turned, lambda outputs: outputs[0] if pairs is None else outputs)
     calls = [
-        ScoreCall[ScoreOutput](
-            frontend,
-            *part,
-            own_lists,
-            apply_softmax=apply_softmax,
-            algorithm=algorithm,
-            cache_salt=cache_salt,
-            priority=priority,
-            names=names,
-        )
-        for part, own_lists in zip(parts, lists, strict=True)
+        ScoreCall[ScoreOutput](frontend, leading + query_ids, item_ids, own, **how)
+        for (leading, query_ids, item_ids), own in zip(parts, lists, strict=True)
     ]
     costly = too_costly(calls, frontend.config.max_tokens_per_call)
     for call in calls:

@@ -93,9 +93,9 @@ def digests(call: ScoreInputs, salt_key: str | None) -> tuple[bytes, bytes]:
     The digests omit the items' contents, because the contents of one item must not change the algorithm of other items.
     """
     digest = xxhash.xxh3_128(repr((salt_key, len(call.before))).encode())
-    digest.update(np.asarray(call.before + call.after, np.int64).tobytes())
+    digest.update(np.asarray(call.before, np.int64).tobytes())
     query = digest.digest()
-    digest.update(np.asarray([len(item) for item in call.items], np.int64).tobytes())
+    digest.update(np.asarray([call.item_first, *map(len, call.items)], np.int64).tobytes())
     return query, digest.digest()
 
 
@@ -114,9 +114,10 @@ def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool
             on query, item and the item's labels alone.
     """
     documents = None if call.documents is None else len(call.documents.chunks)
-    form = (salt_key, algorithm if whole else None, raw, len(call.before), len(call.after), documents)
+    # Either order makes the same sequences; `auto` may lay them out differently.
+    form = (salt_key, (algorithm, call.item_first) if whole else None, raw, len(call.before), documents)
     shared = blake2b(repr(form).encode(), digest_size=32)
-    shared.update(np.asarray(call.before + call.after, np.int64).tobytes())
+    shared.update(np.asarray(call.before, np.int64).tobytes())
     if call.documents is not None:
         for part in (*call.documents.chunks, np.asarray(call.documents.state)):
             shared.update(np.asarray([len(part)], np.int64).tobytes())

@@ -13,6 +13,7 @@ import pytest
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
+from benchmarks.document_first import measure as measure_documents
 from benchmarks.score_auto import Query, draw
 from benchmarks.score_auto import measure as measure_auto
 from chunkattn.bench import geometry
@@ -61,6 +62,17 @@ def test_operations_are_those_counted_by_hand():
     warm = bench.run(query, items, "prefill_extend")
     assert (warm.output.usage.computed_tokens, warm.output.usage.cached_tokens) == (4, 3)
     assert warm.flops == 4 * row + behind * pair + 2 * head
+
+
+def test_documents_first_are_measured_with_their_tokens_cached():
+    bench = ScoreBench("tiny", 1024, dtype="float32", max_num_batched_tokens=64)
+    found = measure_documents(bench, [bench.ids(40) for _ in range(5)], query_len=4, rounds=1)
+    assert found["tokens"] == {
+        "documents first": {"computed": 5 * 4, "cached": 5 * 40},
+        "query first": {"computed": 4 + 5 * 40, "cached": 0},
+    }
+    assert found["ratio"] == found["ratios"][0] > 0
+    assert found["ratio"] == pytest.approx(found["seconds"]["query first"] / found["seconds"]["documents first"])
 
 
 @pytest.mark.slow

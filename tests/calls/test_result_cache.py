@@ -155,7 +155,8 @@ def test_keys_tell_apart_what_joins_to_the_same_tokens():
     jobs = [
         ScoreInputs([1, 2], [[3]], labels=[(5, 6)]),
         ScoreInputs([1], [[2, 3]], labels=[(5, 6)]),
-        ScoreInputs([], [[3]], after=[1, 2], labels=[(5, 6)]),
+        ScoreInputs([3], [[1, 2]], labels=[(5, 6)], item_first=True),
+        ScoreInputs([1, 2], [[3]], labels=[(5, 6)], item_first=True),
     ]
     jobs += [ScoreInputs([1, 2], [[3]], labels=[own]) for own in ((6, 5), (56,), (5,))] + [ScoreInputs([1, 2], [[3]])]
     jobs += [ScoreInputs([1, 2], [item], labels=[own]) for item, own in (([6, 3], (5,)), ([], (5, 6, 3)), ([1, 5, 3], ()))]

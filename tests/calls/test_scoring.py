@@ -153,16 +153,6 @@ def test_isolation(algorithm, engine):
     np.testing.assert_allclose(np.exp(run([items[i] for i in order])), np.exp(base[order]), atol=1e-6)
 
 
-def test_item_first(engine, oracle):
-    query, items, labels = random_job(np.random.default_rng(12))
-    llm = engine("qwen3")
-    result = llm.score(query, items, label_token_ids=labels, item_first=True)
-    assert result.algorithm == "serial"
-    check(result, one_forward_per_item(oracle("qwen3"), query, items, labels, item_first=True))
-    with pytest.raises(RequestError, match="no shared prefix"):
-        llm.score(query, items, label_token_ids=labels, item_first=True, algorithm="packed_segment")
-
-
 def test_sliding_window_checkpoints_are_scored_serially(engine, oracle):
     query, items, labels = random_job(np.random.default_rng(13))
     llm = engine("mistral-window")
@@ -296,7 +286,8 @@ SLOW = StepRates(step=1e-3, row=1e-3, area=1e-9)
 def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
     refused = refusals(job, **{"sliding_window": None, "caching": True, "backends": {}, **options})
     costs, extend = (predict(job, rates, budget, query_cached=known) for known in (False, True))
-    return select_algorithm("auto", refused, costs, extend["prefill_extend"], query_cached=cached)[0]
+    extended = extend["prefill_extend"]
+    return select_algorithm("auto", refused, costs, extended, query_cached=cached, item_first=job.item_first)[0]
 
 
 def test_auto_takes_what_is_cheapest():
@@ -314,7 +305,12 @@ def test_auto_takes_what_is_cheapest():
     ]
     assert chosen(long, caching=False) == "packed_segment"
     assert chosen(long, sliding_window=64) == "serial"
-    assert chosen(ScoreInputs([], [[2]] * 3, after=[1] * 2000)) == "serial"
+    turned = ScoreInputs([1] * 2000, [[2]], item_first=True)  # whatever it costs: else no item is kept
+    assert [chosen(turned, rates, cached=c) for rates in (SLOW, huge_step) for c in (False, True)] == [
+        "serial",
+        "prefill_extend",
+    ] * 2
+    assert chosen(turned, cached=True, caching=False) == "serial"
 
 
 def test_auto_says_what_it_expected(engine):
@@ -447,6 +443,9 @@ def test_the_engine_s_own_algorithm(engine):
 
 def test_the_order_of_query_and_items_decides_no_other_call():
     """A call with the items first leaves no choice of an algorithm for a call with the query first."""
-    first, last = ScoreInputs([5, 6], [[7]]), ScoreInputs([], [[7]], [5, 6])
+    first, last = ScoreInputs([5, 6], [[7]]), ScoreInputs([7], [[5, 6]], item_first=True)
     assert not {*digests(first, None)} & {*digests(last, None)}
     assert {*digests(first, None)} == {*digests(ScoreInputs([5, 6], [[8]]), None)}
+    turned = ScoreInputs([5, 6], [[7]], item_first=True)
+    assert digests(first, None)[0] == digests(turned, None)[0], "the cache holds the same tokens for both"
+    assert digests(first, None)[1] != digests(turned, None)[1]

@@ -60,6 +60,7 @@ def test_no_difference(rig, cold, oracle, alone):
         "restored parts",
         "interrupted",
         "damaged",
+        "items first",
         "second opinions",
     )
     assert all(fuzzer.counts[name] for name in happened), fuzzer.counts

@@ -90,7 +90,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Score:
-    """Score items behind a query; `rerank` sends both as text and has labels of its own.
+    """Score items behind a query, or before it; `rerank` sends both as text and has labels of its own.
 
     `labels` is one list for all items, or one list per item.
     """
@@ -108,8 +108,8 @@ class Score:
         """Lay the items out."""
         options = {"algorithm": self.algorithm, "cache_salt": self.salt, "priority": self.priority}
         if self.rerank:
-            documents = [words(item) for item in self.items]
-            job: Any = rerank_call(frontend, words(self.query), documents, template=PLAIN, **options)
+            documents, order = [words(item) for item in self.items], "document_first" if self.item_first else "query_first"
+            job: Any = rerank_call(frontend, words(self.query), documents, template=PLAIN, order=order, **options)
         else:
             labels = [list(own) if isinstance(own, tuple) else own for own in self.labels]
             options |= {"item_first": self.item_first, "label_token_ids": labels}

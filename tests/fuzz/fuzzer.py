@@ -132,6 +132,7 @@ class Fuzzer:
         ask = self._ask()
         self._asked.append((self.session.positions, ask))
         self._scored |= isinstance(ask, Score) and ask.algorithm == "prefill_extend"
+        self.counts["items first"] += isinstance(ask, Score) and ask.item_first
         self.session.send(ask)
 
     def _ask(self) -> Ask:
@@ -162,8 +163,10 @@ class Fuzzer:
         each = not rerank and rng.random() < 0.4  # every item has labels of its own
         lists = [tuple(rng.integers(0, WORDS, self._some(_LABELS)).tolist()) for _ in (items if each else [0])]
         labels = RERANK_LABELS if rerank else tuple(lists) if each else lists[0]
-        item_first = not rerank and rng.random() < 0.1
-        return Score(query, items, labels, "serial" if item_first else algorithm, item_first, rerank, salt, priority)
+        item_first = algorithm == "packed_dense" if rerank else rng.random() < 0.1
+        if item_first:
+            algorithm = {"packed_dense": "auto", "packed_segment": "serial"}.get(algorithm, algorithm)
+        return Score(query, items, labels, algorithm, item_first, rerank, salt, priority)
 
     def _salt(self) -> str | None:
         return SALTS[int(self.rng.choice(len(SALTS), p=[0.7, 0.2, 0.1]))]

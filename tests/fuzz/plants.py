@@ -94,7 +94,7 @@ def _labels() -> Any:
     """A scored item's key lacks its labels."""
 
     def keys(call: ScoreInputs, *args: Any, **options: Any) -> list[bytes]:
-        return item_keys(ScoreInputs(call.before, call.items, call.after), *args, **options)
+        return item_keys(ScoreInputs(call.before, call.items), *args, **options)
 
     return patch.object(score, "item_keys", keys)
 

@@ -178,7 +178,48 @@ def test_instruct_is_instruction(http):
     assert refused(http, {"documents": DOCUMENTS, **template})["code"] == "invalid_value"
 
 
+def test_documents_first_are_kept_in_every_dialect(http, demo):
+    """A second query over documents of an earlier one computes its own tokens alone, whatever form they came in."""
+    first, salt = {"order": "document_first"}, {"cache_salt": "kept"}
+    expected = {r.index: r.relevance_score for r in demo.rerank(QUERY, DOCUMENTS, **first).results}
+    tokens = [len(demo.parser.encode(text)) for text in (QUERY, *DOCUMENTS)]
+    cold = ask(http, first | salt)
+    assert scores(cold) == pytest.approx(expected, abs=1e-5)
+    assert cold["usage"]["computed_tokens"] == 3 * tokens[0] + sum(tokens[1:])
+    for path, body in (
+        ("/v1/rerank", {"documents": DOCUMENTS}),
+        ("/v2/rerank", {"documents": [{"text": d} for d in DOCUMENTS]}),
+    ):
+        query = f"Is it {path}?"
+        answer = ask(http, {"query": query, **body, **first, **salt}, path)
+        assert answer["usage"]["computed_tokens"] == 3 * len(demo.parser.encode(query))
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == sum(tokens[1:])
+    listed = http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS, **first, **salt}).json()
+    assert {entry["index"]: entry["score"] for entry in listed} == scores(cold)
+    pairs = http.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS, **first, **salt}).json()
+    assert {entry["index"]: entry["score"] for entry in pairs["data"]} == scores(cold)
+    assert scores(ask(http, {"order": "query_first"})) == scores(ask(http, {})) != scores(cold)
+    error = refused(http, {"documents": ["Ben.", LONG], **first})
+    assert (error["param"], error["code"]) == ("documents", "context_length_exceeded")
+    assert "document 1 has" in error["message"]
+
+
+def test_items_first_read_stored_items(http, demo):
+    body = {"query": QUERY, "items": DOCUMENTS, "labels": ["yes", "no"], "item_first": True, "cache_salt": "items"}
+    expected = demo.score(QUERY, DOCUMENTS, labels=["yes", "no"], item_first=True, algorithm="serial")
+    for algorithm, ran in (("auto", "serial"), ("prefill_extend", "prefill_extend")):
+        answer = http.post("/v1/score", json=body | {"algorithm": algorithm, "query": f"{QUERY} ({algorithm})"}).json()
+        assert answer["algorithm"] == ran
+    answer = http.post("/v1/score", json=body).json()
+    assert answer["algorithm"] == "prefill_extend"
+    for found, row in zip(answer["scores"], expected.scores, strict=True):
+        assert found == pytest.approx(row, abs=1e-6)
+    assert answer["usage"]["computed_tokens"] == 3 * len(demo.parser.encode(QUERY))
+
+
 REFUSED = [
+    ({"documents": ["a"], "order": "documents_first"}, "order"),
+    ({"documents": ["a"], "order": "document_first", "algorithm": "packed_segment"}, "algorithm"),
     ({"texts": ["a"], "documents": ["a"]}, "texts"),
     ({"documents": ["a"], "return_text": True}, "return_text"),
     ({"texts": ["a"], "return_documents": True}, "return_documents"),

@@ -34,6 +34,10 @@ TruncatePromptTokens = Annotated[
     int | None,
     Field(description="Cut each document so that query, template and document have this many tokens; -1 for what fits."),
 ]
+Order = Annotated[
+    Literal["query_first", "document_first"] | None,
+    Field(description="`document_first` puts each document before the query and keeps it in the cache; default `query_first`."),
+]
 PairDocuments = Annotated[list[str | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
 ManyTexts = Annotated[list[Texts], Field(fail_fast=True)]
 ManyTokenLists = Annotated[list[TokenLists], Field(fail_fast=True)]
@@ -41,7 +45,7 @@ ManyLabelTexts = Annotated[list[LabelTextLists], Field(fail_fast=True)]
 ManyLabelIds = Annotated[list[LabelIdLists], Field(fail_fast=True)]
 
 
-_PAIRWISE = ("instruction", "template", "max_tokens_per_doc", "truncate_prompt_tokens")
+_PAIRWISE = ("instruction", "template", "max_tokens_per_doc", "truncate_prompt_tokens", "order")
 """Fields of `ScoreBody` that only pairwise calls take."""
 _LABELLED = ("query", "packed_ids", "labels", "label_token_ids")
 """Fields of `ScoreBody` that pairwise calls do not take."""
@@ -97,6 +101,7 @@ class ScoreBody(Body):
     template: str | None = None
     max_tokens_per_doc: MaxTokensPerDoc = None
     truncate_prompt_tokens: TruncatePromptTokens = None
+    order: Order = None
     cache_salt: CacheSalt = None
     priority: int = 0
 
@@ -258,6 +263,7 @@ class RerankBody(Body):
     request_id: Annotated[
         str | None, Field(min_length=1, max_length=128, description="Id of the answer; by default a new one.")
     ] = None
+    order: Order = None
     algorithm: str | None = None
     cache_salt: CacheSalt = None
     priority: int = 0

@@ -201,7 +201,7 @@ def _relevance(body: ScoreBody | RerankBody) -> dict[str, Any]:
     instruction, cuts = body.instruction, (body.max_tokens_per_doc, body.truncate_prompt_tokens)
     if isinstance(body, RerankBody):
         instruction, cuts = instruction if instruction is not None else body.instruct, body.cuts
-    arguments = {"instruction": instruction, "template": body.template}
+    arguments = {"instruction": instruction, "template": body.template, "order": body.order or "query_first"}
     return {**arguments, "max_tokens_per_doc": cuts[0], "truncate_prompt_tokens": cuts[1]}
 
 

@@ -1,0 +1,141 @@
+"""`ItemsFirst`: scoring of items that come before their query, each item as the prefix of a call of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from chunkattn.calls.algorithms import too_costly
+from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.job import STAGE_STEPS
+from chunkattn.calls.score import ScoreCall, ScoreCalls
+from chunkattn.layout import Names
+from chunkattn.outputs import ScoreOutput, ScoreUsage
+
+T = TypeVar("T")
+
+
+class ItemsFirst:
+    """Calls that score one query behind each of its items. Equal items with equal labels share a call.
+
+    Cached items are read from the prefix cache by `prefill_extend`; `serial` computes them. Both give equal bits, because the
+    item is a part of its own in both, and the query another.
+
+    Args:
+        frontend: frontend of the engine.
+        items: token ids of each item with all tokens before it; they fit the engine with the query.
+        query: token ids after every item, at least one.
+        labels: token ids to read after the query, one list per item; empty for a classifier.
+        algorithm: see `LLM.score`.
+        apply_softmax: see `ScoreCall`.
+        cache_salt: see `LLM.generate`.
+        priority: see `ScoreCall`.
+        raw: see `ScoreCall`.
+        names: the caller's names of query and items.
+
+    Attributes:
+        calls: the calls, at least one, so that an algorithm is checked without items as well.
+
+    Raises:
+        RequestError: the priority or the salt is invalid.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        items: Sequence[list[int]],
+        query: list[int],
+        labels: Sequence[tuple[int, ...]],
+        *,
+        algorithm: str | None,
+        apply_softmax: bool,
+        cache_salt: str | None,
+        priority: int,
+        raw: bool = False,
+        names: Names,
+    ) -> None:
+        different: dict[tuple[tuple[int, ...], tuple[int, ...] | None], int] = {}
+        own = [(tuple(item), labels[place] if labels else None) for place, item in enumerate(items)]
+        self._places = [different.setdefault(key, len(different)) for key in own]
+        self._items, self._query = items, query
+        wanted = algorithm or frontend.config.score_algorithm
+
+        def call(item: list[int], queries: list[list[int]], read: list[tuple[int, ...]]) -> ScoreCall[ScoreOutput]:
+            nothing_to_keep = queries and not item and wanted in ("auto", "prefill_extend")
+            return ScoreCall[ScoreOutput](
+                frontend,
+                item,
+                queries,
+                read,
+                algorithm="serial" if nothing_to_keep else wanted,
+                apply_softmax=apply_softmax,
+                cache_salt=cache_salt,
+                priority=priority,
+                raw=raw,
+                names=names,
+                item_first=True,
+            )
+
+        self.calls = [call([*item], [query], [] if read is None else [read]) for item, read in different]
+        self.calls = self.calls or [call([], [], [])]
+
+    def merge(self, outputs: Sequence[ScoreOutput]) -> ScoreOutput:
+        """Return the scores of all items.
+
+        Args:
+            outputs: output of each of `calls`.
+        """
+        used = [outputs[place] for place in self._places]
+        seconds = Counter[str]()
+        for output in outputs:
+            seconds.update(output.predicted_seconds)
+        first = outputs[0]
+        return ScoreOutput(
+            scores=[output.scores[0] for output in used],
+            logprobs=None if first.logprobs is None else [row for output in used for row in output.logprobs or ()],
+            logits=None if first.logits is None else [row for output in used for row in output.logits or ()],
+            algorithm="+".join(sorted({output.algorithm for output in outputs})),
+            predicted_seconds=dict(seconds),
+            usage=self._usage(outputs),
+        )
+
+    def _usage(self, outputs: Sequence[ScoreOutput]) -> ScoreUsage:
+        """Return the token counts. The query counts once; tokens of repeated and known items are cached."""
+        prompt = len(self._query) + sum(map(len, self._items))
+        computed = sum(output.usage.computed_tokens for output in outputs)
+        if not computed:
+            return ScoreUsage(prompt, 0, prompt if self._items else 0)
+        cached, seen = 0, set[int]()
+        for place, item in zip(self._places, self._items, strict=True):
+            usage = outputs[place].usage
+            is_new = usage.computed_tokens and place not in seen
+            cached += usage.cached_tokens if is_new else len(item)
+            seen.add(place)
+        return ScoreUsage(prompt, computed, cached)
+
+
+def items_first_job(
+    frontend: Frontend, queries: Sequence[ItemsFirst], finish: Callable[[list[ScoreOutput]], T]
+) -> ScoreCalls[T]:
+    """Choose the algorithms and return the job of some queries behind their items.
+
+    Args:
+        frontend: frontend of the engine.
+        queries: the queries with their items.
+        finish: makes the result of the job from the scores of each query.
+
+    Raises:
+        RequestError: the algorithm is unknown or cannot serve a query.
+        CapacityError: the job would compute more than `max_tokens_per_call`.
+    """
+    config, calls = frontend.config, [call for query in queries for call in query.calls]
+    costly = too_costly(calls, config.max_tokens_per_call)
+    for call in calls:
+        call.plan(costly)
+
+    def merged(outputs: list[ScoreOutput]) -> T:
+        left = iter(outputs)
+        return finish([query.merge([next(left) for _ in query.calls]) for query in queries])
+
+    return ScoreCalls(calls, STAGE_STEPS * config.max_num_batched_tokens, merged)
