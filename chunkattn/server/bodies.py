@@ -44,7 +44,12 @@ class JsonRoute(APIRoute):
 
     Large bodies are decoded and validated in one thread, in which clients take turns. One call of a decoder holds the GIL,
     which the event loop needs as well, so the number of a body's values is bounded before the body becomes objects.
+
+    Attributes:
+        field_status: status of an answer to a fault in a field.
     """
+
+    field_status = 400
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, called with a validated body."""
