@@ -240,8 +240,8 @@ def _kind(schema: dict[str, Any]) -> str:
         return "object"
     if "const" in schema:
         return f'"{schema["const"]}"'
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_kind(s) for s in schema["anyOf"] if s.get("type") != "null")) or "null"
+    if branches := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(_kind(s) for s in branches if s.get("type") != "null")) or "null"
     if schema.get("type") == "array":
         entry = _kind(schema.get("items", {}))
         return f"list of ({entry})" if " or " in entry else f"list of {entry}"
