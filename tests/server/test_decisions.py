@@ -17,7 +17,7 @@ from openai.types.shared_params.decision_question_input_text import DecisionQues
 
 from chunkattn import Choice, Level, Option, Predicate, Rating
 from chunkattn.decisions import ChoiceAnswer, DecisionOutput, PredicateAnswer, RatingAnswer
-from chunkattn.errors import CapacityError, RequestError
+from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.outputs import ScoreUsage
 from chunkattn.server.app import create_app
 from chunkattn.server.options import ServerConfig
@@ -359,6 +359,20 @@ def test_a_small_label_mass_is_a_refusal(least, kind, serve):
     assert answers(http, SYSTEM_ONE, NAMED)["answers"]["rain"]["noul"] == 0.75
 
 
+def test_null_is_an_absent_field(http, calls):
+    answers(http, DECISIONS, {**BODY, "input": [{"role": "assistant", "phase": None, "content": "a"}], "cache_salt": None})
+    answers(
+        http, DECISIONS, {**BODY, "input": [{"role": "assistant", "content": "a"}], "questions": [{**ASKED[0], "name": None}]}
+    )
+    assert calls[0] == calls[1]
+
+
+def test_a_label_mass_is_a_share():
+    for value in (-0.1, 1.1):
+        with pytest.raises(ConfigError, match="min_label_mass must be at"):
+            ServerConfig(min_label_mass=value)
+
+
 def test_the_key_of_the_prompt_cache_is_the_salt(serve, calls, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("ana:secret\nben:other\n")
@@ -442,6 +456,12 @@ FAULTS = {
         "invalid_value",
         "questions.1.choices.1.value",
     ),
+    "256 options": (
+        {"questions": [{**CHOICE, "choices": [{"value": str(n)} for n in range(256)]}]},
+        "questions",
+        "invalid_value",
+        "questions.0.choices: List should have at most 255 items",
+    ),
     "a file": (
         {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
         "input",
@@ -515,11 +535,29 @@ NAMED_FAULTS = {
     "assets": ({"assets": {"a": {}}}, "assets", "unsupported_parameter", "assets is not supported"),
     "images": ({"images": ["data:"]}, "images", "unsupported_parameter", "images is not supported"),
     "an empty noul": ({"questions": {"a b": {"type": "noul"}}}, "questions", "invalid_value", "questions.a b: a noul needs"),
+    "a noul of nulls": (
+        {"questions": {"a": {"type": "noul", "instructions": None, "criteria": {"true": None}}}},
+        "questions",
+        "invalid_value",
+        "questions.a: a noul needs",
+    ),
     "an empty choice": (
         {"questions": {"a": {"type": "choice", "criteria": {}}}},
         "questions",
         "invalid_value",
         "questions.a.criteria",
+    ),
+    "256 options": (
+        {"questions": {"a": {"type": "choice", "criteria": dict.fromkeys(map(str, range(256)))}}},
+        "questions",
+        "invalid_value",
+        "questions.a.criteria: Dictionary should have at most 255 items",
+    ),
+    "256 levels": (
+        {"questions": {"a": {"type": "score", "criteria": [*map(str, range(256))]}}},
+        "questions",
+        "invalid_value",
+        "questions.a.criteria: List should have at most 255 items",
     ),
     "no criteria": ({"questions": {"a": {"type": "score"}}}, "questions", "missing_required_parameter", "questions.a.criteria"),
     "a typo": ({"questions": {"a": {**NOUL, "typo": 1}}}, "typo", "unsupported_parameter", "questions.a.typo is not"),

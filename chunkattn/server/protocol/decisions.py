@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictStr, Tag, model_validator
 
+from chunkattn.calls.decide_questions import MAX_OPTIONS
 from chunkattn.decisions import (
     Answer,
     Choice,
@@ -20,7 +21,7 @@ from chunkattn.decisions import (
     Rating,
 )
 from chunkattn.server.protocol.accepted import ShortText, no_effect
-from chunkattn.server.protocol.base import CacheSalt, Entry, Strict
+from chunkattn.server.protocol.base import CacheSalt, Entry
 from chunkattn.server.protocol.decide import DecideBody, Kinds, by_type, compact, state_text, usage_of
 from chunkattn.server.protocol.generation import MAX_MESSAGES
 
@@ -32,13 +33,13 @@ JSON_LEVELS, JSON_VALUES, JSON_BYTES = 32, 10_000, 256 << 10
 _CACHING = "caching is automatic"
 
 
-class CacheBreakpoint(Strict):
+class CacheBreakpoint(Entry):
     """Mark of the end of a reusable prefix."""
 
     mode: Literal["explicit"]
 
 
-class CacheOptions(Strict):
+class CacheOptions(Entry):
     """OpenAI's options of prompt caching."""
 
     mode: Literal["implicit", "explicit"] | None = None
@@ -48,7 +49,7 @@ class CacheOptions(Strict):
 # Input
 
 
-class InputText(Strict):
+class InputText(Entry):
     """Text in a message or in instructions."""
 
     type: Literal["input_text"]
@@ -61,7 +62,7 @@ class InputText(Strict):
         return self.text
 
 
-class InputJson(Strict):
+class InputJson(Entry):
     """JSON object, or array of objects, in a message or in instructions."""
 
     type: Literal["input_json"]
@@ -78,7 +79,7 @@ class InputJson(Strict):
         return self.data
 
 
-class OutputText(Strict):
+class OutputText(Entry):
     """Text of an assistant."""
 
     type: Literal["output_text"]
@@ -90,7 +91,7 @@ class OutputText(Strict):
         return self.text
 
 
-class SaidRefusal(Strict):
+class SaidRefusal(Entry):
     """Refusal by an assistant."""
 
     type: Literal["refusal"]
@@ -119,7 +120,7 @@ SaidPart = Annotated[
 ]
 
 
-class UserMessage(Strict):
+class UserMessage(Entry):
     """Message of a user."""
 
     type: Literal["message"] = "message"
@@ -131,7 +132,7 @@ class UserMessage(Strict):
         return {"role": self.role, "content": _content(self.content)}
 
 
-class InstructionMessage(Strict):
+class InstructionMessage(Entry):
     """Message of a developer or of the system."""
 
     type: Literal["message"] = "message"
@@ -143,7 +144,7 @@ class InstructionMessage(Strict):
         return {"role": self.role, "content": _content(self.content)}
 
 
-class AssistantMessage(Strict):
+class AssistantMessage(Entry):
     """Message of an assistant."""
 
     type: Literal["message"] = "message"
@@ -156,7 +157,7 @@ class AssistantMessage(Strict):
         return _given(role=self.role, phase=self.phase, content=_content(self.content))
 
 
-class _Called(Strict):
+class _Called(Entry):
     """Fields of calls and of their outputs."""
 
     call_id: str
@@ -234,7 +235,7 @@ Item = Annotated[
 # Questions
 
 
-class _Asked(Strict):
+class _Asked(Entry):
     """Fields of every question."""
 
     name: str | None = None
@@ -270,7 +271,7 @@ class DecisionChoice(_Asked):
     """Choice of one option."""
 
     type: Literal["choice"]
-    choices: Annotated[list[DecisionOption], Field(fail_fast=True)]
+    choices: Annotated[list[DecisionOption], Field(fail_fast=True, max_length=MAX_OPTIONS)]
 
     @property
     def num_values(self) -> int:
@@ -293,7 +294,7 @@ class DecisionScore(_Asked):
     """Rating on a scale of levels."""
 
     type: Literal["score"]
-    levels: Annotated[list[DecisionLevel], Field(fail_fast=True)]
+    levels: Annotated[list[DecisionLevel], Field(fail_fast=True, max_length=MAX_OPTIONS)]
 
     @property
     def num_values(self) -> int:

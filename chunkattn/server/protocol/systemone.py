@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
+from chunkattn.calls.decide_questions import MAX_OPTIONS
 from chunkattn.decisions import (
     Answer,
     Choice,
@@ -20,7 +21,7 @@ from chunkattn.decisions import (
     RatingAnswer,
 )
 from chunkattn.errors import RequestError
-from chunkattn.server.protocol.base import Strict
+from chunkattn.server.protocol.base import Entry
 from chunkattn.server.protocol.decide import DecideBody, Kinds, by_type, compact, state_text, usage_of
 
 Content = str | dict[str, Any] | list[Any]
@@ -30,14 +31,14 @@ _CERTAIN = 1.0
 """Probability of the only option of a question, which the model is not asked."""
 
 
-class NoulCriteria(Strict):
+class NoulCriteria(Entry):
     """Descriptions of the cases in which a statement is true and false."""
 
     true: Content | None = None
     false: Content | None = None
 
 
-class SystemOneNoul(Strict):
+class SystemOneNoul(Entry):
     """Statement about the state."""
 
     type: Literal["noul"]
@@ -47,7 +48,8 @@ class SystemOneNoul(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> SystemOneNoul:
-        if self.instructions is None and not (self.criteria and self.criteria.model_fields_set):
+        criteria = self.criteria or NoulCriteria()
+        if self.instructions is None and criteria.true is None and criteria.false is None:
             raise ValueError("a noul needs instructions or criteria")
         return self
 
@@ -63,12 +65,12 @@ class SystemOneNoul(Strict):
         return {"type": "noul", "noul": answer.probability, "label_mass": answer.label_mass}
 
 
-class SystemOneChoice(Strict):
+class SystemOneChoice(Entry):
     """Choice of one option."""
 
     type: Literal["choice"]
     instructions: Content | None = None
-    criteria: Annotated[dict[str, Content | None], Field(min_length=1)]
+    criteria: Annotated[dict[str, Content | None], Field(min_length=1, max_length=MAX_OPTIONS)]
 
     @property
     def num_values(self) -> int:
@@ -90,12 +92,12 @@ class SystemOneChoice(Strict):
         return {"type": "choice", **own, "label_mass": answer.label_mass}
 
 
-class SystemOneScore(Strict):
+class SystemOneScore(Entry):
     """Rating on a scale of levels."""
 
     type: Literal["score"]
     instructions: Content | None = None
-    criteria: Annotated[list[Content], Field(fail_fast=True, min_length=1)]
+    criteria: Annotated[list[Content], Field(fail_fast=True, min_length=1, max_length=MAX_OPTIONS)]
 
     @property
     def num_values(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
 from chunkattn.decisions import DecisionOutput
@@ -52,5 +54,10 @@ async def _answer(body: DecideBody, state: ServerState, caller: Caller) -> Respo
             output = await state.llm.decide(text, questions, timeout=timeout, **options)
     except RequestError as error:
         raise body.own_error(error) from None
-    answer = {"model": state.model_name, "method": output.method} | body.answer(output, state.config.min_label_mass)
-    return await json_answer(state, caller, lambda: answer, body.num_values)
+
+    def build() -> dict[str, Any]:
+        named = {"model": state.model_name, "method": output.method}
+        return named | body.answer(output, state.config.min_label_mass)
+
+    # The answer repeats texts of the request, which may be long.
+    return await json_answer(state, caller, build, body.num_values, in_thread=True)
