@@ -82,6 +82,23 @@ def test_typesafe(server, named):
     check(asyncio.run(ask()).answers, named)
 
 
+def test_company_order_and_cache_change_no_bit_for_typesafe(server, named):
+    salts = map(str, range(1 << 20))
+    others = {f"other {number}": {"type": "noul", "instructions": f"Line {number}."} for number in range(40)}
+    turned = {"tone": {**QUESTIONS["tone"], "criteria": dict([*QUESTIONS["tone"]["criteria"].items()][::-1])}}
+    with typesafe(server) as client:
+        for questions in (
+            {**others, **QUESTIONS},
+            dict([*QUESTIONS.items()][::-1]),
+            {**QUESTIONS, **turned},
+            *({name: own} for name, own in QUESTIONS.items()),
+        ):
+            told = client.system_one(STATE, questions, extra_body={"cache_salt": next(salts)}).raw_http_response.json()
+            assert {name: own for name, own in told["answers"].items() if name in QUESTIONS} == {
+                name: named[name] for name in questions if name in QUESTIONS
+            }
+
+
 @pytest.mark.parametrize("compression", [None, "zstd", False])
 def test_typesafe_compresses_long_bodies(compression, server, post):
     questions = {LONG: QUESTIONS["billing"]}

@@ -391,6 +391,21 @@ def test_the_key_of_the_prompt_cache_is_the_salt(serve, calls, tmp_path):
     assert len({options["cache_salt"] for *_, options in calls} - {None}) == 4
 
 
+def test_a_request_takes_a_place_of_its_keys_queue(serve, calls, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("ana:secret\nben:other\n")
+    http = serve(api_key_file=str(keys))
+    shares = http.app.state.server.shares
+    shares.held["ana"] = shares.most
+    for path, body in ((DECISIONS, BODY), (SYSTEM_ONE, NAMED)):
+        told = [http.post(path, json=body, headers={"Authorization": f"Bearer {key}"}) for key in ("secret", "other", "wrong")]
+        assert [answer.status_code for answer in told] == [429, 200, 401]
+        assert told[0].json()["error"]["code"] == "queue_share_exceeded"
+        ids = [answer.headers.get("x-typesafe-request-id") for answer in told]
+        assert ids == [answer.headers["x-request-id"] if path == SYSTEM_ONE else None for answer in told]
+    assert len(calls) == 2
+
+
 def test_model_names_and_the_list_of_models(serve):
     http = serve()
     assert answers(http, DECISIONS, BODY)["model"] == answers(http, SYSTEM_ONE, NAMED)["model"] == "gpt-6-luna"
