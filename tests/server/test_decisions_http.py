@@ -180,14 +180,19 @@ def test_requests_at_their_limits(http):
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
-@pytest.mark.ci
-def test_a_client_that_left_finds_the_pages_of_its_state():
-    """It leaves after the first of many steps; the complete pages of the state stay."""
+@pytest.fixture
+def slow_server():
     options = "--max-num-batched-tokens=16", "--max-num-seqs=4", f"--kv-cache-memory-bytes={8 << 20}", "--no-warmup"
-    server = ServerProcess(*options)
-    with server.client() as http:
-        leave(server, http)
-    assert server.close() == 0
+    made = ServerProcess(*options)
+    yield made
+    assert made.close() == 0
+
+
+@pytest.mark.ci
+def test_a_client_that_left_finds_the_pages_of_its_state(slow_server):
+    """It leaves after the first of many steps; the complete pages of the state stay."""
+    with slow_server.client() as http:
+        leave(slow_server, http)
 
 
 def leave(server, http):
