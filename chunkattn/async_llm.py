@@ -11,7 +11,8 @@ from secrets import token_hex
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
-from chunkattn.calls.decide import DecideOptions, State, decide_call
+from chunkattn.calls.decide import DecideOptions, decide_call
+from chunkattn.calls.decide_states import State, States
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, generate_job
 from chunkattn.calls.job import AskingJob, Job
@@ -392,11 +393,46 @@ class AsyncLLM:
         """
         return await self.run(partial(rerank_call, self.frontend, query, documents, top_n, **options), timeout)
 
+    @overload
+    async def decide(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
+        self,
+        state: str | Mapping[str, Any],
+        questions: Sequence[Question],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[DecideOptions],
+    ) -> DecisionOutput: ...
+
+    @overload
+    async def decide(
+        self,
+        state: Sequence[str],
+        questions: Sequence[Question],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[DecideOptions],
+    ) -> list[DecisionOutput]: ...
+
+    @overload
+    async def decide(
+        self,
+        state: State | States,
+        questions: Sequence[Question],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[DecideOptions],
+    ) -> Any: ...
+
     @list_options(DecideOptions, decide_call)
     async def decide(
-        self, state: State, questions: Sequence[Question], *, timeout: float | None = None, **options: Unpack[DecideOptions]
-    ) -> DecisionOutput:
-        """Answer typed questions about one state, each exactly as if it were asked alone; see `LLM.decide`.
+        self,
+        state: State | States,
+        questions: Sequence[Question],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[DecideOptions],
+    ) -> DecisionOutput | list[DecisionOutput]:
+        """Answer typed questions about one state or many, each exactly as if it were asked alone; see `LLM.decide`.
 
         Args:
             state: see `LLM.decide`.

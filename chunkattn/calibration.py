@@ -1,11 +1,11 @@
-"""`Calibration`: how a model reads isolated chunks best, and the file that keeps it."""
+"""Calibration of a model, of its isolated chunks and of the labels of its decisions, and the file that keeps both."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ MAX_GAP = 2**31 - 2
 """Largest `chunk_position_gap`: position ids are int32."""
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 """Bounds of temperature and scale. Far beyond them, float32 scores overflow."""
+LABELS = "labels"
+"""Field of a calibration file that holds the calibration of labels."""
+LABELS_REPORT = "labels_report"
+"""Field of a calibration file with the data and figures behind the calibration of labels."""
+LABEL_KINDS = "predicate", "letters", "digits", "likelihood", "separate"
+"""Kinds of labels: yes and no of a predicate, letters and digits of options, texts of options, yes or no for each option."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,19 @@ class Calibration:
         return (self.chunk_temperature, self.chunk_scale) != (1.0, 1.0)
 
 
+@dataclass(frozen=True)
+class LabelScale:
+    """Calibration of one kind of labels: `P(label) = softmax((s - bias) / temperature)` with the scores `s` of a question.
+
+    Attributes:
+        temperature: divisor of the scores.
+        bias: score that is taken off each label, by the name of the label; 0 for other labels.
+    """
+
+    temperature: float = 1.0
+    bias: Mapping[str, float] = field(default_factory=dict)
+
+
 def calibration_of(model: str | None, option: str | None, revision: str | None = None) -> Calibration | None:
     """Return the calibration that a configuration names, or that lies in the model's folder; None if there is none.
 
@@ -60,10 +79,30 @@ def calibration_of(model: str | None, option: str | None, revision: str | None =
     Raises:
         ConfigError: as `read_calibration`.
     """
+    if (file := _calibration_file(model, option, revision)) is None:
+        return None
+    found = read_calibration(file)
+    if option is None:
+        logger.info("calibration found in %s: %s", file, found)
+    return found
+
+
+def label_scales_of(model: str | None, option: str | None, revision: str | None = None) -> dict[str, LabelScale]:
+    """Return the calibration of labels by kind, one of `LABEL_KINDS`. See `calibration_of` for the arguments.
+
+    Raises:
+        ConfigError: as `read_calibration`.
+    """
+    file = _calibration_file(model, option, revision)
+    return {} if file is None else read_label_scales(file)
+
+
+def _calibration_file(model: str | None, option: str | None, revision: str | None) -> Path | None:
+    """Return the calibration file that a configuration names, or that lies in the model's folder; None if there is none."""
     if option == OFF:
         return None
     if option is not None:
-        return read_calibration(Path(option).expanduser())
+        return Path(option).expanduser()
     if model is None:
         return None
     place = Path(model).expanduser()
@@ -73,7 +112,6 @@ def calibration_of(model: str | None, option: str | None, revision: str | None =
         file = _hub_file(model, revision)
     if file is None or not file.exists():
         return None
-    found = read_calibration(file)
     named = _object(file).get("model")
     if place.is_file() and isinstance(named, str) and not _is_named(place, named):
         logger.warning(
@@ -83,8 +121,7 @@ def calibration_of(model: str | None, option: str | None, revision: str | None =
             place.name,
         )
         return None
-    logger.info("calibration found in %s: %s", file, found)
-    return found
+    return file
 
 
 def _hub_file(model: str, revision: str | None) -> Path | None:
@@ -106,7 +143,7 @@ def _is_named(file: Path, name: str) -> bool:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Read a calibration file: a JSON object with the fields of `Calibration`. Other fields are comments.
+    """Read a calibration file: a JSON object with the fields of `Calibration`, and perhaps `labels`. Other fields are comments.
 
     Args:
         path: file to read.
@@ -116,6 +153,7 @@ def read_calibration(path: Path) -> Calibration:
     """
     values, names = _object(path), list(asdict(Calibration()))
     try:
+        _label_scales(values)
         return Calibration(**checked({name: values[name] for name in names if name in values}))
     except ConfigError as error:
         raise ConfigError(f"chunk_calibration {path}: {error}") from None
@@ -125,16 +163,58 @@ def _object(path: Path) -> dict[str, Any]:
     """Return the fields of a calibration file.
 
     Raises:
-        ConfigError: the file cannot be read, or holds none of the fields of `Calibration`.
+        ConfigError: the file cannot be read, or holds neither a field of `Calibration` nor `labels`.
     """
     values, names = read_object(path, ConfigError, "chunk_calibration", unique=True), list(asdict(Calibration()))
-    if not set(names) & set(values):
-        raise ConfigError(f"chunk_calibration {path} must be a JSON object with {', '.join(names)}")
+    if not {*names, LABELS} & set(values):
+        raise ConfigError(f"chunk_calibration {path} must be a JSON object with {', '.join(names)}, or with {LABELS}")
     return values
 
 
+def read_label_scales(path: Path) -> dict[str, LabelScale]:
+    """Return the calibration of labels in a calibration file, by kind; empty if the file has none.
+
+    Args:
+        path: file to read.
+
+    Raises:
+        ConfigError: as `read_calibration`.
+    """
+    values = _object(path)
+    try:
+        return _label_scales(values)
+    except ConfigError as error:
+        raise ConfigError(f"chunk_calibration {path}: {error}") from None
+
+
+def _label_scales(values: Mapping[str, Any]) -> dict[str, LabelScale]:
+    given = values.get(LABELS, {})
+    if not isinstance(given, dict) or (unknown := sorted(given.keys() - set(LABEL_KINDS))):
+        got = f"the kind {unknown[0]!r}" if isinstance(given, dict) else _shown(given)
+        raise ConfigError(f"{LABELS} must be an object with {', '.join(LABEL_KINDS)}, got {got}")
+    return {kind: _label_scale(kind, own) for kind, own in given.items()}
+
+
+def _label_scale(kind: str, given: Any) -> LabelScale:
+    place = f"{LABELS}.{kind}"
+    if not isinstance(given, dict) or not given.keys() <= {"temperature", "bias"}:
+        raise ConfigError(f"{place} must be an object with temperature and bias, got {_shown(given)}")
+    bias = given.get("bias", {})
+    if not isinstance(bias, dict):
+        raise ConfigError(f"{place}.bias must be an object, got {_shown(bias)}")
+    values = {
+        f"{place}.temperature": given.get("temperature", 1.0),
+        **{f"{place}.bias.{name}": own for name, own in bias.items()},
+    }
+    for name, value in values.items():
+        low, high = (MIN_WEIGHT, MAX_WEIGHT) if name == f"{place}.temperature" else (-MAX_WEIGHT, MAX_WEIGHT)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:  # NaN compares false
+            raise ConfigError(f"{name} must be a number between {low:g} and {high:g}, got {_shown(value)}")
+    return LabelScale(float(given.get("temperature", 1.0)), {name: float(own) for name, own in bias.items()})
+
+
 def write_calibration(path: Path, calibration: Calibration, notes: Mapping[str, Any]) -> None:
-    """Write a calibration file.
+    """Write a calibration file. The calibration of labels in the file stays.
 
     Args:
         path: file to write.
@@ -144,9 +224,33 @@ def write_calibration(path: Path, calibration: Calibration, notes: Mapping[str, 
     Raises:
         ConfigError: the file cannot be written.
     """
-    text = json.dumps({**asdict(calibration), **notes}, indent=2, ensure_ascii=False) + "\n"
+    kept = {name: value for name, value in _present(path).items() if name in (LABELS, LABELS_REPORT)}
+    _write(path, {**asdict(calibration), **notes, **kept})
+
+
+def write_label_scales(path: Path, scales: Mapping[str, LabelScale], model: str, report: Mapping[str, Any]) -> None:
+    """Write the calibration of labels into a calibration file. The other fields of the file stay.
+
+    Args:
+        path: file to write.
+        scales: calibration by kind of labels, one of `LABEL_KINDS`.
+        model: name of the model.
+        report: the data and the figures behind the values.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    labels = {kind: asdict(scale) for kind, scale in scales.items()}
+    _write(path, {**_present(path), "model": model, LABELS: labels, LABELS_REPORT: report})
+
+
+def _present(path: Path) -> dict[str, Any]:
+    return _object(path) if path.is_file() and path.stat().st_size else {}
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from None
 

@@ -62,9 +62,9 @@ class EngineConfig:
             file says, else 1.
         chunk_scale: factor of the chunks' log-sum-exp in a question's attention; by default what the calibration file says,
             else 1.
-        chunk_calibration: file of the three values, as `chunkattn calibrate` writes it. By default the file
-            `chunk_calibration.json` in the model's folder or on the hub; beside a GGUF file it applies unless its field
-            `model` names another file. `"off"` ignores it.
+        chunk_calibration: file of the three values and of the calibration of labels, as `chunkattn calibrate` writes it. By
+            default the file `chunk_calibration.json` in the model's folder or on the hub; beside a GGUF file it applies unless
+            its field `model` names another file. `"off"` ignores it.
         multi_item_scoring_delimiter: token id that separates query and items in packed scoring sequences.
         max_model_len: limit on the highest position id + 1; by default the checkpoint's own.
         max_chunk_len: limit on the tokens of one chunk.

@@ -42,6 +42,7 @@ class Names(NamedTuple):
         question: argument that holds the question.
         chunk: noun of a chunk, which its number follows.
         listed: names of the chunks, instead of noun and number.
+        last: noun of the part behind the chunks.
     """
 
     prefix: str = "prompt"
@@ -49,6 +50,7 @@ class Names(NamedTuple):
     question: str = "prompt"
     chunk: str = "chunk"
     listed: Sequence[str] = ()
+    last: str = "question"
 
     def of(self, number: int) -> str:
         """Return the name of a chunk.
@@ -67,7 +69,9 @@ class Names(NamedTuple):
         """
         if segment.chunk_id >= 0:
             return self.of(segment.chunk_id)
-        return "prompt" if layout.is_plain else segment.name
+        if layout.is_plain:
+            return "prompt"
+        return self.last if segment.chunk_id == QUESTION_ID else segment.name
 
     def param(self, segment: Segment) -> str:
         """Return the argument that holds a part.

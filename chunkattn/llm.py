@@ -9,7 +9,8 @@ from typing import Any, TypeVar, Unpack, overload
 
 from tqdm import tqdm
 
-from chunkattn.calls.decide import DecideOptions, State, decide_call
+from chunkattn.calls.decide import DecideOptions, decide_call
+from chunkattn.calls.decide_states import State, States
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.job import AskingJob, Job
@@ -310,29 +311,68 @@ class LLM:
         """
         return self.run(rerank_call(self.frontend, query, documents, top_n, **options), use_tqdm)
 
+    @overload
+    def decide(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
+        self,
+        state: str | Mapping[str, Any],
+        questions: Sequence[Question],
+        *,
+        use_tqdm: bool = True,
+        **options: Unpack[DecideOptions],
+    ) -> DecisionOutput: ...
+
+    @overload
+    def decide(
+        self,
+        state: Sequence[str],
+        questions: Sequence[Question],
+        *,
+        use_tqdm: bool = True,
+        **options: Unpack[DecideOptions],
+    ) -> list[DecisionOutput]: ...
+
+    @overload
+    def decide(
+        self,
+        state: State | States,
+        questions: Sequence[Question],
+        *,
+        use_tqdm: bool = True,
+        **options: Unpack[DecideOptions],
+    ) -> Any: ...
+
     @list_options(DecideOptions, decide_call)
     def decide(
-        self, state: State, questions: Sequence[Question], *, use_tqdm: bool = True, **options: Unpack[DecideOptions]
-    ) -> DecisionOutput:
-        """Answer typed questions about one state, each exactly as if it were asked alone.
+        self,
+        state: State | States,
+        questions: Sequence[Question],
+        *,
+        use_tqdm: bool = True,
+        **options: Unpack[DecideOptions],
+    ) -> DecisionOutput | list[DecisionOutput]:
+        """Answer typed questions about one state or about many, each exactly as if it were asked alone.
 
-        The state is computed once and stays cached. The text of special tokens in state, questions and options is tokenized as
-        plain text.
+        A state is computed once and stays cached. The text of special tokens in state, questions and options is tokenized as
+        plain text. Of a list of states, those in the cache run first.
 
         Args:
-            state: text, or a JSON object or array, which becomes compact JSON.
+            state: text; JSON object, which becomes compact JSON; or messages, a list of objects that all have `role` and
+                `content`, which become one line of compact JSON each. Any other list is a list of states, in which a state may
+                also be a JSON array.
             questions: `Predicate`, `Choice` and `Rating`, at least one.
             use_tqdm: see `generate`.
-            **options: method and rendering, see `chunkattn.calls.decide.DecideOptions`.
+            **options: documents, method and rendering, see `chunkattn.calls.decide.DecideOptions`.
 
         Returns:
-            One answer per question, in order.
+            One answer per question, in order; for a list of states, a list with one such output per state, in order. The tokens
+            of the calibration count as computed for the first state alone.
 
         Raises:
             RequestError: an argument is malformed, the chat template is missing, leaves reasoning open or changes the content,
-                a label is not one token, or the checkpoint is a sequence classifier. The error comes before anything runs.
+                a label is not one token, or the checkpoint is a sequence classifier. The error comes before anything runs. For
+                a list of states it names the state.
             NotRenderedError: the chat template leaves out the system message.
-            CapacityError: the state or a question is too long.
+            CapacityError: a state or a question is too long, or the states exceed `max_tokens_per_call`.
             EngineError: a step failed.
         """
         return self.run(decide_call(self.frontend, state, questions, **options), use_tqdm)
@@ -358,6 +398,7 @@ class LLM:
                             job.decide(asked, [self.core.look_up(request, checked=True) for request in asked])
                 for stage in job.stages():
                     self._run_stage(stage, job, bar)
+                bar.update(job.done - bar.n)
             return job.result()
         except BaseException:
             if job.pins:  # a job without pins has no reason to wait for another thread's call

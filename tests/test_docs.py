@@ -18,6 +18,7 @@ from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
 import chunkattn
+from chunkattn.calls.decide_files import read_questions
 from chunkattn.cli import app
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.metrics import EngineMetrics
@@ -70,7 +71,14 @@ def test_python(page, capsys):
         assert [s > 0.5 for s in map(float, scores.strip("[]").split(","))] == [False, True]
 
 
-RUN = ("README.md", "docs/quickstart.md", "docs/guides/rag.md", "docs/guides/reranking.md", "docs/reference/cli.md")
+RUN = (
+    "README.md",
+    "docs/quickstart.md",
+    "docs/guides/rag.md",
+    "docs/guides/reranking.md",
+    "docs/guides/triage.md",
+    "docs/reference/cli.md",
+)
 """Pages whose `chunkattn` commands run; those of other pages need a checkpoint, a key file or hours."""
 
 
@@ -177,10 +185,14 @@ def script_flags(module):
     return {arg.value for args in added for arg in args if isinstance(arg, ast.Constant)}
 
 
-def test_options_in_yaml_exist():
-    files = [yaml.safe_load(block) for page in PAGES for block in blocks(page, "yaml")]
+def test_options_and_questions_in_yaml_exist(tmp_path):
+    files = [block for page in PAGES for block in blocks(page, "yaml")]
     assert files
-    for options in files:
+    for block in files:
+        if isinstance(options := yaml.safe_load(block), list):
+            (tmp_path / "questions.yaml").write_text(block)
+            assert read_questions(tmp_path / "questions.yaml")
+            continue
         assert set(options) <= {p.name for p in hooks.commands()["serve"].params}
 
 

@@ -41,7 +41,13 @@ class SlotPlan:
 
 
 def plan_slots(
-    layout: ChunkLayout, block_size: int, *, aligned: bool, packed_chunks: bool = False, apart: bool = False
+    layout: ChunkLayout,
+    block_size: int,
+    *,
+    aligned: bool,
+    packed_chunks: bool = False,
+    apart: bool = False,
+    state_len: int = 0,
 ) -> SlotPlan:
     """Lay out a prompt in slots.
 
@@ -54,6 +60,7 @@ def plan_slots(
             request shares.
         apart: without chunks, sum the question's attention to the prefix apart, as a chunk's. False for a prompt that shares
             pages with plain prompts.
+        state_len: in an aligned plan, tokens of the question after which it continues on a new page; 0 for none.
 
     Returns:
         The slots of all `T` tokens of the layout.
@@ -62,7 +69,7 @@ def plan_slots(
         page_len = np.full(-(-len(layout) // block_size), block_size, np.int32)
         slots = np.arange(len(layout), dtype=np.int32)
         return SlotPlan(slots, np.zeros_like(slots), 0, page_len, block_size, aligned)
-    lens = np.asarray([s.end - s.start for s in layout.segments], np.int64)
+    lens = np.asarray(_part_lens(layout, state_len if aligned else 0), np.int64)
     if aligned and packed_chunks:
         pages = -(-np.asarray([lens[0], lens[1:].sum()]) // block_size)
         page_len = np.full(pages.sum(), block_size, np.int32)
@@ -81,7 +88,7 @@ def plan_slots(
         page_len = np.full(-(-lens.sum() // block_size), block_size, np.int32)
         starts = np.cumsum(lens) - lens
     within = np.arange(len(layout)) - np.repeat(np.cumsum(lens) - lens, lens)
-    is_chunk = np.asarray([s.chunk_id >= 0 for s in layout.segments])
+    is_chunk = np.pad(np.ones(layout.num_chunks, bool), (1, len(lens) - 1 - layout.num_chunks))
     return SlotPlan(
         slots=(np.repeat(starts, lens) + within).astype(np.int32),
         row_start=np.repeat(np.where(is_chunk, starts, 0), lens).astype(np.int32),
@@ -93,9 +100,15 @@ def plan_slots(
     )
 
 
-def num_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_chunks: bool = False) -> int:
+def _part_lens(layout: ChunkLayout, state_len: int) -> list[int]:
+    """Return the tokens of every part, with the first `state_len` tokens of the question as a part of their own."""
+    ends = [layout.question_len] if not state_len else [state_len, layout.question_len - state_len]
+    return [layout.prefix_len, *layout.chunk_lens, *ends]
+
+
+def num_slots(layout: ChunkLayout, block_size: int, *, aligned: bool, packed_chunks: bool = False, state_len: int = 0) -> int:
     """Return the slots of a prompt that `plan_slots` lays out with the same arguments, holes before the last token included."""
-    lens = [s.end - s.start for s in layout.segments if s.end > s.start]
+    lens = [n for n in _part_lens(layout, state_len if aligned else 0) if n]
     if not lens or not aligned:
         return sum(lens)
     if packed_chunks:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int32, Int64
 
 from chunkattn.engine.limits import ITEMS
 from chunkattn.engine.messages import StepRates
@@ -27,6 +27,31 @@ STEADY = 1.13
 """Maximum loss accepted to keep the choice independent of the cache's contents, and to leave the query in the cache."""
 
 
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Documents of a scoring call, and the tokens between them and every item.
+
+    Attributes:
+        chunks: token ids of each document, int32; every layout copies them.
+        state: token ids behind the documents, which every item's sequence shares.
+        strategy: name of the position strategy.
+        gap: positions left free before the documents.
+    """
+
+    chunks: Sequence[Int32[np.ndarray, " T"]]
+    state: list[int]
+    strategy: str
+    gap: int
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return sum(map(len, self.chunks)) + len(self.state)
+
+    def layout(self, before: list[int], item: list[int]) -> ChunkLayout:
+        """Return the layout of one item behind prefix, documents and state."""
+        return make_layout(before, self.chunks, self.state + item, self.strategy, self.gap)
+
+
 @dataclass(eq=False)
 class ScoreInputs:
     """Sequences to score: `before + item + after` for every item; and the bounds of sequences that hold several items.
@@ -39,6 +64,7 @@ class ScoreInputs:
         reads: number of each item's last tokens that are read. An item of one is read for all of its labels; an item of several
             has one label for each token in order. Empty reads one token of each item.
         names: the caller's names of query and items.
+        documents: documents between `before` and every item; None for none.
         max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
         max_multi_item_seq_len: maximum number of tokens of a sequence of `packed_dense`, even with one item.
         max_batch_tokens: maximum number of tokens of several items sent together after a cached query.
@@ -56,6 +82,7 @@ class ScoreInputs:
     labels: Sequence[tuple[int, ...]] = ()
     reads: Sequence[int] = ()
     names: Names = ITEMS
+    documents: Documents | None = None
     max_pack_tokens: int = 8192
     max_multi_item_seq_len: int = 8192
     max_batch_tokens: int = 2048
@@ -87,7 +114,7 @@ class ScoreInputs:
     @property
     def query_len(self) -> int:
         """Return the number of tokens that every sequence has beside its item."""
-        return len(self.before) + len(self.after)
+        return len(self.before) + len(self.after) + (0 if self.documents is None else len(self.documents))
 
     def reads_of(self, place: int) -> int:
         """Return the number of tokens that are read of an item.
@@ -100,6 +127,8 @@ class ScoreInputs:
     def tokens(self) -> dict[str, int]:
         """Return the number of tokens that each algorithm computes, by name."""
         query = self.query_len
+        if self.documents is not None:
+            return {"prefill_extend": query + sum(map(len, self.items))}
         labels = self.labels or [()] * len(self.items)
         different = dict.fromkeys((tuple(item), own) for item, own in zip(self.items, labels, strict=True))
         items = [len(item) for item, _ in different]  # items repeated with their labels are scored once
@@ -182,6 +211,14 @@ def _packs(
             owners += [place] * reads
         order = np.argsort(rows, kind="stable")
         yield layout, np.asarray(rows)[order], [owners[number] for number in order]
+
+
+def extend_documents(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
+    """Yield every item as a sequence of its own behind prefix, documents and state, which the cache holds."""
+    assert call.documents is not None
+    for place in places:
+        layout, reads = call.documents.layout(call.before, call.items[place]), call.reads_of(place)
+        yield layout, np.arange(len(layout) - reads, len(layout)), [place] * reads
 
 
 ALGORITHMS: dict[str, Callable[[ScoreInputs, Sequence[int]], Iterator[Pack]]] = {

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 from scipy.special import logsumexp, softmax
 
+from chunkattn.calibration import LabelScale
 from chunkattn.decisions import (
     Answer,
     Choice,
@@ -46,7 +47,7 @@ class AnswerLabels:
     """
 
     def __init__(self, template: StateTemplate) -> None:
-        self._template = template
+        self.template = template
 
     @cached_property
     def yes_no(self) -> list[LabelIds]:
@@ -70,7 +71,7 @@ class AnswerLabels:
     def _spelled(self, labels: list[list[str]]) -> list[LabelIds]:
         """Return the tokens of each label's words, with and without a space before; not those that two labels share."""
         texts = [[space + word for word in words for space in ("", " ")] for words in labels]
-        tokens = [dict.fromkeys(token for text in own if (token := self._template.label(text)) is not None) for own in texts]
+        tokens = [dict.fromkeys(token for text in own if (token := self.template.label(text)) is not None) for own in texts]
         shared = Counter(token for own in tokens for token in own)  # such as the unknown token
         return [tuple(token for token in own if shared[token] == 1) for own in tokens]
 
@@ -85,6 +86,8 @@ class AskedQuestion:
         labels: tokens of each label. Every item has the same labels.
         order: place of each label or item in the caller's options or levels.
         texts: answer that follows each item, whose own tokens are read; empty if labels are read.
+        kind: kind of the labels, one of `chunkattn.calibration.LABEL_KINDS`.
+        names: name of each label, as in a calibration of labels; empty where labels differ between questions.
     """
 
     question: Question
@@ -92,23 +95,31 @@ class AskedQuestion:
     labels: list[LabelIds]
     order: list[int]
     texts: Sequence[str] = ()
+    kind: str = "predicate"
+    names: Sequence[str] = ("yes", "no")
 
     @property
     def label_ids(self) -> tuple[int, ...]:
         """Return the tokens to read after each item."""
         return tuple(token for ids in self.labels for token in ids)
 
-    def answer(self, rows: Sequence[Sequence[float]], empty: Sequence[Sequence[float]] | None) -> Answer:
+    def answer(
+        self, rows: Sequence[Sequence[float]], empty: Sequence[Sequence[float]] | None, scale: LabelScale | None = None
+    ) -> Answer:
         """Return the answer.
 
         Args:
             rows: log-probabilities of `label_ids` after each item, or of the tokens of each item's text.
             empty: the same behind a content-free state, for calibration; None for none.
+            scale: calibration of the labels, applied last; None for none.
         """
         logs = self._logs(rows)
         weighed = logs if empty is None else logs - self._logs(empty)
         # The options are items with one text each, the labels of one item, or items with the labels yes and no.
         scores = weighed.ravel() if self.texts or len(rows) == 1 else weighed[:, 0] - weighed[:, 1]
+        if scale is not None:
+            bias = [scale.bias.get(name, 0.0) for name in self.names] or 0.0
+            scores = (scores - np.asarray(bias)) / scale.temperature
         own = np.asarray(softmax(scores))
         mass = float(np.exp(logsumexp(logs, axis=0 if self.texts else 1)).min())
         question = self.question
@@ -167,13 +178,12 @@ def ask(question: Any, method: str, labels: AnswerLabels, part: str) -> AskedQue
     order = list(range(len(shown)))
     if isinstance(question, Choice):
         order.sort(key=lambda number: _rank(shown[number], option_of(question.options[number])))
+    shown = [shown[number] for number in order]
     if method == "likelihood":
-        pieces = ["", question.text, "\nAnswer with a few words only."]
-        texts = [str(shown[number].value) for number in order]
-        return AskedQuestion(question, [pieces] * len(texts), [], order, texts)
+        return _ask_texts(question, shown, order)
     if method == "separate":
-        return _ask_separately(question, [shown[n] for n in order], order, labels, part)
-    return _ask_letters(question, [shown[n] for n in order], order, labels, part)
+        return _ask_separately(question, shown, order, labels, part)
+    return _ask_letters(question, shown, order, labels)
 
 
 def option_of(option: str | bool | Option) -> Option:
@@ -195,21 +205,26 @@ def _ask_predicate(question: Predicate, labels: AnswerLabels, part: str) -> Aske
     return AskedQuestion(question, [[*pieces, "\nAnswer yes or no only."]], _yes_no(labels, part), [0, 1])
 
 
-def _ask_letters(
-    question: Choice | Rating, shown: list[Option], order: list[int], labels: AnswerLabels, part: str
-) -> AskedQuestion:
+def _ask_texts(question: Choice | Rating, shown: list[Option], order: list[int]) -> AskedQuestion:
+    pieces = ["", question.text, "\nAnswer with a few words only."]
+    texts = [str(option.value) for option in shown]
+    return AskedQuestion(question, [pieces] * len(texts), [], order, texts, "likelihood", ())
+
+
+def _ask_letters(question: Choice | Rating, shown: list[Option], order: list[int], labels: AnswerLabels) -> AskedQuestion:
     noun = "level" if isinstance(question, Rating) else "option"
     kind, found = "letter", labels.letters
     if isinstance(question, Rating) and [label for label, _ in labels.digits[: len(shown)]] == [*map(str, range(len(shown)))]:
         kind, found = "number", labels.digits
     if len(shown) > len(found):
-        text = f" has {len(shown)} {noun}s, and {len(found)} letters are one token behind this chat template"
-        raise _error(f'{text}; use method="likelihood", method="separate" or fewer {noun}s', part)
+        return _ask_texts(question, shown, order)
     pieces = ["", question.text]
     for option, (label, _) in zip(shown, found):
         pieces += [f"\n{label}. ", *_described(option)]
     pieces.append(f"\nAnswer with the {kind} of one {noun} only.")
-    return AskedQuestion(question, [pieces], [ids for _, ids in found[: len(shown)]], order)
+    taken = found[: len(shown)]
+    kinds = {"letter": "letters", "number": "digits"}
+    return AskedQuestion(question, [pieces], [ids for _, ids in taken], order, (), kinds[kind], [label for label, _ in taken])
 
 
 def _ask_separately(
@@ -217,7 +232,7 @@ def _ask_separately(
 ) -> AskedQuestion:
     end = "\nIs the proposed answer right? Answer yes or no only."
     items = [["", question.text, "\nProposed answer: ", *_described(option), end] for option in shown]
-    return AskedQuestion(question, items, _yes_no(labels, part), order)
+    return AskedQuestion(question, items, _yes_no(labels, part), order, (), "separate", ())
 
 
 def _described(option: Option) -> list[str]:

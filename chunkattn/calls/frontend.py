@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from numbers import Integral
 from typing import Any
 
+from chunkattn.calibration import LabelScale, label_scales_of
 from chunkattn.calls.algorithms import check_algorithm
+from chunkattn.calls.decide_questions import AnswerLabels
 from chunkattn.calls.detokenizer import token_decoder
 from chunkattn.calls.rerank_template import RerankTemplate, default_template
 from chunkattn.calls.score_memory import ScoreMemory
@@ -22,6 +26,10 @@ from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.encode import ControlTokens, PlainEncoder
 from chunkattn.parsers.prompt import Prompt
+from chunkattn.parsers.state_template import StateTemplate
+
+_MAX_TEMPLATES = 16
+"""Maximum number of rendered chat templates that are kept."""
 
 
 class Frontend:
@@ -45,7 +53,7 @@ class Frontend:
         if config.multi_item_scoring_delimiter is not None:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
         self.decode = token_decoder(self.tokenizer)
-        self._ids = count()
+        self._ids, self._labels = count(), OrderedDict[str, AnswerLabels]()
         check_algorithm(config.score_algorithm)
         self.scores = ScoreMemory(config.enable_prefix_caching)
         if config.rerank_template is not None:
@@ -75,10 +83,36 @@ class Frontend:
         return default_template(self.config.rerank_template, self.reranker.template, self.config.model, self.parser.encode)
 
     @cached_property
+    def label_scales(self) -> dict[str, LabelScale]:
+        """Return the calibration of labels by kind, from the calibration file; empty if there is none."""
+        return label_scales_of(self.config.model, self.config.chunk_calibration, self.config.revision)
+
+    @cached_property
     def plain(self) -> PlainEncoder:
         """Return the tokenizer of the users' texts in a rerank template."""
         encode = self.parser.encode
         return PlainEncoder(encode, ControlTokens(encode.tokenizer, {}) if self.config.special_tokens_in_documents else None)
+
+    def answer_labels(self, system: str | None, template_options: Mapping[str, Any] | None) -> AnswerLabels:
+        """Return the labels of answers behind the chat template, which is rendered once for all calls with equal arguments.
+
+        Args:
+            system: see `StateTemplate`.
+            template_options: variables of the chat template.
+
+        Raises:
+            RequestError: as `StateTemplate`.
+            NotRenderedError: as `StateTemplate`.
+        """
+        try:
+            key = json.dumps([system, template_options], sort_keys=True)
+        except (TypeError, ValueError):  # values that are no JSON
+            return AnswerLabels(StateTemplate(self.plain, system, template_options))
+        found = self._labels.pop(key, None) or AnswerLabels(StateTemplate(self.plain, system, template_options))
+        self._labels[key] = found
+        while len(self._labels) > _MAX_TEMPLATES:
+            self._labels.popitem(last=False)
+        return found
 
     def connect(self, limits: EngineLimits) -> None:
         """Store the limits of an engine with an empty cache."""

@@ -15,6 +15,8 @@ StopSample = Callable[[str, int], None]
 
 STAGE_STEPS = 4
 """Tokens of one stage, in steps' worth: other requests wait for at most this much of a long job at a time."""
+STAGE_LAYOUT = 1 << 20
+"""Tokens of the layouts of one stage, shared parts counted in every request: a layout takes 8 bytes per token."""
 
 
 class Job(Protocol[T_co]):

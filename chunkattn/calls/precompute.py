@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypedDict
 
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import STAGE_STEPS, StopSample
+from chunkattn.calls.job import STAGE_LAYOUT, STAGE_STEPS, StopSample
 from chunkattn.engine.messages import CachedTokens, EngineOutput, PrecomputeRequest, PrecomputeResult
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
@@ -15,9 +15,6 @@ from chunkattn.outputs import CachedDocument, CacheReport
 from chunkattn.parsers.arguments import salt_key
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.rope.positions import make_layout
-
-_MAX_STAGE_LAYOUT = 1 << 20
-"""Limit on the tokens of one stage, counting the prefix in every request: a layout takes 8 bytes per token."""
 
 
 class LookupOptions(TypedDict, total=False):
@@ -123,7 +120,7 @@ class PrecomputeJob:
             if (request := self._request(group)) is None:
                 continue
             size = sum(request.layout.chunk_lens)
-            full = tokens + size > most or laid_out + len(request.layout) > _MAX_STAGE_LAYOUT
+            full = tokens + size > most or laid_out + len(request.layout) > STAGE_LAYOUT
             if stage and full:
                 yield stage
                 stage, tokens, laid_out = [], 0, 0

@@ -15,13 +15,15 @@ from chunkattn.calls.algorithms import (
     ALGORITHMS,
     AUTO,
     BACKENDS,
+    Documents,
     ScoreInputs,
+    extend_documents,
     predict,
     refusals,
     select_algorithm,
 )
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import STAGE_STEPS, StopSample
+from chunkattn.calls.job import STAGE_LAYOUT, STAGE_STEPS, StopSample
 from chunkattn.calls.score_memory import digests, item_keys
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import ITEMS, EngineLimits
@@ -43,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _OTHERS = 8
 """Rows of a step left to decodes of other requests."""
-_LOOKUP_BATCH = 32
+LOOKUP_BATCH = 32
 """Queries per lookup. The engine answers a lookup between two steps."""
 
 T = TypeVar("T")
@@ -74,6 +76,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         raw: whether to read the labels' logits, whose scores are their sigmoid or softmax.
         names: the caller's names of query and items.
         reads: see `ScoreInputs`.
+        documents: see `ScoreInputs`; the algorithm is `prefill_extend` then.
 
     Attributes:
         total: number of items to score.
@@ -103,10 +106,12 @@ class ScoreCall(ScoreInputs, Generic[T]):
         raw: bool = False,
         names: Names = ITEMS,
         reads: Sequence[int] = (),
+        documents: Documents | None = None,
     ) -> None:
         limits = frontend.limits
         query_len = len(before) + len(after)
-        super().__init__(before, items, after, labels, reads, names, **_bounds(frontend.config, limits, query_len))
+        bounds = _bounds(frontend.config, limits, query_len)
+        super().__init__(before, items, after, labels, reads, names, documents, **bounds)
         self._frontend, self._memory, self._finish = frontend, frontend.scores, finish
         self.algorithm = algorithm or frontend.config.score_algorithm
         (self.priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
@@ -122,7 +127,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         self._values = {first[key]: row for key, row in known.items()}  # of items, one for each label or class
         self._open = [place for key, place in first.items() if key not in known]  # items to score
         self._places: dict[str, list[int]] = {}  # items of the requests in flight
-        self._rows = self.cached_query = 0
+        self._computed = self.cached_query = 0
         self.total, self.done = len(self._open), 0
         self._chosen: tuple[str, dict[str, float]] | None = None
 
@@ -139,6 +144,9 @@ class ScoreCall(ScoreInputs, Generic[T]):
             CapacityError: every suitable algorithm would compute more than `max_tokens_per_call`.
         """
         config, limits, wanted = self._frontend.config, self._frontend.limits, self.algorithm
+        if self.documents is not None:
+            self._plan_documents(costly)
+            return
         caching, window = config.enable_prefix_caching, limits.sliding_window
         refused = refusals(self, sliding_window=window, caching=caching, backends=limits.backends) | costly
         names = AUTO if wanted == "auto" else (wanted,)
@@ -155,6 +163,12 @@ class ScoreCall(ScoreInputs, Generic[T]):
         depends = len({self._select(query_cached=found)[0] for found in (False, True)}) > 1
         if wanted != "auto" or known or not depends or not self._open:
             self._choose(None)
+
+    def _plan_documents(self, costly: dict[str, str]) -> None:
+        if reason := costly.get("prefill_extend"):
+            text = f"the {self.names.chunks} cannot be served: {reason}; send fewer or shorter {self.names.chunks}"
+            raise CapacityError(text, param=self.names.chunks)
+        self._chosen = "prefill_extend", {}
 
     def _choose(self, query_cached: bool | None) -> tuple[str, dict[str, float]]:
         """Choose the algorithm.
@@ -197,21 +211,22 @@ class ScoreCall(ScoreInputs, Generic[T]):
 
     def stages(self) -> Iterator[Stage]:
         """Yield the stages in order. For a request in flight, the call stores only the places of its items."""
-        most = 0 if self.extends else STAGE_STEPS * self._frontend.config.max_num_batched_tokens
-        if self.extends and self._open:
+        apart = self.extends and self.documents is None
+        most = 0 if apart else STAGE_STEPS * self._frontend.config.max_num_batched_tokens
+        if apart and self._open:
             # The query runs first by itself, so that batches of items run alike with and without a cached query.
             request = self._query_request()
             self._frontend.limits.check(request, self.names)
-            self._rows += len(self.before)
             yield [request]
         stage: Stage = []
-        tokens = 0
-        for layout, rows, places in ALGORITHMS[self.choice[0]](self, self._open):
-            size = len(layout)
+        tokens = laid_out = 0
+        algorithm = ALGORITHMS[self.choice[0]] if self.documents is None else extend_documents
+        for layout, rows, places in algorithm(self, self._open):
+            size = len(layout) if self.documents is None else sum(len(self.items[place]) for place in places)
             lists, row_labels = self._read_lists(places)
-            if stage and tokens + size > most:
+            if stage and (tokens + size > most or laid_out + len(layout) > STAGE_LAYOUT):
                 yield stage
-                stage, tokens = [], 0
+                stage, tokens, laid_out = [], 0, 0
             made = ScoreRequest(
                 self._frontend.new_id(),
                 layout,
@@ -219,6 +234,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
                 lists,
                 row_labels,
                 share_prefix=self.extends,
+                state_len=0 if self.documents is None else len(self.documents.state),
                 algorithm=self.choice[0],
                 salt_key=self._salt_key,
                 priority=self.priority,
@@ -227,9 +243,8 @@ class ScoreCall(ScoreInputs, Generic[T]):
             )
             self._frontend.limits.check(made, self.names)
             self._places[made.request_id] = places
-            self._rows += size - layout.prefix_len if self.extends else size
             stage.append(made)
-            tokens += size
+            tokens, laid_out = tokens + size, laid_out + len(layout)
         if stage:
             yield stage
 
@@ -257,7 +272,9 @@ class ScoreCall(ScoreInputs, Generic[T]):
         if isinstance(output, PrecomputeResult):
             self._memory.keep_query(self._query, self.query_len)
             self.cached_query = output.cached.total
+            self._computed += len(self.before) - self.cached_query
         elif isinstance(output, ScoreResult):
+            self._computed += output.computed
             self._memory.rates = output.rates
             rows: dict[int, list[np.ndarray]] = {}
             for place, row in zip(self._places.pop(output.request_id), output.logprobs, strict=True):
@@ -308,8 +325,11 @@ class ScoreCall(ScoreInputs, Generic[T]):
         """Return the token counts. Tokens of repeated and known items are cached; so is a query that no item needed."""
         lens = [len(item) for item in self.items]
         spared = sum(lens) - sum(lens[place] for place in self._open)
+        total = self.query_len + sum(lens)
+        if self.documents is not None:
+            return ScoreUsage(total, self._computed, max(total - self._computed, 0))
         query = self.cached_query if self._open else self.query_len * bool(lens)
-        return ScoreUsage(self.query_len + sum(lens), self._rows - self.cached_query, query + spared)
+        return ScoreUsage(total, self._computed, query + spared)
 
 
 def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int) -> dict[str, Any]:
@@ -379,8 +399,8 @@ class ScoreCalls(Generic[T]):
 
     def lookups(self) -> Iterator[list[PrecomputeRequest]]:
         """Yield requests to look up in the cache: the queries whose algorithm depends on it."""
-        for first in range(0, len(self._calls), _LOOKUP_BATCH):
-            asking = [(request, call) for call in self._calls[first : first + _LOOKUP_BATCH] for (request,) in call.lookups()]
+        for first in range(0, len(self._calls), LOOKUP_BATCH):
+            asking = [(request, call) for call in self._calls[first : first + LOOKUP_BATCH] for (request,) in call.lookups()]
             self._by_id |= {request.request_id: call for request, call in asking}
             if asking:
                 yield [request for request, _ in asking]

@@ -113,9 +113,14 @@ def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool
         whole: whether the bits of a result depend on all items, which decide the layout, and on the algorithm. Else they depend
             on query, item and the item's labels alone.
     """
-    form = (salt_key, algorithm if whole else None, raw, len(call.before), len(call.after))
+    documents = None if call.documents is None else len(call.documents.chunks)
+    form = (salt_key, algorithm if whole else None, raw, len(call.before), len(call.after), documents)
     shared = blake2b(repr(form).encode(), digest_size=32)
     shared.update(np.asarray(call.before + call.after, np.int64).tobytes())
+    if call.documents is not None:
+        for part in (*call.documents.chunks, np.asarray(call.documents.state)):
+            shared.update(np.asarray([len(part)], np.int64).tobytes())
+            shared.update(np.asarray(part, np.int64).tobytes())
     labels = call.labels or [()] * len(call.items)
     lists = {own: np.asarray([len(own), *own], np.int64).tobytes() for own in {*labels}}
     items = [lists[own] + np.asarray(item, np.int64).tobytes() for item, own in zip(call.items, labels, strict=True)]

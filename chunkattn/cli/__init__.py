@@ -1,9 +1,22 @@
-"""Commands: `chunkattn serve | generate | score | inspect | demo | cache | eval | calibrate | bench | flips | check | env`."""
+"""Commands: `serve | generate | score | decide | inspect | demo | cache | eval | calibrate | bench | flips | check | env`."""
 
-from chunkattn.cli import bench, bench_gen, bench_score, bench_serve, cache, check, environment, evaluate, flips, prompts, serve
+from chunkattn.cli import (
+    bench,
+    bench_gen,
+    bench_score,
+    bench_serve,
+    cache,
+    check,
+    decide,
+    environment,
+    evaluate,
+    flips,
+    prompts,
+    serve,
+)
 from chunkattn.cli.common import app
 
 __all__ = [
-    "app", "bench", "bench_gen", "bench_score", "bench_serve", "cache", "check", "environment", "evaluate", "flips", "prompts",
-    "serve",
+    "app", "bench", "bench_gen", "bench_score", "bench_serve", "cache", "check", "decide", "environment", "evaluate", "flips",
+    "prompts", "serve",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from chunkattn.cache.disk.store import KVStore
-from chunkattn.cli.common import Model, Verbose, command, command_group, console, log_to_stderr, make_llm
+from chunkattn.cli.common import Model, Verbose, command, command_group, console, log_to_stderr, make_llm, read_document
 from chunkattn.cli.options import with_options
 from chunkattn.cli.progress import Steps
 from chunkattn.config import EngineConfig
@@ -61,7 +61,7 @@ def build(
     if len(given) > 1:
         raise RequestError("give one of --prefix, --prefix-file and --system")
     if prefix_file is not None:
-        prefix = _read(prefix_file)
+        prefix = read_document(prefix_file)
     start = prefix or "" if system is None else [{"role": "system", "content": system}]
     if not folder.is_dir():
         raise RequestError(f"{folder} is no folder")
@@ -70,7 +70,7 @@ def build(
     files = sorted(f for f in folder.glob(pattern) if f.is_file())
     if not files:
         raise RequestError(f"no file of {folder} matches {pattern!r}")
-    documents = [_read(f) for f in files]
+    documents = [read_document(f) for f in files]
     if api_key_name is not None:
         cache_salt = _salt_of(api_key_name, api_key_file, cache_salt)
     llm = make_llm(model, kv_store=kv_store, kv_store_max_bytes=max_bytes, **engine)
@@ -187,13 +187,6 @@ def _open(folder: Path) -> KVStore:
         raise ConfigError(f"{folder} holds no KV store")
     size = (folder / "data.mdb").stat().st_size
     return KVStore(folder, max_bytes=max(size, 16 << 20), create=False)
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").removesuffix("\n")
-    except (OSError, UnicodeError) as error:
-        raise RequestError(f"{file} cannot be read: {error}") from error
 
 
 def _bytes(count: float) -> str:

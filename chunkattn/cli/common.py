@@ -106,6 +106,21 @@ def check_file(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
+def read_document(file: Path) -> str:
+    """Return the text of a document's file, which ends before the last line break.
+
+    Args:
+        file: file in UTF-8.
+
+    Raises:
+        RequestError: the file cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeError) as error:
+        raise RequestError(f"{file} cannot be read: {error}") from error
+
+
 def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None, question: str | None) -> str | DocumentPrompt:
     """Return the prompt as text, or as parts if any part option is given.
 

@@ -1,4 +1,4 @@
-"""Commands `chunkattn eval` and `chunkattn calibrate`: measure the loss to isolation; search gap, temperature and scale."""
+"""Commands `chunkattn eval` and `chunkattn calibrate`: measure a model on your data, and find its calibration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from chunkattn.calibration import FILE_NAME, OFF, write_calibration
+from chunkattn.calibration import FILE_NAME, OFF, write_calibration, write_label_scales
 from chunkattn.cli.bench import JsonFile, Plot, check_files
 from chunkattn.cli.common import (
     Model,
@@ -33,14 +33,14 @@ from chunkattn.errors import ConfigError, RequestError
 from chunkattn.picture import save_picture
 
 if TYPE_CHECKING:
-    from chunkattn.evaluation.data import Question, Ranking
+    from chunkattn.evaluation.data import Decisions, Question, Ranking
     from chunkattn.evaluation.measures import Mean
     from chunkattn.evaluation.report import Row
     from chunkattn.evaluation.results import Results
     from chunkattn.llm import LLM
 
-Data = Annotated[Path, typer.Argument(help="File of JSON lines: questions with documents and answers, or rankings.")]
-Limit = Annotated[int | None, typer.Option(help="Number of questions or rankings to read; by default all.")]
+Data = Annotated[Path, typer.Argument(help="File of JSON lines: questions with documents and answers, rankings, or decisions.")]
+Limit = Annotated[int | None, typer.Option(help="Number of lines to read; by default all.")]
 ResultsFile = Annotated[
     Path | None,
     typer.Option(help="File of single results, so that a run can stop and continue; by default DATA.results.jsonl here."),
@@ -68,9 +68,9 @@ def evaluate(
     verbose: Verbose = False,
     **engine: Any,
 ) -> None:
-    """Measure a model's loss to isolated documents on your questions, or how well it ranks your documents."""
+    """Measure a model's loss to isolated documents on your questions, or how well it ranks documents or makes decisions."""
     log_to_stderr(verbose)
-    from chunkattn.evaluation.data import Ranking, read_data
+    from chunkattn.evaluation.data import Decisions, Question, Ranking, read_data
     from chunkattn.evaluation.measures import check_ranking_measures
     from chunkattn.evaluation.report import as_json
     from chunkattn.evaluation.results import Results
@@ -80,16 +80,20 @@ def evaluate(
     read = read_data(data, limit)
     known = Results(results or Path(f"{data.stem}.results.jsonl"))
     rankings = [line for line in read if isinstance(line, Ranking)]
-    questions = [line for line in read if not isinstance(line, Ranking)]
+    questions = [line for line in read if isinstance(line, Question)]
+    decisions = [line for line in read if isinstance(line, Decisions)]
     if rankings:
         check_ranking_measures()
     llm, facts = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, **engine), dict[str, Any]()
     if rankings:
         rows, said = _rank(llm, rankings, known)
+    elif decisions:
+        rows, said = _decide(llm, decisions, known)
+        facts = {"questions": sum(len(line.questions) for line in decisions)}
     else:
         rows, said = _answer(llm, questions, known, max_tokens)
         facts = {"document_template": llm.parser.documents.template, **asdict(llm.config.calibration)}
-    kind = "queries" if rankings else "questions"
+    kind = "queries" if rankings else "states" if decisions else "questions"
     head = {"data": data.name, kind: len(read), "model": _name(model), **facts}
     report = {**head, "rows": as_json(rows), "conclusion": said}
     _show(rows, f"{_name(model)}, {len(read)} {kind} of {data.name}", said, report, json_file, plot)
@@ -121,6 +125,14 @@ def _rank(llm: LLM, rankings: Sequence[Ranking], known: Results) -> tuple[list[R
     return rows, ranking_conclusion(rows)
 
 
+def _decide(llm: LLM, lines: Sequence[Decisions], known: Results) -> tuple[list[Row], str]:
+    from chunkattn.evaluation.decisions import compare, conclusion, examine, ways_of
+
+    with Steps("states", len(lines)) as steps:
+        rows = compare(lines, examine(llm, lines, ways_of(llm), known, steps.advance))
+    return rows, conclusion(rows, len(lines))
+
+
 @command(app)
 @with_options((EngineConfig, None, _ENGINE))
 def calibrate(
@@ -137,12 +149,12 @@ def calibrate(
     verbose: Verbose = False,
     **engine: Any,
 ) -> None:
-    """Find a model's chunk gap, temperature and scale on half of your questions, and measure them on the other half."""
+    """Find a model's chunk gap, temperature and scale, or its calibration of labels, on half of your data; measure the rest."""
     log_to_stderr(verbose)
     from chunkattn.evaluation.calibrate import calibrate as find
     from chunkattn.evaluation.calibrate import few_questions, halves_of
     from chunkattn.evaluation.conditions import tokenize
-    from chunkattn.evaluation.data import Question, read_data
+    from chunkattn.evaluation.data import Decisions, Question, read_data
     from chunkattn.evaluation.examiner import Examiner
     from chunkattn.evaluation.report import as_json, compare
     from chunkattn.evaluation.results import Results
@@ -153,9 +165,20 @@ def calibrate(
     check_file(output)
     if gap and min(gap) < 0:
         raise ConfigError(f"--gap must be at least 0, got {min(gap)}")
-    questions = [line for line in read_data(data, limit) if isinstance(line, Question)]
+    read = read_data(data, limit)
+    questions = [line for line in read if isinstance(line, Question)]
+    decisions = [line for line in read if isinstance(line, Decisions)]
+    if decisions:
+        if gap or not weighing or plot is not None:
+            raise ConfigError(f"--gap, --no-weighing and --plot are for questions over documents; {data} holds decisions")
+        known = Results(results or Path(f"{data.stem}.results.jsonl"))
+        _fit_labels(
+            make_llm(model, chunk_calibration=OFF, **engine), decisions, known, output, _name(model), data.name, json_file
+        )
+        return
     if not questions:
-        raise RequestError(f"{data} holds rankings; calibrate needs questions, because scores are exact without a calibration")
+        reason = "calibrate needs questions or decisions, because scores are exact without a calibration"
+        raise RequestError(f"{data} holds rankings; {reason}")
     searched = len(halves_of(len(questions)).search)
     known = Results(results or Path(f"{data.stem}.results.jsonl"))
     weights = 0.8 if weighing else None  # any value unlike 1 builds an engine with a calibration
@@ -194,6 +217,34 @@ def calibrate(
         console.print(f"written: {escape(str(output))} ({listed}{off})", soft_wrap=True)
 
 
+def _fit_labels(
+    llm: LLM, lines: Sequence[Decisions], known: Results, output: Path, model: str, data: str, json_file: str | None
+) -> None:
+    """Fit the calibration of labels, print its table, and write what the other half shows to be a gain."""
+    from chunkattn.evaluation.decisions import examine
+    from chunkattn.evaluation.labels import SOURCES, calibrate_labels, notes_of, samples_of
+
+    with Steps("states", len(lines)) as steps:
+        given = examine(llm, lines, SOURCES, known, steps.advance)
+    fits = calibrate_labels(samples_of(llm, lines, given), len(lines))
+    report = notes_of(fits, data)
+    kept = {kind: own.scale for kind, own in fits.items() if own.is_kept}
+    if write_json({**report, "written": str(output)}, json_file):
+        title = escape(f"{model}, labels fitted on half of {data}, measured on the other half")
+        table = figures(
+            "labels", "temperature", "log loss", "calibrated", "change [95%]", "kept", title=title, texts=("labels",)
+        )
+        for kind, own in fits.items():
+            losses = (f"{value:.3f}" for value in (own.scale.temperature, own.before, own.after))
+            table.add_row(kind, *losses, _interval(own.change), "yes" if own.is_kept else "no")
+        table.caption = "log loss: nats per question; only kinds whose interval lies below 0 are kept"
+        console.print(table)
+    write_label_scales(output, kept, model, report)
+    if json_file != "-":
+        said = ", ".join(kept) or "no calibration of labels, because no gain was shown"
+        console.print(f"written: {escape(str(output))} ({said})", soft_wrap=True)
+
+
 def _name(model: str | None) -> str:
     return "the demo model" if model is None else Path(model).name
 
@@ -216,6 +267,8 @@ def _tables(rows: Sequence[Row], title: str) -> list[Table]:
     from chunkattn.evaluation.report import LOGPROB
 
     names = [name for name in rows[0].means if name != LOGPROB]
+    compared = next((name for name in ("NDCG@10", "accuracy") if name in names), "F1")
+    baseline = {"NDCG@10": "given", "accuracy": rows[0].name}.get(compared, "full")
     tables = []
     if LOGPROB in rows[0].means:
         controlled = any(row.against_control for row in rows)
@@ -227,8 +280,6 @@ def _tables(rows: Sequence[Row], title: str) -> list[Table]:
         table.caption += "; control: full, same T and S" if controlled else ""
         tables.append(table)
     if names:
-        compared = "NDCG@10" if "NDCG@10" in names else "F1"
-        baseline = "given" if compared == "NDCG@10" else "full"
         title = "greedy answers" if tables else escape(title)
         table = figures("", *names, f"{compared} - {baseline} [95%]", title=title)
         for row in rows:
@@ -246,7 +297,10 @@ def _mean(row: Row, name: str) -> str:
 def _change(against: dict[str, Mean] | None, name: str) -> str:
     if against is None:
         return ""
-    change = against[name]
+    return _interval(against[name])
+
+
+def _interval(change: Mean) -> str:
     if not change.has_interval:
         return escape(f"{change.mean:+.2f} [no interval]")
     return escape(f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}]")

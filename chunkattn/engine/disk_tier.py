@@ -187,7 +187,8 @@ class DiskTier:
 
     def _keeps(self, request: Request, kind: int) -> bool:
         """Return whether the store keeps parts of this kind for a request."""
-        passing = request.score or (request.precompute and not request.precompute.persist)
+        is_pack = request.score is not None and not request.score.state_len
+        passing = is_pack or (request.precompute and not request.precompute.persist)
         return request.shares and not passing and kind != QUESTION_ID
 
     def _key(self, request: Request, kind: int, start: int, end: int) -> bytes:

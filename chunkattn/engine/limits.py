@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -217,13 +218,15 @@ class EngineLimits:
                 return  # it needs no pages
         self._check_pages(message, names)
 
-    def slot_options(self, message: Message) -> dict[str, bool]:
-        """Return the arguments `aligned` and `packed_chunks` of `plan_slots` for a request.
+    def slot_options(self, message: Message) -> dict[str, Any]:
+        """Return the arguments `aligned`, `packed_chunks` and `state_len` of `plan_slots` for a request.
 
         Parts begin on new pages, so that their pages can be shared. A plain prompt shares its beginning only and needs no
         alignment. Scored items share only the prefix, if `share_prefix`; they begin on pages where `items_on_pages` is set.
         """
         scores = isinstance(message, ScoreRequest)
+        if isinstance(message, ScoreRequest) and message.state_len:
+            return {"aligned": True, "packed_chunks": False, "state_len": message.state_len}
         if scores and self.items_on_pages:
             return {"aligned": True, "packed_chunks": False}
         shares = message.layout.num_chunks > 0 and (not isinstance(message, ScoreRequest) or message.share_prefix)
@@ -243,7 +246,8 @@ class EngineLimits:
         layout, size = message.layout, self.block_size
         full, repeated, samples, longest = end // size, 0, 1, 0  # all samples share the full pages of the prompt
         # Log-probabilities need every prompt token computed, including the tokens of a repeated chunk.
-        if not isinstance(message, ScoreRequest) and not (isinstance(message, GenerateRequest) and message.distinct):
+        is_pack = isinstance(message, ScoreRequest) and not message.state_len
+        if not is_pack and not (isinstance(message, GenerateRequest) and message.distinct):
             repeated = sum(-(-layout.chunk_lens[number] // size) for number in layout.repeats)
         if isinstance(message, GenerateRequest):
             samples = message.sampling.n
@@ -321,11 +325,15 @@ class EngineLimits:
         for ids in message.label_token_ids:
             self.check_ids(ids, "label_token_ids")
         self._check_row_labels(message)
-        first, prefix = int(min(message.rows, default=len(message.layout))), message.layout.prefix_len
-        if message.share_prefix and first < prefix:
-            raise RequestError(
-                f"row {first} lies in the shared prefix of {prefix} tokens: cached tokens have no logits", param="rows"
-            )
+        layout, state = message.layout, message.state_len
+        if state and (not message.share_prefix or not 0 < state < layout.question_len):
+            text = f"state_len {state} needs share_prefix and a question of more tokens, got {layout.question_len}"
+            raise RequestError(text, param="state_len")
+        shared = layout.question_start + state if state else layout.prefix_len
+        first = int(min(message.rows, default=len(layout)))
+        if message.share_prefix and first < shared:
+            text = f"row {first} lies in the {shared} tokens that other requests share: cached tokens have no logits"
+            raise RequestError(text, param="rows")
 
     def _check_row_labels(self, message: ScoreRequest) -> None:
         lists, rows = len(message.label_token_ids), message.row_labels

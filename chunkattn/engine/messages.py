@@ -56,6 +56,8 @@ class ScoreRequest:
         label_token_ids: lists of the tokens whose log-probabilities are returned; empty for a classifier.
         row_labels: `[R]`, place in `label_token_ids` of the list that is read at each row; None reads the only list at each.
         share_prefix: whether to read the prefix from the cache and keep it there; then `rows` follow the prefix.
+        state_len: tokens at the start of the question that other requests share. The chunks are documents then, and the cache
+            holds prefix, documents and these tokens as it does for generation; `rows` follow them. 0 for a pack of items.
         algorithm: algorithm that made this layout, one of `chunkattn.calls.algorithms.ALGORITHMS`.
         salt_key: see `GenerateRequest`.
         priority: see `GenerateRequest`.
@@ -70,6 +72,7 @@ class ScoreRequest:
     label_token_ids: tuple[tuple[int, ...], ...]
     row_labels: np.ndarray | None = None
     share_prefix: bool = False
+    state_len: int = 0
     algorithm: str = "packed_segment"
     salt_key: str | None = None
     priority: int = 0
@@ -208,11 +211,13 @@ class ScoreResult:
         logprobs: float32 `[R, L]` log-probabilities of the labels, or their logits; class logits of a classifier. `L` is the
             length of the longest list of labels; shorter rows end in -inf.
         rates: cost model of the engine's steps, as known now.
+        computed: tokens that this request computed.
     """
 
     request_id: str
     logprobs: np.ndarray
     rates: StepRates
+    computed: int
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,8 @@ class Placement:
                 prefix = last
             elif kind != QUESTION_ID:
                 ends.append(last)
+            elif request.is_state(number):  # the question continues after it
+                prefix, ends = last, []
         return parts, missing
 
     def _follow(self, sample: Sample, part: Part, number: int, size: int, grows: bool, *, create: bool) -> Block | None:
@@ -162,7 +164,7 @@ class Placement:
         total = -(-size // self.block_size)
         # Every request computes its last prompt token itself: cached tokens have no logits.
         reads = request.score is not None or request.logprobs_from is not None
-        private = reads and request.segments[number][0] == QUESTION_ID
+        private = reads and request.segments[number][0] == QUESTION_ID and not request.is_state(number)
         shared = 0 if private else (size - 1) // self.block_size if grows else total
         for index in range(len(part.blocks), total):
             start, block = index * self.block_size, None

@@ -154,7 +154,7 @@ def score_result(request: Request, rows: dict[int, Any], rates: StepRates) -> Sc
     values = np.full((len(rows), max(map(len, rows.values()))), -np.inf, np.float32)
     for number, row in rows.items():
         values[number, : len(row)] = row
-    return ScoreResult(request.request_id, values, rates)
+    return ScoreResult(request.request_id, values, rates, int(request.computed.sum()))
 
 
 def prompt_output(request: Request, rows: dict[int, Any]) -> PromptLogprobsOutput:

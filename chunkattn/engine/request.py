@@ -93,11 +93,11 @@ class Request:
                 does not run.
         """
         layout, index, order = message.layout, np.arange(len(message.layout)), [*range(message.layout.num_chunks)]
-        scores = isinstance(message, ScoreRequest)
+        is_pack = isinstance(message, ScoreRequest) and not message.state_len
         # Under a window every item is a plain prompt, and stays one.
         apart = isinstance(message, ScoreRequest) and not message.share_prefix and limits.sliding_window is None
         # Scored items keep their order, so that the content of one item cannot move another.
-        if layout.chunks_share_positions and layout.num_chunks > 1 and not scores:
+        if layout.chunks_share_positions and layout.num_chunks > 1 and not is_pack:
             order = layout.canonical_order()
             index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
         plan = plan_slots(layout, limits.block_size, **limits.slot_options(message), apart=apart)
@@ -106,7 +106,8 @@ class Request:
         if isinstance(message, PrecomputeRequest):
             options["precompute"] = message
         elif isinstance(message, ScoreRequest):
-            options = {"score": message, "shares": options["shares"] and message.share_prefix}
+            weighing = limits.weighing if message.state_len and any(layout.chunk_lens) else None
+            options = {"score": message, "shares": options["shares"] and message.share_prefix, "weighing": weighing}
         else:
             options = _generate_options(message, limits, arrival)
         return cls(
@@ -171,11 +172,22 @@ class Request:
         if not has_prefix:
             return [Segment(PREFIX_ID if self.precompute else QUESTION_ID, 0, len(self.layout))]
         prefix, *others = self.layout.segments
-        if self.score:  # no other request shares the items
+        if self.score and (state := self.score.state_len):
+            kind, start, end = others.pop()
+            others += [Segment(kind, start, start + state), Segment(kind, start + state, end)]
+        elif self.score:  # no other request shares the items
             if self.plan.packed_chunks:
                 others = [Segment(QUESTION_ID, self.layout.prefix_len, len(self.layout))]
             others = [Segment(QUESTION_ID, start, end) for _, start, end in others]
         return [s for s in (prefix, *others) if s.end > s.start]
+
+    def is_state(self, number: int) -> bool:
+        """Return whether a part is a question's beginning that other requests share (see `ScoreRequest.state_len`).
+
+        Args:
+            number: place of the part in `segments`.
+        """
+        return self.score is not None and self.score.state_len > 0 and number == len(self.segments) - 2
 
     def key_of(self, sample: Sample, start: int, width: int) -> tuple[int, bytes]:
         """Return position and tokens of a block, cached for prompt blocks because admission may ask repeatedly.

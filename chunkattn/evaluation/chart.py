@@ -45,7 +45,8 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
         for number, name in enumerate(others):
             for place, row in enumerate(rows):
                 _point(axes, row.means[name], place + 0.12 * (number - len(others) / 2), _COLORS[number], name)
-        axes.set(xlabel="mean and 95% interval", xlim=(-0.02, 1.02))
+        highest = max(row.means[name].mean for row in rows for name in others)  # a Brier score may be above 1
+        axes.set(xlabel="mean and 95% interval", xlim=(-0.02, max(1.02, highest + 0.1)))
         _legend(axes)
     first = figure.axes[0]
     first.set_yticks(range(len(rows)), [row.name for row in rows])

@@ -1,4 +1,4 @@
-"""Data of an evaluation: one JSON object a line, each a question over documents or a ranking of documents."""
+"""Data of an evaluation: one JSON object a line, each a question over documents, a ranking, or decisions about a state."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from chunkattn.calls.decide_files import questions_of
+from chunkattn.calls.decide_states import read_state
+from chunkattn.decisions import Choice, Level, Option, Predicate
+from chunkattn.decisions import Question as Asked
 from chunkattn.errors import RequestError
 
 
@@ -49,41 +53,60 @@ class Ranking:
     relevance: tuple[int, ...]
 
 
-def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequence[Ranking]:
-    """Read a file of questions, or a file of rankings. Empty lines are skipped.
+@dataclass(frozen=True)
+class Decisions:
+    """Typed questions about a state, with their right answers.
+
+    Attributes:
+        line: number of the line in the file, from 1.
+        state: the state; see `chunkattn.calls.decide_states.read_state`.
+        questions: the questions, at least one.
+        answers: place of the right answer of each question: in its options or levels; of a predicate, 0 for yes and 1 for no.
+    """
+
+    line: int
+    state: Any
+    questions: tuple[Asked, ...]
+    answers: tuple[int, ...]
+
+
+Line = Question | Ranking | Decisions
+
+
+def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequence[Ranking] | Sequence[Decisions]:
+    """Read a file of questions, a file of rankings or a file of decisions. Empty lines are skipped.
 
     Args:
         path: file to read, UTF-8.
-        limit: number of questions or rankings to read; None reads all.
+        limit: number of lines to read; None reads all.
 
     Returns:
-        All questions, or all rankings.
+        All lines, of one kind.
 
     Raises:
-        RequestError: the file cannot be read or is empty, a line is malformed, or the file mixes questions and rankings. The
+        RequestError: the file cannot be read or is empty, a line is malformed, or the file mixes kinds. The
             message names the line, the field and the expected value.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read: {error}") from None
-    questions: list[Question] = []
-    rankings: list[Ranking] = []
+    found: list[Line] = []
     for number, text in enumerate(lines, 1):
-        if limit is not None and len(questions) + len(rankings) == limit:
+        if limit is not None and len(found) == limit:
             break
         if not text.strip():
             continue
         fields = _Fields(f"{path} line {number}", _object(text, f"{path} line {number}"))
-        if fields.has("query"):
-            rankings.append(_ranking(number, fields))
-        else:
-            questions.append(_question(number, fields))
-        if questions and rankings:
-            raise RequestError(f"{path} line {number}: a file holds questions (`question`) or rankings (`query`), not both")
-    if not (questions or rankings):
+        decides = fields.has("questions") or (fields.has("state") and not (fields.has("query") or fields.has("question")))
+        kind = _decisions if decides else _ranking if fields.has("query") else _question
+        found.append(kind(number, fields))
+        if type(found[-1]) is not type(found[0]):
+            kinds = "questions (`question`), rankings (`query`) or decisions (`questions`)"
+            raise RequestError(f"{path} line {number}: a file holds {kinds}, not several of them")
+    if not found:
         raise RequestError(f"{path} holds no line")
-    return questions or rankings
+    return cast("Sequence[Question] | Sequence[Ranking] | Sequence[Decisions]", found)
 
 
 def _object(text: str, place: str) -> dict[str, Any]:
@@ -100,14 +123,17 @@ class _Fields:
     """Fields of one line, read with their checks."""
 
     def __init__(self, place: str, values: dict[str, Any]) -> None:
-        self._place, self._values = place, values
+        self.place, self._values = place, values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values.get(name)
 
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
 
     def fail(self, name: str, expected: str) -> RequestError:
         shown = json.dumps(self._values[name], ensure_ascii=False)[:80] if name in self._values else "nothing"
-        return RequestError(f"{self._place}: `{name}` must be {expected}, got {shown}", param=name)
+        return RequestError(f"{self.place}: `{name}` must be {expected}, got {shown}", param=name)
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self._values.get(name, default)
@@ -160,3 +186,31 @@ def _ranking(number: int, fields: _Fields) -> Ranking:
     if len(relevance) != len(documents):
         raise fields.fail("relevance", f"a list of {len(documents)} integers, one for each document")
     return Ranking(number, fields.text("query"), documents, tuple(relevance))
+
+
+def _decisions(number: int, fields: _Fields) -> Decisions:
+    state = fields["state"]
+    read_state(state, f"{fields.place}: `state`")
+    questions = tuple(questions_of(fields["questions"], f"{fields.place}: `questions`"))
+    answers = fields.listed("answers", f"{len(questions)} right answers", lambda value: value is not None)
+    if len(answers) != len(questions):
+        raise fields.fail("answers", f"a list of {len(questions)} right answers, one for each question")
+    pairs = enumerate(zip(questions, answers, strict=True))
+    return Decisions(number, state, questions, tuple(_right(asked, answer, n, fields.place) for n, (asked, answer) in pairs))
+
+
+def _right(asked: Asked, answer: Any, number: int, place: str) -> int:
+    """Return the place of the right answer of a question."""
+    listed: list[Any]
+    if isinstance(asked, Predicate):
+        listed = [True, False]
+    elif isinstance(asked, Choice):
+        listed = [option.value if isinstance(option, Option) else option for option in asked.options]
+    else:
+        listed = [level.label if isinstance(level, Level) else level for level in asked.levels]
+    for index, value in enumerate(listed):
+        if type(value) is type(answer) and value == answer:
+            return index
+    shown = ", ".join(json.dumps(value, ensure_ascii=False) for value in listed[:5]) + (", ..." if len(listed) > 5 else "")
+    got = json.dumps(answer, ensure_ascii=False)[:80]
+    raise RequestError(f"{place}: answer {number} must be one of {shown}, got {got}", param="answers")

@@ -30,7 +30,8 @@ class Row:
     Attributes:
         name: name of the condition.
         means: mean of every measure.
-        against_full: mean difference from full attention (for rankings: from the given order), measure by measure.
+        against_full: mean difference from full attention (for rankings: from the given order; for decisions: from the first
+            way), measure by measure.
         against_control: mean difference from full attention with the same temperature and scale on its documents; None where
             both are 1, and for full attention.
     """

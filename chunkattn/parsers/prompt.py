@@ -261,6 +261,20 @@ class PromptParser:
             first, _ = self._prefix(cast("str | TokenIds", prefix), names)
         return first, [self.documents(d, names.of(number), names.chunks)[0] for number, d in enumerate(documents)]
 
+    def read_documents(self, documents: Sequence[str | TokenIds], names: Names = DOCUMENT_NAMES) -> list[list[int]]:
+        """Return the token ids of documents as chunks of one prompt. Texts get the document template.
+
+        Args:
+            documents: texts or token ids.
+            names: the caller's names of the documents.
+
+        Raises:
+            RequestError: a document is malformed, or there are more than `max_chunks`.
+            CapacityError: the documents have more tokens than a prompt may have.
+        """
+        self._check_documents(documents)
+        return [ids for ids, _ in self._encoded(documents, self.documents, names)]
+
     def text(self, text: str, name: str = "the text", param: str = "prompt") -> list[int]:
         """Return the token ids of a text that begins a prompt, after the tokenizer's leading special tokens.
 

@@ -84,6 +84,19 @@ class StateTemplate:
         """
         return self._plain.fill([self.before, self._read(state), _MIDDLE], "state", "state")
 
+    def parts(self, state: str) -> tuple[list[int], list[int]]:
+        """Return the token ids before documents, and of a state behind documents.
+
+        A chat with documents has the same tokens before its documents.
+
+        Args:
+            state: untrusted text of the state.
+
+        Raises:
+            RequestError: the state cannot be tokenized (see `PlainEncoder.fill`).
+        """
+        return self._plain.fill([self.before]), self._plain.fill(["", self._read(state), _MIDDLE], "state", "state")
+
     def item(self, pieces: Sequence[str], name: str) -> list[int]:
         """Return the token ids of a question behind the prefix.
 

@@ -357,7 +357,7 @@ def test_a_query_is_cached_for_the_next_request(engine, oracle):
 def test_rows_of_a_shared_prefix_are_refused(engine):
     """They would never be computed, and nobody answered."""
     core, layout = engine("qwen3").core, make_layout([1, 2, 3], [[4], [5]], [])
-    with pytest.raises(RequestError, match="row 2 lies in the shared prefix of 3 tokens"):
+    with pytest.raises(RequestError, match="row 2 lies in the 3 tokens that other requests share"):
         core.add(ScoreRequest("shared", layout, np.array([2, 3]), ((5,),), share_prefix=True))
     assert not core.has_work
 

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from chunkattn import LLM, AsyncLLM
+from chunkattn.calls.decide import DecideOptions
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions
 from chunkattn.calls.rerank import RerankOptions
 from chunkattn.calls.score_inputs import ScoreOptions
@@ -104,6 +105,7 @@ def test_options_have_the_types_of_their_fields():
     [
         ("score", ScoreOptions),
         ("rerank", RerankOptions),
+        ("decide", DecideOptions),
         ("precompute", PrecomputeOptions),
         ("lookup", LookupOptions),
         ("forget", LookupOptions),

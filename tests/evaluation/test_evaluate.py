@@ -90,7 +90,7 @@ def examiner(weighing):
             "line 2: `gold` must be a non-empty list of pl",
         ),
         ('{"question": "q", "documents": ["a"], "answers": ["b"], "gold": [true]}', "line 2: `gold`"),
-        ('{"query": "q", "documents": ["a"], "relevance": [1]}', "line 2: a file holds questions (`question`) or rankings"),
+        ('{"query": "q", "documents": ["a"], "relevance": [1]}', "line 2: a file holds questions (`question`), rankings"),
     ],
 )
 def test_errors_name_line_and_field(tmp_path, line, said):
@@ -109,7 +109,7 @@ def test_relevance_has_one_grade_a_document(tmp_path):
 
 def test_data_is_read(tmp_path):
     titled = [{"title": "T", "text": "one"}, {"text": "two"}, "three"]
-    lines = [{"documents": titled, "question": "q", "answers": ["x", "y"], "gold": [2], "other": 1}]
+    lines = [{"documents": titled, "question": "q", "answers": ["x", "y"], "gold": [2], "other": 1, "state": 1}]
     file = write(tmp_path / "questions.jsonl", lines * 3)
     file.write_text("\n" + file.read_text())
     (first, second) = read_data(file, limit=2)

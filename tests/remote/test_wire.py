@@ -74,12 +74,12 @@ def random_messages(rng):
     return [
         messages.GenerateRequest(text(), layout, sampling, tuple(ids(2)), maybe(text()), -3, maybe((0.5, 2.0)), maybe(3)),
         messages.ScoreRequest(
-            text(), layout, np.arange(n), lists, maybe(np.arange(n) % 2), True, "serial", maybe("salt"), 1, maybe("x")
+            text(), layout, np.arange(n), lists, maybe(np.arange(n) % 2), True, n, "serial", maybe("salt"), 1, maybe("x")
         ),
         messages.PrecomputeRequest(text(), layout, maybe(text()), True),
         messages.TokenOutput(text(), 1, tuple(ids(n)), maybe(logprobs(n)), maybe("stop"), maybe(7), maybe(cached)),
         messages.PromptLogprobsOutput(text(), logprobs(n), rng.random(n) < 0.5),
-        messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32), rates),
+        messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32), rates, n),
         messages.PrecomputeResult(text(), cached),
         messages.RequestFailed(text(), text(), maybe("prompt"), finite=bool(n % 2)),
         remote.Start(config, checkpoint, 30, 0.5),
@@ -113,7 +113,7 @@ def test_what_is_no_message_is_refused():
         with pytest.raises(msgspec.DecodeError):
             decode(frame)
     with pytest.raises(TypeError, match="wire form"):
-        encode([messages.ScoreResult("a", np.array([object()]), messages.StepRates(0, 0, 0))])
+        encode([messages.ScoreResult("a", np.array([object()]), messages.StepRates(0, 0, 0), 0)])
 
 
 def test_the_clock_tells_compiling_from_running():

@@ -162,6 +162,22 @@ def test_the_usage_counts_the_state_once(http):
     assert two - one < empty < alone
 
 
+def test_documents_are_chunks_before_the_state(http, demo):
+    documents = ["Nila lives in Tunise.", "The figs came late."]
+    stored = {"messages": [], "documents": [{"id": "figs", "text": documents[1]}], "cache_salt": "d"}
+    http.post("/v1/cache/documents", json=stored).raise_for_status()
+    expected = demo.decide("Order 17", [Predicate("It came late.")], documents=documents).answers[0].probability
+    body = {"input": "Order 17", "questions": [{"type": "predicate", "instructions": "It came late."}], "cache_salt": "d"}
+    for given in (documents, [{"text": documents[1]}, documents[0]], [documents[0], {"id": "figs"}]):
+        told = post(http, documents=given, **body)
+        assert told["answers"][0]["probability"] == expected
+    assert told["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    answer = http.post(DECISIONS, json={**body, "documents": [{"id": "lost"}]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "document_not_found")
+    named = {"state": "Order 17", "questions": {"late": {"type": "noul", "instructions": "It came late."}}}
+    assert post(http, SYSTEM_ONE, documents=documents, **named)["answers"]["late"]["noul"] == expected
+
+
 def test_requests_at_their_limits(http):
     options = [{"value": f"{number}"} for number in range(255)]
     choice = {"type": "choice", "instructions": "Which?", "choices": options}
@@ -171,6 +187,7 @@ def test_requests_at_their_limits(http):
     assert "10200 questions, with one for each option, exceed" in answer.json()["error"]["message"]
     told = post(http, input="a", questions=[choice], method="likelihood")["answers"][0]
     assert sum(own["probability"] for own in told["probabilities"]) == pytest.approx(1)
+    assert post(http, input="a", questions=[choice])["answers"][0] == told
     many = [{"type": "predicate", "name": str(number), "instructions": f"It is {number}."} for number in range(400)]
     told = post(http, input="a", questions=many)["answers"]
     assert [own["name"] for own in told] == [str(number) for number in range(400)]

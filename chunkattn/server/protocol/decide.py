@@ -16,6 +16,7 @@ from chunkattn.errors import RequestError
 from chunkattn.outputs import ScoreUsage
 from chunkattn.server.errors import UNSUPPORTED_KIND
 from chunkattn.server.protocol.base import Body, CacheSalt, TemplateOptions
+from chunkattn.server.protocol.generation import PromptDocuments, with_stored
 
 
 class DecideBody(Body):
@@ -26,8 +27,13 @@ class DecideBody(Body):
         "letters"
     )
     calibrate: Annotated[
-        bool, Field(description='Divide the probability of each label by its probability behind the state "N/A".')
+        bool | Literal["fitted"],
+        Field(description='Divide the probability of each label by its probability behind the state "N/A"; or use a fit.'),
     ] = False
+    documents: Annotated[
+        PromptDocuments | None,
+        Field(description='Chunks before the state: texts, token ids, objects with a text, or `{"id"}` of a stored document.'),
+    ] = None
     cache_salt: CacheSalt = None
     priority: int = 0
     chat_template_kwargs: TemplateOptions
@@ -66,13 +72,15 @@ class DecideBody(Body):
         """Return the request's own name of a part that an error names, such as `"question 3"`."""
         return part
 
-    def options(self, salt: str | None) -> DecideOptions:
+    def options(self, salt: str | None, stored: Mapping[int, Any]) -> DecideOptions:
         """Return the options of `LLM.decide`.
 
         Args:
             salt: the engine's cache salt.
+            stored: token ids of the documents named by id, by their place.
         """
         return DecideOptions(
+            documents=with_stored(self.documents or (), stored),
             system=self.system,
             method=self.method,
             calibrate=self.calibrate,
@@ -108,28 +116,6 @@ def compact(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text.encode()
     return text
-
-
-def state_text(state: Any) -> str:
-    """Return the text of a state.
-
-    A text stays as it is. A JSON object or array becomes compact JSON. Messages, which are objects with `role` and `content`,
-    become one compact JSON object per line, so that no content can look like another message.
-
-    Args:
-        state: text, JSON object, JSON array or messages.
-
-    Raises:
-        RequestError: the state is no JSON.
-    """
-    if isinstance(state, str):
-        return state
-    is_list = isinstance(state, list) and bool(state)
-    is_messages = is_list and all(isinstance(own, Mapping) and {"role", "content"} <= own.keys() for own in state)
-    try:
-        return "\n".join(map(compact, state)) if is_messages else compact(state)
-    except ValueError as error:
-        raise RequestError(f"state is no JSON: {error}", param="state") from None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, StrictBool, StrictStr, Tag, model_validator
 
 from chunkattn.calls.decide_questions import MAX_OPTIONS
+from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import (
     Answer,
     Choice,
@@ -22,7 +23,7 @@ from chunkattn.decisions import (
 )
 from chunkattn.server.protocol.accepted import ShortText, no_effect
 from chunkattn.server.protocol.base import CacheSalt, Entry
-from chunkattn.server.protocol.decide import DecideBody, Kinds, by_type, compact, state_text, usage_of
+from chunkattn.server.protocol.decide import DecideBody, Kinds, by_type, compact, usage_of
 from chunkattn.server.protocol.generation import MAX_MESSAGES
 
 MAX_QUESTIONS = 400
@@ -362,7 +363,7 @@ class DecisionsBody(DecideBody):
     def call(self) -> tuple[str, list[Question]]:
         """Return the state and the questions; see `DecideBody.call`."""
         given = self.input if isinstance(self.input, str) else [item.message() for item in self.input]
-        return state_text(given), [question.question() for question in self.questions]
+        return read_state(given), [question.question() for question in self.questions]
 
     def answer(self, output: DecisionOutput, min_mass: float) -> dict[str, Any]:
         """Return answers and usage; see `DecideBody.answer`."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from chunkattn.calls.decide_questions import MAX_OPTIONS
+from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import (
     Answer,
     Choice,
@@ -22,7 +23,7 @@ from chunkattn.decisions import (
 )
 from chunkattn.errors import RequestError
 from chunkattn.server.protocol.base import Entry
-from chunkattn.server.protocol.decide import DecideBody, Kinds, by_type, compact, state_text, usage_of
+from chunkattn.server.protocol.decide import DecideBody, Kinds, by_type, compact, usage_of
 
 Content = str | dict[str, Any] | list[Any]
 """Text, or JSON that the model reads as compact text."""
@@ -154,7 +155,7 @@ class SystemOneBody(DecideBody):
                 raise RequestError(f": {error}", param="questions", part=_shown(name)) from None
             if _is_open(own):
                 questions.append(question)
-        return state_text(self.state), questions
+        return read_state(self.state), questions
 
     def answer(self, output: DecisionOutput, min_mass: float) -> dict[str, Any]:
         """Return answers and usage; see `DecideBody.answer`. This format has no refusals."""

@@ -13,6 +13,7 @@ from chunkattn.server.bodies import JsonRoute, json_answer
 from chunkattn.server.keys import Caller
 from chunkattn.server.protocol.decide import DecideBody
 from chunkattn.server.protocol.decisions import DecisionsBody
+from chunkattn.server.protocol.generation import named_documents
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["decisions"])
@@ -47,7 +48,9 @@ async def decide(body: DecideBody, request: Request, state: ServerState, caller:
 
 async def _answer(body: DecideBody, state: ServerState, caller: Caller) -> Response:
     output = DecisionOutput([], ScoreUsage(0, 0, 0), body.method)
-    options, timeout = body.options(caller.salt(body.salt)), state.config.request_timeout_s
+    salt, timeout = caller.salt(body.salt), state.config.request_timeout_s
+    stored = state.documents.named(named_documents(body.documents), salt)
+    options = body.options(salt, {number: document.chunk for number, document in stored.items()})
     try:
         text, questions = await state.llm.threads.run(body.call)
         if questions:  # a question with one possible answer is not asked

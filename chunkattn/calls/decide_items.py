@@ -1,0 +1,182 @@
+"""`QuestionItems`: the questions of `LLM.decide` as items, and their calls behind a state and its documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from chunkattn.calls.algorithms import Documents
+from chunkattn.calls.decide_questions import AskedQuestion
+from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.score import ScoreCall
+from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
+from chunkattn.errors import CapacityError, RequestError
+from chunkattn.layout import ChunkLayout, Names
+from chunkattn.outputs import ScoreOutput
+from chunkattn.parsers.state_template import StateTemplate
+from chunkattn.rope.positions import make_layout
+
+DOCUMENTS = Names("system", "documents", "state", "document", last="state")
+"""Names of the parts before a question with documents."""
+
+
+def read_documents(frontend: Frontend, documents: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
+    """Return the token ids of each document, int32.
+
+    Args:
+        frontend: frontend of the engine.
+        documents: texts or token ids.
+
+    Raises:
+        RequestError: a document is malformed, there are too many, or the engine has no cache to keep them in.
+        CapacityError: the documents have more tokens than a prompt may have.
+    """
+    chunks = frontend.parser.read_documents(documents)
+    if chunks and not frontend.config.enable_prefix_caching:
+        text = "decide keeps documents in the cache, and this engine has enable_prefix_caching=False; put them into the state"
+        raise RequestError(text, param="documents")
+    return [np.asarray(chunk, np.int32) for chunk in chunks]
+
+
+class QuestionItems:
+    """Items of all questions, and the calls that score them behind states.
+
+    Args:
+        frontend: frontend of the engine.
+        template: chat template of the call.
+        asked: the questions.
+        parts: name of each question, for error messages.
+        chunks: token ids of each document before the states; empty for none.
+        cache_salt: see `LLM.generate`.
+        priority: rank in the queue; lower goes first.
+
+    Attributes:
+        algorithm: name of the algorithm. It follows from the engine alone, so no other question can change it.
+        num_tokens: number of tokens of all items.
+
+    Raises:
+        RequestError: a question cannot be tokenized, or there are more items than `max_items_per_request`.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        template: StateTemplate,
+        asked: Sequence[AskedQuestion],
+        parts: Sequence[str],
+        chunks: list[np.ndarray],
+        *,
+        cache_salt: str | None,
+        priority: int,
+    ) -> None:
+        self._frontend, self._template, self._chunks = frontend, template, chunks
+        self._cache_salt, self._priority = cache_salt, priority
+        listed = [part for question, part in zip(asked, parts, strict=True) for _ in question.items]
+        frontend.limits.check_count(len(listed), "questions, with one for each option,", "questions")
+        self._names = Names("state", "questions", "questions", "question", listed)
+        self._before = template.parts("")[0] if chunks else []
+        self._items: list[list[int]] = []
+        self._labels: list[tuple[int, ...]] = []
+        self._reads: list[int] = []
+        for question, part in zip(asked, parts, strict=True):
+            for number, pieces in enumerate(question.items):
+                answer = template.answer(pieces, question.texts[number], part) if question.texts else []
+                self._items.append(template.item(pieces, part) + answer[:-1])
+                self._reads.append(max(len(answer), 1))
+                self._labels.append(tuple(answer) or question.label_ids)
+        caches, window = frontend.config.enable_prefix_caching, frontend.limits.sliding_window
+        self.algorithm = "serial" if window is not None else "prefill_extend" if caches else "packed_segment"
+        self.num_tokens = sum(map(len, self._items))
+
+    def state_ids(self, state: str) -> list[int]:
+        """Return the token ids of a state: with everything before it, or what comes behind the documents.
+
+        Args:
+            state: text of the state.
+
+        Raises:
+            RequestError: the state cannot be tokenized.
+        """
+        return self._template.parts(state)[1] if self._chunks else self._template.prefix(state)
+
+    def state_layout(self, ids: list[int]) -> ChunkLayout:
+        """Return the layout of everything before the items.
+
+        Args:
+            ids: result of `state_ids`.
+        """
+        return self._documents(ids).layout(self._before, []) if self._chunks else make_layout(ids, [], [])
+
+    def behind_state(self, ids: list[int]) -> ScoreCall[ScoreOutput]:
+        """Check the items behind documents and a state, and return their call.
+
+        Args:
+            ids: result of `state_ids`.
+
+        Raises:
+            RequestError: a token id is outside the vocabulary, or the checkpoint cannot serve documents.
+            CapacityError: a document, the state or a question can never fit.
+        """
+        if not self._chunks:
+            return self.behind(ids)
+        limits, documents = self._frontend.limits, self._documents(ids)
+        limits.check(PrecomputeRequest("", documents.layout(self._before, [])), DOCUMENTS)
+        for number, item in enumerate(self._items):
+            limits.check_ids(item, "questions", self._names.of(number), placed=False)
+        longest = max(range(len(self._items)), key=lambda number: len(self._items[number]))
+        layout, last = documents.layout(self._before, self._items[longest]), f"state with {self._names.of(longest)}"
+        labels = (self._labels[longest],)
+        request = ScoreRequest(
+            "", layout, np.asarray([len(layout) - 1]), labels, share_prefix=True, state_len=len(documents.state)
+        )
+        limits.check(request, DOCUMENTS._replace(question="questions", last=last))
+        return self._call(self._before, documents)
+
+    def behind(self, before: list[int]) -> ScoreCall[ScoreOutput]:
+        """Check the items behind a state without documents, and return their call.
+
+        Args:
+            before: token ids of the state and everything before it.
+
+        Raises:
+            RequestError: a token id is outside the vocabulary.
+            CapacityError: the state or a question can never fit.
+        """
+        self._frontend.limits.check_items(before, self._items, self._names)
+        call = self._call(before, None)
+        if self.algorithm == "prefill_extend":
+            _check_room(call)
+        return call
+
+    def _documents(self, ids: list[int]) -> Documents:
+        parser = self._frontend.parser
+        return Documents(self._chunks, ids, parser.strategy, parser.gap)
+
+    def _call(self, before: list[int], documents: Documents | None) -> ScoreCall[ScoreOutput]:
+        return ScoreCall[ScoreOutput](
+            self._frontend,
+            before,
+            self._items,
+            [],
+            self._labels,
+            algorithm=self.algorithm,
+            cache_salt=self._cache_salt,
+            priority=self._priority,
+            names=self._names,
+            reads=self._reads if any(reads > 1 for reads in self._reads) else (),
+            documents=documents,
+        )
+
+
+def _check_room(call: ScoreCall[ScoreOutput]) -> None:
+    """Check that the KV pool has room for every item on pages of its own beside the state's pages.
+
+    Raises:
+        CapacityError: there is no room; the error names the question.
+    """
+    room = call.max_extend_tokens
+    for number, item in enumerate(call.items):
+        if len(item) > room:
+            text = f" has {len(item)} tokens, the KV pool leaves room for {max(room, 0)} behind the state"
+            raise CapacityError(text, param="questions", part=call.names.of(number))

@@ -1,0 +1,248 @@
+"""Command `chunkattn decide`: typed questions about one state, or about every line of a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from chunkattn.calls.decide_files import StateLine, as_json, read_questions, read_states
+from chunkattn.calls.decide_states import read_state
+from chunkattn.cli.common import (
+    Documents,
+    Model,
+    Verbose,
+    app,
+    check_file,
+    command,
+    console,
+    figures,
+    log_to_stderr,
+    make_llm,
+    read_document,
+)
+from chunkattn.cli.options import with_options
+from chunkattn.cli.progress import Steps
+from chunkattn.config import EngineConfig
+from chunkattn.decisions import ChoiceAnswer, DecisionOutput, PredicateAnswer, Question
+from chunkattn.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from chunkattn.llm import LLM
+
+_STATES = 64
+"""States of one call of `LLM.decide`. Their answers are written when all of them are known."""
+
+StateText = Annotated[str | None, typer.Argument(help="Text of the state; '-' reads standard input.", show_default=False)]
+QuestionsFile = Annotated[Path, typer.Option(help="File of questions, YAML or JSON.", show_default=False)]
+StateFile = Annotated[Path | None, typer.Option(help="File of one state: text, or JSON if its name ends in .json.")]
+InputFile = Annotated[
+    Path | None, typer.Option("--input", help="File of JSON lines, one state a line; '-' reads standard input.")
+]
+OutputFile = Annotated[
+    Path | None, typer.Option("--output", help="File of JSON lines to write, one for each state; '-' is standard output.")
+]
+Method = Annotated[str, typer.Option(help="letters, likelihood or separate.")]
+Calibrate = Annotated[
+    str, typer.Option(help="off; on: divide probabilities by those behind 'N/A'; fitted: the labels of the calibration file.")
+]
+DocumentFiles = Annotated[
+    list[Path] | None, typer.Option("--document-file", help="File of a document before every state; repeatable.")
+]
+System = Annotated[str | None, typer.Option(help="Content of a system message before the state.")]
+_CALIBRATE = {"off": False, "on": True, "fitted": "fitted"}
+_ENGINE = "tokenizer chunk_calibration dtype kv_cache_dtype attention_backend kv_cache_memory_bytes max_model_len kv_store"
+
+
+@command(app)
+@with_options((EngineConfig, None, _ENGINE))
+def decide(
+    state: StateText = None,
+    *,
+    questions: QuestionsFile,
+    state_file: StateFile = None,
+    input_file: InputFile = None,
+    output: OutputFile = None,
+    document: Documents = None,
+    document_file: DocumentFiles = None,
+    method: Method = "letters",
+    calibrate: Calibrate = "off",
+    system: System = None,
+    model: Model = None,
+    verbose: Verbose = False,
+    **engine: Any,
+) -> None:
+    """Answer typed questions about one state, or about every state of a file.
+
+    The answers about one state are a table, or JSON with --output. Those about a file are JSON lines, in the file's order. The
+    whole file is checked before the first state is computed.
+    """
+    log_to_stderr(verbose)
+    if sum(given is not None for given in (state, state_file, input_file)) != 1:
+        raise RequestError("give one of a state, --state-file and --input")
+    if calibrate not in _CALIBRATE:
+        raise ConfigError(f"--calibrate must be one of {', '.join(_CALIBRATE)}; got {calibrate}")
+    if output is not None and str(output) != "-":
+        check_file(output)
+        if input_file is not None and output.exists() and input_file.exists() and output.samefile(input_file):
+            raise ConfigError(f"--output {output} is the file of --input")
+    asked = read_questions(questions)
+    given = _Lines(input_file) if input_file is not None else _one_state(state, state_file)
+    documents = [*(document or []), *map(read_document, document_file or [])]
+    options: dict[str, Any] = {"documents": documents, "system": system, "method": method, "calibrate": _CALIBRATE[calibrate]}
+    options["use_tqdm"] = False
+    llm = make_llm(model, **engine)
+    if isinstance(given, _Lines):
+        _decide_lines(llm, given, asked, questions, output, options)
+    else:
+        with _named(questions):
+            found = llm.decide(given, asked, **options)
+        if output is None:
+            _show(asked, found)
+        else:
+            with _opened(output) as file:
+                _write(file, [as_json(found)])
+    llm.close()
+
+
+class _Lines:
+    """States of a file of JSON lines, one at a time. Standard input and pipes are read once and kept.
+
+    Args:
+        path: file to read; '-' is standard input.
+
+    Attributes:
+        name: name of the file, for error messages.
+        count: number of states.
+
+    Raises:
+        RequestError: the file cannot be read or holds no line, or a line is malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = "standard input" if str(path) == "-" else str(path)
+        self._path = path
+        self._kept: list[StateLine] | None = None if path.is_file() and str(path) != "-" else []
+        if self._kept is not None:
+            self._kept += list(self._read())
+        self.count = sum(1 for _ in self)
+        if not self.count:
+            raise RequestError(f"{self.name} holds no line")
+
+    def __iter__(self) -> Iterator[StateLine]:
+        return self._read() if self._kept is None else iter(self._kept)
+
+    def windows(self) -> Iterator[list[StateLine]]:
+        """Yield the states of one call after the other."""
+        states = iter(self)
+        while window := [*islice(states, _STATES)]:
+            yield window
+
+    def _read(self) -> Iterator[StateLine]:
+        if str(self._path) == "-":
+            yield from read_states(sys.stdin.buffer, self.name)
+            return
+        try:
+            with self._path.open("rb") as file:
+                yield from read_states(file, self.name)
+        except OSError as error:
+            raise RequestError(f"{self.name} cannot be read: {error.strerror or error}") from None
+
+
+def _decide_lines(
+    llm: LLM, lines: _Lines, asked: Sequence[Question], questions: Path, output: Path | None, options: dict[str, Any]
+) -> None:
+    """Check all states, and then write the answers about one window after the other."""
+    from chunkattn.calls.decide import decide_call
+
+    checked = {name: value for name, value in options.items() if name != "use_tqdm"}
+    for window in lines.windows():
+        with _named(questions, lines.name, window):
+            decide_call(llm.frontend, [line.state for line in window], asked, **checked)
+    with _opened(output) as file, Steps("states", lines.count) as steps:
+        for window in lines.windows():
+            with _named(questions, lines.name, window):
+                found = llm.decide([line.state for line in window], asked, **options)
+            _write(file, [_head(line) | as_json(own) for line, own in zip(window, found, strict=True)])
+            steps.advance(len(window))
+
+
+def _head(line: StateLine) -> dict[str, Any]:
+    return {"line": line.line} if line.id is None else {"line": line.line, "id": line.id}
+
+
+@contextmanager
+def _named(questions: Path, source: str = "", window: Sequence[StateLine] = ()) -> Iterator[None]:
+    """Name file and line in the errors of a call.
+
+    Args:
+        questions: file of the questions.
+        source: name of the file of the states.
+        window: states of the call.
+    """
+    try:
+        yield
+    except RequestError as error:
+        kind, _, number = (error.part or "").partition(" ")
+        if window and kind == "state":
+            raise type(error)(f"{source} line {window[int(number)].line}{error.message}", param=error.param) from None
+        if kind == "question":
+            raise type(error)(f"{questions}: {error}", param=error.param) from None
+        raise
+
+
+def _one_state(text: str | None, file: Path | None) -> str:
+    """Return the text of one state, from the command line, standard input or a file."""
+    if file is None:
+        return sys.stdin.read().removesuffix("\n") if text == "-" else text or ""
+    try:
+        found = file.read_text(encoding="utf-8")
+        return read_state(json.loads(found), str(file)) if file.suffix == ".json" else found
+    except RecursionError:
+        raise RequestError(f"{file} cannot be read: it nests too deep") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"{file} cannot be read: {error}") from None
+
+
+@contextmanager
+def _opened(output: Path | None) -> Iterator[IO[bytes]]:
+    """Open the file of the answers; None and '-' are standard output."""
+    if output is None or str(output) == "-":
+        yield sys.stdout.buffer
+    else:
+        with output.open("wb") as file:
+            yield file
+
+
+def _write(file: IO[bytes], lines: Sequence[dict[str, Any]]) -> None:
+    # JSON escapes a lone surrogate as Python's handler of errors does.
+    texts = [json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") for line in lines]
+    file.write(b"".join(text + b"\n" for text in texts))
+    file.flush()
+
+
+def _show(asked: Sequence[Question], output: DecisionOutput) -> None:
+    table = figures("question", "answer", "probability", "confidence", "label mass", texts=("question", "answer"))
+    for question, answer in zip(asked, output.answers, strict=True):
+        name = escape(answer.name or question.text)
+        row: tuple[str, float | None, float | None]
+        if isinstance(answer, PredicateAnswer):
+            row = ("yes" if answer.probability >= 0.5 else "no"), max(answer.probability, 1 - answer.probability), None
+        elif isinstance(answer, ChoiceAnswer):
+            row = str(answer.choice), answer.probabilities[answer.choice], answer.confidence
+        else:
+            row = f"{answer.score:.2f}", None, answer.confidence
+        shown = ("" if value is None else f"{value:.3f}" for value in row[1:])
+        table.add_row(name, escape(row[0]), *shown, f"{answer.label_mass:.3f}")
+    console.print(table)
+    usage = output.usage
+    console.print(f"{output.method}: {usage.prompt_tokens} tokens, {usage.computed_tokens} computed")
