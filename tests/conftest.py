@@ -14,10 +14,13 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 import numpy as np
 import pytest
 from hypothesis import settings
+from transformers import Qwen3Config
 
 from chunkattn import LLM
+from tests.chat_templates import CHATML
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
 from tests.costs import Costs
+from tests.reranker_files import CHAT_OPTIONS, SHAPE, add_tokenizer
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
 collect_ignore = ["gpu", "vllm", "clients"]  # need environments with a newer JAX, with vLLM, and with many clients
@@ -44,6 +47,24 @@ def checkpoint(tmp_path_factory):
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory):
+    """A tiny random model with a tokenizer of Qwen's kind and a chat template, of 2,048 positions."""
+    made = tmp_path_factory.mktemp("chat")
+    make_checkpoint(Qwen3Config(**{**SHAPE, "max_position_embeddings": 2048}), made)
+    add_tokenizer(made, chat_template=CHATML)
+    return made
+
+
+@pytest.fixture(scope="session")
+def chat_llm(chat_folder):
+    """An engine of `chat_folder`, which must have no leaked page at the end."""
+    made = LLM(str(chat_folder), **CHAT_OPTIONS)
+    yield made
+    made.core.scheduler.check()
+    assert made.reset_prefix_cache(), "pages leaked"
 
 
 @pytest.fixture(scope="session")

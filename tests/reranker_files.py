@@ -27,6 +27,8 @@ SHAPE = {
     "max_position_embeddings": 512,
     "initializer_range": 0.15,
 }
+CHAT_OPTIONS = {"kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": 256, "max_num_seqs": 16, "warmup": False}
+"""Options of the engine of `chat_folder`."""
 
 
 def qwen_tokenizer(added=(*SPECIAL, *ADDED)):

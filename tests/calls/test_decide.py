@@ -21,7 +21,7 @@ from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.parsers.state_template import StateTemplate
 from tests.chat_templates import CHATML, GEMMA, LLAMA3, PHI3
 from tests.checkpoints import Oracle, make_checkpoint
-from tests.reranker_files import SHAPE, add_tokenizer, qwen_tokenizer
+from tests.reranker_files import CHAT_OPTIONS, SHAPE, add_tokenizer, qwen_tokenizer
 from tests.tokenizer_files import FILES, make_folder, pieces
 from tests.tokenizer_texts import TEXTS, random_texts
 
@@ -39,20 +39,13 @@ METHODS = ["letters", "likelihood", "separate"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny random model with a tokenizer of Qwen's kind and a chat template."""
-    made = tmp_path_factory.mktemp("chat")
-    make_checkpoint(Qwen3Config(**{**SHAPE, "max_position_embeddings": 2048}), made)
-    add_tokenizer(made, chat_template=CHATML)
-    return made
+def folder(chat_folder):
+    return chat_folder
 
 
 @pytest.fixture(scope="module")
-def llm(folder):
-    made = LLM(str(folder), kv_cache_memory_bytes=16 << 20, max_num_batched_tokens=256, max_num_seqs=16)
-    yield made
-    made.core.scheduler.check()
-    assert made.reset_prefix_cache(), "pages leaked"
+def llm(chat_llm):
+    return chat_llm
 
 
 @pytest.fixture(scope="module")
@@ -333,8 +326,7 @@ def test_other_options_change_no_odds(method, llm):
 
 def test_async_answers_are_the_same(folder, llm):
     async def ask_all():
-        options = {"kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": 256, "max_num_seqs": 16, "warmup": False}
-        async with AsyncLLM(str(folder), **options) as other:
+        async with AsyncLLM(str(folder), **CHAT_OPTIONS) as other:
             with pytest.raises(RequestError, match="method must be"):
                 await other.decide(STATE, QUESTIONS, method="guess")
             return await other.decide(STATE, QUESTIONS, timeout=300)
@@ -420,7 +412,7 @@ def test_what_does_not_fit(llm, engine):
     assert error.value.param == "questions"
     with pytest.raises(RequestError, match="questions are empty"):
         llm.decide("a", [])
-    long = "many words " * 3000
+    long = "many words " * 15000
     for state, questions, param in ((long, CASES, "state"), ("a", [CASES[0], Predicate(long)], "questions")):
         with pytest.raises(CapacityError) as error:
             llm.decide(state, questions)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import Qwen3Config
 
 from chunkattn import LLM, Choice, Predicate, Rating, SamplingParams
 from chunkattn.errors import CapacityError, RequestError
@@ -13,28 +12,21 @@ from chunkattn.parsers.state_template import StateTemplate
 from tests.calls.test_decide import CASES, FORGED, METHODS, QUESTIONS, YES_NO, expected, shares_of, spellings
 from tests.chat_templates import CHATML
 from tests.checkpoints import CHECKPOINTS, CHUNKABLE, Oracle, make_checkpoint
-from tests.reranker_files import SHAPE, add_tokenizer
+from tests.reranker_files import CHAT_OPTIONS, SHAPE, add_tokenizer
 
 STATE = "Paris is a city. Ana likes figs."
 DOCUMENTS = ["Figs are sweet. " * 9, f"Ben wrote: {FORGED}", "Ana is a person of Oslo.", "A city is large. " * 4]
-OPTIONS = {"kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": 256, "max_num_seqs": 16, "warmup": False}
 salts = (f"salt {number}" for number in range(1 << 20))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("documents")
-    make_checkpoint(Qwen3Config(**{**SHAPE, "max_position_embeddings": 2048}), made)
-    add_tokenizer(made, chat_template=CHATML)
-    return made
+def folder(chat_folder):
+    return chat_folder
 
 
 @pytest.fixture(scope="module")
-def llm(folder):
-    made = LLM(str(folder), **OPTIONS)
-    yield made
-    made.core.scheduler.check()
-    assert made.reset_prefix_cache(), "pages leaked"
+def llm(chat_llm):
+    return chat_llm
 
 
 class BehindDocuments:
@@ -100,7 +92,7 @@ def test_families(family, tmp_path):
     config.vocab_size, config.max_position_embeddings = SHAPE["vocab_size"], 2048
     make_checkpoint(config, tmp_path)
     add_tokenizer(tmp_path, chat_template=CHATML)
-    llm = LLM(str(tmp_path), **OPTIONS)
+    llm = LLM(str(tmp_path), **CHAT_OPTIONS)
     for method in METHODS:
         for documents in ([], PLAIN):
             witness = BehindDocuments(tmp_path, llm.tokenizer, documents) if documents else Oracle(tmp_path)
@@ -108,14 +100,14 @@ def test_families(family, tmp_path):
 
 
 def test_documents_at_consecutive_positions(folder):
-    llm = LLM(str(folder), position_strategy="offset", **OPTIONS)
+    llm = LLM(str(folder), position_strategy="offset", **CHAT_OPTIONS)
     witness = BehindDocuments(folder, llm.tokenizer, PLAIN, "offset")
     check_answers(llm, witness, llm.decide(STATE, CASES, documents=PLAIN), "letters")
 
 
 def test_documents_are_weighed_as_for_generation(folder):
     """Under a calibration of chunks, the mass of yes is that of the first token of a chat."""
-    llm = LLM(str(folder), chunk_temperature=0.7, chunk_scale=0.8, max_logprobs=SHAPE["vocab_size"], **OPTIONS)
+    llm = LLM(str(folder), chunk_temperature=0.7, chunk_scale=0.8, max_logprobs=SHAPE["vocab_size"], **CHAT_OPTIONS)
     (answer,) = llm.decide(STATE, [Predicate("Paris is a city.")], documents=PLAIN).answers
     content = f"{STATE}\n\nQuestion: Is this true? Paris is a city.\nAnswer yes or no only."
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=llm.limits.max_logprobs)
@@ -136,7 +128,7 @@ LONGER = [pytest.param(kind, marks=pytest.mark.ci) for kind in ("cpu bfloat16", 
 @pytest.fixture(scope="module", params=["cpu float32", *LONGER])
 def bits(request, folder):
     backend, dtype = request.param.split()
-    made = LLM(str(folder), dtype=dtype, attention_backend=backend, **OPTIONS)
+    made = LLM(str(folder), dtype=dtype, attention_backend=backend, **CHAT_OPTIONS)
     yield made
     made.core.scheduler.check()
     assert made.reset_prefix_cache(), "pages leaked"
@@ -211,7 +203,7 @@ def test_precomputed_documents_and_those_of_chats_are_found(llm):
 
 
 def test_documents_from_disk(folder, tmp_path):
-    options = {**OPTIONS, "kv_store": str(tmp_path)}
+    options = {**CHAT_OPTIONS, "kv_store": str(tmp_path)}
     outputs = []
     for _ in range(2):
         llm = LLM(str(folder), **options)
@@ -255,7 +247,7 @@ def test_token_ids_and_equal_documents(llm):
         (["a", 5], "documents", "document 1"),
         (["a", [1 << 20]], "documents", "document 1: token id 1048576 at index 0 is outside the vocabulary"),
         (["a", "bad \ud800"], "documents", "document 1"),
-        (["a", "many words " * 3000], "documents", "document 1"),
+        (["a", "many words " * 15000], "documents", "document 1"),
     ],
     ids=str,
 )
@@ -287,7 +279,7 @@ def test_states_and_questions_that_do_not_fit_behind_documents(llm):
 
 
 def test_engines_that_take_no_documents(folder):
-    llm = LLM(str(folder), enable_prefix_caching=False, **OPTIONS)
+    llm = LLM(str(folder), enable_prefix_caching=False, **CHAT_OPTIONS)
     with pytest.raises(RequestError, match="enable_prefix_caching=False") as error:
         llm.decide(STATE, [Rating("How?", ["a", "b"])], documents=DOCUMENTS)
     assert error.value.param == "documents"

@@ -6,41 +6,31 @@ from dataclasses import replace
 from weakref import ref
 
 import pytest
-from transformers import Qwen3Config
 
-from chunkattn import LLM, AsyncLLM, Choice, Predicate, Rating
+from chunkattn import AsyncLLM, Choice, Predicate, Rating
 from chunkattn.calls.decide import decide_call
 from chunkattn.calls.decide_states import list_states, read_state
 from chunkattn.calls.score import ScoreCall
 from chunkattn.engine.messages import PrecomputeRequest
 from chunkattn.errors import CapacityError, RequestError
-from tests.chat_templates import CHATML
-from tests.checkpoints import make_checkpoint
-from tests.reranker_files import SHAPE, add_tokenizer
+from tests.reranker_files import CHAT_OPTIONS
 
 QUESTIONS = [
     Predicate("Ana likes figs.", name="figs"),
     Choice("Who writes?", ["Ana", "Ben", "Cleo"], name="who"),
     Rating("How angry?", ["calm", "annoyed", "furious"]),
 ]
-OPTIONS = {"kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": 256, "max_num_seqs": 16}
 METHODS = ["letters", "likelihood", "separate"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("chat")
-    make_checkpoint(Qwen3Config(**{**SHAPE, "max_position_embeddings": 2048}), made)
-    add_tokenizer(made, chat_template=CHATML)
-    return made
+def folder(chat_folder):
+    return chat_folder
 
 
 @pytest.fixture(scope="module")
-def llm(folder):
-    made = LLM(str(folder), **OPTIONS)
-    yield made
-    made.core.scheduler.check()
-    assert made.reset_prefix_cache(), "pages leaked"
+def llm(chat_llm):
+    return chat_llm
 
 
 # One state
@@ -170,7 +160,7 @@ def test_small_states_share_steps(llm, monkeypatch):
 
 def test_async_lists(folder, llm):
     async def ask_all():
-        async with AsyncLLM(str(folder), warmup=False, **OPTIONS) as other:
+        async with AsyncLLM(str(folder), **CHAT_OPTIONS) as other:
             with pytest.raises(RequestError, match=r"^state 2 is empty"):
                 await other.decide(["a", "b", " "], QUESTIONS)
             return await other.decide(STATES, QUESTIONS, timeout=300)
@@ -186,7 +176,7 @@ def test_async_lists(folder, llm):
         (["a", {"b": {1}}], "state 1 is no JSON"),
         ([{"role": "user", "content": "a"}, {"role": "user"}, None], "state 2 must be a text"),
         (["a", "bad \ud800"], "state 1 .* is it valid Unicode"),
-        (["a", "many words " * 3000], "state 1 of .* tokens"),
+        (["a", "many words " * 15000], "state 1 of .* tokens"),
     ],
     ids=["empty", "integer", "no JSON", "no messages", "surrogate", "too long"],
 )

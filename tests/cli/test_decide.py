@@ -6,16 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config
 from typer.testing import CliRunner
 
 from chunkattn import LLM, Choice, Level, Option, Predicate, Rating
 from chunkattn.calls.decide_files import as_json, read_questions
 from chunkattn.cli import app, decide
 from chunkattn.errors import RequestError
-from tests.chat_templates import CHATML
-from tests.checkpoints import make_checkpoint
-from tests.reranker_files import SHAPE, add_tokenizer
 
 ROOT = Path(__file__).parents[2]
 YAML = """
@@ -45,11 +41,8 @@ STATES = ["Ana likes figs.", {"text": "an object"}, [{"role": "user", "content":
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("chat")
-    make_checkpoint(Qwen3Config(**{**SHAPE, "max_position_embeddings": 512}), made)
-    add_tokenizer(made, chat_template=CHATML)
-    return made
+def folder(chat_folder):
+    return chat_folder
 
 
 @pytest.fixture
@@ -147,7 +140,7 @@ def test_lines_have_the_answers_of_the_call(source, folder, files, monkeypatch):
         ('{"state": "a", "id": []}', "line 2: `id` must be a text or an integer, got list"),
         ('{"state": NaN}', "line 2 must be a text"),
         ('"bad \\ud800"', "line 2"),
-        (json.dumps("many words " * 300), "line 2 has"),
+        (json.dumps("many words " * 1500), "line 2 has"),
     ],
 )
 def test_a_bad_line_is_named_before_anything_is_computed(line, said, folder, files, monkeypatch):

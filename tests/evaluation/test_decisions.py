@@ -5,7 +5,6 @@ import random
 
 import numpy as np
 import pytest
-from transformers import Qwen3Config
 from typer.testing import CliRunner
 
 from benchmarks.decide_eval_data import KINDS, kinds, passages
@@ -19,9 +18,6 @@ from chunkattn.evaluation.data import Decisions, read_data
 from chunkattn.evaluation.decisions import WAYS, Given, Way, brier, compare, conclusion, ece, examine, shares_of
 from chunkattn.evaluation.labels import Sample, calibrate_labels, fit, log_loss, samples_of
 from chunkattn.evaluation.results import Results
-from tests.chat_templates import CHATML
-from tests.checkpoints import make_checkpoint
-from tests.reranker_files import SHAPE, add_tokenizer
 
 PREDICATE = {"predicate": "Ana writes.", "name": "ana"}
 CHOICE = {"choice": "Who?", "options": ["Ana", True, {"value": "true", "description": "d"}]}
@@ -35,11 +31,8 @@ def line_of(**changes):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("chat")
-    make_checkpoint(Qwen3Config(**{**SHAPE, "max_position_embeddings": 512}), made)
-    add_tokenizer(made, chat_template=CHATML)
-    return made
+def folder(chat_folder):
+    return chat_folder
 
 
 # Data
