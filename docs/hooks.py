@@ -51,10 +51,10 @@ def metrics() -> list[Any]:
 
 def routes() -> list[tuple[str, str, str]]:
     """Return method, path and purpose of every route of the server."""
-    from chunkattn.server.routes import documents, generation, page, scoring, status, tokens
+    from chunkattn.server.routes import decisions, documents, generation, page, scoring, status, systemone, tokens
 
     found = [("GET", "/openapi.json", "This API as an OpenAPI document.")]
-    for module in (generation, scoring, documents, tokens, status, page):
+    for module in (generation, scoring, decisions, systemone, documents, tokens, status, page):
         for route in module.router.routes:
             path = re.sub(r":\w+}", "}", route.path)  # {name:path}
             found += [(method, path, _first_line(route.description)) for method in sorted(route.methods)]
@@ -63,7 +63,7 @@ def routes() -> list[tuple[str, str, str]]:
 
 def bodies() -> dict[str, Any]:
     """Return every request body by its name."""
-    from chunkattn.server.protocol import documents, generation, scoring
+    from chunkattn.server.protocol import decisions, documents, generation, scoring, systemone
     from chunkattn.server.routes import tokens
 
     listed = (
@@ -72,6 +72,8 @@ def bodies() -> dict[str, Any]:
         scoring.ScoreBody,
         scoring.GenerativeScoringBody,
         scoring.RerankBody,
+        decisions.DecisionsBody,
+        systemone.SystemOneBody,
         documents.CacheBody,
         documents.ChangeBody,
         tokens.TokenizeBody,
@@ -238,8 +240,8 @@ def _kind(schema: dict[str, Any]) -> str:
         return "object"
     if "const" in schema:
         return f'"{schema["const"]}"'
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_kind(s) for s in schema["anyOf"] if s.get("type") != "null")) or "null"
+    if branches := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(_kind(s) for s in branches if s.get("type") != "null")) or "null"
     if schema.get("type") == "array":
         entry = _kind(schema.get("items", {}))
         return f"list of ({entry})" if " or " in entry else f"list of {entry}"
@@ -251,6 +253,8 @@ _CALLS = {
     "ScoreBody": "score",
     "GenerativeScoringBody": "score",
     "RerankBody": "rerank",
+    "DecisionsBody": "decide",
+    "SystemOneBody": "decide",
     "CacheBody": "precompute",
 }
 """Method of `LLM` that a body is for: its docstring describes the fields that the body does not."""
@@ -258,13 +262,14 @@ _CALLS = {
 
 def _body_table(name: str) -> str:
     """Fields of one request body, described by the body, by the method of `LLM` it is for, or by the method's options."""
+    from chunkattn.calls.decide import DecideOptions
     from chunkattn.calls.rerank import RerankOptions
     from chunkattn.calls.score_inputs import ScoreOptions
     from chunkattn.config import SamplingParams
     from chunkattn.llm import LLM
 
     call = _CALLS.get(name, "generate")
-    options = {"score": ScoreOptions, "rerank": RerankOptions}.get(call, SamplingParams)
+    options = {"score": ScoreOptions, "rerank": RerankOptions, "decide": DecideOptions}.get(call, SamplingParams)
     texts = _described(getattr(LLM, call)) | _described(options)
     schema = bodies()[name].model_json_schema()
     rows = [("field", "type", "default", "meaning")]
@@ -279,6 +284,7 @@ def _body_table(name: str) -> str:
 
 def _no_effect_table() -> str:
     """Fields that are accepted and have no effect, and the bodies and objects that take them."""
+    from chunkattn.server.protocol.decisions import FunctionCall, InputText
     from chunkattn.server.protocol.generation import ContentPart, Message
 
     places = {
@@ -286,6 +292,9 @@ def _no_effect_table() -> str:
         "chats": bodies()["ChatBody"],
         "messages": Message,
         "parts": ContentPart,
+        "decisions": bodies()["DecisionsBody"],
+        "parts of a decision's input": InputText,
+        "calls in a decision's input": FunctionCall,
     }
     found: dict[tuple[str, str, str], list[str]] = {}
     for place, model in places.items():

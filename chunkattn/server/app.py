@@ -13,7 +13,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.server import errors
 from chunkattn.server.middleware import METRICS_PATH, Gate, HeadAsGet
 from chunkattn.server.options import ServerConfig
-from chunkattn.server.routes import documents, generation, page, scoring, status, tokens
+from chunkattn.server.routes import decisions, documents, generation, page, scoring, status, systemone, tokens
 from chunkattn.server.routing import RouteTable
 from chunkattn.server.state import ServerState
 
@@ -30,7 +30,7 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 
 class _App(FastAPI):
-    """FastAPI app. Its schema lists 400 where FastAPI lists 422, and the API key if the server needs a key."""
+    """FastAPI app. Its schema lists 400 where FastAPI lists its own 422, and the API key if the server needs a key."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; the router takes `root_path` off paths that begin with it."""
@@ -43,7 +43,8 @@ class _App(FastAPI):
         schema = super().openapi()
         for operations in schema["paths"].values():
             for operation in operations.values():
-                operation["responses"].pop("422", None)
+                if "HTTPValidationError" in str(operation["responses"].get("422")):
+                    del operation["responses"]["422"]
         for name in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(name, None)
         schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
@@ -79,7 +80,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         responses=errors.error_responses(401, 403, 413, 500),
     )
     app.state.server = state
-    routers = [module.router for module in (generation, scoring, documents, tokens, status, page)]
+    routers = [module.router for module in (generation, scoring, decisions, systemone, documents, tokens, status, page)]
     errors.install(app, RouteTable(routers).refusal)
     app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, config=state.config, metrics=state.metrics, keys=state.keys, shares=state.shares)
@@ -94,7 +95,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         )
     work = errors.error_responses(400, 404, 429, 503, 504)
     app.include_router(generation.router, responses=_STREAM | work)
-    for module in (scoring, documents):
+    for module in (scoring, decisions, systemone, documents):
         app.include_router(module.router, responses=work)
     app.include_router(tokens.router, responses=errors.error_responses(400, 404, 503))
     for module in (status, page):

@@ -6,6 +6,7 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
@@ -37,6 +38,7 @@ _WHEN = {
     403: "A server without an API key answers only to the names of its own machine.",
     404: "The named model, document, route or file does not exist.",
     413: "The body exceeds max_body_bytes.",
+    422: "A field is malformed, or can never fit.",
     429: "The queue is full, or the API key holds its share of the queue; try again.",
     500: "The request failed in the server.",
     503: "The server accepts no work now; try again.",
@@ -45,6 +47,8 @@ _WHEN = {
 _LONGEST_TEXT = 500
 UNKNOWN_FIELD = "unknown_field"
 """Type of pydantic's error for a name that the body has no field for; the context holds the name."""
+UNSUPPORTED_KIND = "unsupported_kind"
+"""Type of pydantic's error for an object of a kind that the server does not read."""
 _WORD = re.compile(r"\w+")
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*|\d+")
 _TYPE_NAMES = frozenset({"str", "int", "float", "bool", "none", "dict", "list"})
@@ -151,6 +155,11 @@ def _validation_error(found: Sequence[Any]) -> ApiError:
     Args:
         found: the errors; every branch of a union reports its own.
     """
+    kind = next((error for error in found if error["type"] == UNSUPPORTED_KIND), None)
+    if kind is not None:
+        place = _place(kind["loc"])
+        text = f"{'.'.join(map(str, place))}: {kind['msg']}"
+        return ApiError(400, _short(text), param=str(place[0]), code="unsupported_parameter")
     unknown = next((error for error in found if error["type"] in ("extra_forbidden", UNKNOWN_FIELD)), None)
     if unknown is not None:
         own = unknown["type"] == UNKNOWN_FIELD
@@ -186,7 +195,12 @@ def _validation_error(found: Sequence[Any]) -> ApiError:
 def _place(parts: Sequence[str | int]) -> list[str | int]:
     """Return the fields and indices that lead to an error, without the names of a union's branches."""
     # The first part is "body", "query" or "path". Branches are named after types: `str`, `list[int]`, `DocumentOrId`.
-    return [part for part in parts[1:] if isinstance(part, int) or (_FIELD.fullmatch(part) and part not in _TYPE_NAMES)]
+    found = list[str | int]()
+    for before, part in pairwise(parts):
+        is_field = isinstance(part, int) or (_FIELD.fullmatch(part) and part not in _TYPE_NAMES)
+        if is_field or before == "questions":  # questions have names that the client gave
+            found.append(part)
+    return found
 
 
 def _clean(text: str) -> str:
@@ -226,7 +240,10 @@ def install(app: FastAPI, refuse_route: Callable[[int, Scope], ApiError]) -> Non
         else:
             refusal = api_error(error, request.state.request_id)
         _release(error)
-        return JSONResponse(refusal.body, refusal.status, refusal.headers)
+        status = refusal.status
+        if status == 400 and refusal.param is not None:  # a fault in a field
+            status = getattr(request.scope.get("route"), "field_status", status)
+        return JSONResponse(refusal.body, status, refusal.headers)
 
     for kind in (ApiError, ChunkAttnError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer)

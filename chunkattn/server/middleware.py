@@ -24,6 +24,8 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN_PATHS = ("/health", "/livez", "/readyz")
 """Routes open without a key, because health probes have no key."""
 METRICS_PATH = "/metrics"
+_TYPESAFE_PATHS = ("/v1/systemone", "/v1/models")
+"""Routes of TypeSafe's clients, which read the request id from a header of their own."""
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
 
 
@@ -95,6 +97,8 @@ class Gate:
                 status = message["status"]
                 answered = MutableHeaders(scope=message)
                 answered["X-Request-Id"], answered["X-Content-Type-Options"] = request_id, "nosniff"
+                if route_path(scope) in _TYPESAFE_PATHS:
+                    answered["X-Typesafe-Request-Id"] = request_id
             await send(message)
 
         self.metrics.running += 1

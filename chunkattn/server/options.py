@@ -11,7 +11,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.options import options_of
 
 LOG_FORMATS = ("text", "json")
-_FROM_ZERO = ("priority_range", "stream_heartbeat_s")
+_FROM_ZERO = ("priority_range", "stream_heartbeat_s", "min_label_mass")
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
@@ -56,6 +56,7 @@ class ServerConfig:
             client is answered with 408.
         max_answer_values: number of values that one answer may hold: queries x items x labels, or prompts x samples x tokens
             x log-probabilities.
+        min_label_mass: label mass below which `/v1/decisions` answers a question with a refusal; 0 refuses none.
         stream_heartbeat_s: time in seconds after which a silent stream gets a comment line, so that proxies keep it open; 0
             sends none. An error within that time of a request's start has its HTTP status, a later error is an event.
         write_timeout_s: period in seconds in which a client must read 256 bytes of its answer per second on average; a slower
@@ -93,6 +94,7 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
     max_answer_values: int = 1_000_000
+    min_label_mass: float = 0.0
     stream_heartbeat_s: float = 0.0
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
@@ -123,7 +125,7 @@ class ServerConfig:
             counts = option.kind in (int, float) and option.name not in ("port", *_FROM_ZERO)
             if counts and not 0 < value < float("inf"):
                 raise ConfigError(f"{option.name} must be above 0, got {value}")
-            if "_share" in option.name and value > 1:
+            if ("_share" in option.name or option.name == "min_label_mass") and value > 1:
                 raise ConfigError(f"{option.name} must be at most 1, got {value}")
 
 

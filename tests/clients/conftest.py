@@ -24,6 +24,8 @@ NAMES = (
     "rerank-english-v3.0",
     "rerank-v3.5",
     "jina-reranker-v1-base-en",
+    "gpt-6-luna",
+    "jev-latest",
     "dummy",  # huggingface_hub's, without a model
 )
 

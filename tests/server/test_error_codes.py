@@ -12,6 +12,7 @@ SERVER = Path(__file__).parents[2] / "chunkattn" / "server"
 HTTP_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
 
 COMPLETION, CHAT, SCORE, RERANK = "/v1/completions", "/v1/chat/completions", "/v1/score", "/v1/rerank"
+DECISIONS = "/v1/decisions"
 GENERATIVE, CACHE, TOKENIZE, DETOKENIZE, INSPECT = (
     "/generative_scoring",
     "/v1/cache/documents",
@@ -23,6 +24,9 @@ LONG = "Ana lives in Oslo. " * 400
 LONE = "a\ud800"
 USER, LABELS = {"role": "user", "content": "x"}, {"labels": ["yes", "no"]}
 NOT_TEXT = {"z": 1}
+
+
+ASKED = {"type": "predicate", "instructions": "a"}
 
 
 def said(text):
@@ -42,6 +46,7 @@ SECOND = {
     "pairs of two queries": lambda text: (SCORE, {"queries": ["x", "y"], "documents": ["a", text]}),
     "rerank": lambda text: (RERANK, {"query": "x", "documents": ["a", text]}),
     "rerank of texts": lambda text: ("/rerank", {"query": "x", "texts": ["a", text]}),
+    "questions": lambda text: (DECISIONS, {"input": "x", "questions": [ASKED, {**ASKED, "instructions": text}]}),
     "stored": lambda text: (CACHE, {"prefix": "x", "documents": ["a", text]}),
 }
 MESSAGES = {
@@ -52,6 +57,7 @@ ALONE = {
     "prompt": lambda text: (COMPLETION, {"prompt": text}),
     "query of items": lambda text: (SCORE, {"query": text, "items": ["a"], **LABELS}),
     "query of pairs": lambda text: (SCORE, {"text_1": text, "text_2": ["a"]}),
+    "input of decisions": lambda text: (DECISIONS, {"input": text, "questions": [ASKED]}),
     "query of documents": lambda text: (RERANK, {"query": text, "documents": ["a"]}),
     "query of texts": lambda text: ("/rerank", {"query": text, "texts": ["a"]}),
     "prefix": lambda text: (COMPLETION, {"chunks": {"prefix": text, "documents": ["a"], "question": "q"}}),
@@ -140,6 +146,8 @@ REQUIRED = [
     (SCORE, {"query": "x", "items": ["y"]}, "label_token_ids"),
     (GENERATIVE, {"items": ["x"], "label_token_ids": [1]}, "query"),
     (GENERATIVE, {"query": "x", "items": ["y"]}, "label_token_ids"),
+    (DECISIONS, {"questions": [ASKED]}, "input"),
+    (DECISIONS, {"input": "x"}, "questions"),
     (RERANK, {"documents": ["x"]}, "query"),
     (RERANK, {"query": "x"}, "documents"),
     (TOKENIZE, {}, "prompt"),

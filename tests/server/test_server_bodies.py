@@ -14,6 +14,7 @@ from chunkattn.server import body_shares, json_shape
 from chunkattn.server.app import create_app
 from chunkattn.server.bodies import SMALL_BODY
 from chunkattn.server.body_shares import BodyShares
+from chunkattn.server.content_codings import zstd
 from chunkattn.server.json_shape import Shape, measure
 from chunkattn.server.options import ServerConfig
 
@@ -42,6 +43,7 @@ def raw_deflate(data):
 TEXTS = {"small": "Héllo wörld ", "large": "Where does Ana live? " * (3 * SMALL_BODY // 21)}
 CHARSETS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be")
 CODINGS = {None: bytes, "identity": bytes, "gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress}
+CODINGS |= {"zstd": zstd.compress, "gzip, zstd": lambda data: zstd.compress(gzip.compress(data))}
 CODINGS |= {"Deflate": raw_deflate, "gzip, deflate": lambda data: zlib.compress(gzip.compress(data))}
 
 
@@ -60,13 +62,27 @@ def test_every_charset_and_coding_is_read_alike(client, demo, size):
         assert answer.json()["tokens"] == expected
 
 
+def wide_frame():
+    """A frame whose decoder has to hold a window of 128 MiB."""
+    packer = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 27})
+    return packer.compress(b'{"prompt": "a"}') + packer.flush()  # of unknown length, so the window stays
+
+
 BROKEN = {
     "unknown coding": (b"{}", "br", 415, "unsupported_encoding"),
     "not gzip": (b'{"prompt": "a"}', "gzip", 400, "invalid_encoding"),
     "cut": (gzip.compress(b'{"prompt": "a"}')[:-9], "gzip", 400, "invalid_encoding"),
     "more after the end": (gzip.compress(b"{}") + b"x", "gzip", 400, "invalid_encoding"),
+    "not zstd": (b'{"prompt": "a"}', "zstd", 400, "invalid_encoding"),
+    "zstd, cut": (zstd.compress(b'{"prompt": "a"}')[:-3], "zstd", 400, "invalid_encoding"),
+    "more after a frame": (zstd.compress(b"{}") + b"x", "zstd", 400, "invalid_encoding"),
+    "gzip called zstd": (gzip.compress(b'{"prompt": "a"}'), "zstd", 400, "invalid_encoding"),
+    "zstd called gzip": (zstd.compress(b'{"prompt": "a"}'), "gzip", 400, "invalid_encoding"),
+    "a wide window": (wide_frame(), "zstd", 400, "invalid_encoding"),
     "many codings": (b"{}", "gzip, gzip, gzip", 415, "unsupported_encoding"),
     "a bomb": (gzip.compress(b" " * (64 * LIMIT)), "gzip", 413, "request_too_large"),
+    "a zstd bomb": (zstd.compress(b" " * (64 * LIMIT)), "zstd", 413, "request_too_large"),
+    "two zstd bombs": (zstd.compress(zstd.compress(b" " * (1 << 26))), "zstd, zstd", 413, "request_too_large"),
     "two bombs": (gzip.compress(gzip.compress(b" " * (64 * LIMIT))), "gzip, gzip", 413, "request_too_large"),
     "not UTF-16": ('{"a"}'.encode("utf-16") + b"x", None, 400, "invalid_json"),
     "not UTF-8": (b'{"prompt": "\xff"}', None, 400, "invalid_json"),

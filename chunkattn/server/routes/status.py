@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
@@ -26,8 +27,11 @@ _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"s
 
 @router.get("/v1/models")
 async def models(state: State) -> dict[str, Any]:
-    """List the served model, once for each of its names."""
-    return {"object": "list", "data": [_model(state, name) for name in state.model_names]}
+    """List the served model, once for each of its names: `data` in OpenAI's format, `models` in TypeSafe's."""
+    released = datetime.fromtimestamp(state.started, UTC).date().isoformat()
+    about = {"description": "Served by chunkattn.", "release_date": released}
+    models = [{"name": name, **about} for name in state.model_names]
+    return {"object": "list", "data": [_model(state, name) for name in state.model_names], "models": models}
 
 
 @router.get("/v1/models/{name:path}", responses=error_responses(404))

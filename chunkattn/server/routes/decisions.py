@@ -1,0 +1,63 @@
+"""Route of `/v1/decisions`, and the call that it shares with `/v1/systemone`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from chunkattn.decisions import DecisionOutput
+from chunkattn.errors import RequestError
+from chunkattn.outputs import ScoreUsage
+from chunkattn.server.bodies import JsonRoute, json_answer
+from chunkattn.server.keys import Caller
+from chunkattn.server.protocol.decide import DecideBody
+from chunkattn.server.protocol.decisions import DecisionsBody
+from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
+
+router = APIRouter(route_class=JsonRoute, tags=["decisions"])
+
+
+@router.post("/v1/decisions")
+async def decisions(body: DecisionsBody, request: Request, state: State, caller: CallerOf) -> Response:
+    """Answer typed questions about one input, in OpenAI's format."""
+    return await decide(body, request, state, caller)
+
+
+async def decide(body: DecideBody, request: Request, state: ServerState, caller: Caller) -> Response:
+    """Return the answer to a request, and end its work if the client disconnects.
+
+    Args:
+        body: body of the request, in the format of its route.
+        request: the request.
+        state: state of the server.
+        caller: client of the request.
+
+    Raises:
+        ApiError: the request cannot be served.
+        ChunkAttnError: as `AsyncLLM.decide`, under the names that the body has for the arguments.
+    """
+    state.check_model(body.model)
+    state.check_ready()
+    state.check_priority(body.priority)
+    state.check_answer_values(body.num_values, "questions or options at once", "questions")
+    caller.take(1)
+    return await unless_gone(request, _answer(body, state, caller))
+
+
+async def _answer(body: DecideBody, state: ServerState, caller: Caller) -> Response:
+    output = DecisionOutput([], ScoreUsage(0, 0, 0), body.method)
+    options, timeout = body.options(caller.salt(body.salt)), state.config.request_timeout_s
+    try:
+        text, questions = await state.llm.threads.run(body.call)
+        if questions:  # a question with one possible answer is not asked
+            output = await state.llm.decide(text, questions, timeout=timeout, **options)
+    except RequestError as error:
+        raise body.own_error(error) from None
+
+    def build() -> dict[str, Any]:
+        named = {"model": state.model_name, "method": output.method}
+        return named | body.answer(output, state.config.min_label_mass)
+
+    # The answer repeats texts of the request, which may be long.
+    return await json_answer(state, caller, build, body.num_values, in_thread=True)
