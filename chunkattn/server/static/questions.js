@@ -30,18 +30,14 @@ class Question {
     this.optionsLabel = element("label", { for: this.options.id });
     this.optionsField = element("div", { class: "field" }, this.optionsLabel, this.options);
     this.answer = element("div", { class: "answer", "data-testid": "answer" });
-    this.row = element(
-      "li",
-      { class: "asked", role: "group", "data-testid": "asked" },
-      element(
-        "div",
-        { class: "question" },
-        element("div", { class: "row-head" }, this.kindLabel, this.kind, this.remove),
-        element("div", { class: "field" }, this.textLabel, this.text),
-        this.optionsField,
-      ),
-      this.answer,
+    this.group = element(
+      "div",
+      { class: "question", role: "group" },
+      element("div", { class: "row-head" }, this.kindLabel, this.kind, this.remove),
+      element("div", { class: "field" }, this.textLabel, this.text),
+      this.optionsField,
     );
+    this.row = element("li", { class: "asked", "data-testid": "asked" }, this.group, this.answer);
     this.kind.value = type;
     this.text.value = text;
     this.options.value = options.join("\n");
@@ -59,7 +55,7 @@ class Question {
   }
 
   number(index) {
-    this.row.setAttribute("aria-label", `Question ${index}`);
+    this.group.setAttribute("aria-label", `Question ${index}`);
     this.kindLabel.textContent = `Question ${index}`;
     this.remove.setAttribute("aria-label", `Remove question ${index}`);
   }

@@ -1,0 +1,256 @@
+"""The page as people use it: in Chromium, wide and narrow, on a real server and with no other host in reach."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
+from chunkattn.parsers import PromptParser
+from tests.server.browser.page import BARS, opened
+from tests.server_helpers import SMALL, ServerProcess
+
+pytestmark = pytest.mark.browser
+
+SEPARATOR = " # # "
+NO_RATE = "\N{EN DASH}"
+MARGIN = 30  # CSS pixels that the picture of the mask leaves to captions, at the left and at the top
+
+# Each width has its own people, so that neither finds documents of the other in the cache.
+STORIES = {
+    1400: (
+        ["Zenuso works as a baker. Zenuso lives in Kirora.", "Lezudo has a house in Pegelu. Lezudo likes honey."],
+        "Where does Lezudo live? Answer:",
+    ),
+    390: (["Nila lives in Tunise. Nila likes figs.", "Rumi is a poet. Rumi likes tea."], "Where does Nila live? Answer:"),
+}
+
+PARTS = """
+return [...document.querySelectorAll("[data-testid=part]")].map((part) => ({
+  name: part.dataset.name,
+  color: getComputedStyle(part).borderLeftColor,
+  chips: [...part.querySelectorAll("[data-testid=chip]")].map((chip) => ({
+    title: chip.title,
+    text: chip.querySelector(".text").textContent,
+    position: chip.querySelector(".position").textContent,
+  })),
+}));
+"""
+
+# Of a copy that is made to be read: Chromium complains about reading the page's own canvas.
+CELLS = """
+const mask = document.getElementById("mask"), copy = document.createElement("canvas");
+const side = (copy.width = copy.height = mask.width);
+const context = copy.getContext("2d", { willReadFrequently: true });
+context.drawImage(mask, 0, 0);
+const { data } = context.getImageData(0, 0, side, side);
+const [size, margin] = arguments, plot = side / devicePixelRatio - margin;
+const middle = (index) => Math.floor((margin + ((index + 0.5) / size) * plot) * devicePixelRatio);
+const pixel = (row, column) => [...data.slice(4 * (row * side + column), 4 * (row * side + column) + 4)];
+const all = [...Array(size).keys()];
+return all.map((i) => all.map((k) => pixel(middle(i), middle(k))));
+"""
+
+KEEP_ANSWER = """
+const { fetch } = window;
+window.fetch = async (...request) => {
+  const response = await fetch(...request);
+  if (response.url.endsWith("/v1/completions")) window.answer = response.clone().text();
+  return response;
+};
+"""
+
+
+@pytest.fixture(scope="module")
+def instruct(programs):
+    """The demo model as a checkpoint of a folder, which the page takes for an instruct model."""
+    made = ServerProcess(str(DEMO_FOLDER), *SMALL, "--root-path=/llm", CHUNKATTN_API_KEY="the-key")
+    yield made
+    assert made.close() == 0
+
+
+def test_inspect(page, server):
+    text = page.value("prompt-text")
+    page.get("inspect").send_keys(Keys.ENTER)  # a mouse might come to rest on the picture, and point at a cell
+    page.wait(lambda: page.find("part"))
+    page.keep("inspect")
+    shown = page.run(PARTS)
+    chips = [chip for part in shown for chip in part["chips"]]
+    titles = [re.fullmatch(r"token (\d+), id (\d+), position (\d+), text (.*)", chip["title"]).groups() for chip in chips]
+    tokens = [{"id": int(i), "text": json.loads(t), "position": int(p)} for _, i, p, t in titles]
+
+    with server.client() as http:
+        told = http.post("/inspect", json={"prompt": text, "chunk_aware": True}).json()
+    assert [part["name"] for part in shown] == [part["name"] for part in told["parts"]]
+    assert tokens == [token for part in told["parts"] for token in part["tokens"]]
+    assert [chip["text"].replace("·", " ") for chip in chips] == [token["text"] for token in tokens]
+    assert [chip["position"] for chip in chips] == [str(token["position"]) for token in tokens]
+
+    parser = PromptParser(load_tokenizer(str(DEMO_FOLDER)), separator=SEPARATOR, strategy="shared", chunk_aware=True)
+    layout = parser.parse(text).layout
+    assert layout.num_chunks > 1
+    assert [part["name"] for part in shown] == [segment.name for segment in layout.segments]
+    assert [int(index) for index, *_ in titles] == [*range(len(layout))]
+    assert [token["id"] for token in tokens] == layout.token_ids.tolist()
+    assert [token["position"] for token in tokens] == layout.positions.tolist()
+    for segment, words in zip(layout.segments, text.split(SEPARATOR), strict=True):
+        assert "".join(token["text"] for token in tokens[segment.start : segment.end]).strip() == words.strip()
+    summary = f"{len(layout)} tokens in {len(shown)} parts ({layout.num_chunks} documents)"
+    assert page.get("inspect-summary").text == f"{summary}; highest position id {layout.max_position}"
+
+    # The picture, at the middle of every cell: what is seen has the colour of its part, what is not is left out.
+    cells = np.array(page.run(CELLS, len(layout), MARGIN))
+    assert ((cells[..., 3] > 128) == layout.visible()).all()
+    colors = [[int(number) for number in re.findall(r"\d+", part["color"])] for part in shown]
+    assert len({*map(tuple, colors)}) == len(shown)
+    for segment, color in zip(layout.segments, colors, strict=True):
+        assert (cells[-1, segment.start : segment.end, :3] == color).all()
+
+    # The arrow keys start at the last token's row and the first one's column.
+    first, second = layout.segments[1].start, layout.segments[2].start
+    mask, readout = page.get("mask"), page.get("mask-readout")
+    mask.send_keys(Keys.ARROW_UP * (len(layout) - 1 - second) + Keys.ARROW_RIGHT * first)
+    assert re.fullmatch(rf"token {second} \(.*, chunk 1\) sees token {first} \(.*, chunk 0\): no", readout.text)
+    mask.send_keys(Keys.ARROW_LEFT)
+    assert re.fullmatch(rf"token {second} \(.*, chunk 1\) sees token {first - 1} \(.*, prefix\): yes", readout.text)
+
+
+def test_generate(page, server):
+    documents, question = STORIES[page.width]
+    text = SEPARATOR.join(["Read the documents and answer the question.", *documents, question])
+    asked = {"prompt": text, "chunk_aware": True, "max_tokens": int(page.value("max-tokens")), "temperature": 0}
+    with server.client() as http:  # under a salt of its own, so that the page finds nothing of it in the cache
+        done = http.post("/v1/completions", json={**asked, "return_chunk_usage": True, "cache_salt": "apart"}).json()
+    expected = done["choices"][0]["text"]
+    sizes = [chunk["tokens"] for chunk in done["usage"]["prompt_tokens_details"]["chunks"]]
+    assert expected.strip()
+    assert len(sizes) == len(documents)
+
+    page.get("tab-generate").click()
+    page.get("prompt-text").clear()
+    page.get("prompt-text").send_keys(text)
+    assert page.generate() == (expected, [(0, size) for size in sizes])
+    page.keep("generate-cold")
+    assert page.generate() == (expected, [(size, size) for size in sizes])
+    page.keep("generate-warm")
+
+    # In parts, and in another order.
+    page.get("mode-parts").click()
+    page.find("lower-document")[0].click()
+    assert [area.get_property("value") for area in page.find("document")] == documents[::-1]
+    assert page.generate() == (expected, [(size, size) for size in sizes[::-1]])
+    page.keep("generate-reordered")
+
+    # The clock moves 0.1 s each time that it is read: once at the start, and once for each piece of the answer.
+    page.run("performance.now = () => 100 * (window.reads = (window.reads ?? 0) + 1)")
+    page.run(KEEP_ANSWER)
+    page.get("mode-text").click()
+    page.get("prompt-text").clear()
+    page.get("prompt-text").send_keys("Read")
+    page.generate()
+    pieces, generated = page.run("return window.reads") - 1, int(page.get("max-tokens").get_property("value"))
+    shown = dict(
+        zip(
+            *(
+                page.run(f"return [...document.querySelectorAll('#statistics {tag}')].map((e) => e.textContent)")
+                for tag in ("dt", "dd")
+            )
+        )
+    )
+    events = [json.loads(line[6:]) for line in page.run("return window.answer").splitlines() if line.startswith("data: {")]
+    first = events[0]["usage"]["completion_tokens"]  # more than one where the client reads slowly
+    assert pieces > 1
+    assert shown["generated"] == str(generated)
+    assert shown["first token"] == "100 ms"
+    assert shown["tokens/s"] == f"{(generated - first) / (0.1 * (pieces - 1)):.1f}"
+
+    answers = [event["response"] for event in page.network("Network.responseReceived")]
+    kinds = [answer["mimeType"] for answer in answers if answer["url"] == f"{server.url}/v1/completions"]
+    assert kinds == ["text/event-stream"] * 4
+
+
+def test_score(page, server):
+    page.get("tab-score").click()
+    query, items, labels = page.value("query"), page.value("items").splitlines(), page.value("labels").split(", ")
+    page.get("score").click()
+    page.wait(lambda: page.find("bar"))
+    page.keep("score")
+    with server.client() as http:
+        asked = {"query": query, "items": items, "labels": labels, "apply_softmax": True}
+        scores = [row[0] for row in http.post("/v1/score", json=asked).json()["scores"]]
+
+    bars = page.run(BARS, "#bars > li")
+    shown = [float(bar["data"]["score"]) for bar in bars]
+    order = [int(bar["data"]["index"]) for bar in bars]
+    assert shown == sorted(shown, reverse=True)
+    assert sorted(order) == [*range(len(items))]
+    assert order[0] == scores.index(max(scores))
+    assert shown == pytest.approx([scores[index] for index in order], abs=1e-6)
+    for bar, index, score in zip(bars, order, shown, strict=True):
+        assert bar["caption"] == f"{index} {items[index]}"
+        assert bar["number"] == f"{score:.4f}"
+        each = page.find("bar")[order.index(index)].find_elements(By.CSS_SELECTOR, "[data-testid=label]")
+        assert [label.text for label in each] == [f"yes {score:.4f}", f"no {1 - score:.4f}"]
+        assert bar["share"] == pytest.approx(score, abs=0.02)
+
+    page.get("sort-scores").click()
+    assert [bar.get_attribute("data-index") for bar in page.find("bar")] == [str(index) for index in range(len(items))]
+
+
+def shown_rate(page):
+    """The rate on the page, and the generated tokens."""
+    rate, tokens = page.run("return [1, 4].map((n) => document.querySelectorAll('#statistics dd')[n].textContent)")
+    return rate, int(tokens)
+
+
+@pytest.mark.parametrize("width", [1400, 390], ids="{}px".format)
+def test_an_instruct_model_below_a_path_behind_credentials(programs, instruct, width, tmp_path):
+    """The page sends messages, and no address of its own has the credentials, which `fetch` refuses."""
+    documents, question = STORIES[width][0], STORIES[width][1].removesuffix(" Answer:")
+    prefix = "Read the documents and answer the question."
+    messages = [{"role": "system", "content": prefix}, {"role": "user", "content": question}]
+    asked = {"messages": messages, "documents": documents, "max_tokens": 32, "temperature": 0, "cache_salt": "apart"}
+    with instruct.client(headers={"Authorization": "Bearer the-key"}) as http:
+        expected = http.post("/llm/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+    assert expected.strip()
+
+    address = instruct.url.replace("//", "//me:the-key@") + "/llm/"
+    with opened(programs, address, f"{instruct.url}/llm", width, tmp_path) as page:
+        page.get("tab-generate").click()
+        page.wait(lambda: page.get("chat").is_displayed())
+        assert page.get("chat").is_selected()
+        page.get("prompt-text").clear()
+        page.get("prompt-text").send_keys(SEPARATOR.join([prefix, *documents, question]))
+        text, hits = page.generate()
+        assert text == expected
+        assert len(hits) == len(documents)
+        page.keep("chat")
+        assert shown_rate(page) == (NO_RATE, 4)
+        for name, value in (("max-tokens", "64"), ("temperature", "9")):  # long and random answers
+            page.get(name).clear()
+            page.get(name).send_keys(value)
+        rates = []
+        while max((tokens for _, tokens in rates), default=0) < 30:
+            assert len(rates) < 30
+            page.generate()
+            rates.append(shown_rate(page))
+        assert all((rate == NO_RATE) or tokens > 8 for rate, tokens in rates)
+        assert re.fullmatch(r"\d+\.\d", max(rates, key=lambda found: found[1])[0])
+        runs = len(rates) + 1
+        page.get("temperature").clear()
+        page.get("temperature").send_keys("0")
+        page.get("chat").click()
+        page.get("prompt-text").send_keys(" Answer:")
+        page.generate()
+        page.get("tab-score").click()
+        page.get("score").click()
+        page.wait(lambda: page.find("bar"))
+        page.get("tab-prompt").click()
+        page.get("inspect").send_keys(Keys.ENTER)
+        page.wait(lambda: page.find("part"))
+        answers = [event["response"] for event in page.network("Network.responseReceived")]
+        kinds = [a["url"].removeprefix(f"{instruct.url}/llm/v1/") for a in answers if a["mimeType"] == "text/event-stream"]
+        assert kinds == ["chat/completions"] * runs + ["completions"]
