@@ -80,7 +80,7 @@ test-all: .venv/.installed-test  ## lint and every test there is
 	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-vllm test-llama test-clients
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
-	$(BIN)/python -m pytest -m browser tests/server/test_browser.py
+	$(BIN)/python -m pytest -m browser tests/server/browser
 
 lint: .venv/.installed-test  ## style, types and the direction of imports
 	$(BIN)/ruff check .

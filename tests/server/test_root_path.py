@@ -49,7 +49,7 @@ def test_bad_root_paths(bad):
 def test_the_page_names_no_path_of_its_own():
     """An absolute path would leave the proxy's."""
     page = client_of()
-    for name in ("", *(f"static/{name}.js" for name in ("app", "api", "status", "generate", "inspect", "score"))):
+    for name in ("", *(f"static/{name}.js" for name in ("app", "api", "status", "generate", "inspect", "score", "decide"))):
         text = page.get(f"/{name}").text
         assert not any(f"{quote}/{route}" in text for quote in "\"'`" for route in ("static", "v1", "inspect", "health"))
 

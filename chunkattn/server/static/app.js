@@ -1,5 +1,6 @@
 /** Set up the parts of the page. */
 
+import { setUpDecide } from "./decide.js";
 import { byId } from "./dom.js";
 import { PromptEditor } from "./editor.js";
 import { setUpGenerate } from "./generate.js";
@@ -18,3 +19,4 @@ setUpStatus((settings) => {
 setUpInspect(editor);
 setUpGenerate(editor);
 setUpScore();
+setUpDecide();

@@ -54,3 +54,6 @@ export const seconds = (milliseconds) =>
   milliseconds < 1000 ? `${milliseconds.toFixed(0)} ms` : `${(milliseconds / 1000).toFixed(2)} s`;
 
 export const counted = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+
+/** Return the texts between separators, without empty texts. */
+export const listed = (text, separator) => text.split(separator).map((part) => part.trim()).filter(Boolean);

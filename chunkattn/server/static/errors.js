@@ -11,17 +11,21 @@ export class ErrorBox {
     this.home = home;
     this.fields = fields;
     this.box = null;
+    this.field = null;
   }
 
-  /** @param {Error & {param?: ?string, code?: ?string}} error */
-  show(error) {
+  /**
+   * @param {Error & {param?: ?string, code?: ?string}} error
+   * @param {?HTMLElement} field control at fault
+   */
+  show(error, field = this.fields[error.param]) {
     this.clear();
     const about = [error.param, error.code].filter(Boolean).join(" · ");
     const id = `${this.home.id}-message`;
     this.box = element("div", { id, class: "error", role: "alert", "data-testid": "error" }, element("p", {}, error.message));
     if (about) this.box.append(element("p", { class: "about" }, about));
-    const field = this.fields[error.param];
     if (field?.offsetParent) {
+      this.field = field;
       field.setAttribute("aria-invalid", "true");
       field.setAttribute("aria-errormessage", id);
       field.after(this.box);
@@ -34,9 +38,8 @@ export class ErrorBox {
 
   clear() {
     this.box?.remove();
-    for (const field of Object.values(this.fields)) {
-      field.removeAttribute("aria-invalid");
-      field.removeAttribute("aria-errormessage");
-    }
+    this.field?.removeAttribute("aria-invalid");
+    this.field?.removeAttribute("aria-errormessage");
+    this.field = null;
   }
 }

@@ -1,4 +1,4 @@
-/** Example prompts that the bundled demo model can answer, as in `chunkattn demo`. */
+/** Examples. The bundled demo model can answer the prompts, as in `chunkattn demo`; it was not trained for decisions. */
 
 export const SEPARATOR = " # # ";
 
@@ -18,3 +18,38 @@ export const EXAMPLES = QUESTIONS.map((question) => ({
 }));
 
 export const SCORE_EXAMPLE = { query: "Find a person who lives in Kirora.", items: DOCUMENTS, labels: ["yes", "no"] };
+
+const MAIL = `From: Nila
+Subject: Order 17
+
+The figs came a week late, and half of them were soft. I have written twice and nobody answered.
+Please send my money back.`;
+
+const CONVERSATION = `[
+  {"role": "user", "content": "My order has not come. Its number is 17."},
+  {"role": "assistant", "content": "I am sorry. It was sent to Tunise on Monday. Is that your town?"},
+  {"role": "user", "content": "No! I live in Kirora. Change the address, please."}
+]`;
+
+/** States with questions. `json` says whether the text is JSON. */
+export const DECIDE_EXAMPLES = [
+  {
+    title: "A mail",
+    text: MAIL,
+    questions: [
+      { type: "predicate", text: "The writer wants money back." },
+      { type: "choice", text: "Which team should answer?", options: ["billing", "delivery", "sales"] },
+      { type: "score", text: "How angry is the writer?", options: ["calm", "annoyed", "furious"] },
+    ],
+  },
+  {
+    title: "A conversation in JSON",
+    json: true,
+    text: CONVERSATION,
+    questions: [
+      { type: "predicate", text: "The user still waits for something to be done." },
+      { type: "choice", text: "What should the assistant do next?", options: ["change the address", "ask a question", "end the conversation"] },
+      { type: "score", text: "How helpful was the assistant?", options: ["not", "a little", "very"] },
+    ],
+  },
+];

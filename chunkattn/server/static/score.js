@@ -1,7 +1,7 @@
 /** Tab "Score": items against a query, as bars. */
 
 import { postJson } from "./api.js";
-import { bar, byId, counted, element, fillList, seconds, setText, whileBusy } from "./dom.js";
+import { bar, byId, counted, element, fillList, listed, seconds, setText, whileBusy } from "./dom.js";
 import { ErrorBox } from "./errors.js";
 import { SCORE_EXAMPLE } from "./examples.js";
 
@@ -27,11 +27,6 @@ export function setUpScore() {
       }
     });
   });
-}
-
-/** Return the texts between separators, without empty texts. */
-function listed(text, separator) {
-  return text.split(separator).map((part) => part.trim()).filter(Boolean);
 }
 
 async function score(query, items, labels) {

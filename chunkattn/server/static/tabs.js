@@ -1,4 +1,4 @@
-/** The three tabs, after WAI-ARIA's tab pattern. The address's hash keeps the open tab. */
+/** The tabs, after WAI-ARIA's tab pattern. The address's hash keeps the open tab. */
 
 const tabs = [...document.querySelectorAll("[role=tab]")];
 const nameOf = (tab) => tab.id.replace("tab-", "");
