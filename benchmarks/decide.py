@@ -101,7 +101,7 @@ class Decisions:
         state = self.text(tokens)
         cpu, wall, output = self.measure(lambda: self.llm.decide(state, self.questions, documents=documents, use_tqdm=False))
         own = sum(map(len, self.items))
-        self.shares = (output.usage.computed_tokens - len(self.template.parts(state)[1])) / own
+        self.shares = (output.usage.computed_tokens - len(self.template.behind(state))) / own
         found["decide"] = cpu, wall
         state = self.text(tokens)
         texts = ["".join(self._asked(own).items[0]) for own in self.questions]

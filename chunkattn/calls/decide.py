@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -108,22 +109,31 @@ def decide_call(
     rank, key = check_priorities(priority, 1)[0], salt_key(cache_salt)
     items = QuestionItems(frontend, template, asked, parts, chunks, cache_salt=cache_salt, priority=rank)
     finish = partial(_decisions, asked, method, scales)
-    divides = calibrate is True or (calibrate == FITTED and any(own.kind == "likelihood" for own in asked))
-    empty = [items.behind(template.prefix(_CONTENT_FREE))] if divides else []
+    divided = [calibrate is True or (calibrate == FITTED and own.kind == "likelihood") for own in asked]
+    empty = []
+    if any(divided):
+        some, names = [*compress(asked, divided)], [*compress(parts, divided)]
+        free = QuestionItems(frontend, template, some, names, [], cache_salt=cache_salt, priority=rank)
+        ids = free.state_ids(_CONTENT_FREE)
+        free.check(ids)
+        empty = [free.behind_state(ids)]
     if states is None:
-        calls = [items.behind_state(items.state_ids(text)), *empty]
+        ids = items.state_ids(text)
+        items.check(ids)
+        calls = [items.behind_state(ids), *empty]
         costly = too_costly(calls, config.max_tokens_per_call)
         for call in calls:
             call.plan(costly)
         return ScoreCalls(calls, config.max_num_batched_tokens, finish)
-    tokens, state_ids = sum(call.tokens()[items.algorithm] for call in empty), []
+    tokens, state_ids = items.document_tokens + sum(call.tokens()[items.algorithm] for call in empty), []
     for number, own in enumerate(states):
         try:
             ids = items.state_ids(read_state(own))
-            tokens += items.behind_state(ids).tokens()[items.algorithm]
+            items.check(ids)
         except RequestError as error:
             message = error.message if error.part == "state" else f": {error}"
             raise type(error)(message, param=error.param, part=f"state {number}") from None
+        tokens += items.tokens(ids)
         limits.check_tokens(tokens, f"the first {number + 1} states with their questions", "state")
         state_ids.append(np.asarray(ids, np.int32))
     for call in empty:
@@ -140,15 +150,17 @@ def _decisions(
         asked: the questions.
         method: see `DecideOptions`.
         scales: calibration of the labels by kind; empty for none.
-        outputs: scores behind the state, and then behind the content-free state if the answers are calibrated.
+        outputs: scores behind the state, and then those behind the content-free state of the questions that are divided by
+            them.
     """
-    rows = [iter(output.logprobs or []) for output in outputs]
+    rows, *empty_rows = (iter(output.logprobs or []) for output in outputs)
     answers = []
     for question in asked:
-        own, *empty = ([next(row) for _ in question.items] for row in rows)
+        own = [next(rows) for _ in question.items]
         # With fitted labels, only texts are divided by their probability behind the content-free state.
-        divided = bool(empty) and (not scales or question.kind == "likelihood")
-        answers.append(question.answer(own, empty[0] if divided else None, scales.get(question.kind)))
+        is_divided = empty_rows and (not scales or question.kind == "likelihood")
+        empty = [next(empty_rows[0]) for _ in question.items] if is_divided else None
+        answers.append(question.answer(own, empty, scales.get(question.kind)))
     usages = [output.usage for output in outputs]
     usage = ScoreUsage(
         sum(usage.prompt_tokens for usage in usages),

@@ -9,7 +9,8 @@ import numpy as np
 from chunkattn.calls.algorithms import Documents
 from chunkattn.calls.decide_questions import AskedQuestion
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.score import ScoreCall
+from chunkattn.calls.job import STAGE_LAYOUT
+from chunkattn.calls.score import LOOKUP_BATCH, ScoreCall
 from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import ChunkLayout, Names
@@ -19,6 +20,9 @@ from chunkattn.rope.positions import make_layout
 
 DOCUMENTS = Names("system", "documents", "state", "document", last="state")
 """Names of the parts before a question with documents."""
+
+_LOOKUP_TOKENS = 1 << 16
+"""Tokens of documents that the states of one lookup repeat at most."""
 
 
 def read_documents(frontend: Frontend, documents: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
@@ -57,6 +61,7 @@ class QuestionItems:
 
     Raises:
         RequestError: a question cannot be tokenized, or there are more items than `max_items_per_request`.
+        CapacityError: the items have more tokens than `max_tokens_per_call`.
     """
 
     def __init__(
@@ -75,19 +80,24 @@ class QuestionItems:
         listed = [part for question, part in zip(asked, parts, strict=True) for _ in question.items]
         frontend.limits.check_count(len(listed), "questions, with one for each option,", "questions")
         self._names = Names("state", "questions", "questions", "question", listed)
-        self._before = template.parts("")[0] if chunks else []
+        self._before = template.before_ids if chunks else []
         self._items: list[list[int]] = []
         self._labels: list[tuple[int, ...]] = []
         self._reads: list[int] = []
+        self.num_tokens = 0
         for question, part in zip(asked, parts, strict=True):
+            same = None  # the options of `likelihood` share their pieces
             for number, pieces in enumerate(question.items):
-                answer = template.answer(pieces, question.texts[number], part) if question.texts else []
-                self._items.append(template.item(pieces, part) + answer[:-1])
+                if pieces is not same:
+                    ids, same = template.item(pieces, part), pieces
+                answer = template.answer(question.texts[number], part) if question.texts else []
+                self._items.append(ids + answer[:-1])
                 self._reads.append(max(len(answer), 1))
                 self._labels.append(tuple(answer) or question.label_ids)
+                self.num_tokens += len(self._items[-1])
+                frontend.limits.check_tokens(self.num_tokens, f"the questions up to {part}", "questions")
         caches, window = frontend.config.enable_prefix_caching, frontend.limits.sliding_window
         self.algorithm = "serial" if window is not None else "prefill_extend" if caches else "packed_segment"
-        self.num_tokens = sum(map(len, self._items))
 
     def state_ids(self, state: str) -> list[int]:
         """Return the token ids of a state: with everything before it, or what comes behind the documents.
@@ -98,7 +108,33 @@ class QuestionItems:
         Raises:
             RequestError: the state cannot be tokenized.
         """
-        return self._template.parts(state)[1] if self._chunks else self._template.prefix(state)
+        return self._template.behind(state) if self._chunks else self._template.prefix(state)
+
+    @property
+    def document_tokens(self) -> int:
+        """Return the tokens of all documents and of everything before them; 0 without documents."""
+        return len(self._before) + sum(map(len, self._chunks))
+
+    def tokens(self, ids: list[int]) -> int:
+        """Return the number of tokens that the engine computes for one state without a cache, those of the documents left out.
+
+        Args:
+            ids: result of `state_ids`.
+        """
+        if self.algorithm == "packed_segment":
+            return self._call(ids, None).tokens()[self.algorithm]
+        return self.num_tokens + len(ids) * (len(self._items) if self.algorithm == "serial" else 1)
+
+    @property
+    def most_together(self) -> int:
+        """Return the number of states whose layouts may be held at once: each item behind documents is a layout of its own."""
+        size = self.document_tokens + max(map(len, self._items))
+        return max(1, STAGE_LAYOUT // (size * len(self._items))) if self._chunks else 1 << 31
+
+    @property
+    def most_looked_up(self) -> int:
+        """Return the number of states of one lookup, which the engine answers between two steps."""
+        return max(1, min(LOOKUP_BATCH, _LOOKUP_TOKENS // max(self.document_tokens, 1)))
 
     def state_layout(self, ids: list[int]) -> ChunkLayout:
         """Return the layout of everything before the items.
@@ -109,7 +145,15 @@ class QuestionItems:
         return self._documents(ids).layout(self._before, []) if self._chunks else make_layout(ids, [], [])
 
     def behind_state(self, ids: list[int]) -> ScoreCall[ScoreOutput]:
-        """Check the items behind documents and a state, and return their call.
+        """Return the call of the items behind documents and a state that have been checked.
+
+        Args:
+            ids: result of `state_ids`.
+        """
+        return self._call(self._before, self._documents(ids)) if self._chunks else self._call(ids, None)
+
+    def check(self, ids: list[int]) -> None:
+        """Check documents, a state and the items against the limits of the engine.
 
         Args:
             ids: result of `state_ids`.
@@ -118,9 +162,13 @@ class QuestionItems:
             RequestError: a token id is outside the vocabulary, or the checkpoint cannot serve documents.
             CapacityError: a document, the state or a question can never fit.
         """
+        limits = self._frontend.limits
         if not self._chunks:
-            return self.behind(ids)
-        limits, documents = self._frontend.limits, self._documents(ids)
+            limits.check_items(ids, self._items, self._names)
+            if self.algorithm == "prefill_extend":
+                self._check_room(ids)
+            return
+        documents = self._documents(ids)
         limits.check(PrecomputeRequest("", documents.layout(self._before, [])), DOCUMENTS)
         for number, item in enumerate(self._items):
             limits.check_ids(item, "questions", self._names.of(number), placed=False)
@@ -131,23 +179,6 @@ class QuestionItems:
             "", layout, np.asarray([len(layout) - 1]), labels, share_prefix=True, state_len=len(documents.state)
         )
         limits.check(request, DOCUMENTS._replace(question="questions", last=last))
-        return self._call(self._before, documents)
-
-    def behind(self, before: list[int]) -> ScoreCall[ScoreOutput]:
-        """Check the items behind a state without documents, and return their call.
-
-        Args:
-            before: token ids of the state and everything before it.
-
-        Raises:
-            RequestError: a token id is outside the vocabulary.
-            CapacityError: the state or a question can never fit.
-        """
-        self._frontend.limits.check_items(before, self._items, self._names)
-        call = self._call(before, None)
-        if self.algorithm == "prefill_extend":
-            _check_room(call)
-        return call
 
     def _documents(self, ids: list[int]) -> Documents:
         parser = self._frontend.parser
@@ -167,15 +198,15 @@ class QuestionItems:
             documents=documents,
         )
 
+    def _check_room(self, ids: list[int]) -> None:
+        """Check that the KV pool has room for every item on pages of its own beside the state's pages.
 
-def _check_room(call: ScoreCall[ScoreOutput]) -> None:
-    """Check that the KV pool has room for every item on pages of its own beside the state's pages.
-
-    Raises:
-        CapacityError: there is no room; the error names the question.
-    """
-    room = call.max_extend_tokens
-    for number, item in enumerate(call.items):
-        if len(item) > room:
-            text = f" has {len(item)} tokens, the KV pool leaves room for {max(room, 0)} behind the state"
-            raise CapacityError(text, param="questions", part=call.names.of(number))
+        Raises:
+            CapacityError: there is no room; the error names the question.
+        """
+        limits = self._frontend.limits
+        room = limits.max_request_tokens + len(ids) // -limits.block_size * limits.block_size
+        for number, item in enumerate(self._items):
+            if len(item) > room:
+                text = f" has {len(item)} tokens, the KV pool leaves room for {max(room, 0)} behind the state"
+                raise CapacityError(text, param="questions", part=self._names.of(number))

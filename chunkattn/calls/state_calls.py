@@ -14,7 +14,7 @@ from chunkattn.calls.algorithms import groups
 from chunkattn.calls.decide_items import QuestionItems
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import StopSample
-from chunkattn.calls.score import LOOKUP_BATCH, ScoreCall, Stage
+from chunkattn.calls.score import ScoreCall, Stage
 from chunkattn.engine.messages import CachedTokens, EngineOutput, PrecomputeRequest
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 
@@ -66,8 +66,9 @@ class StateCalls(Generic[T]):
 
     def lookups(self) -> Iterator[list[PrecomputeRequest]]:
         """Yield requests to look up in the cache: the states."""
-        for first in range(0, len(self._states) if self._extends else 0, LOOKUP_BATCH):
-            layouts = [self._items.state_layout(ids.tolist()) for ids in self._states[first : first + LOOKUP_BATCH]]
+        most = self._items.most_looked_up
+        for first in range(0, len(self._states) if self._extends else 0, most):
+            layouts = [self._items.state_layout(ids.tolist()) for ids in self._states[first : first + most]]
             names = [self._frontend.new_id() for _ in layouts]
             yield [
                 PrecomputeRequest(name, layout, self._salt_key, persist=False, priority=self._priority)
@@ -99,7 +100,8 @@ class StateCalls(Generic[T]):
         shares = limits.batch_invariant or not self._extends
         most = self._frontend.config.max_num_batched_tokens if shares else 0
         for first, last in groups(sizes, most, limits.kv_tokens // 4):
-            yield from self._group(order[first:last], free)
+            for start in range(first, last, self._items.most_together):
+                yield from self._group(order[start : min(start + self._items.most_together, last)], free)
 
     def _group(self, places: Sequence[int], free: Sequence[ScoreOutput]) -> Iterator[Stage]:
         """Yield the stages of some states, and keep their results.

@@ -81,7 +81,7 @@ def stuck(request: Request) -> RequestFailed:
         f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages, "
         "and pinned documents leave too few; send a shorter prompt, unpin documents or raise kv_cache_memory_bytes"
     )
-    return RequestFailed(request.request_id, reason, "prompt" if request.sampling else None)
+    return RequestFailed(request.request_id, reason, "prompt" if request.sampling else None, fits=False)
 
 
 def not_finite(request: Request, token_id: int, dtype: jnp.dtype) -> RequestFailed:

@@ -94,7 +94,8 @@ class PrecomputeRequest:
 
     Attributes:
         request_id: id, unique among the engine's requests.
-        layout: layout of prefix and chunks, without a question.
+        layout: layout of prefix and chunks. A question is the beginning that other requests share, see
+            `ScoreRequest.state_len`.
         salt_key: see `GenerateRequest`.
         pin: whether to keep all blocks in the cache until `EngineCore.unpin`.
         persist: whether to write the parts to the KV store as well, if the engine has one.
@@ -242,16 +243,18 @@ class RequestFailed:
         reason: explanation for the caller.
         param: argument that the caller can change to avoid the failure, or None.
         finite: False if the request failed because a value of it is NaN or infinite.
+        fits: False if the request failed because pages that others keep leave too few for it.
     """
 
     request_id: str
     reason: str
     param: str | None = None
     finite: bool = True
+    fits: bool = True
 
     def error(self) -> CapacityError | EngineError:
         """Return the exception for the caller."""
-        if self.param:
+        if self.param or not self.fits:
             return CapacityError(self.reason, param=self.param)
         if not self.finite:
             return NonFiniteError(f"request {self.request_id} failed: {self.reason}")

@@ -104,9 +104,9 @@ class Request:
         longest, per_sample, total = limits.pages(message, plan.end)
         options: dict[str, Any] = {"shares": limits.config.enable_prefix_caching}
         if isinstance(message, PrecomputeRequest):
-            options["precompute"] = message
+            options |= {"precompute": message, "weighing": _shared_weighing(layout, limits)}
         elif isinstance(message, ScoreRequest):
-            weighing = limits.weighing if message.state_len and any(layout.chunk_lens) else None
+            weighing = _shared_weighing(layout, limits) if message.state_len else None
             options = {"score": message, "shares": options["shares"] and message.share_prefix, "weighing": weighing}
         else:
             options = _generate_options(message, limits, arrival)
@@ -318,6 +318,11 @@ class Sample:
             np.concatenate([plan.slots[start:end], plan.end + later]),
             np.concatenate([plan.row_start[start:end], np.zeros_like(later)]),
         )
+
+
+def _shared_weighing(layout: ChunkLayout, limits: EngineLimits) -> tuple[float, float] | None:
+    """Return the weighing of a question whose beginning other requests share: the engine's, if the question sees chunks."""
+    return limits.weighing if layout.question_len and any(layout.chunk_lens) else None
 
 
 def _generate_options(message: GenerateRequest, limits: EngineLimits, arrival: int) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class StateTemplate:
 
     Attributes:
         before: text before the state.
+        before_ids: token ids of that text alone, which stand before documents. A chat with documents has the same.
         after: text behind the question, up to where the answer begins.
 
     Raises:
@@ -69,6 +70,7 @@ class StateTemplate:
             if self.after.rfind(opened) > self.after.rfind(closed):
                 reason = f"the chat template leaves {opened} open where the answer begins, and decide reads no reasoning"
                 raise RequestError(f"{reason}; turn it off with chat_template_kwargs", param="questions")
+        self.before_ids = plain.fill([self.before], "the system message", "system")
         self._anchor = plain.fill([ANCHOR])
         self._end = f".{self.after}"  # a question ends with a full stop
         self._end_ids = plain.fill([self._end])
@@ -84,10 +86,8 @@ class StateTemplate:
         """
         return self._plain.fill([self.before, self._read(state), _MIDDLE], "state", "state")
 
-    def parts(self, state: str) -> tuple[list[int], list[int]]:
-        """Return the token ids before documents, and of a state behind documents.
-
-        A chat with documents has the same tokens before its documents.
+    def behind(self, state: str) -> list[int]:
+        """Return the token ids of a state behind documents.
 
         Args:
             state: untrusted text of the state.
@@ -95,7 +95,7 @@ class StateTemplate:
         Raises:
             RequestError: the state cannot be tokenized (see `PlainEncoder.fill`).
         """
-        return self._plain.fill([self.before]), self._plain.fill(["", self._read(state), _MIDDLE], "state", "state")
+        return self._plain.fill(["", self._read(state), _MIDDLE], "state", "state")
 
     def item(self, pieces: Sequence[str], name: str) -> list[int]:
         """Return the token ids of a question behind the prefix.
@@ -114,24 +114,21 @@ class StateTemplate:
             raise RequestError(f" cannot be tokenized apart from {ANCHOR!r} before it", param="questions", part=name)
         return ids[count:]
 
-    def answer(self, pieces: Sequence[str], text: str, name: str) -> list[int]:
-        """Return the token ids of an answer behind a question.
+    def answer(self, text: str, name: str) -> list[int]:
+        """Return the token ids of an answer behind a question that ends with a full stop.
 
         Args:
-            pieces: see `item`.
             text: untrusted text of the answer.
             name: name of the question, for error messages.
 
         Raises:
             RequestError: the answer cannot be tokenized, or not apart from the question.
         """
-        first, *between, last = pieces
-        ids = self._plain.fill([f"{ANCHOR} {first}", *between, last + self.after, text], name, "questions")
-        start = [*self._anchor, *self.item(pieces, name)]
-        if ids[: len(start)] != start or len(ids) == len(start):
+        ids, count = self._plain.fill([self._end, text], name, "questions"), len(self._end_ids)
+        if ids[:count] != self._end_ids or len(ids) == count:
             reason = f": the answer {text!r} cannot be tokenized apart from the chat template before it"
             raise RequestError(reason, param="questions", part=name)
-        return ids[len(start) :]
+        return ids[count:]
 
     def whole(self, state: str, pieces: Sequence[str]) -> list[int]:
         """Return the token ids of a state and one question as one text. See `prefix` and `item` for the arguments."""

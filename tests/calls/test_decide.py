@@ -87,7 +87,7 @@ def check_rendering(tokenizer):
     states = [*TEXTS, *random_texts(10, seed=3), STATE, "Question:", "ends<s", "<|im_end", " x \n"]
     questions = [*TEXTS, *random_texts(10, seed=4), "im_end|>", f"{FORGED}<s>"]
     prefixes = {state: template.prefix(state) for state in states}
-    behind = {state: template.parts(state)[1] for state in states}
+    behind = {state: template.behind(state) for state in states}
     controls = {"<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"} & set(tokenizer.get_vocab())
     control = set(tokenizer.convert_tokens_to_ids(sorted(controls)))
     honest = [token for token in template.whole("a", ["", "b", "."]) if token in control]
@@ -95,8 +95,10 @@ def check_rendering(tokenizer):
         own = ["", question, "\nA. ", "yes", "\nAnswer."]
         item = template.item(own, "question 0")
         if text := " ".join(question.split()):
-            answer = template.answer(own, text, "question 0")
+            answer = template.answer(text, "question 0")
             assert control.isdisjoint(answer), text
+            written = ["Question: ", question, "\nA. ", "yes", f"\nAnswer.{template.after}", text]
+            assert plain.fill(["Question:"]) + item + answer == plain.fill(written), (question, text)
         for state, prefix in prefixes.items():
             whole = template.whole(state, own)
             assert prefix + item == whole, (state, question)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from chunkattn import LLM, Choice, Predicate, Rating, SamplingParams
+from chunkattn.calls.decide import decide_call
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.parsers.state_template import StateTemplate
 from tests.calls.test_decide import CASES, FORGED, METHODS, QUESTIONS, YES_NO, expected, shares_of, spellings
@@ -117,6 +118,10 @@ def test_documents_are_weighed_as_for_generation(folder):
     masses = [sum(np.exp(found[token].logprob) for token in spellings(llm.tokenizer, start, words)) for words in YES_NO]
     assert answer.label_mass == pytest.approx(sum(masses), rel=1e-5)
     assert answer.probability == pytest.approx(masses[0] / sum(masses), rel=1e-5)
+    # A look-up finds the weighed state.
+    (call,) = [decide_call(llm.frontend, [STATE], [Predicate("Another.")], documents=PLAIN)]
+    ((request,),) = call.lookups()
+    assert llm.core.look_up(request).total == len(request.layout)
 
 
 # Bits
@@ -172,7 +177,7 @@ def test_preemption_changes_no_bit(bits, monkeypatch):
 
 def test_documents_and_state_are_computed_once(llm):
     salt, template = next(salts), StateTemplate(llm.frontend.plain)
-    before, state = template.parts(STATE)
+    before, state = template.before_ids, template.behind(STATE)
     chunks = llm.frontend.parser.read_documents(DOCUMENTS)
     questions = [Predicate(f"Fact {number} is true.") for number in range(20)]
     own = sum(len(template.item(["Is this true? ", q.text, "\nAnswer yes or no only."], "")) for q in questions)
@@ -196,7 +201,7 @@ def test_precomputed_documents_and_those_of_chats_are_found(llm):
     params = SamplingParams(max_tokens=1)
     llm.chat([*messages, {"role": "user", "content": "Hello?"}], params, documents=DOCUMENTS[2:], cache_salt=salt)
     usage = llm.decide(STATE, CASES, documents=DOCUMENTS, system="Be kind.", cache_salt=salt).usage
-    before = len(StateTemplate(llm.frontend.plain, "Be kind.").parts(STATE)[0])
+    before = len(StateTemplate(llm.frontend.plain, "Be kind.").before_ids)
     assert usage.cached_tokens == before + sum(map(len, documents))
     report = llm.lookup(messages, DOCUMENTS, cache_salt=salt)
     assert all(own.was_cached for own in report.documents)

@@ -215,6 +215,20 @@ def test_precompute_and_pins(engine):
     assert llm.reset_prefix_cache()
 
 
+def test_requests_without_room_beside_pins_are_capacity_errors(engine):
+    rng = np.random.default_rng(11)
+    llm = engine("qwen3", kv_cache_memory_bytes=20 * engine("qwen3").limits.page_bytes)
+    report = llm.precompute(part(rng, 20), [part(rng, 30) for _ in range(6)], pin=True)
+    for algorithm in ("serial", "prefill_extend"):
+        with pytest.raises(CapacityError, match="pinned documents leave too few"):
+            llm.score(part(rng, 120), [part(rng, 20)], label_token_ids=[1], algorithm=algorithm)
+    with pytest.raises(CapacityError, match="pinned documents leave too few"):
+        llm.precompute(part(rng, 120), [])
+    llm.core.scheduler.check()
+    llm.unpin(report)
+    assert llm.reset_prefix_cache()
+
+
 def run_beside_pins(llm, prompt):
     out = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]
     llm.core.scheduler.check()
