@@ -90,6 +90,7 @@ class QuestionItems:
             for number, pieces in enumerate(question.items):
                 if pieces is not same:
                     ids, same = template.item(pieces, part), pieces
+                    frontend.limits.check_items([], [ids], self._names._replace(listed=[part]))  # before the others are read
                 answer = template.answer(question.texts[number], part) if question.texts else []
                 self._items.append(ids + answer[:-1])
                 self._reads.append(max(len(answer), 1))

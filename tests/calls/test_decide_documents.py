@@ -278,8 +278,8 @@ def test_states_and_questions_that_do_not_fit_behind_documents(llm):
     assert (error.param, error.part) == ("state", "state")
     assert f"max_model_len {limit}" in str(error)
     error = fails(STATE, [Predicate("a"), Predicate(long)])
-    assert (error.param, error.part) == ("questions", "state with question 1")
-    error = fails("word " * 100, [Predicate("a"), Choice("b", ["word " * (limit - 200), "d"])])
+    assert (error.param, error.part) == ("questions", "question 1")
+    error = fails("word " * 100, [Predicate("a"), Choice("b", ["word " * (limit // 4 - 30), "d"])])
     assert (error.param, error.part) == ("questions", "state with question 1")
 
 
