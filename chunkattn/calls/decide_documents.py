@@ -29,10 +29,11 @@ def read_documents(frontend: Frontend, documents: Sequence[str | Sequence[int]])
         RequestError: a document is malformed, there are too many, or the engine has no cache to keep them in.
         CapacityError: the documents have more tokens than a prompt may have.
     """
-    if not frontend.config.enable_prefix_caching:
+    chunks = frontend.parser.read_documents(documents)
+    if chunks and not frontend.config.enable_prefix_caching:
         text = "decide keeps documents in the cache, and this engine has enable_prefix_caching=False; put them into the state"
         raise RequestError(text, param="documents")
-    return frontend.parser.read_documents(documents)
+    return chunks
 
 
 def behind_documents(
