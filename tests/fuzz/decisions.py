@@ -99,13 +99,13 @@ def items_of(question: Question, method: str) -> list[Item]:
 
 
 def prompts(ask: Decide, positions: str) -> list[list[tuple[ChunkLayout, Item]]]:
-    """Return the layout of every item behind the state, and then behind the state of the priors; its last token is not read."""
+    """Return the layout of every item, without the last token of its answer: behind the state, and then of the priors."""
     items = [item for question in ask.questions for item in items_of(question, ask.method)]
     states = [(ask.documents, (*ask.state, *read("Question:")))]
     if ask.calibrate:
         states.append(((), read(f"{FREE} Question:")))
     found = []
-    for documents, state in states:
+    for documents, state in states:  # the priors are read without documents
         ends = [(*state, *item.question, *item.answer[:-1]) for item in items]
         if documents:
             laid_out = [make_layout(ask.system, documents, end, *POSITIONS[positions]) for end in ends]
