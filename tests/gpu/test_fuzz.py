@@ -36,7 +36,7 @@ def fuzz(engines, seed, operations):
 
 
 def test_no_difference(engines):
-    counts = fuzz(engines, 10, 30)
+    counts = fuzz(engines, 104, 30)
     assert all(counts[name] for name in ("answers", "cached tokens", "preempt", "damaged", "decisions")), counts
 
 
