@@ -288,3 +288,5 @@ def test_engines_that_take_no_documents(folder):
     with pytest.raises(RequestError, match="enable_prefix_caching=False") as error:
         llm.decide(STATE, [Rating("How?", ["a", "b"])], documents=DOCUMENTS)
     assert error.value.param == "documents"
+    without = [llm.decide(STATE, [Rating("How?", ["a", "b"])], documents=none).answers for none in (None, [])]
+    assert without[0] == without[1]

@@ -50,7 +50,7 @@ def quiet():
 
 @pytest.mark.ci
 def test_no_difference(rig, cold, oracle, alone):
-    fuzzer = Fuzzer(rig, cold, oracle, 0, alone)
+    fuzzer = Fuzzer(rig, cold, oracle, 3, alone)
     fuzzer.run(1000)
     happened = (
         "answers",
@@ -62,10 +62,12 @@ def test_no_difference(rig, cold, oracle, alone):
         "damaged",
         "items first",
         "second opinions",
+        "decisions",
     )
     assert all(fuzzer.counts[name] for name in happened), fuzzer.counts
     assert fuzzer.counts["second opinions after scoring"]
     assert fuzzer.counts["second opinions after a restart"]
+    assert fuzzer.counts["second opinions after cached documents"]
     assert fuzzer.counts["refused"] < fuzzer.counts["call"] / 10
 
 
@@ -79,10 +81,12 @@ def test_no_difference_in_two_minutes(rig, cold, oracle, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS)
-def test_planted_defect_is_found(rig, cold, plant):
+def test_planted_defect_is_found(rig, cold, alone, plant):
+    bits = alone if plant == "order" else None  # the other plants change more than bits
+
     def fuzz():
         for seed in range(10):
-            Fuzzer(rig, cold, None, seed).run(EPISODE)
+            Fuzzer(rig, cold, None, seed, bits).run(EPISODE)
 
     with planted(plant), pytest.raises(Difference):
         fuzz()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.fuzz.calls import Call, Generate, Precompute, Score, describe
+from tests.fuzz.decisions import Decide, numbers_of, rows_of
 from tests.fuzz.rig import Rig, Subject
 from tests.fuzz.witness import Difference
 
@@ -19,7 +20,7 @@ _PAGES = 400
 class Alone:
     """Engines that answer one call each, with nothing cached and nothing beside it.
 
-    Scores are computed item by item, whatever algorithm the call names.
+    Scores are computed item by item, whatever algorithm the call names, and decisions question by question.
 
     Args:
         model: folder of `rig.make_model`.
@@ -30,6 +31,7 @@ class Alone:
         self._rig = Rig(
             model, subject, pages=_PAGES, enable_prefix_caching=False, max_num_batched_tokens=_STEPS * subject.block
         )
+        self._caching = self._rig.caching()  # decisions keep documents in the cache
 
     def check(self, call: Call) -> None:
         """Compare an answer with the answer of the call alone.
@@ -38,6 +40,9 @@ class Alone:
             Difference: a bit differs.
         """
         ask = call.ask
+        if isinstance(ask, Decide):
+            self._check_decision(call, ask)
+            return
         if isinstance(ask, Precompute) or (isinstance(ask, Score) and ask.algorithm == "packed_dense"):
             return
         again = self._answer(replace(ask, algorithm="serial") if isinstance(ask, Score) else ask, call.positions)
@@ -46,8 +51,28 @@ class Alone:
                 error = np.abs(np.asarray(value, np.float64) - np.asarray(_values(again)[name], np.float64)).max()
                 raise Difference(f"alone, {describe(ask)} has other bits: {name} differ by {error:.3g}", ask)
 
-    def _answer(self, ask: Generate | Score, positions: str) -> Call:
-        core, call = self._rig.start(positions, None), Call(ask, self._rig.frontends[positions])
+    def _check_decision(self, call: Call, ask: Decide) -> None:
+        """Compare every question with the question alone, options and documents in another order."""
+        rows, answers = rows_of(call.job), call.job.result().answers
+        rig, first = self._caching if ask.documents else self._rig, 0
+        for number, apart in enumerate(ask.apart(call.positions)):
+            again = self._answer(apart, call.positions, rig).job
+            found = rows_of(again)
+            end = first + len(found[0])
+            for own, alone in zip(rows, found, strict=True):
+                for row, other in zip(own[first:end], alone, strict=True):
+                    if not np.array_equal(row, other):
+                        error = np.abs(row - other).max()
+                        raise Difference(f"alone, {describe(apart)} has other bits: rows differ by {error:.3g}", ask)
+            one = numbers_of(ask.questions[number], answers[number])
+            other = numbers_of(apart.questions[0], again.result().answers[0])
+            if not np.array_equal(one, other):
+                raise Difference(f"alone, {describe(apart)} has another answer: {other}, not {one}", ask)
+            first = end
+
+    def _answer(self, ask: Generate | Score | Decide, positions: str, rig: Rig | None = None) -> Call:
+        rig = rig or self._rig
+        core, call = rig.start(positions, None), Call(ask, rig.frontends[positions])
         while not call.done:
             for request in call.next_stage():
                 core.add(request)

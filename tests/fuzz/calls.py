@@ -27,6 +27,7 @@ from chunkattn.engine.messages import (
     ScoreResult,
     TokenOutput,
 )
+from tests.fuzz.decisions import Decide
 from tests.fuzz.prompts import Ids, Prompt
 from tests.fuzz.rig import POSITIONS, SEPARATOR_ID, words
 
@@ -144,7 +145,7 @@ class Precompute:
         return [list(stage) for stage in job.stages()], job
 
 
-Ask = Generate | Score | Precompute
+Ask = Generate | Score | Precompute | Decide
 
 
 @dataclass
@@ -175,7 +176,7 @@ class Call:
     Attributes:
         stages: requests to be sent, a list when all of the list before have ended.
         open: ids of requests that were sent and have not ended.
-        layouts: of all requests sent, by id.
+        requests: all requests sent, by id.
         samples: of a `Generate`.
         prompt_logprobs: of a `Generate` that asked for them.
         warm: some of its tokens came from the cache.
@@ -186,7 +187,7 @@ class Call:
         self.stages, self.job = ask.requests(frontend)
         self.stages = [stage for stage in self.stages if stage]
         self.open: set[str] = set()
-        self.layouts: dict[str, ChunkLayout] = {}
+        self.requests: dict[str, Message] = {}
         self.samples = [Sample() for _ in range(ask.sampling.n)] if isinstance(ask, Generate) else []
         self.prompt_logprobs: PromptLogprobsOutput | None = None
         self.warm = False
@@ -202,7 +203,7 @@ class Call:
             return []
         stage = self.stages.pop(0)
         self.open = {request.request_id for request in stage}
-        self.layouts |= {request.request_id: request.layout for request in stage}
+        self.requests |= {request.request_id: request for request in stage}
         return stage
 
     def take(self, event: EngineOutput) -> None:
@@ -235,11 +236,20 @@ def continued(layout: ChunkLayout, tokens: list[int]) -> ChunkLayout:
     )
 
 
+def cut(layout: ChunkLayout, end: int) -> ChunkLayout:
+    """The layout up to a token of its question."""
+    question_len = end - layout.question_start
+    return replace(layout, token_ids=layout.token_ids[:end], positions=layout.positions[:end], question_len=question_len)
+
+
 def cacheable(request: Message) -> ChunkLayout | None:
     """Return what a request may leave in the cache; None when it shares nothing."""
     if isinstance(request, ScoreRequest):
-        query = request.layout.token_ids[: request.layout.prefix_len]
-        return make_layout(query, [], []) if request.share_prefix else None
+        if not request.share_prefix:
+            return None
+        if request.state_len:  # the item behind the state stays private
+            return cut(request.layout, request.layout.question_start + request.state_len)
+        return make_layout(request.layout.token_ids[: request.layout.prefix_len], [], [])
     if isinstance(request, GenerateRequest) and not shares(request.sampling):
         return None
     return request.layout

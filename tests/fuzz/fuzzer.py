@@ -14,9 +14,11 @@ import jax
 import numpy as np
 
 from chunkattn import SamplingParams
+from chunkattn.calls.decide_questions import METHODS
 from chunkattn.engine.step import Span, Step, StepArrays
 from tests.fuzz.alone import Alone
 from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Precompute, Score
+from tests.fuzz.decisions import Decide
 from tests.fuzz.ledger import Ledger
 from tests.fuzz.prompts import Alphabet
 from tests.fuzz.rig import POSITIONS, WORDS, Rig
@@ -42,8 +44,9 @@ class Fuzzer:
     Args:
         rig: builds the engines.
         cold: judges every answer.
-        oracle: judges some answers too: `SECOND_OPINION` of all, and of every engine the first chunk prompt that has found
-            something in the cache after a scoring call, and the first that has after parts of an earlier engine were read.
+        oracle: judges some answers too: `SECOND_OPINION` of all, and of every engine the first decision behind cached documents
+            and the first chunk prompt that has found something in the cache after a scoring call, and the first that has after
+            parts of an earlier engine were read.
         seed: decides everything.
         alone: judges the bits of every answer; None where they are not promised.
 
@@ -63,7 +66,8 @@ class Fuzzer:
     def _start(self) -> None:
         positions, store = str(self.rng.choice([*POSITIONS])), self._store if self.rng.random() < 0.8 else None
         self.session = Session(self._rig, self._cold, self._ledger, positions, store, self._alone)
-        self._open = {"scoring", "a restart"}  # after which no chunk prompt has had a second opinion yet
+        # After the first two no chunk prompt has had a second opinion yet, and after the third no decision.
+        self._open = {"scoring", "a restart", "cached documents"}
         self._scored = False
 
     def _end(self) -> None:
@@ -108,9 +112,8 @@ class Fuzzer:
     def _hear_others(self) -> None:
         """Have transformers judge some of the answers, and let later prompts be made of them."""
         for call in self.session.answered:
-            restored = self.counts["restart"] and self.session.restored
-            happened = {name for name, yes in (("scoring", self._scored), ("a restart", restored)) if yes}
-            after = self._open & happened if _reads_chunks(call) else set()
+            self.counts["decisions"] += isinstance(call.ask, Decide)
+            after = self._open & self._happened(call)
             if self._oracle is not None and (after or self.rng.random() < SECOND_OPINION):
                 self.counts["second opinions"] += 1
                 self.counts.update(f"second opinions after {event}" for event in after)
@@ -119,6 +122,16 @@ class Fuzzer:
             if isinstance(call.ask, Generate):
                 self.alphabet.remember([*call.ask.prompt.parts, tuple(self._some(call.samples).tokens)])
         self.session.answered.clear()
+
+    def _happened(self, call: Call) -> set[str]:
+        """The events of `_open` that an answer which found something in the cache came after."""
+        ask = call.ask
+        if isinstance(ask, Decide):
+            return {"cached documents"} if call.warm and ask.documents else set()
+        if not (isinstance(ask, Generate) and ask.prompt.chunks and call.warm):
+            return set()
+        restored = self.counts["restart"] and self.session.restored
+        return {name for name, yes in (("scoring", self._scored), ("a restart", restored)) if yes}
 
     def _some(self, values: Sequence[T]) -> T:
         return values[int(self.rng.integers(len(values)))]
@@ -138,7 +151,7 @@ class Fuzzer:
     def _ask(self) -> Ask:
         rng, kind = self.rng, self.rng.random()
         salt, priority = self._salt(), int(rng.choice([0, 0, 0, 1, -1]))
-        if kind < 0.62:
+        if kind < 0.57:
             prompt = self.alphabet.prompt()
             sampling = SamplingParams(
                 n=int(rng.choice([1, 1, 1, 2, 3])),
@@ -151,8 +164,11 @@ class Fuzzer:
                 skip_reading_prefix_cache=bool(rng.random() < 0.05),
             )
             return Generate(prompt, self._some(prompt.forms), sampling, salt, priority)
-        if kind < 0.85:
+        if kind < 0.77:
             return self._score(salt, priority)
+        if kind < 0.86:
+            method, calibrate = self._some(METHODS), bool(rng.random() < 0.3)
+            return Decide(*self.alphabet.decision(), method=method, calibrate=calibrate, salt=salt, priority=priority)
         return Precompute(*self.alphabet.documents(), pin=bool(rng.random() < 0.25), salt=salt, priority=priority)
 
     def _score(self, salt: str | None, priority: int) -> Score:
@@ -282,7 +298,3 @@ _OPERATIONS: dict[str, float] = {
 _IDLE = {
     name: weight for name, weight in _OPERATIONS.items() if name not in ("step", "abort", "preempt", "fail", "poison", "damage")
 }
-
-
-def _reads_chunks(call: Call) -> bool:
-    return isinstance(call.ask, Generate) and bool(call.ask.prompt.chunks) and call.warm

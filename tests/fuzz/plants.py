@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from chunkattn.calls.score_memory import item_keys
 from chunkattn.engine import disk_tier
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
+from chunkattn.layout import ChunkLayout
 
 
 def _scoring() -> Any:
@@ -99,6 +100,32 @@ def _labels() -> Any:
     return patch.object(score, "item_keys", keys)
 
 
+def _documents() -> Any:
+    """A decision's key lacks the documents, and has the state alone."""
+
+    def keys(call: ScoreInputs, *args: Any, **options: Any) -> list[bytes]:
+        before = call.before + (call.documents.state if call.documents else [])
+        return item_keys(ScoreInputs(before, call.items, call.after, call.labels, call.reads), *args, **options)
+
+    return patch.object(score, "item_keys", keys)
+
+
+def _state() -> Any:
+    """The key of a state behind documents lacks the documents."""
+    original = Placement._key
+
+    def key(self: Placement, sample: Sample, number: int, start: int, width: int, parents: Sequence[Block]) -> Any:
+        known = parents[:1] if sample.request.is_state(number) else parents
+        return original(self, sample, number, start, width, known)
+
+    return patch.object(Placement, "_key", key)
+
+
+def _order() -> Any:
+    """Documents keep the caller's order, which changes bits alone."""
+    return patch.object(ChunkLayout, "canonical_order", lambda self: [*range(self.num_chunks)])
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "scoring": _scoring,
     "position": _position,
@@ -108,6 +135,9 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "not finite": _not_finite,
     "results": _results,
     "labels": _labels,
+    "documents": _documents,
+    "state": _state,
+    "order": _order,
 }
 """By name: makes a context manager within which the defect is there."""
 

@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.fuzz.rig import SEPARATOR_ID, WORDS
+from chunkattn import Choice, Level, Option, Predicate, Rating
+from chunkattn.decisions import Question
+from tests.fuzz.rig import SEPARATOR_ID, WORDS, read, words
 
 Ids = tuple[int, ...]
 MOST_PAGES = 9
 """Longest prompt, and query with all its items, in pages: a fifth of the pool."""
+MOST_BEFORE = 6
+"""Longest system message with all documents of a decision, in pages."""
 
 
 class Prompt(NamedTuple):
@@ -50,8 +54,17 @@ class Prompt(NamedTuple):
         return forms
 
 
+class Decision(NamedTuple):
+    """Token ids of a system message, documents and a state, and the questions."""
+
+    system: Ids
+    documents: tuple[Ids, ...]
+    state: Ids
+    questions: tuple[Question, ...]
+
+
 class Alphabet:
-    """Draws prompts, queries with items, and prefixes with documents.
+    """Draws prompts, queries with items, prefixes with documents, and states with questions.
 
     Args:
         rng: decides everything.
@@ -68,6 +81,8 @@ class Alphabet:
         self._weights = weights / weights.sum()
         self._flats: deque[list[Ids]] = deque(maxlen=40)  # parts of earlier sequences, the latest last
         self._prompts: deque[Prompt] = deque(maxlen=20)
+        self._decisions: deque[Decision] = deque(maxlen=10)
+        self._texts = [words(rng.integers(0, WORDS, size).tolist()) for size in (1, 1, 1, 2, 2, 2, 3, 3)]
 
     def remember(self, parts: Sequence[Ids]) -> None:
         """Let later prompts be made of these parts of one sequence."""
@@ -175,3 +190,57 @@ class Alphabet:
             prefix = self._letter()
         self.remember([prefix, *chunks])
         return prefix, tuple(chunks)
+
+    def decision(self) -> Decision:
+        """Questions about a state, behind documents of an earlier prompt or none; or an earlier decision changed a little."""
+        rng = self.rng
+        if self._decisions and rng.random() < 0.6:
+            made = self._changed_decision(self._recent(self._decisions))
+        else:
+            system, documents = self.documents()
+            documents = documents if rng.random() < 0.8 else ()
+            made = Decision(system, documents, self._letter(), tuple(self._question() for _ in range(rng.integers(1, 4))))
+        system, documents = made.system[: MOST_BEFORE * self._block], list(made.documents)
+        while len(system) + sum(map(len, documents)) > MOST_BEFORE * self._block:
+            documents.pop()
+        made = made._replace(system=system, documents=tuple(documents))
+        self._decisions.append(made)
+        state = (*made.state, *read("Question:"))
+        if documents:
+            # Later prompts have the same documents, and a question that goes on from the state.
+            self._prompts.append(Prompt(system, made.documents, state + self._letter()))
+        self.remember([system, *made.documents, state])
+        return made
+
+    def _changed_decision(self, made: Decision) -> Decision:
+        """The same decision with documents or questions in another order, with others, or with another state."""
+        rng, documents, questions = self.rng, list(made.documents), list(made.questions)
+        change = rng.random()
+        if change < 0.3:
+            documents = [documents[i] for i in rng.permutation(len(documents))]
+        elif change < 0.4:
+            documents.insert(int(rng.integers(len(documents) + 1)), self._letter())
+        elif change < 0.75 and documents:
+            number = int(rng.integers(len(documents)))
+            # A document of the same length leaves the state's positions as they are.
+            documents[number : number + 1] = [documents[number][::-1]] if change < 0.7 else []
+        if rng.random() < 0.5:
+            questions = [questions[i] for i in rng.permutation(len(questions))]
+        if rng.random() < 0.4:
+            questions[int(rng.integers(len(questions)))] = self._question()
+        state = made.state if rng.random() < 0.7 else self._letter()
+        return Decision(made.system, tuple(documents), state, tuple(questions))
+
+    def _text(self) -> str:
+        return self._texts[int(self.rng.integers(len(self._texts)))]
+
+    def _question(self) -> Question:
+        rng, text = self.rng, self._text()
+        described = [self._text() if rng.random() < 0.2 else None for _ in range(6)]
+        if (kind := rng.random()) < 0.3:
+            return Predicate(text, *described[:2])
+        chosen = rng.permutation(len(self._texts))[: int(rng.choice([2, 2, 3, 4, 6]))]
+        entries = [(self._texts[number], own) for number, own in zip(chosen, described, strict=False)]
+        if kind < 0.8:
+            return Choice(text, tuple(value if own is None else Option(value, own) for value, own in entries))
+        return Rating(text, tuple(value if own is None else Level(value, own) for value, own in entries))

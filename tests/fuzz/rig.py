@@ -5,7 +5,8 @@ A new `EngineCore` on the same `Runner` has an empty pool, trie and scheduler, l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ PAGES = 48
 """Pages of the pool: a few prompts fill it, so pages are evicted and requests preempted."""
 VOCAB = 128
 WORDS = 120
-"""Token ids below this are words, `w0` and so on; the ids above are `unk`, the rerank labels and the separator."""
+"""Token ids below this are words, `w0` and so on; the ids above are the other tokens of `VOCABULARY`."""
+LETTERS = "ABCD"
+"""Letters that are one token; a question with more options is asked by their likelihood."""
+VOCABULARY = [f"w{i}" for i in range(WORDS)] + [*LETTERS, "unk", "yes", "no", "#"]
+"""Text of every token id: words, labels of decisions, any other word, labels of decisions and of reranking, the separator."""
+UNKNOWN_ID = VOCABULARY.index("unk")
 SEPARATOR_ID = VOCAB - 1
 
 _LAYERS, _KV_HEADS = 2, 2
@@ -116,8 +122,7 @@ def make_model(folder: Path, subject: Subject) -> Path:
     }
     save_weights(Decoder(spec, {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}), folder)
     config.save_pretrained(folder)
-    words = [f"w{i}" for i in range(VOCAB - 4)] + ["unk", "yes", "no", "#"]
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="unk"))
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="unk"))
     backend.pre_tokenizer = WhitespaceSplit()
     template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="unk", chat_template=template).save_pretrained(folder)
@@ -125,8 +130,13 @@ def make_model(folder: Path, subject: Subject) -> Path:
 
 
 def words(ids: list[int] | tuple[int, ...]) -> str:
-    """Text whose tokens are `ids`, all below `WORDS`."""
-    return " ".join(f"w{i}" for i in ids)
+    """Text whose tokens are `ids`. A text that must hold no control token has only ids below `WORDS`."""
+    return " ".join(VOCABULARY[i] for i in ids)
+
+
+def read(text: str) -> tuple[int, ...]:
+    """Token ids of a text."""
+    return tuple(VOCABULARY.index(word) if word in VOCABULARY else UNKNOWN_ID for word in text.split())
 
 
 class Rig:
@@ -154,8 +164,15 @@ class Rig:
         files = open_files(self._configs["shared"])
         first = build_core(self._configs["shared"], files)
         assert first.limits.num_pages == pages
-        self._runner, self._max_model_len = first.runner, first.limits.max_model_len
+        self._runner, self._max_model_len, self._files = first.runner, first.limits.max_model_len, files
         self.frontends = {name: Frontend(config, files) for name, config in self._configs.items()}
+
+    def caching(self) -> Rig:
+        """Return a rig over the same runner whose engines have a cache."""
+        made = copy(self)
+        made._configs = {name: replace(config, enable_prefix_caching=True) for name, config in self._configs.items()}
+        made.frontends = {name: Frontend(config, self._files) for name, config in made._configs.items()}
+        return made
 
     def start(self, positions: str, store: Path | None) -> EngineCore:
         """Return a new engine with an empty pool, over the K/V store in a folder if one is given."""

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import chain, count
 from pathlib import Path
 
-from chunkattn.engine.messages import EngineOutput, PrecomputeRequest, PrecomputeResult, RequestFailed, TokenOutput
+from chunkattn.engine.messages import EngineOutput, PrecomputeRequest, PrecomputeResult, RequestFailed, ScoreResult, TokenOutput
 from chunkattn.errors import CapacityError
 from tests.fuzz.alone import Alone
 from tests.fuzz.calls import Ask, Call, Generate, Precompute, cacheable, continued, describe, shares
@@ -110,6 +110,8 @@ class Session:
         call.take(event)
         if isinstance(event, (TokenOutput, PrecomputeResult)) and event.cached is not None:
             self._check_cached(call, event)
+        if isinstance(event, ScoreResult):
+            self._check_computed(call, event)
         if isinstance(event, TokenOutput):
             self._note_generated(call, event)
         if event.request_id not in call.open:
@@ -120,7 +122,7 @@ class Session:
         """No more may come from the cache than others have had computed under the same salt."""
         found = event.cached
         assert found is not None
-        layout, ledger = call.layouts[event.request_id], self._ledger
+        layout, ledger = call.requests[event.request_id].layout, self._ledger
         if isinstance(call.ask, Generate) and not shares(call.ask.sampling):
             ledger = Ledger()  # a private request finds what its own other parts hold, and nothing else
             ledger.note(self._owner(event.request_id), call.ask.salt, layout)
@@ -129,6 +131,16 @@ class Session:
             raise Difference(f"{found} come from the cache, and at most {most} have been computed", call.ask)
         call.warm |= found.total > 0
         self.counts["cached tokens"] += found.total
+
+    def _check_computed(self, call: Call, event: ScoreResult) -> None:
+        """No more of a scoring request may come from the cache than others have had computed under the same salt."""
+        request = call.requests[event.request_id]
+        found, layout = len(request.layout) - event.computed, cacheable(request)
+        most = 0 if layout is None else self._ledger.bound(self._owner(event.request_id), call.ask.salt, layout).total
+        if not 0 <= found <= most:
+            raise Difference(f"{found} tokens come from the cache, and at most {most} have been computed", call.ask)
+        call.warm |= found > 0
+        self.counts["cached tokens"] += found
 
     def _note_generated(self, call: Call, event: TokenOutput) -> None:
         assert isinstance(call.ask, Generate)

@@ -16,6 +16,7 @@ from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import ScoreRequest, ScoreResult
 from chunkattn.models.loader import open_files
 from tests.fuzz.calls import Ask, Call, Generate, Sample, Score, continued
+from tests.fuzz.decisions import Decide, expected_answers, numbers_of, prompts, rows_of
 from tests.fuzz.rig import VOCAB, Subject
 
 _MOST_SAMPLED = 16
@@ -101,6 +102,8 @@ def _check(call: Call, witness: Witness) -> None:
             _check_prompt(call, layout, rows, witness)
     elif isinstance(call.ask, Score):
         _check_scores(call, call.ask, witness)
+    elif isinstance(call.ask, Decide):
+        _check_decision(call, call.ask, witness)
 
 
 def _check_sample(sample: Sample, number: int, params: SamplingParams, rows: np.ndarray, witness: Witness) -> None:
@@ -157,6 +160,20 @@ def _check_scores(call: Call, ask: Score, witness: Witness) -> None:
     else:
         for number, (found, own) in enumerate(zip(output.logprobs, expected, strict=True)):
             _compare(np.array(found), own, f"label log-probabilities of item {number}", witness)
+
+
+def _check_decision(call: Call, ask: Decide, witness: Witness) -> None:
+    """Compare every row with the witness, and every answer with the one that follows from the rows."""
+    rows = rows_of(call.job)
+    for found, items in zip(rows, prompts(ask, call.positions), strict=True):
+        for number, (row, (layout, item)) in enumerate(zip(found, items, strict=True)):
+            expected, count = witness.logprobs(layout), len(item.answer)
+            own = expected[np.arange(-count, 0), list(item.answer)] if count else expected[-1, list(item.labels)]
+            _compare(row, own, f"log-probabilities of item {number}", witness)
+    answers = call.job.result().answers
+    for number, (answer, own) in enumerate(zip(answers, expected_answers(ask, rows), strict=True)):
+        if not np.allclose(numbers_of(ask.questions[number], answer), own, rtol=1e-9):
+            raise Difference(f"answer {number} is {answer}, and its label mass and probabilities are {own}")
 
 
 def _compare(found: np.ndarray, expected: np.ndarray, what: str, witness: Witness) -> None:

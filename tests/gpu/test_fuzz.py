@@ -36,21 +36,21 @@ def fuzz(engines, seed, operations):
 
 
 def test_no_difference(engines):
-    counts = fuzz(engines, 3, 30)
-    assert all(counts[name] for name in ("answers", "cached tokens", "preempt", "damaged")), counts
+    counts = fuzz(engines, 104, 30)
+    assert all(counts[name] for name in ("answers", "cached tokens", "preempt", "damaged", "decisions")), counts
 
 
 @pytest.mark.slow
 def test_no_difference_at_length(engines):
-    counts = sum((fuzz(engines, seed, 60) for seed in (0, 2)), start=fuzzer.Counter())
-    happened = ("answers", "cached tokens", "preemptions", "evictions", "restored parts", "interrupted")
+    counts = sum((fuzz(engines, seed, 60) for seed in (2, 12)), start=fuzzer.Counter())
+    happened = ("answers", "cached tokens", "preemptions", "evictions", "restored parts", "interrupted", "decisions")
     assert all(counts[name] for name in happened), counts
 
 
 @pytest.mark.slow
 def test_planted_defect_is_found(engines):
     with planted("position"), pytest.raises(Difference, match="come from the cache"):
-        fuzz(engines, 1, 60)
+        fuzz(engines, 5, 60)
 
 
 @pytest.mark.slow
