@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
 
 from chunkattn.errors import ConfigError
 from chunkattn.local_files import read_object
@@ -63,6 +66,16 @@ class LabelScale:
 
     temperature: float = 1.0
     bias: Mapping[str, float] = field(default_factory=dict)
+
+    def apply(self, scores: Float64[np.ndarray, " N"], names: Sequence[str]) -> Float64[np.ndarray, " N"]:
+        """Return the calibrated scores of a question's labels.
+
+        Args:
+            scores: score of each label.
+            names: name of each label; empty where labels have no bias.
+        """
+        bias = [self.bias.get(name, 0.0) for name in names] or 0.0
+        return (scores - np.asarray(bias)) / self.temperature
 
 
 def calibration_of(model: str | None, option: str | None, revision: str | None = None) -> Calibration | None:

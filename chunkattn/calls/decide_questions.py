@@ -118,8 +118,7 @@ class AskedQuestion:
         # The options are items with one text each, the labels of one item, or items with the labels yes and no.
         scores = weighed.ravel() if self.texts or len(rows) == 1 else weighed[:, 0] - weighed[:, 1]
         if scale is not None:
-            bias = [scale.bias.get(name, 0.0) for name in self.names] or 0.0
-            scores = (scores - np.asarray(bias)) / scale.temperature
+            scores = scale.apply(scores, self.names)
         own = np.asarray(softmax(scores))
         mass = float(np.exp(logsumexp(logs, axis=0 if self.texts else 1)).min())
         question = self.question

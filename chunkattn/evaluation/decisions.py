@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from chunkattn.calls.decide import FITTED
+from chunkattn.calls.decide_questions import METHODS, ask
 from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import Answer, Choice, PredicateAnswer
 from chunkattn.decisions import Question as Asked
@@ -43,7 +44,6 @@ class Way:
         return self.method + {False: "", True: ", N/A", FITTED: ", fitted"}[self.calibrate]
 
 
-METHODS = "letters", "likelihood", "separate"
 WAYS = tuple(Way(method, calibrate) for method in METHODS for calibrate in (False, True))
 """Every method without and with division by the probabilities behind the content-free state."""
 
@@ -93,18 +93,30 @@ def examine(
     for line in lines:
         text, asked = read_state(line.state), [*map(repr, line.questions)]
         for way, given in found.items():
-            parts = [*engine, text, asked, way.method, way.calibrate, *([scales] if way.calibrate == FITTED else [])]
-            key = result_key("decisions", *parts)
-            if key not in results:
-                try:
+            try:
+                tokens = _tokens(llm, text, line.questions, way.method)
+                fit = [scales] if way.calibrate == FITTED else []
+                key = result_key("decisions", *engine, text, asked, tokens, way.method, way.calibrate, *fit)
+                if key not in results:
                     values = [_ask(llm, text, asked_now, way) for asked_now in (line.questions, _turned(line.questions))]
-                except RequestError as error:
-                    raise RequestError(f"line {line.line}: {error}") from None
-                results.add([{"key": key, "line": line.line, "way": way.name, "shares": values[0], "turned": values[1]}])
+                    results.add([{"key": key, "line": line.line, "way": way.name, "shares": values[0], "turned": values[1]}])
+            except RequestError as error:
+                raise RequestError(f"line {line.line}: {error}") from None
             given.shares.append([np.asarray(own) for own in results[key]["shares"]])
             turned = zip(line.questions, results[key]["turned"], strict=True)
             given.turned.append([np.asarray(own[::-1] if isinstance(q, Choice) else own) for q, own in turned])
         advance(1)
+    return found
+
+
+def _tokens(llm: LLM, state: str, questions: Sequence[Asked], method: str) -> list[Sequence[int]]:
+    """Return the token ids of a line's prompts and labels, which follow from the tokenizer and its chat template."""
+    labels, plain = llm.frontend.answer_labels(None, None), llm.frontend.plain
+    found: list[Sequence[int]] = [labels.template.prefix(state)]
+    for number, question in enumerate(questions):
+        asked = ask(question, method, labels, part := f"question {number}")
+        found += [asked.label_ids, *(labels.template.item(pieces, part) for pieces in asked.items)]
+        found += [plain.fill(["", text], part, "questions") for text in asked.texts]
     return found
 
 

@@ -10,14 +10,16 @@ from typer.testing import CliRunner
 from benchmarks.decide_eval_data import KINDS, kinds, passages
 from chunkattn import LLM, Choice, Level, Option, Predicate, Rating
 from chunkattn.calibration import Calibration, LabelScale, read_calibration, read_label_scales, write_calibration
+from chunkattn.calls.decide_questions import AnswerLabels
 from chunkattn.cli import app
 from chunkattn.decisions import ChoiceAnswer, PredicateAnswer
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.evaluation.chart import draw
 from chunkattn.evaluation.data import Decisions, read_data
 from chunkattn.evaluation.decisions import WAYS, Given, Way, brier, compare, conclusion, ece, examine, shares_of
-from chunkattn.evaluation.labels import Sample, calibrate_labels, fit, log_loss, samples_of
+from chunkattn.evaluation.labels import SOURCES, Sample, calibrate_labels, fit, log_loss, samples_of
 from chunkattn.evaluation.results import Results
+from chunkattn.parsers.state_template import StateTemplate
 
 PREDICATE = {"predicate": "Ana writes.", "name": "ana"}
 CHOICE = {"choice": "Who?", "options": ["Ana", True, {"value": "true", "description": "d"}]}
@@ -271,6 +273,17 @@ def test_results_are_kept_and_no_order_of_options_flips_an_answer(folder, tmp_pa
     monkeypatch.setattr(llm, "decide", None)
     again = examine(llm, lines, WAYS, Results(tmp_path / "r.jsonl"), lambda count: None)
     assert str(again) == str(found)
+    other = AnswerLabels(StateTemplate(llm.frontend.plain, None, {"chat_template": f"{llm.tokenizer.chat_template}So:"}))
+    monkeypatch.setattr(llm.frontend, "answer_labels", lambda *_: other)
+    with pytest.raises(TypeError):  # asked anew behind another chat template
+        examine(llm, lines, WAYS[:1], Results(tmp_path / "r.jsonl"), lambda count: None)
+
+
+def test_options_without_letters_are_samples_of_likelihood_alone(chat_llm):
+    asked = Choice("Who?", [f"person {number}" for number in range(30)])
+    given = Given([[np.full(30, 1 / 30)]], [])
+    samples = samples_of(chat_llm, [Decisions(1, "a", (asked,), (0,))], dict.fromkeys(SOURCES, given))
+    assert {kind: len(own) for kind, own in samples.items()} == {"likelihood": 1, "separate": 1}
 
 
 def test_the_commands(folder, tmp_path, monkeypatch):
