@@ -26,7 +26,7 @@ from chunkattn.decisions import (
     Rating,
     RatingAnswer,
 )
-from chunkattn.errors import RequestError
+from chunkattn.errors import RequestError, shown
 from chunkattn.parsers.arguments import is_list
 from chunkattn.parsers.state_template import StateTemplate
 
@@ -288,7 +288,7 @@ def _line(text: str) -> str:
 
 def _check_text(value: Any, name: str, part: str) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise _error(f": {name} must be a string that is not empty, got {value!r}", part)
+        raise _error(f": {name} must be a string that is not empty, got {shown(value)}", part)
 
 
 def _error(message: str, part: str) -> RequestError:

@@ -61,6 +61,7 @@ def test_data_is_read(tmp_path):
         (line_of(answers=[1, "true", "high"]), "line 2: answer 0 must be one of true, false, got 1"),
         (line_of(answers=[True, "Ben", "high"]), 'line 2: answer 1 must be one of "Ana", true, "true", got "Ben"'),
         (line_of(answers=[True, "true", 1]), 'line 2: answer 2 must be one of "low", "high", got 1'),
+        ('{"state": ' + "[" * 100_000, "line 2 nests too deep"),
         ('{"query": "q", "documents": ["a"], "relevance": [1]}', "or decisions (`questions`), not several of them"),
     ],
 )
@@ -225,6 +226,7 @@ def test_fitted_labels_change_the_answers_by_the_formula(method, tmp_path, folde
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"labels": SCALES}))
     llm = LLM(str(folder), kv_cache_memory_bytes=POOL, chunk_calibration=str(file))
+    file.write_text("damaged after the start")
     before = llm.decide("Ana writes.", ASKED, method=method, calibrate=method == "likelihood").answers
     if method == "likelihood":
         before[0] = llm.decide("Ana writes.", ASKED[:1]).answers[0]  # N/A divides texts alone
