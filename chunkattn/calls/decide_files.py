@@ -214,4 +214,5 @@ def _answer(answer: Answer) -> dict[str, Any]:
         "confidence": answer.confidence,
         "probabilities": [{key: own, "probability": share} for own, share in answer.probabilities.items()],
         "label_mass": answer.label_mass,
+        "method": answer.method,
     }

@@ -103,6 +103,11 @@ class AskedQuestion:
         """Return the tokens to read after each item."""
         return tuple(token for ids in self.labels for token in ids)
 
+    @property
+    def method(self) -> str:
+        """Return the method by which a choice or rating is asked."""
+        return "letters" if self.kind == "digits" else self.kind
+
     def answer(
         self, rows: Sequence[Sequence[float]], empty: Sequence[Sequence[float]] | None, scale: LabelScale | None = None
     ) -> Answer:
@@ -130,10 +135,12 @@ class AskedQuestion:
         if isinstance(question, Rating):
             levels = [level_of(level).label for level in question.levels]
             score = float(np.arange(len(own)) @ np.asarray(probabilities))
-            return RatingAnswer(question.name, score, confidence(own), dict(zip(levels, probabilities, strict=True)), mass)
+            shares = dict(zip(levels, probabilities, strict=True))
+            return RatingAnswer(question.name, score, confidence(own), shares, mass, self.method)
         options = [option_of(option).value for option in question.options]
         best = options[self.order[int(own.argmax())]]
-        return ChoiceAnswer(question.name, best, confidence(own), dict(zip(options, probabilities, strict=True)), mass)
+        chances = dict(zip(options, probabilities, strict=True))
+        return ChoiceAnswer(question.name, best, confidence(own), chances, mass, self.method)
 
     def _logs(self, rows: Sequence[Sequence[float]]) -> Float64[np.ndarray, "I L"]:
         """Return the log-probability of each label after each item, over all its spellings, or of each item's text."""

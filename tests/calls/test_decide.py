@@ -252,6 +252,7 @@ def test_answers_equal_those_of_whole_prompts(method, calibrate, llm, witness):
             assert [*map(repr, answer.probabilities)] == [*map(repr, options)]
             assert answer.choice == options[int(np.argmax(shares))]
         if not isinstance(answer, PredicateAnswer):
+            assert answer.method == method
             entropy = -sum(share * log(share) for share in shares)
             assert answer.confidence == pytest.approx(1 - entropy / log(len(shares)), abs=1e-4)
 
@@ -261,6 +262,7 @@ def test_more_options_than_letters_are_asked_by_likelihood(kind, llm):
     many, few = kind("Which?", [f"answer {number}" for number in range(255)]), QUESTIONS[2]
     both = llm.decide(STATE, [many, few, CASES[0]]).answers
     assert both[0] == llm.decide(STATE, [many], method="likelihood").answers[0]
+    assert [answer.method for answer in both[:2]] == ["likelihood", "letters"]
     assert both[1:] == llm.decide(STATE, [few, CASES[0]]).answers
 
 

@@ -125,7 +125,7 @@ def test_lines_have_the_answers_of_the_call(source, folder, files, monkeypatch):
     assert [line["usage"]["prompt_tokens"] for line in found] == [output.usage.prompt_tokens for output in outputs]
     first = found[0]["answers"][1]
     assert [own["value"] for own in first["probabilities"]] == ["yes", True, "Ana"]
-    assert {*first} == {"name", "type", "choice", "confidence", "probabilities", "label_mass"}
+    assert {*first} == {"name", "type", "choice", "confidence", "probabilities", "label_mass", "method"}
 
 
 @pytest.mark.parametrize(
