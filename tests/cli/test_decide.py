@@ -69,6 +69,9 @@ def test_questions_are_read(files):
     ]
     (files / "questions.json").write_text(json.dumps(listed))
     assert read_questions(files / "questions.json") == ASKED
+    (files / "questions.json").write_text('[{"predicate": "a", "predicate": "b"}]')
+    with pytest.raises(RequestError, match="cannot be read: the key 'predicate' is there twice"):
+        read_questions(files / "questions.json")
 
 
 @pytest.mark.parametrize(
