@@ -74,15 +74,18 @@ class Fit:
         return {**found, "lines_of_the_report": change.count, "kept": self.is_kept}
 
 
-def samples_of(llm: LLM, lines: Sequence[Decisions], given: Mapping[Way, Given]) -> dict[str, list[Sample]]:
+def samples_of(
+    llm: LLM, lines: Sequence[Decisions], given: Mapping[Way, Given], template_options: Mapping[str, Any] | None = None
+) -> dict[str, list[Sample]]:
     """Return the scores of all questions by the kind of their labels.
 
     Args:
         llm: engine.
         lines: questions and right answers.
         given: answers in the ways of `SOURCES`.
+        template_options: variables of the chat template.
     """
-    labels, found = llm.frontend.answer_labels(None, None), dict[str, list[Sample]]()
+    labels, found = llm.frontend.answer_labels(None, template_options), dict[str, list[Sample]]()
     for way in SOURCES:
         for place, (line, shares) in enumerate(zip(lines, given[way].shares, strict=True)):
             for number, (question, right, own) in enumerate(zip(line.questions, line.answers, shares, strict=True)):

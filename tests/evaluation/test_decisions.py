@@ -297,12 +297,18 @@ def test_the_commands(folder, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert "written: chunk_calibration.json" in done.stdout
     report = json.loads((tmp_path / "labels.json").read_text())
-    for option in (["--gap", "1"], ["--no-weighing"], ["--plot", "p.png"]):
+    for option in (["--gap", "1"], ["--no-weighing"], ["--plot", "p.png"], ["--max-tokens", "32"]):
         done = CliRunner().invoke(app, ["calibrate", "d.jsonl", *option])
         assert (done.exit_code, "d.jsonl holds decisions" in done.stderr) == (2, True)
+    done = CliRunner().invoke(app, ["eval", "d.jsonl", "--max-tokens", "32"])
+    assert (done.exit_code, "d.jsonl holds decisions" in done.stderr) == (2, True)
     scales = read_label_scales(tmp_path / "chunk_calibration.json")
     assert {*scales} == {kind for kind in ("predicate", "letters", "likelihood", "separate") if report[kind]["kept"]}
     assert scales, "the random model always has the same right answer"
+    thinking = json.dumps({"chat_template": "{{ messages[0].content }}<think>"})
+    for command in ("eval", "calibrate"):
+        done = CliRunner().invoke(app, [command, "d.jsonl", "--chat-template-kwargs", thinking, *options])
+        assert (done.exit_code, "leaves <think> open" in done.stderr) == (2, True), done.output
     arguments = ["eval", "d.jsonl", "--limit", "6", "--json", "r.json", "--plot", "p.png", *options]
     done = CliRunner().invoke(app, [*arguments, "--chunk-calibration", "chunk_calibration.json"])
     assert done.exit_code == 0, done.output
