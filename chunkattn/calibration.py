@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chunkattn.errors import ConfigError
+import numpy as np
+
+from chunkattn.errors import ConfigError, shown
 from chunkattn.local_files import read_object
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,16 @@ class LabelScale:
 
     temperature: float = 1.0
     bias: Mapping[str, float] = field(default_factory=dict)
+
+    def apply(self, scores: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Return the calibrated scores of a question's labels, float64 `[labels]`.
+
+        Args:
+            scores: score of each label, float64 `[labels]`.
+            names: name of each label; empty where labels have no bias.
+        """
+        bias = [self.bias.get(name, 0.0) for name in names] or 0.0
+        return (scores - np.asarray(bias)) / self.temperature
 
 
 def calibration_of(model: str | None, option: str | None, revision: str | None = None) -> Calibration | None:
@@ -190,7 +202,7 @@ def read_label_scales(path: Path) -> dict[str, LabelScale]:
 def _label_scales(values: Mapping[str, Any]) -> dict[str, LabelScale]:
     given = values.get(LABELS, {})
     if not isinstance(given, dict) or (unknown := sorted(given.keys() - set(LABEL_KINDS))):
-        got = f"the kind {unknown[0]!r}" if isinstance(given, dict) else _shown(given)
+        got = f"the kind {unknown[0]!r}" if isinstance(given, dict) else shown(given)
         raise ConfigError(f"{LABELS} must be an object with {', '.join(LABEL_KINDS)}, got {got}")
     return {kind: _label_scale(kind, own) for kind, own in given.items()}
 
@@ -198,10 +210,10 @@ def _label_scales(values: Mapping[str, Any]) -> dict[str, LabelScale]:
 def _label_scale(kind: str, given: Any) -> LabelScale:
     place = f"{LABELS}.{kind}"
     if not isinstance(given, dict) or not given.keys() <= {"temperature", "bias"}:
-        raise ConfigError(f"{place} must be an object with temperature and bias, got {_shown(given)}")
+        raise ConfigError(f"{place} must be an object with temperature and bias, got {shown(given)}")
     bias = given.get("bias", {})
     if not isinstance(bias, dict):
-        raise ConfigError(f"{place}.bias must be an object, got {_shown(bias)}")
+        raise ConfigError(f"{place}.bias must be an object, got {shown(bias)}")
     values = {
         f"{place}.temperature": given.get("temperature", 1.0),
         **{f"{place}.bias.{name}": own for name, own in bias.items()},
@@ -209,7 +221,7 @@ def _label_scale(kind: str, given: Any) -> LabelScale:
     for name, value in values.items():
         low, high = (MIN_WEIGHT, MAX_WEIGHT) if name == f"{place}.temperature" else (-MAX_WEIGHT, MAX_WEIGHT)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:  # NaN compares false
-            raise ConfigError(f"{name} must be a number between {low:g} and {high:g}, got {_shown(value)}")
+            raise ConfigError(f"{name} must be a number between {low:g} and {high:g}, got {shown(value)}")
     return LabelScale(float(given.get("temperature", 1.0)), {name: float(own) for name, own in bias.items()})
 
 
@@ -268,18 +280,9 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         whole = name == "chunk_position_gap"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-            raise ConfigError(f"{name} must be {'an integer' if whole else 'a number'}, got {_shown(value)}")
+            raise ConfigError(f"{name} must be {'an integer' if whole else 'a number'}, got {shown(value)}")
         low, high = (0, MAX_GAP) if whole else (MIN_WEIGHT, MAX_WEIGHT)
         if not low <= value <= high:  # NaN compares false
-            raise ConfigError(f"{name} must be between {low} and {high:.10g}, got {_shown(value)}")
+            raise ConfigError(f"{name} must be between {low} and {high:.10g}, got {shown(value)}")
         found[name] = value if whole else float(value)
     return found
-
-
-def _shown(value: Any) -> str:
-    """Return a short text of a value. Python writes no integer of more than 4,300 digits, and no deeply nested list."""
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, (list, dict)):
-        return f"a {type(value).__name__}"
-    return repr(value[:40] if isinstance(value, str) else value)

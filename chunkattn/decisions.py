@@ -109,8 +109,11 @@ class ChoiceAnswer:
         confidence: 1 - H / ln(n), with the entropy H of the n probabilities in nats: 0 for equal probabilities, and 1 for a
             single possible option.
         probabilities: probability of each option, in the caller's order. The sum is 1.
-        label_mass: sum of the labels' probabilities before they are normalised, or of the texts' for `likelihood`. For
-            `separate`, P(yes) + P(no) of the option where this sum is smallest.
+        label_mass: sum of the labels' probabilities before they are normalised. For `likelihood`, the sum of the texts'
+            probabilities, which may exceed 1 where one text begins another: then it is no probability. For `separate`,
+            P(yes) + P(no) of the option where this sum is smallest.
+        method: method by which the question was asked: `letters`, `likelihood` or `separate`. With more options than letters,
+            `letters` becomes `likelihood`.
     """
 
     name: str | None
@@ -118,6 +121,7 @@ class ChoiceAnswer:
     confidence: float
     probabilities: dict[str | bool, float]
     label_mass: float
+    method: str
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class RatingAnswer:
         confidence: see `ChoiceAnswer`.
         probabilities: probability of each level, from the lowest to the highest. The sum is 1.
         label_mass: see `ChoiceAnswer`.
+        method: see `ChoiceAnswer`.
     """
 
     name: str | None
@@ -137,6 +142,7 @@ class RatingAnswer:
     confidence: float
     probabilities: dict[str, float]
     label_mass: float
+    method: str
 
 
 Answer = PredicateAnswer | ChoiceAnswer | RatingAnswer
@@ -149,7 +155,7 @@ class DecisionOutput:
     Attributes:
         answers: one answer per question, in order.
         usage: token counts; the state counts once.
-        method: name of the method that turned options into prompts.
+        method: method that the call asked for. An answer names its own.
     """
 
     answers: list[Answer]

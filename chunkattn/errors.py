@@ -6,6 +6,8 @@ them without importing this module.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ChunkAttnError(Exception):
     """Base class of all deliberate errors of this package."""
@@ -73,3 +75,18 @@ class QueueFullError(ChunkAttnError):
 
 class DeadlineExceededError(ChunkAttnError, TimeoutError):
     """Request that was aborted because its `timeout` passed."""
+
+
+def shown(value: Any) -> str:
+    """Return a short text of a value, for error messages.
+
+    Python writes no integer of more than 4,300 digits and no deeply nested list, so both are described.
+
+    Args:
+        value: any value.
+    """
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (int, float, str, type(None))):
+        return repr(value[:40] if isinstance(value, str) else value)
+    return f"a value of type {type(value).__name__}" if not isinstance(value, (list, dict)) else f"a {type(value).__name__}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def read_object(path: Path, error: type[ChunkAttnError], name: str = "", *, uniq
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique if unique else None)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique_pairs if unique else None)
     except RecursionError:
         raise error(f"{shown} cannot be read: its lists and objects nest too deep") from None
     except (OSError, ValueError) as found:
@@ -41,12 +43,31 @@ def read_object(path: Path, error: type[ChunkAttnError], name: str = "", *, uniq
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, as `object_pairs_hook` of `json.loads`.
+
+    Args:
+        pairs: keys and values.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
+    check_unique(name for name, _ in pairs)
+    return dict(pairs)
+
+
+def check_unique(keys: Iterable[str]) -> None:
+    """Check that the keys of an object differ.
+
+    Args:
+        keys: all keys of the object.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
+    twice = next((key for key, count in Counter(keys).items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"the key {twice!r} is there twice")
 
 
 def is_present(path: Path) -> bool:

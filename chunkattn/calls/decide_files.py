@@ -24,7 +24,7 @@ from chunkattn.decisions import (
     Rating,
 )
 from chunkattn.errors import RequestError
-from chunkattn.local_files import MAX_BYTES
+from chunkattn.local_files import MAX_BYTES, check_unique, unique_pairs
 
 _KEYS = {"predicate": {"yes", "no"}, "choice": {"options"}, "rating": {"levels"}}
 """Keys of a question beside `name`, by the key that holds its text."""
@@ -52,9 +52,10 @@ class _Loader(yaml.SafeLoader):
     """YAML whose plain scalars are texts, except true, false and null. `yes`, `3` and `2024-01-31` are texts."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.MarkedYAMLError(None, None, f"the key {twice[0]!r} is there twice", node.start_mark)
+        try:
+            check_unique(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        except ValueError as error:
+            raise yaml.MarkedYAMLError(None, None, str(error), node.start_mark) from None
         return super().construct_mapping(node, deep)
 
 
@@ -79,7 +80,8 @@ def read_questions(path: Path) -> list[Question]:
         if len(data) > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
         text = data.decode()
-        value = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)  # a safe loader
+        is_json = path.suffix == ".json"
+        value = json.loads(text, object_pairs_hook=unique_pairs) if is_json else yaml.load(text, _Loader)  # a safe loader
     except RecursionError:
         raise RequestError(f"{path} cannot be read: its lists and mappings nest too deep", param="questions") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -214,4 +216,5 @@ def _answer(answer: Answer) -> dict[str, Any]:
         "confidence": answer.confidence,
         "probabilities": [{key: own, "probability": share} for own, share in answer.probabilities.items()],
         "label_mass": answer.label_mass,
+        "method": answer.method,
     }

@@ -26,7 +26,7 @@ from chunkattn.decisions import (
     Rating,
     RatingAnswer,
 )
-from chunkattn.errors import RequestError
+from chunkattn.errors import RequestError, shown
 from chunkattn.parsers.arguments import is_list
 from chunkattn.parsers.state_template import StateTemplate
 
@@ -103,6 +103,11 @@ class AskedQuestion:
         """Return the tokens to read after each item."""
         return tuple(token for ids in self.labels for token in ids)
 
+    @property
+    def method(self) -> str:
+        """Return the method by which a choice or rating is asked."""
+        return "letters" if self.kind == "digits" else self.kind
+
     def answer(
         self, rows: Sequence[Sequence[float]], empty: Sequence[Sequence[float]] | None, scale: LabelScale | None = None
     ) -> Answer:
@@ -118,8 +123,7 @@ class AskedQuestion:
         # The options are items with one text each, the labels of one item, or items with the labels yes and no.
         scores = weighed.ravel() if self.texts or len(rows) == 1 else weighed[:, 0] - weighed[:, 1]
         if scale is not None:
-            bias = [scale.bias.get(name, 0.0) for name in self.names] or 0.0
-            scores = (scores - np.asarray(bias)) / scale.temperature
+            scores = scale.apply(scores, self.names)
         own = np.asarray(softmax(scores))
         mass = float(np.exp(logsumexp(logs, axis=0 if self.texts else 1)).min())
         question = self.question
@@ -131,10 +135,12 @@ class AskedQuestion:
         if isinstance(question, Rating):
             levels = [level_of(level).label for level in question.levels]
             score = float(np.arange(len(own)) @ np.asarray(probabilities))
-            return RatingAnswer(question.name, score, confidence(own), dict(zip(levels, probabilities, strict=True)), mass)
+            shares = dict(zip(levels, probabilities, strict=True))
+            return RatingAnswer(question.name, score, confidence(own), shares, mass, self.method)
         options = [option_of(option).value for option in question.options]
         best = options[self.order[int(own.argmax())]]
-        return ChoiceAnswer(question.name, best, confidence(own), dict(zip(options, probabilities, strict=True)), mass)
+        chances = dict(zip(options, probabilities, strict=True))
+        return ChoiceAnswer(question.name, best, confidence(own), chances, mass, self.method)
 
     def _logs(self, rows: Sequence[Sequence[float]]) -> Float64[np.ndarray, "I L"]:
         """Return the log-probability of each label after each item, over all its spellings, or of each item's text."""
@@ -289,7 +295,7 @@ def _line(text: str) -> str:
 
 def _check_text(value: Any, name: str, part: str) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise _error(f": {name} must be a string that is not empty, got {value!r}", part)
+        raise _error(f": {name} must be a string that is not empty, got {shown(value)}", part)
 
 
 def _error(message: str, part: str) -> RequestError:

@@ -10,7 +10,7 @@ from itertools import count
 from numbers import Integral
 from typing import Any
 
-from chunkattn.calibration import LabelScale, label_scales_of
+from chunkattn.calibration import label_scales_of
 from chunkattn.calls.algorithms import check_algorithm
 from chunkattn.calls.decide_questions import AnswerLabels
 from chunkattn.calls.detokenizer import token_decoder
@@ -18,10 +18,10 @@ from chunkattn.calls.rerank_template import RerankTemplate, default_template
 from chunkattn.calls.score_memory import ScoreMemory
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import EngineLimits
-from chunkattn.errors import ConfigError, RequestError
+from chunkattn.errors import ConfigError, RequestError, shown
 from chunkattn.models.loader import ModelFiles
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
-from chunkattn.parsers.arguments import as_list, one_each
+from chunkattn.parsers.arguments import as_list, check_template_options, one_each
 from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.encode import ControlTokens, PlainEncoder
@@ -43,6 +43,7 @@ class Frontend:
         parser: parser from prompts to layouts.
         decode: function that returns the text of a token id, None without a tokenizer.
         scores: what scoring calls leave for later ones.
+        label_scales: calibration of labels by kind, from the calibration file; empty if there is none.
         limits: limits of the engine; set by `connect`.
     """
 
@@ -55,6 +56,7 @@ class Frontend:
         self.decode = token_decoder(self.tokenizer)
         self._ids, self._labels = count(), OrderedDict[str, AnswerLabels]()
         check_algorithm(config.score_algorithm)
+        self.label_scales = label_scales_of(config.model, config.chunk_calibration, config.revision)
         self.scores = ScoreMemory(config.enable_prefix_caching)
         if config.rerank_template is not None:
             try:
@@ -83,11 +85,6 @@ class Frontend:
         return default_template(self.config.rerank_template, self.reranker.template, self.config.model, self.parser.encode)
 
     @cached_property
-    def label_scales(self) -> dict[str, LabelScale]:
-        """Return the calibration of labels by kind, from the calibration file; empty if there is none."""
-        return label_scales_of(self.config.model, self.config.chunk_calibration, self.config.revision)
-
-    @cached_property
     def plain(self) -> PlainEncoder:
         """Return the tokenizer of the users' texts in a rerank template."""
         encode = self.parser.encode
@@ -106,7 +103,7 @@ class Frontend:
         """
         try:
             key = json.dumps([system, template_options], sort_keys=True)
-        except (TypeError, ValueError):  # values that are no JSON
+        except (TypeError, ValueError, RecursionError):  # values that are no JSON
             return AnswerLabels(StateTemplate(self.plain, system, template_options))
         found = self._labels.pop(key, None) or AnswerLabels(StateTemplate(self.plain, system, template_options))
         self._labels[key] = found
@@ -163,7 +160,8 @@ class Frontend:
         self.limits.check_generates()
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
-        return [self.parser.parse_chat(m, documents, **(template_options or {})) for m in conversations]
+        options = check_template_options(template_options)
+        return [self.parser.parse_chat(m, documents, **options) for m in conversations]
 
 
 def check_priorities(value: Any, count: int) -> list[int]:
@@ -179,5 +177,5 @@ def check_priorities(value: Any, count: int) -> list[int]:
     listed = [int(rank) for rank in one_each(value, Integral, count, "priority")]
     for rank in listed:
         if not -(2**63) <= rank < 2**63:
-            raise RequestError(f"priority must fit 64 bits, got {rank}", param="priority")
+            raise RequestError(f"priority must fit 64 bits, got {shown(rank)}", param="priority")
     return listed

@@ -38,6 +38,7 @@ PrefixPart = Annotated[str | None, typer.Option("--prefix", help="Prefix as a pa
 Documents = Annotated[list[str] | None, typer.Option("--document", help="Document as a part; repeatable.")]
 QuestionPart = Annotated[str | None, typer.Option("--question", help="Question as a part.")]
 PromptText = Annotated[str | None, typer.Argument(help="Text of the prompt; '-' reads standard input.", show_default=False)]
+TemplateOptions = Annotated[str | None, typer.Option(help="Variables of the chat template, as a JSON object.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")]
 
 
@@ -104,6 +105,44 @@ def check_file(path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def check_overwrites(output: Path, inputs: Iterable[tuple[str, Path | None]]) -> None:
+    """Check that a file to write is none of the files to read. Pipes and devices pass.
+
+    Args:
+        output: file to write.
+        inputs: flags and files to read; None passes.
+
+    Raises:
+        ConfigError: the file is an input. The message names the flag.
+    """
+    if output.is_file():
+        for flag, file in inputs:
+            if file is not None and file.is_file() and output.samefile(file):
+                raise ConfigError(f"--output {output} is the file of {flag}")
+
+
+def template_options(text: str | None) -> dict[str, Any] | None:
+    """Return the variables of the chat template of an option's JSON; None without the option.
+
+    Args:
+        text: value of the option.
+
+    Raises:
+        ConfigError: the text is no JSON object.
+    """
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ConfigError("--chat-template-kwargs nests too deep") from None
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-kwargs is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--chat-template-kwargs must be a JSON object, got {type(value).__name__}")
+    return value
 
 
 def read_document(file: Path) -> str:

@@ -18,15 +18,18 @@ from chunkattn.calls.decide_states import read_state
 from chunkattn.cli.common import (
     Documents,
     Model,
+    TemplateOptions,
     Verbose,
     app,
     check_file,
+    check_overwrites,
     command,
     console,
     figures,
     log_to_stderr,
     make_llm,
     read_document,
+    template_options,
 )
 from chunkattn.cli.options import with_options
 from chunkattn.cli.progress import Steps
@@ -57,6 +60,7 @@ DocumentFiles = Annotated[
     list[Path] | None, typer.Option("--document-file", help="File of a document before every state; repeatable.")
 ]
 System = Annotated[str | None, typer.Option(help="Content of a system message before the state.")]
+CacheSalt = Annotated[str | None, typer.Option(help="Salt of the cache; calls of one salt share cached K/V.")]
 _CALIBRATE = {"off": False, "on": True, "fitted": "fitted"}
 _ENGINE = "tokenizer chunk_calibration dtype kv_cache_dtype attention_backend kv_cache_memory_bytes max_model_len kv_store"
 
@@ -75,6 +79,8 @@ def decide(
     method: Method = "letters",
     calibrate: Calibrate = "off",
     system: System = None,
+    chat_template_kwargs: TemplateOptions = None,
+    cache_salt: CacheSalt = None,
     model: Model = None,
     verbose: Verbose = False,
     **engine: Any,
@@ -91,13 +97,24 @@ def decide(
         raise ConfigError(f"--calibrate must be one of {', '.join(_CALIBRATE)}; got {calibrate}")
     if output is not None and str(output) != "-":
         check_file(output)
-        if input_file is not None and output.exists() and input_file.exists() and output.samefile(input_file):
-            raise ConfigError(f"--output {output} is the file of --input")
+        inputs: list[tuple[str, Path | None]]
+        inputs = [("--questions", questions), ("--state-file", state_file), ("--input", input_file)]
+        inputs += [("--document-file", file) for file in document_file or []]
+        files = {"--model": model, "--tokenizer": engine["tokenizer"], "--chunk-calibration": engine["chunk_calibration"]}
+        inputs += [(flag, Path(file).expanduser()) for flag, file in files.items() if file]
+        check_overwrites(output, inputs)
     asked = read_questions(questions)
     given = _Lines(input_file) if input_file is not None else _one_state(state, state_file)
     documents = [*(document or []), *map(read_document, document_file or [])]
-    options: dict[str, Any] = {"documents": documents, "system": system, "method": method, "calibrate": _CALIBRATE[calibrate]}
-    options["use_tqdm"] = False
+    options: dict[str, Any] = {
+        "documents": documents,
+        "system": system,
+        "method": method,
+        "calibrate": _CALIBRATE[calibrate],
+        "chat_template_kwargs": template_options(chat_template_kwargs),
+        "cache_salt": cache_salt,
+        "use_tqdm": False,
+    }
     llm = make_llm(model, **engine)
     if isinstance(given, _Lines):
         _decide_lines(llm, given, asked, questions, output, options)

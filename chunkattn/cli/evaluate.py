@@ -15,6 +15,7 @@ from chunkattn.calibration import FILE_NAME, OFF, write_calibration, write_label
 from chunkattn.cli.bench import JsonFile, Plot, check_files
 from chunkattn.cli.common import (
     Model,
+    TemplateOptions,
     Verbose,
     app,
     check_file,
@@ -24,6 +25,7 @@ from chunkattn.cli.common import (
     log_to_stderr,
     make_llm,
     print_lines,
+    template_options,
     write_json,
 )
 from chunkattn.cli.options import check_positive, with_options
@@ -46,8 +48,10 @@ ResultsFile = Annotated[
     typer.Option(help="File of single results, so that a run can stop and continue; by default DATA.results.jsonl here."),
 ]
 AnswerTokens = Annotated[
-    int, typer.Option(help="Number of tokens of a greedy answer at most; every prompt leaves room for them.")
+    int | None,
+    typer.Option(help="Number of tokens of a greedy answer at most, by default 32; every prompt leaves room for them."),
 ]
+_ANSWER_TOKENS = 32
 _NO_CHUNK_LIMIT = (1 << 31) - 1
 """`max_chunk_len` of the engines: the control joins all documents into one chunk, which only the model's positions bound."""
 
@@ -60,7 +64,8 @@ _ENGINE = "tokenizer document_template dtype kv_cache_dtype attention_backend kv
 def evaluate(
     data: Data,
     model: Model = None,
-    max_tokens: AnswerTokens = 32,
+    max_tokens: AnswerTokens = None,
+    chat_template_kwargs: TemplateOptions = None,
     limit: Limit = None,
     results: ResultsFile = None,
     json_file: JsonFile = None,
@@ -82,16 +87,20 @@ def evaluate(
     rankings = [line for line in read if isinstance(line, Ranking)]
     questions = [line for line in read if isinstance(line, Question)]
     decisions = [line for line in read if isinstance(line, Decisions)]
+    if max_tokens is not None and not questions:
+        kind = "rankings" if rankings else "decisions"
+        raise ConfigError(f"--max-tokens is for questions over documents; {data} holds {kind}")
+    variables = _decision_options(chat_template_kwargs, data, decisions)
     if rankings:
         check_ranking_measures()
     llm, facts = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, **engine), dict[str, Any]()
     if rankings:
         rows, said = _rank(llm, rankings, known)
     elif decisions:
-        rows, said = _decide(llm, decisions, known)
+        rows, said = _decide(llm, decisions, known, variables)
         facts = {"questions": sum(len(line.questions) for line in decisions)}
     else:
-        rows, said = _answer(llm, questions, known, max_tokens)
+        rows, said = _answer(llm, questions, known, _ANSWER_TOKENS if max_tokens is None else max_tokens)
         facts = {"document_template": llm.parser.documents.template, **asdict(llm.config.calibration)}
     kind = "queries" if rankings else "states" if decisions else "questions"
     head = {"data": data.name, kind: len(read), "model": _name(model), **facts}
@@ -125,11 +134,11 @@ def _rank(llm: LLM, rankings: Sequence[Ranking], known: Results) -> tuple[list[R
     return rows, ranking_conclusion(rows)
 
 
-def _decide(llm: LLM, lines: Sequence[Decisions], known: Results) -> tuple[list[Row], str]:
+def _decide(llm: LLM, lines: Sequence[Decisions], known: Results, variables: dict[str, Any] | None) -> tuple[list[Row], str]:
     from chunkattn.evaluation.decisions import compare, conclusion, examine, ways_of
 
     with Steps("states", len(lines)) as steps:
-        rows = compare(lines, examine(llm, lines, ways_of(llm), known, steps.advance))
+        rows = compare(lines, examine(llm, lines, ways_of(llm), known, steps.advance, variables))
     return rows, conclusion(rows, len(lines))
 
 
@@ -141,7 +150,8 @@ def calibrate(
     model: Model = None,
     gap: Annotated[list[int] | None, typer.Option(help="Gap of the coarse grid; repeatable. Default: 0, 16, 64, 256.")] = None,
     weighing: Annotated[bool, typer.Option(help="Search temperature and scale as well as the gap.")] = True,
-    max_tokens: AnswerTokens = 32,
+    max_tokens: AnswerTokens = None,
+    chat_template_kwargs: TemplateOptions = None,
     limit: Limit = None,
     results: ResultsFile = None,
     json_file: JsonFile = None,
@@ -168,13 +178,14 @@ def calibrate(
     read = read_data(data, limit)
     questions = [line for line in read if isinstance(line, Question)]
     decisions = [line for line in read if isinstance(line, Decisions)]
+    variables = _decision_options(chat_template_kwargs, data, decisions)
     if decisions:
-        if gap or not weighing or plot is not None:
-            raise ConfigError(f"--gap, --no-weighing and --plot are for questions over documents; {data} holds decisions")
+        if gap or not weighing or max_tokens is not None or plot is not None:
+            given = "--gap, --no-weighing, --max-tokens and --plot"
+            raise ConfigError(f"{given} are for questions over documents; {data} holds decisions")
         known = Results(results or Path(f"{data.stem}.results.jsonl"))
-        _fit_labels(
-            make_llm(model, chunk_calibration=OFF, **engine), decisions, known, output, _name(model), data.name, json_file
-        )
+        llm = make_llm(model, chunk_calibration=OFF, **engine)
+        _fit_labels(llm, decisions, known, output, _name(model), data.name, json_file, variables)
         return
     if not questions:
         reason = "calibrate needs questions or decisions, because scores are exact without a calibration"
@@ -184,7 +195,8 @@ def calibrate(
     weights = 0.8 if weighing else None  # any value unlike 1 builds an engine with a calibration
     llm = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, chunk_calibration=OFF, chunk_temperature=weights, **engine)
     gaps = sorted(set(gap or GAPS))
-    examiner = Examiner(llm, questions, tokenize(llm.parser, questions), known, max_tokens=max_tokens)
+    longest = _ANSWER_TOKENS if max_tokens is None else max_tokens
+    examiner = Examiner(llm, questions, tokenize(llm.parser, questions), known, max_tokens=longest)
     say(
         f"{len(questions)} questions: {searched} for the search, {len(questions) - searched} for the report\n"
         "objective: mean log-probability of a token of the gold answer, shared positions"
@@ -218,15 +230,22 @@ def calibrate(
 
 
 def _fit_labels(
-    llm: LLM, lines: Sequence[Decisions], known: Results, output: Path, model: str, data: str, json_file: str | None
+    llm: LLM,
+    lines: Sequence[Decisions],
+    known: Results,
+    output: Path,
+    model: str,
+    data: str,
+    json_file: str | None,
+    variables: dict[str, Any] | None,
 ) -> None:
     """Fit the calibration of labels, print its table, and write what the other half shows to be a gain."""
     from chunkattn.evaluation.decisions import examine
     from chunkattn.evaluation.labels import SOURCES, calibrate_labels, notes_of, samples_of
 
     with Steps("states", len(lines)) as steps:
-        given = examine(llm, lines, SOURCES, known, steps.advance)
-    fits = calibrate_labels(samples_of(llm, lines, given), len(lines))
+        given = examine(llm, lines, SOURCES, known, steps.advance, variables)
+    fits = calibrate_labels(samples_of(llm, lines, given, variables), len(lines))
     report = notes_of(fits, data)
     kept = {kind: own.scale for kind, own in fits.items() if own.is_kept}
     if write_json({**report, "written": str(output)}, json_file):
@@ -243,6 +262,12 @@ def _fit_labels(
     if json_file != "-":
         said = ", ".join(kept) or "no calibration of labels, because no gain was shown"
         console.print(f"written: {escape(str(output))} ({said})", soft_wrap=True)
+
+
+def _decision_options(text: str | None, data: Path, decisions: Sequence[Decisions]) -> dict[str, Any] | None:
+    if text is not None and not decisions:
+        raise ConfigError(f"--chat-template-kwargs is for decisions; {data} holds none")
+    return template_options(text)
 
 
 def _name(model: str | None) -> str:

@@ -12,7 +12,7 @@ from chunkattn.calls.decide_files import questions_of
 from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import Choice, Level, Option, Predicate
 from chunkattn.decisions import Question as Asked
-from chunkattn.errors import RequestError
+from chunkattn.errors import RequestError, shown
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,8 @@ def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequ
 def _object(text: str, place: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise RequestError(f"{place} nests too deep") from None
     except ValueError as error:
         raise RequestError(f"{place} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -132,8 +134,8 @@ class _Fields:
         return self._values.get(name) is not None
 
     def fail(self, name: str, expected: str) -> RequestError:
-        shown = json.dumps(self._values[name], ensure_ascii=False)[:80] if name in self._values else "nothing"
-        return RequestError(f"{self.place}: `{name}` must be {expected}, got {shown}", param=name)
+        got = _json(self._values[name])[:80] if name in self._values else "nothing"
+        return RequestError(f"{self.place}: `{name}` must be {expected}, got {got}", param=name)
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self._values.get(name, default)
@@ -211,6 +213,12 @@ def _right(asked: Asked, answer: Any, number: int, place: str) -> int:
     for index, value in enumerate(listed):
         if type(value) is type(answer) and value == answer:
             return index
-    shown = ", ".join(json.dumps(value, ensure_ascii=False) for value in listed[:5]) + (", ..." if len(listed) > 5 else "")
-    got = json.dumps(answer, ensure_ascii=False)[:80]
-    raise RequestError(f"{place}: answer {number} must be one of {shown}, got {got}", param="answers")
+    expected = ", ".join(map(_json, listed[:5])) + (", ..." if len(listed) > 5 else "")
+    raise RequestError(f"{place}: answer {number} must be one of {expected}, got {_json(answer)[:80]}", param="answers")
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, RecursionError):
+        return shown(value)

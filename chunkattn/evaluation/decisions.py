@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Float64
 
-from chunkattn.calls.decide import FITTED
+from chunkattn.calls.decide import FITTED, DecideOptions
+from chunkattn.calls.decide_questions import METHODS, ask
 from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import Answer, Choice, PredicateAnswer
 from chunkattn.decisions import Question as Asked
@@ -43,7 +44,6 @@ class Way:
         return self.method + {False: "", True: ", N/A", FITTED: ", fitted"}[self.calibrate]
 
 
-METHODS = "letters", "likelihood", "separate"
 WAYS = tuple(Way(method, calibrate) for method in METHODS for calibrate in (False, True))
 """Every method without and with division by the probabilities behind the content-free state."""
 
@@ -72,7 +72,12 @@ class Given:
 
 
 def examine(
-    llm: LLM, lines: Sequence[Decisions], ways: Sequence[Way], results: Results, advance: Callable[[int], None]
+    llm: LLM,
+    lines: Sequence[Decisions],
+    ways: Sequence[Way],
+    results: Results,
+    advance: Callable[[int], None],
+    template_options: Mapping[str, Any] | None = None,
 ) -> dict[Way, Given]:
     """Ask all questions in every way.
 
@@ -82,6 +87,7 @@ def examine(
         ways: methods and calibrations.
         results: earlier results; new results are added.
         advance: called with 1 after every line.
+        template_options: variables of the chat template.
 
     Raises:
         RequestError: a line cannot be asked. The message names the line.
@@ -93,14 +99,15 @@ def examine(
     for line in lines:
         text, asked = read_state(line.state), [*map(repr, line.questions)]
         for way, given in found.items():
-            parts = [*engine, text, asked, way.method, way.calibrate, *([scales] if way.calibrate == FITTED else [])]
-            key = result_key("decisions", *parts)
-            if key not in results:
-                try:
-                    values = [_ask(llm, text, asked_now, way) for asked_now in (line.questions, _turned(line.questions))]
-                except RequestError as error:
-                    raise RequestError(f"line {line.line}: {error}") from None
-                results.add([{"key": key, "line": line.line, "way": way.name, "shares": values[0], "turned": values[1]}])
+            try:
+                tokens = _tokens(llm, text, line.questions, way.method, template_options)
+                fit = [scales] if way.calibrate == FITTED else []
+                key = result_key("decisions", *engine, text, asked, tokens, way.method, way.calibrate, *fit)
+                if key not in results:
+                    values = [_ask(llm, text, own, way, template_options) for own in (line.questions, _turned(line.questions))]
+                    results.add([{"key": key, "line": line.line, "way": way.name, "shares": values[0], "turned": values[1]}])
+            except RequestError as error:
+                raise RequestError(f"line {line.line}: {error}") from None
             given.shares.append([np.asarray(own) for own in results[key]["shares"]])
             turned = zip(line.questions, results[key]["turned"], strict=True)
             given.turned.append([np.asarray(own[::-1] if isinstance(q, Choice) else own) for q, own in turned])
@@ -108,8 +115,24 @@ def examine(
     return found
 
 
-def _ask(llm: LLM, state: str, questions: Sequence[Asked], way: Way) -> list[list[float]]:
-    output = llm.decide(state, questions, method=way.method, calibrate=way.calibrate, use_tqdm=False)
+def _tokens(
+    llm: LLM, state: str, questions: Sequence[Asked], method: str, template_options: Mapping[str, Any] | None
+) -> list[Sequence[int]]:
+    """Return the token ids of a line's prompts and labels, which follow from the tokenizer and its chat template."""
+    labels, plain = llm.frontend.answer_labels(None, template_options), llm.frontend.plain
+    found: list[Sequence[int]] = [labels.template.prefix(state)]
+    for number, question in enumerate(questions):
+        asked = ask(question, method, labels, part := f"question {number}")
+        found += [asked.label_ids, *(labels.template.item(pieces, part) for pieces in asked.items)]
+        found += [plain.fill(["", text], part, "questions") for text in asked.texts]
+    return found
+
+
+def _ask(
+    llm: LLM, state: str, questions: Sequence[Asked], way: Way, template_options: Mapping[str, Any] | None
+) -> list[list[float]]:
+    options: DecideOptions = {"method": way.method, "calibrate": way.calibrate, "chat_template_kwargs": template_options}
+    output = llm.decide(state, questions, use_tqdm=False, **options)
     return [shares_of(answer) for answer in output.answers]
 
 

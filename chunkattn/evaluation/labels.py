@@ -12,14 +12,13 @@ from scipy.optimize import minimize
 from scipy.special import log_softmax
 
 from chunkattn.calibration import LABEL_KINDS, MAX_WEIGHT, MIN_WEIGHT, LabelScale
-from chunkattn.calls.decide_questions import AnswerLabels, ask
+from chunkattn.calls.decide_questions import ask
 from chunkattn.errors import RequestError
 from chunkattn.evaluation.calibrate import halves_of
 from chunkattn.evaluation.data import Decisions
 from chunkattn.evaluation.decisions import Given, Way
 from chunkattn.evaluation.measures import Mean, mean_of
 from chunkattn.llm import LLM
-from chunkattn.parsers.state_template import StateTemplate
 
 SOURCES = Way("letters"), Way("likelihood", True), Way("separate")
 """Ways whose probabilities are calibrated. The first also gives the predicates."""
@@ -75,20 +74,25 @@ class Fit:
         return {**found, "lines_of_the_report": change.count, "kept": self.is_kept}
 
 
-def samples_of(llm: LLM, lines: Sequence[Decisions], given: Mapping[Way, Given]) -> dict[str, list[Sample]]:
+def samples_of(
+    llm: LLM, lines: Sequence[Decisions], given: Mapping[Way, Given], template_options: Mapping[str, Any] | None = None
+) -> dict[str, list[Sample]]:
     """Return the scores of all questions by the kind of their labels.
 
     Args:
         llm: engine.
         lines: questions and right answers.
         given: answers in the ways of `SOURCES`.
+        template_options: variables of the chat template.
     """
-    labels, found = AnswerLabels(StateTemplate(llm.frontend.plain)), dict[str, list[Sample]]()
+    labels, found = llm.frontend.answer_labels(None, template_options), dict[str, list[Sample]]()
     for way in SOURCES:
         for place, (line, shares) in enumerate(zip(lines, given[way].shares, strict=True)):
             for number, (question, right, own) in enumerate(zip(line.questions, line.answers, shares, strict=True)):
                 asked = ask(question, way.method, labels, f"question {number}")
                 if asked.kind == "predicate" and way != SOURCES[0]:
+                    continue
+                if asked.kind == "likelihood" and way.method != "likelihood":  # more options than letters, and no division
                     continue
                 scores = np.log(np.maximum(own[asked.order], 1e-30))
                 found.setdefault(asked.kind, []).append(Sample(place, asked.names, scores, asked.order.index(right)))
@@ -164,8 +168,7 @@ def log_loss(sample: Sample, scale: LabelScale) -> float:
         sample: scores of a question.
         scale: calibration of its labels.
     """
-    bias = np.asarray([scale.bias.get(name, 0.0) for name in sample.names] or 0.0)
-    return -float(log_softmax((sample.scores - bias) / scale.temperature)[sample.right])
+    return -float(log_softmax(scale.apply(sample.scores, sample.names))[sample.right])
 
 
 def notes_of(fits: Mapping[str, Fit], data: str) -> dict[str, Any]:

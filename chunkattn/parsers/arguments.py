@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from chunkattn.config import MAX_SALT_CHARS
-from chunkattn.errors import CapacityError, RequestError
+from chunkattn.errors import CapacityError, RequestError, shown
 
 
 def as_list(values: Any, name: str) -> list[Any]:
@@ -26,6 +26,23 @@ def as_list(values: Any, name: str) -> list[Any]:
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise RequestError(f"{name} must be a list, got {type(values).__name__}", param=name)
     return list(values)
+
+
+def check_template_options(value: Any) -> Mapping[str, Any]:
+    """Return the variables of a chat template; None gives none.
+
+    Args:
+        value: argument of the caller.
+
+    Raises:
+        RequestError: the value is no mapping with texts as keys.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        got = "a key that is no text" if isinstance(value, Mapping) else type(value).__name__
+        raise RequestError(f"chat_template_kwargs must be a mapping by name, got {got}", param="chat_template_kwargs")
+    return value
 
 
 def is_list(value: Any) -> bool:
@@ -67,7 +84,7 @@ def check_salt(salt: Any) -> str | None:
     if salt is None:
         return None
     if not isinstance(salt, str) or not salt:
-        raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
+        raise RequestError(f"cache_salt must be a non-empty string, got {shown(salt)}", param="cache_salt")
     if len(salt) > MAX_SALT_CHARS:
         text = f"cache_salt has {len(salt)} characters, at most {MAX_SALT_CHARS} are allowed; send a hash of it"
         raise RequestError(text, param="cache_salt")
@@ -114,7 +131,8 @@ def check_ids(ids: Any, name: str, param: str = "prompt", *, most: int | None = 
     if all(map(_is_integer, kinds)) and (not values or (min(values) >= 0 and max(values) < 2**31)):
         return values if kinds <= {int} else [*map(int, values)]
     index, bad = next((n, v) for n, v in enumerate(values) if not _is_integer(type(v)) or not 0 <= v < 2**31)
-    raise RequestError(f"[{index}] is not a token id: {bad!r}", param=param, part=name)
+    got = shown(bad.item() if isinstance(bad, np.generic) else bad)
+    raise RequestError(f"[{index}] is not a token id: {got}", param=param, part=name)
 
 
 def _is_integer(kind: type) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.layout import ChunkLayout, Names
-from chunkattn.parsers.arguments import check_ids, check_salt
+from chunkattn.parsers.arguments import check_ids, check_salt, check_template_options
 from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat, text_of
 from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
@@ -250,6 +250,7 @@ class PromptParser:
         if not isinstance(prefix, (str, Sequence, np.ndarray)):
             text = f"the prefix must be text, token ids or messages, got {type(prefix).__name__}"
             raise RequestError(text, param=names.prefix)
+        template_options = check_template_options(template_options)
         has_texts = any(isinstance(document, str) for document in documents)
         if not isinstance(prefix, str) and (isinstance(prefix[0], Mapping) if len(prefix) else has_texts):
             chat = [*cast("Sequence[Mapping[str, Any]]", prefix), {"role": "user", "content": "?"}]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from chunkattn.errors import NotRenderedError, RequestError
+from chunkattn.parsers.arguments import check_template_options
 from chunkattn.parsers.encode import PlainEncoder
 
 if TYPE_CHECKING:
@@ -44,13 +45,14 @@ class StateTemplate:
         after: text behind the question, up to where the answer begins.
 
     Raises:
-        RequestError: there is no chat template, the template changes the content, or it leaves a block of reasoning open.
+        RequestError: the variables are no mapping, there is no chat template, the template changes the content, or it leaves a
+            block of reasoning open.
         NotRenderedError: the template leaves out the system message.
     """
 
     def __init__(self, plain: PlainEncoder, system: str | None = None, options: Mapping[str, Any] | None = None) -> None:
         self._plain = plain
-        given = dict(options or {})
+        given = dict(check_template_options(options))
         tokenizer = plain.encode.tokenizer
         if tokenizer is None or not (given.get("chat_template") or getattr(tokenizer, "chat_template", None)):
             raise RequestError("decide needs a chat template, and this tokenizer has none", param="questions")
@@ -129,12 +131,6 @@ class StateTemplate:
             reason = f": the answer {text!r} cannot be tokenized apart from the chat template before it"
             raise RequestError(reason, param="questions", part=name)
         return ids[count:]
-
-    def whole(self, state: str, pieces: Sequence[str]) -> list[int]:
-        """Return the token ids of a state and one question as one text. See `prefix` and `item` for the arguments."""
-        first, *between, last = pieces
-        texts = [self.before, self._read(state), f"{_MIDDLE} {first}", *between, last + self.after]
-        return self._plain.fill(texts, "state", "state")
 
     def label(self, text: str) -> int | None:
         """Return the one token with which a text begins the answer; None if the text is not one token there.

@@ -239,7 +239,7 @@ QUERIES = {"query": [[1], [2]], "items": [[[3]], [[4], [5]]]}
         ({**ITEMS, "label_token_ids": [[5], [5, VOCAB]]}, "label_token_ids of item 1: token id 128 at index 1 is outside"),
         ({**ITEMS, "label_token_ids": [[5], [5] * 1025]}, "label_token_ids of item 1 has 1025 entries, at most 1024"),
         ({**ITEMS, "label_token_ids": [[[5], [6]]]}, "label_token_ids holds lists of lists, which need a list"),
-        ({**ITEMS, "label_token_ids": [[5, [6]], [7]]}, r"label_token_ids\[0\]\[1\] is not a token id: \[6\]"),
+        ({**ITEMS, "label_token_ids": [[5, [6]], [7]]}, r"label_token_ids\[0\]\[1\] is not a token id: a list"),
         ({**ITEMS, "label_token_ids": [[5]] * 10_001}, "10001 label_token_ids lists exceed max_items_per_request"),
         ({**QUERIES, "label_token_ids": [[5], [6]]}, "label_token_ids holds 2 lists for 1 items"),
         ({**QUERIES, "label_token_ids": [[[5]]]}, "holds lists for 1 queries, not for 2"),

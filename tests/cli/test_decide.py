@@ -28,6 +28,7 @@ ASKED = [
     Choice("Who writes?", ["yes", True, Option("Ana", "a person")]),
     Rating("How late?", ["1", "2024-01-31", Level("~x")]),
 ]
+PLAIN = {"chat_template": "{{ messages[0].content }}<|im_end|>"}
 POOL = ["--kv-cache-memory-bytes", str(16 << 20)]
 LINES = [
     '"Ana likes figs."',
@@ -69,6 +70,9 @@ def test_questions_are_read(files):
     ]
     (files / "questions.json").write_text(json.dumps(listed))
     assert read_questions(files / "questions.json") == ASKED
+    (files / "questions.json").write_text('[{"predicate": "a", "predicate": "b"}]')
+    with pytest.raises(RequestError, match="cannot be read: the key 'predicate' is there twice"):
+        read_questions(files / "questions.json")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ def test_lines_have_the_answers_of_the_call(source, folder, files, monkeypatch):
     assert [line["usage"]["prompt_tokens"] for line in found] == [output.usage.prompt_tokens for output in outputs]
     first = found[0]["answers"][1]
     assert [own["value"] for own in first["probabilities"]] == ["yes", True, "Ana"]
-    assert {*first} == {"name", "type", "choice", "confidence", "probabilities", "label_mass"}
+    assert {*first} == {"name", "type", "choice", "confidence", "probabilities", "label_mass", "method"}
 
 
 @pytest.mark.parametrize(
@@ -161,6 +165,14 @@ def test_other_errors(folder, files):
         (["a", "--input", tickets], "give one of"),
         (["--input", files / "none"], "none cannot be read: No such file"),
         (["--input", tickets, "--output", tickets], "is the file of --input"),
+        (["a", "--output", files / "questions.yaml"], "is the file of --questions"),
+        (["--state-file", tickets, "--output", tickets], "is the file of --state-file"),
+        (["a", "--document-file", tickets, "--output", tickets], "is the file of --document-file"),
+        (["a", "--chunk-calibration", tickets, "--output", tickets], "is the file of --chunk-calibration"),
+        (["a", "--chat-template-kwargs", "{"], "--chat-template-kwargs is no JSON"),
+        (["a", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs must be a JSON object, got list"),
+        (["a", "--chat-template-kwargs", "[" * 100_000], "--chat-template-kwargs nests too deep"),
+        (["a", "--cache-salt", ""], "cache_salt must be a non-empty string"),
         (["--input", tickets, "--output", files / "no" / "out"], "is not a folder"),
         (["--state-file", files / "none.txt"], "none.txt cannot be read"),
         (["a", "--method", "guess"], "method must be one of"),
@@ -223,6 +235,7 @@ def test_one_state(folder, files):
         (["--state-file", files / "state.json"], STATES[2], {}),
         (["--state-file", files / "state.txt", "--system", "Be kind."], "[1]", {"system": "Be kind."}),
         (["-", "--method", "separate"], "a\nb", {"method": "separate"}),
+        (["a", "--chat-template-kwargs", json.dumps(PLAIN)], "a", {"chat_template_kwargs": PLAIN}),
         (["a", "--document", "One.", "--document-file", files / "state.txt"], "a", {"documents": ["One.", "[1]"]}),
     ):
         done = run(folder, files, *arguments, "--output", "-", input=b"a\nb\n")

@@ -10,14 +10,16 @@ from typer.testing import CliRunner
 from benchmarks.decide_eval_data import KINDS, kinds, passages
 from chunkattn import LLM, Choice, Level, Option, Predicate, Rating
 from chunkattn.calibration import Calibration, LabelScale, read_calibration, read_label_scales, write_calibration
+from chunkattn.calls.decide_questions import AnswerLabels
 from chunkattn.cli import app
 from chunkattn.decisions import ChoiceAnswer, PredicateAnswer
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.evaluation.chart import draw
 from chunkattn.evaluation.data import Decisions, read_data
 from chunkattn.evaluation.decisions import WAYS, Given, Way, brier, compare, conclusion, ece, examine, shares_of
-from chunkattn.evaluation.labels import Sample, calibrate_labels, fit, log_loss, samples_of
+from chunkattn.evaluation.labels import SOURCES, Sample, calibrate_labels, fit, log_loss, samples_of
 from chunkattn.evaluation.results import Results
+from chunkattn.parsers.state_template import StateTemplate
 
 PREDICATE = {"predicate": "Ana writes.", "name": "ana"}
 CHOICE = {"choice": "Who?", "options": ["Ana", True, {"value": "true", "description": "d"}]}
@@ -59,6 +61,7 @@ def test_data_is_read(tmp_path):
         (line_of(answers=[1, "true", "high"]), "line 2: answer 0 must be one of true, false, got 1"),
         (line_of(answers=[True, "Ben", "high"]), 'line 2: answer 1 must be one of "Ana", true, "true", got "Ben"'),
         (line_of(answers=[True, "true", 1]), 'line 2: answer 2 must be one of "low", "high", got 1'),
+        ('{"state": ' + "[" * 100_000, "line 2 nests too deep"),
         ('{"query": "q", "documents": ["a"], "relevance": [1]}', "or decisions (`questions`), not several of them"),
     ],
 )
@@ -223,6 +226,7 @@ def test_fitted_labels_change_the_answers_by_the_formula(method, tmp_path, folde
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"labels": SCALES}))
     llm = LLM(str(folder), kv_cache_memory_bytes=POOL, chunk_calibration=str(file))
+    file.write_text("damaged after the start")
     before = llm.decide("Ana writes.", ASKED, method=method, calibrate=method == "likelihood").answers
     if method == "likelihood":
         before[0] = llm.decide("Ana writes.", ASKED[:1]).answers[0]  # N/A divides texts alone
@@ -271,6 +275,17 @@ def test_results_are_kept_and_no_order_of_options_flips_an_answer(folder, tmp_pa
     monkeypatch.setattr(llm, "decide", None)
     again = examine(llm, lines, WAYS, Results(tmp_path / "r.jsonl"), lambda count: None)
     assert str(again) == str(found)
+    other = AnswerLabels(StateTemplate(llm.frontend.plain, None, {"chat_template": f"{llm.tokenizer.chat_template}So:"}))
+    monkeypatch.setattr(llm.frontend, "answer_labels", lambda *_: other)
+    with pytest.raises(TypeError):  # asked anew behind another chat template
+        examine(llm, lines, WAYS[:1], Results(tmp_path / "r.jsonl"), lambda count: None)
+
+
+def test_options_without_letters_are_samples_of_likelihood_alone(chat_llm):
+    asked = Choice("Who?", [f"person {number}" for number in range(30)])
+    given = Given([[np.full(30, 1 / 30)]], [])
+    samples = samples_of(chat_llm, [Decisions(1, "a", (asked,), (0,))], dict.fromkeys(SOURCES, given))
+    assert {kind: len(own) for kind, own in samples.items()} == {"likelihood": 1, "separate": 1}
 
 
 def test_the_commands(folder, tmp_path, monkeypatch):
@@ -282,12 +297,18 @@ def test_the_commands(folder, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert "written: chunk_calibration.json" in done.stdout
     report = json.loads((tmp_path / "labels.json").read_text())
-    for option in (["--gap", "1"], ["--no-weighing"], ["--plot", "p.png"]):
+    for option in (["--gap", "1"], ["--no-weighing"], ["--plot", "p.png"], ["--max-tokens", "32"]):
         done = CliRunner().invoke(app, ["calibrate", "d.jsonl", *option])
         assert (done.exit_code, "d.jsonl holds decisions" in done.stderr) == (2, True)
+    done = CliRunner().invoke(app, ["eval", "d.jsonl", "--max-tokens", "32"])
+    assert (done.exit_code, "d.jsonl holds decisions" in done.stderr) == (2, True)
     scales = read_label_scales(tmp_path / "chunk_calibration.json")
     assert {*scales} == {kind for kind in ("predicate", "letters", "likelihood", "separate") if report[kind]["kept"]}
     assert scales, "the random model always has the same right answer"
+    thinking = json.dumps({"chat_template": "{{ messages[0].content }}<think>"})
+    for command in ("eval", "calibrate"):
+        done = CliRunner().invoke(app, [command, "d.jsonl", "--chat-template-kwargs", thinking, *options])
+        assert (done.exit_code, "leaves <think> open" in done.stderr) == (2, True), done.output
     arguments = ["eval", "d.jsonl", "--limit", "6", "--json", "r.json", "--plot", "p.png", *options]
     done = CliRunner().invoke(app, [*arguments, "--chunk-calibration", "chunk_calibration.json"])
     assert done.exit_code == 0, done.output

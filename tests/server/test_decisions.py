@@ -26,7 +26,7 @@ from chunkattn.server.protocol.decisions import JSON_BYTES, JSON_LEVELS, JSON_VA
 pytest_plugins = ["tests.told_engine"]
 
 DECISIONS, SYSTEM_ONE = "/v1/decisions", "/v1/systemone"
-MASS = 0.25
+MASS, METHOD = 0.25, "separate"
 ASKED = [{"type": "predicate", "instructions": "It rains."}]
 BODY = {"model": "gpt-6-luna", "input": "The sky is grey.", "questions": ASKED}
 NOUL = {"type": "noul", "instructions": "It rains."}
@@ -39,9 +39,9 @@ def fixed(question):
     if isinstance(question, Choice):
         options = [own.value for own in question.options]
         shares = dict(zip(options, [0.5, *[0.5 / (len(options) - 1)] * (len(options) - 1)], strict=True))
-        return ChoiceAnswer(question.name, options[0], 0.125, shares, MASS)
+        return ChoiceAnswer(question.name, options[0], 0.125, shares, MASS, METHOD)
     shares = {level.label: 1 / len(question.levels) for level in question.levels}
-    return RatingAnswer(question.name, 1.5, 0.0, shares, MASS)
+    return RatingAnswer(question.name, 1.5, 0.0, shares, MASS, METHOD)
 
 
 @pytest.fixture
@@ -294,6 +294,7 @@ def test_named_questions_and_states_reach_the_model(http, calls):
             "confidence": 0.125,
             "probabilities": {"calm": 0.5, "angry": 0.25, "x": 0.25},
             "label_mass": MASS,
+            "method": METHOD,
         },
         "certain": {"type": "choice", "choice": "only", "confidence": 1.0, "probabilities": {"only": 1.0}},
         "urgency": {
@@ -303,6 +304,7 @@ def test_named_questions_and_states_reach_the_model(http, calls):
             "legend": {"0": "wait", "1": {"d": "soon"}, "2": "now"},
             "probabilities": {"0": third, "1": third, "2": third},
             "label_mass": MASS,
+            "method": METHOD,
         },
         "level": {"type": "score", "score": 0.0, "confidence": 1.0, "legend": {"0": ["one"]}, "probabilities": {"0": 1.0}},
     }
@@ -327,6 +329,7 @@ def test_answers_and_usage_are_openais(http):
             "confidence": 0.125,
             "probabilities": [{"value": "b", "probability": 0.5}, {"value": False, "probability": 0.5}],
             "label_mass": MASS,
+            "method": METHOD,
         },
         {
             "type": "score",
@@ -338,6 +341,7 @@ def test_answers_and_usage_are_openais(http):
                 {"value": 1, "label": "c", "probability": 0.5},
             ],
             "label_mass": MASS,
+            "method": METHOD,
         },
     ]
     assert told["usage"] == {

@@ -372,6 +372,7 @@ class DecisionsBody(DecideBody):
 
 def _answer(answer: Answer, min_mass: float) -> dict[str, Any]:
     name, mass = {"name": answer.name}, {"label_mass": answer.label_mass}
+    method = {} if isinstance(answer, PredicateAnswer) else {"method": answer.method}
     if answer.label_mass < min_mass:
         return {"type": "refusal"} | name | mass
     if isinstance(answer, PredicateAnswer):
@@ -379,11 +380,11 @@ def _answer(answer: Answer, min_mass: float) -> dict[str, Any]:
     if isinstance(answer, ChoiceAnswer):
         shares: list[dict[str, Any]] = [{"value": v, "probability": p} for v, p in answer.probabilities.items()]
         own: dict[str, Any] = {"choice": answer.choice, "confidence": answer.confidence, "probabilities": shares}
-        return {"type": "choice"} | name | own | mass
+        return {"type": "choice"} | name | own | mass | method
     numbered = enumerate(answer.probabilities.items())
     shares = [{"value": number, "label": label, "probability": p} for number, (label, p) in numbered]
     own = {"score": answer.score, "confidence": answer.confidence, "probabilities": shares}
-    return {"type": "score"} | name | own | mass
+    return {"type": "score"} | name | own | mass | method
 
 
 def _content(content: str | list[Any]) -> Any:

@@ -90,7 +90,7 @@ class SystemOneChoice(Entry):
             return {"type": "choice", "choice": label, "confidence": _CERTAIN, "probabilities": {label: _CERTAIN}}
         assert isinstance(answer, ChoiceAnswer)
         own = {"choice": answer.choice, "confidence": answer.confidence, "probabilities": answer.probabilities}
-        return {"type": "choice", **own, "label_mass": answer.label_mass}
+        return {"type": "choice", **own, "label_mass": answer.label_mass, "method": answer.method}
 
 
 class SystemOneScore(Entry):
@@ -119,7 +119,7 @@ class SystemOneScore(Entry):
         assert isinstance(answer, RatingAnswer)
         shares = {str(number): share for number, share in enumerate(answer.probabilities.values())}
         own = {"score": answer.score, "confidence": answer.confidence, "legend": legend, "probabilities": shares}
-        return {"type": "score", **own, "label_mass": answer.label_mass}
+        return {"type": "score", **own, "label_mass": answer.label_mass, "method": answer.method}
 
 
 _QUESTIONS = Kinds({"noul": SystemOneNoul, "choice": SystemOneChoice, "score": SystemOneScore}, by_type)

@@ -5,11 +5,8 @@ import { bar, element } from "./dom.js";
 const SMALL_MASS = 0.1;
 const SMALL_MASS_HINT = "Small label mass: the model wanted to say something else.";
 
-/**
- * Return the elements that show an answer of `/v1/decisions`.
- * @param {string} method method of the request
- */
-export function answerParts(answer, method) {
+/** Return the elements that show an answer of `/v1/decisions`. */
+export function answerParts(answer) {
   const mass = answer.label_mass;
   if (answer.type === "refusal") {
     const text = `The label mass ${short(mass)} is below this server's limit.`;
@@ -22,8 +19,7 @@ export function answerParts(answer, method) {
     element("ol", { class: "bars" }, ...shares.map(([name, share], index) => option(name, share, index === best))),
   ];
   // Texts are few among all texts: their mass is always small.
-  const ofLabels = answer.type === "predicate" || method !== "likelihood";
-  if (ofLabels && mass < SMALL_MASS) {
+  if (answer.method !== "likelihood" && mass < SMALL_MASS) {
     parts.push(element("p", { class: "warning", "data-testid": "small-mass" }, SMALL_MASS_HINT));
   }
   return parts;

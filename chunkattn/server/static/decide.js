@@ -76,10 +76,10 @@ function setUpExamples(load) {
 async function decide(stateText, questions, options) {
   const began = performance.now();
   const body = { input: stateText(), questions: questions.map((question) => question.request), ...options };
-  const { answers, method, usage } = await postJson("v1/decisions", body);
+  const { answers, usage } = await postJson("v1/decisions", body);
   const took = performance.now() - began;
 
-  questions.forEach((question, index) => question.show(answers[index], method));
+  questions.forEach((question, index) => question.show(answers[index]));
   setText(byId("decide-status"), `${counted(answers.length, "question")} answered in ${seconds(took)}`);
   fillList(byId("decide-usage"), [
     ["tokens", String(usage.input_tokens)],

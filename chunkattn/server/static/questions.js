@@ -68,8 +68,8 @@ class Question {
     return asked;
   }
 
-  show(answer, method) {
-    this.answer.replaceChildren(...answerParts(answer, method));
+  show(answer) {
+    this.answer.replaceChildren(...answerParts(answer));
   }
 
   /** Return the field that an error message is about. */

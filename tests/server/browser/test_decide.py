@@ -71,7 +71,7 @@ def decided(page, asked):
         assert best == max(expected, key=lambda own: own[1])[0]
         assert chosen == (best.partition(" ")[2] if answer["type"] == "score" else best)
         assert answer.get("choice", chosen) == chosen
-        is_small = answer["label_mass"] < 0.1 and (answer["type"] == "predicate" or body["method"] != "likelihood")
+        is_small = answer["label_mass"] < 0.1 and answer.get("method") != "likelihood"
         assert len(row.find_elements(By.CSS_SELECTOR, "[data-testid=small-mass]")) == is_small
     usage = [int(e.text) for e in page.driver.find_elements(By.CSS_SELECTOR, "#decide-usage dd")]
     assert usage[0] == told["usage"]["input_tokens"] == usage[1] + usage[2]
