@@ -19,7 +19,7 @@ from chunkattn.calls.job import Job
 from chunkattn.calls.score import ScoreCalls
 from chunkattn.calls.state_calls import StateCalls
 from chunkattn.decisions import DecisionOutput, Question
-from chunkattn.errors import RequestError
+from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import as_list, salt_key
 
@@ -86,15 +86,15 @@ def decide_call(
     if limits.num_labels is not None:
         raise RequestError("this checkpoint is a sequence classifier and answers no questions; score it", param="questions")
     if method not in METHODS:
-        raise RequestError(f"method must be one of {', '.join(METHODS)}, got {method!r}", param="method")
+        raise RequestError(f"method must be one of {', '.join(METHODS)}, got {shown(method)}", param="method")
     if not isinstance(calibrate, bool) and calibrate != FITTED:
-        raise RequestError(f"calibrate must be True, False or {FITTED!r}, got {calibrate!r}", param="calibrate")
+        raise RequestError(f"calibrate must be True, False or {FITTED!r}, got {shown(calibrate)}", param="calibrate")
     scales = frontend.label_scales if calibrate == FITTED else {}
     if calibrate == FITTED and not scales:
         reason = "this engine has no calibration file with labels; make one with chunkattn calibrate"
         raise RequestError(f"calibrate is {FITTED!r}, and {reason}", param="calibrate")
     if system is not None and (not isinstance(system, str) or not system.strip()):
-        raise RequestError(f"system must be a string that is not empty, got {system!r}", param="system")
+        raise RequestError(f"system must be a string that is not empty, got {shown(system)}", param="system")
     states, given = list_states(state), as_list(questions, "questions")
     text = read_state(state) if states is None else ""
     if not given:
