@@ -9,7 +9,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 
-from chunkattn.server.protocol.decide import state_text
+from chunkattn.calls.decide_states import read_state
 from tests.server.browser.page import BARS
 
 pytestmark = pytest.mark.browser
@@ -119,10 +119,10 @@ def test_decide(page):
     messages = [*json.loads(page.value("state")), odd]
     page.run("document.getElementById('state').value = arguments[0]", json.dumps(messages, indent=2))
     body, _ = decided(page, 2)
-    assert body["input"] == state_text(messages)
+    assert body["input"] == read_state(messages)
     page.run("document.getElementById('state').value = arguments[0]", json.dumps({"messages": messages[:1]}, indent=2))
     body, _ = decided(page, 3)
-    assert body["input"] == state_text({"messages": messages[:1]})
+    assert body["input"] == read_state({"messages": messages[:1]})
 
 
 def test_decide_refuses_at_the_field(page):
