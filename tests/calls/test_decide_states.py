@@ -158,6 +158,7 @@ def test_small_states_share_steps(llm, monkeypatch):
     assert together <= 8 < 24 <= len(steps) - together
 
 
+@pytest.mark.ci
 def test_async_lists(folder, llm):
     async def ask_all():
         async with AsyncLLM(str(folder), **CHAT_OPTIONS) as other:

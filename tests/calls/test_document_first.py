@@ -329,6 +329,7 @@ def test_no_documents(llm):
     assert (output.results, output.usage.computed_tokens, output.usage.cached_tokens) == ([], 0, 0)
 
 
+@pytest.mark.ci
 def test_async_rerank(demo):
     documents = ["Rumi is a poet.", "Zenuso lives in Kirora."]
 

@@ -287,6 +287,7 @@ def test_kept_items_survive_a_restart_on_disk(engine, checkpoint, tmp_path):
     assert [result.usage.cached_tokens for result in found] == [0, 70]
 
 
+@pytest.mark.ci
 def test_async_calls_ask_and_rank_alike(checkpoint, engine):
     query, *items = draw(16, 9, 40, 30)
 
