@@ -16,7 +16,7 @@ from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask
 from chunkattn.calls.decide_states import State, States, list_states, read_state
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
-from chunkattn.calls.score import ScoreCalls
+from chunkattn.calls.score_calls import ScoreCalls
 from chunkattn.calls.state_calls import StateCalls
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError, shown

@@ -10,7 +10,8 @@ from chunkattn.calls.algorithms import Documents
 from chunkattn.calls.decide_questions import AskedQuestion
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import STAGE_LAYOUT
-from chunkattn.calls.score import LOOKUP_BATCH, ScoreCall
+from chunkattn.calls.score import ScoreCall
+from chunkattn.calls.score_calls import LOOKUP_BATCH
 from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import ChunkLayout, Names

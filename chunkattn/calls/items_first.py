@@ -9,7 +9,8 @@ from typing import TypeVar
 from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import STAGE_STEPS
-from chunkattn.calls.score import ScoreCall, ScoreCalls
+from chunkattn.calls.score import ScoreCall
+from chunkattn.calls.score_calls import ScoreCalls
 from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 

@@ -16,7 +16,8 @@ from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.items_first import ItemsFirst, items_first_job
 from chunkattn.calls.rerank_template import RerankTemplate, pick_template
-from chunkattn.calls.score import ScoreCall, ScoreCalls
+from chunkattn.calls.score import ScoreCall
+from chunkattn.calls.score_calls import ScoreCalls
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names

@@ -13,7 +13,8 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.items_first import ItemsFirst, items_first_job
 from chunkattn.calls.job import Job
 from chunkattn.calls.labels import Labels, LabelTokenIds, read_labels
-from chunkattn.calls.score import ScoreCall, ScoreCalls
+from chunkattn.calls.score import ScoreCall
+from chunkattn.calls.score_calls import ScoreCalls
 from chunkattn.engine.limits import ITEMS
 from chunkattn.errors import MissingError, RequestError
 from chunkattn.layout import Names
