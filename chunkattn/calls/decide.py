@@ -21,7 +21,7 @@ from chunkattn.calls.state_calls import StateCalls
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import ScoreOutput, ScoreUsage
-from chunkattn.parsers.arguments import as_list, salt_key
+from chunkattn.parsers.arguments import as_list
 
 _CONTENT_FREE = "N/A"
 """State without content, whose probabilities calibrate the labels."""
@@ -106,7 +106,7 @@ def decide_call(
     parts = [f"question {number}" for number in range(len(given))]
     asked = [ask(question, method, labels, part) for question, part in zip(given, parts, strict=True)]
     _check_names(asked)
-    rank, key = check_priorities(priority, 1)[0], salt_key(cache_salt)
+    (rank,) = check_priorities(priority, 1)
     items = QuestionItems(frontend, template, asked, parts, chunks, cache_salt=cache_salt, priority=rank)
     finish = partial(_decisions, asked, method, scales)
     divided = [calibrate is True or (calibrate == FITTED and own.kind == "likelihood") for own in asked]
@@ -138,7 +138,7 @@ def decide_call(
         state_ids.append(np.asarray(ids, np.int32))
     for call in empty:
         call.plan({})
-    return StateCalls(frontend, state_ids, items, finish, empty=empty[0] if empty else None, salt_key=key, priority=rank)
+    return StateCalls(frontend, state_ids, items, finish, empty=empty[0] if empty else None)
 
 
 def _decisions(

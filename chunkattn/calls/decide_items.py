@@ -14,8 +14,9 @@ from chunkattn.calls.score import ScoreCall
 from chunkattn.calls.score_calls import LOOKUP_BATCH
 from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
 from chunkattn.errors import CapacityError, RequestError
-from chunkattn.layout import ChunkLayout, Names
+from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput
+from chunkattn.parsers.arguments import salt_key
 from chunkattn.parsers.state_template import StateTemplate
 from chunkattn.rope.positions import make_layout
 
@@ -138,13 +139,15 @@ class QuestionItems:
         """Return the number of states of one lookup, which the engine answers between two steps."""
         return max(1, min(LOOKUP_BATCH, _LOOKUP_TOKENS // max(self.document_tokens, 1)))
 
-    def state_layout(self, ids: list[int]) -> ChunkLayout:
-        """Return the layout of everything before the items.
+    def lookup(self, ids: list[int]) -> PrecomputeRequest:
+        """Return the request that asks whether everything before the items is cached.
 
         Args:
             ids: result of `state_ids`.
         """
-        return self._documents(ids).layout(self._before, []) if self._chunks else make_layout(ids, [], [])
+        layout = self._documents(ids).layout(self._before, []) if self._chunks else make_layout(ids, [], [])
+        key, name = salt_key(self._cache_salt), self._frontend.new_id()
+        return PrecomputeRequest(name, layout, key, persist=False, priority=self._priority)
 
     def behind_state(self, ids: list[int]) -> ScoreCall[ScoreOutput]:
         """Return the call of the items behind documents and a state that have been checked.

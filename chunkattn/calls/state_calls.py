@@ -34,8 +34,6 @@ class StateCalls(Generic[T]):
         finish: makes the result of a state from its scores, and those of `empty` if there are any.
         empty: call of the content-free state, which runs first; None for none. Its tokens count as computed for the first
             state, and as cached for the others.
-        salt_key: digest of the cache salt.
-        priority: rank in the queue; lower goes first.
 
     Attributes:
         total: number of states.
@@ -53,12 +51,9 @@ class StateCalls(Generic[T]):
         finish: Callable[[list[ScoreOutput]], T],
         *,
         empty: ScoreCall[ScoreOutput] | None,
-        salt_key: str | None,
-        priority: int,
     ) -> None:
         self._frontend, self._states, self._items, self._finish = frontend, states, items, finish
         self._empty, self._extends = empty, items.algorithm == "prefill_extend"
-        self._salt_key, self._priority = salt_key, priority
         self._found: list[tuple[int, int]] = []  # missing and cached tokens of each state, as far as known
         self._by_id: dict[str, ScoreCall[ScoreOutput]] = {}  # calls of the requests that have not ended
         self._results: dict[int, T] = {}
@@ -68,12 +63,7 @@ class StateCalls(Generic[T]):
         """Yield requests to look up in the cache: the states."""
         most = self._items.most_looked_up
         for first in range(0, len(self._states) if self._extends else 0, most):
-            layouts = [self._items.state_layout(ids.tolist()) for ids in self._states[first : first + most]]
-            names = [self._frontend.new_id() for _ in layouts]
-            yield [
-                PrecomputeRequest(name, layout, self._salt_key, persist=False, priority=self._priority)
-                for name, layout in zip(names, layouts, strict=True)
-            ]
+            yield [self._items.lookup(ids.tolist()) for ids in self._states[first : first + most]]
 
     def decide(self, asked: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
         """Store how much of the states is cached."""

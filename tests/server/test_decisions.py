@@ -220,7 +220,7 @@ def changed(value):
     return {**value, "other": 1}
 
 
-# What the model is asked
+# Questions as the model gets them
 
 
 def test_questions_and_items_reach_the_model(http, calls):

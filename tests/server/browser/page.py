@@ -48,7 +48,7 @@ class Page:
         return self.driver.find_elements(By.CSS_SELECTOR, f"[data-testid={test_id}]")
 
     def value(self, name):
-        """What stands in a field."""
+        """Return the value of a field."""
         return self.get(name).get_property("value")
 
     def run(self, script, *arguments):
