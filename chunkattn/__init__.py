@@ -22,11 +22,13 @@ if TYPE_CHECKING:
         Rating,
         RatingAnswer,
     )
+    from chunkattn.focus import Focus
     from chunkattn.layout import ChunkLayout
     from chunkattn.llm import LLM
     from chunkattn.outputs import (
         CacheReport,
         CompletionOutput,
+        FocusOutput,
         Logprob,
         RequestOutput,
         RerankOutput,
@@ -47,9 +49,10 @@ _NAMES = {
     "calls.rerank_template": "RerankTemplate",
     "config": "EngineConfig SamplingParams",
     "decisions": "Choice ChoiceAnswer DecisionOutput Level Option Predicate PredicateAnswer Rating RatingAnswer",
+    "focus": "Focus",
     "layout": "ChunkLayout",
     "llm": "LLM",
-    "outputs": "CacheReport CompletionOutput Logprob RequestOutput RerankOutput RerankResult ScoreOutput",
+    "outputs": "CacheReport CompletionOutput FocusOutput Logprob RequestOutput RerankOutput RerankResult ScoreOutput",
     "parsers": "ChunkedPrompt DocumentPrompt",
     "rope.positions": "make_layout",
 }
@@ -68,6 +71,8 @@ __all__ = [
     "DecisionOutput",
     "DocumentPrompt",
     "EngineConfig",
+    "Focus",
+    "FocusOutput",
     "Level",
     "Logprob",
     "Option",

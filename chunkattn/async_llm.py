@@ -9,7 +9,7 @@ from functools import partial
 from numbers import Real
 from secrets import token_hex
 from types import TracebackType
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, NamedTuple, TypeVar, Unpack, overload
 
 from chunkattn.calls.decide import DecideOptions, decide_call
 from chunkattn.calls.decide_states import State, States
@@ -25,6 +25,7 @@ from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import Message, PrecomputeRequest
 from chunkattn.errors import EngineDeadError, RequestError
 from chunkattn.fair_threads import FairThreads
+from chunkattn.focus import FocusLike
 from chunkattn.models.loader import open_files
 from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
@@ -183,6 +184,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         chunk_aware: bool | None = None,
+        focus: FocusLike | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
@@ -199,6 +201,7 @@ class AsyncLLM:
             sampling_params: parameters of the text; None uses the defaults.
             request_id: id for `abort`; None makes one up.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
+            focus: see `LLM.generate`; ignored for a `ParsedPrompt`, which has its own.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
             priority: rank in the queue; lower goes first.
             timeout: seconds after which the request is aborted.
@@ -216,7 +219,7 @@ class AsyncLLM:
         """
 
         def make() -> GenerateJob:
-            parsed = [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware)
+            parsed = [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware, focus)
             return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
 
         return self._generate(make, request_id, timeout, snapshots)
@@ -227,6 +230,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         documents: Sequence[str | Sequence[int]] | None = None,
+        focus: FocusLike | None = None,
         request_id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
@@ -241,6 +245,7 @@ class AsyncLLM:
             messages: messages of the conversation.
             sampling_params: see `generate`.
             documents: texts or token ids that become chunks; see `LLM.chat`.
+            focus: see `LLM.generate`; needs documents.
             request_id: see `generate`.
             cache_salt: see `generate`.
             priority: see `generate`.
@@ -256,7 +261,7 @@ class AsyncLLM:
         """
 
         def make() -> GenerateJob:
-            parsed = self.frontend.parse_chat([as_list(messages, "messages")], documents, chat_template_kwargs)
+            parsed = self.frontend.parse_chat([as_list(messages, "messages")], documents, chat_template_kwargs, focus)
             return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
 
         return self._generate(make, request_id, timeout, snapshots)
@@ -290,13 +295,15 @@ class AsyncLLM:
             self._generations[name] = call, None
             try:
                 job = made if isinstance(made, GenerateJob) else await call.prepare(made)
-                if call.done:  # aborted before its start
+                if job.focus is not None and not call.aborted:
+                    await self._run_stages(call, job.focus, await call.prepare(_begin, job.focus))
+                    await call.prepare(job.begin)
+                if call.aborted:  # before its start
                     return
                 (builder,) = job.builders
                 builder.output.request_id = name
                 self._generations[name] = call, job
-                (requests,) = job.stages()
-                call.send(requests, partial(job.take, stop=self.client.stop), quiet=job.final_only)
+                call.send(job.requests, partial(job.take, stop=self.client.stop), quiet=job.final_only)
                 ended = False
                 while not ended:
                     await call.wait()
@@ -548,28 +555,47 @@ class AsyncLLM:
             ChunkAttnError: the job or a stage cannot be made, or as `InflightRequests.finish`.
         """
 
-        def begin() -> tuple[Job[T], Iterator[Sequence[PrecomputeRequest]], Iterator[Sequence[Message]], Any, Any]:
+        def begin() -> tuple[Job[T], _Begun]:
             job = make()
-            lookups, stages = job.lookups() if isinstance(job, AskingJob) else iter(()), iter(job.stages())
-            asked = next(lookups, None)
-            return job, lookups, stages, asked, None if asked else next(stages, None)
+            return job, _begin(job)
 
         with self.client.call(_check_timeout(timeout)) as call:
-            job, lookups, stages, asked, stage = await call.prepare(begin)
+            job, begun = await call.prepare(begin)
             try:
-                while isinstance(job, AskingJob) and asked is not None:
-                    job.decide(asked, await call.ask(self.client.look_up(asked, forget=False)))
-                    asked = await call.prepare(next, lookups, None)
-                    if asked is None:
-                        stage = await call.prepare(next, stages, None)
-                while stage is not None:
-                    await call.finish(stage, partial(job.take, stop=self.client.stop))
-                    stage = await call.prepare(next, stages, None)
+                await self._run_stages(call, job, begun)
                 return await self.threads.run(job.result)
             except BaseException:
                 call.abort()  # before `unpin`, so that the engine pins nothing afterwards
                 self.client.unpin(job.pins)
                 raise
+
+    async def _run_stages(self, call: InflightRequests, job: Job[Any], begun: _Begun) -> None:
+        """Run the look-ups and the stages of a job in order; an aborted call ends early."""
+        asked, stage = begun.asked, begun.stage
+        while isinstance(job, AskingJob) and asked is not None and not call.aborted:
+            job.decide(asked, await call.ask(self.client.look_up(asked, forget=False)))
+            asked = await call.prepare(next, begun.lookups, None)
+            if asked is None:
+                stage = await call.prepare(next, begun.stages, None)
+        while stage is not None and not call.aborted:
+            await call.finish(stage, partial(job.take, stop=self.client.stop))
+            stage = await call.prepare(next, begun.stages, None)
+
+
+class _Begun(NamedTuple):
+    """Iterators of a job that has begun, with the first look-up, or the first stage of a job that looks up nothing."""
+
+    lookups: Iterator[Sequence[PrecomputeRequest]]
+    stages: Iterator[Sequence[Message]]
+    asked: Sequence[PrecomputeRequest] | None
+    stage: Sequence[Message] | None
+
+
+def _begin(job: Job[Any]) -> _Begun:
+    """Begin a job, in a thread: its first stage may take long."""
+    lookups, stages = job.lookups() if isinstance(job, AskingJob) else iter(()), iter(job.stages())
+    asked = next(lookups, None)
+    return _Begun(lookups, stages, asked, None if asked else next(stages, None))
 
 
 def snapshot(output: RequestOutput) -> RequestOutput:

@@ -190,6 +190,11 @@ class ChunkLayout:
         return frozenset(found)
 
     @cached_property
+    def chunk_digests(self) -> tuple[bytes, ...]:
+        """Return a hash of the token ids of every chunk, 16 bytes each."""
+        return tuple(hashlib.blake2b(self.part(s).tobytes(), digest_size=16).digest() for s in self.segments[1:-1])
+
+    @cached_property
     def known_rows(self) -> np.ndarray:
         """Return the ascending indices of tokens whose next token is in the same part: the rows that predict a prompt token."""
         return np.flatnonzero(self.chunk_ids[1:] == self.chunk_ids[:-1])
@@ -244,5 +249,4 @@ class ChunkLayout:
         Attention over chunks is a set operation, so any fixed order gives the same answer. This order makes the answer equal
         to the bit for every order of the caller.
         """
-        keys = [hashlib.blake2b(self.part(s).tobytes(), digest_size=16).digest() for s in self.segments[1:-1]]
-        return sorted(range(self.num_chunks), key=keys.__getitem__)
+        return sorted(range(self.num_chunks), key=self.chunk_digests.__getitem__)

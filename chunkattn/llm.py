@@ -21,6 +21,7 @@ from chunkattn.config import SamplingParams, make_config
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import Message, RequestFailed
+from chunkattn.focus import FocusLike
 from chunkattn.models.loader import open_files
 from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
@@ -87,6 +88,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chunk_aware: bool | None = None,
+        focus: FocusLike | None = None,
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
@@ -97,6 +99,8 @@ class LLM:
             prompts: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt` or `DocumentPrompt`, one or a list.
             sampling_params: one set of parameters for all prompts, or one each; None uses the defaults.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
+            focus: number of documents that each prompt chooses by its question, or a `chunkattn.focus.Focus`; for prompts that
+                have none of their own. None shows all documents alike.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
             priority: one priority for all prompts, or one each; lower goes first.
             use_tqdm: show a progress bar on calls of more than 8 prompts when stderr is a terminal.
@@ -109,7 +113,7 @@ class LLM:
                 any prompt runs.
             EngineError: a step failed.
         """
-        parsed = self.frontend.parse(prompts, chunk_aware)
+        parsed = self.frontend.parse(prompts, chunk_aware, focus)
         return self.run(generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
 
     def chat(
@@ -118,6 +122,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         documents: Sequence[str | Sequence[int]] | None = None,
+        focus: FocusLike | None = None,
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
@@ -131,6 +136,7 @@ class LLM:
             documents: texts or token ids that become the chunks of every conversation, texts in the engine's
                 `document_template`. The text before the content of the first user message is the prefix, and the rest is the
                 question.
+            focus: see `generate`; needs documents.
             cache_salt: see `generate`.
             priority: see `generate`.
             use_tqdm: see `generate`.
@@ -141,7 +147,7 @@ class LLM:
             NotRenderedError: the chat template leaves out a message or a part of it.
             EngineError: a step failed.
         """
-        parsed = self.frontend.parse_chat(messages, documents, chat_template_kwargs)
+        parsed = self.frontend.parse_chat(messages, documents, chat_template_kwargs, focus)
         return self.run(generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
 
     # The cache

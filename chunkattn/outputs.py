@@ -43,6 +43,26 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
 
+@dataclass(frozen=True)
+class FocusOutput:
+    """Choice among the documents of a prompt; see `chunkattn.focus.Focus`.
+
+    Attributes:
+        documents: numbers of the chosen documents in the caller's order of documents, the best first. Of equal documents, the
+            first.
+        scores: score of every document, in the caller's order; None for an empty document.
+        mode: how the prompt shows the chosen documents, one of `chunkattn.focus.MODES`.
+        score: name of the score.
+        computed_tokens: tokens that the engine computed to score the documents, in addition to the prompt.
+    """
+
+    documents: list[int]
+    scores: list[float | None]
+    mode: str
+    score: str
+    computed_tokens: int
+
+
 @dataclass
 class RequestOutput:
     """Prompt and its samples. Chunks are in the caller's order.
@@ -57,6 +77,8 @@ class RequestOutput:
         num_cached_tokens: prompt tokens whose K/V came from the cache or from a concurrent request.
         num_cached_chunk_tokens: cached tokens of each chunk.
         prefix_len: tokens of the prefix; 0 for a plain prompt.
+        focus: choice among the documents; None for a prompt without `focus`. Prompt, token ids and chunks are then those of the
+            prompt that shows the choice.
     """
 
     request_id: str
@@ -68,6 +90,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_cached_chunk_tokens: tuple[int, ...] = ()
     prefix_len: int = 0
+    focus: FocusOutput | None = None
 
 
 @dataclass(frozen=True)

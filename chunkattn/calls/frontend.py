@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from numbers import Integral
@@ -19,6 +20,7 @@ from chunkattn.calls.score_memory import ScoreMemory
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import ConfigError, RequestError, shown
+from chunkattn.focus import FocusLike, read_focus
 from chunkattn.models.loader import ModelFiles
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.arguments import as_list, check_template_options, one_each
@@ -28,6 +30,7 @@ from chunkattn.parsers.encode import ControlTokens, PlainEncoder
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.parsers.state_template import StateTemplate
 
+_NEEDS = "chooses among documents, and the prompt has none"
 _MAX_TEMPLATES = 16
 """Maximum number of rendered chat templates that are kept."""
 
@@ -122,30 +125,45 @@ class Frontend:
         return str(next(self._ids))
 
     def parse(
-        self, prompts: Prompt | Sequence[Prompt], chunk_aware: bool | None, *, add_special_tokens: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        chunk_aware: bool | None,
+        focus: FocusLike | None = None,
+        *,
+        add_special_tokens: bool = True,
     ) -> list[ParsedPrompt]:
         """Parse one prompt or many.
 
         Args:
             prompts: prompt or list of prompts.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
+            focus: focus of the prompts that have none of their own.
             add_special_tokens: begin prompts given as text with the tokenizer's leading special tokens.
 
         Raises:
-            RequestError: a prompt is malformed, or the checkpoint is a sequence classifier.
+            RequestError: a prompt is malformed, text or token ids hold no documents to focus on, or the checkpoint is a
+                sequence classifier.
         """
         self.limits.check_generates()
         if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
             prompts = [prompts]
         listed = as_list(prompts, "prompts")
         parser = self.parser if add_special_tokens else self.parser.without_leading()
-        return [parser.parse(p, chunk_aware) for p in listed]
+        given = read_focus(focus)
+        parsed = [parser.parse(p, chunk_aware) for p in listed]
+        if given is not None:
+            for prompt, own in zip(listed, parsed, strict=True):
+                if not own.layout.num_chunks and isinstance(prompt, (str, Mapping)):
+                    raise RequestError(f"focus {_NEEDS}; enable chunk_aware and separate them", param="focus")
+            parsed = [own if own.focus else replace(own, focus=given) for own in parsed]
+        return parsed
 
     def parse_chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         documents: Sequence[str | Sequence[int]] | None,
         template_options: Mapping[str, Any] | None,
+        focus: FocusLike | None = None,
     ) -> list[ParsedPrompt]:
         """Parse one conversation or many.
 
@@ -153,6 +171,7 @@ class Frontend:
             messages: conversation or list of conversations.
             documents: see `LLM.chat`.
             template_options: options of the chat template.
+            focus: focus of every conversation.
 
         Raises:
             RequestError: as `parse`.
@@ -161,7 +180,10 @@ class Frontend:
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
         options = check_template_options(template_options)
-        return [self.parser.parse_chat(m, documents, **options) for m in conversations]
+        given = read_focus(focus)
+        if given is not None and documents is None:
+            raise RequestError(f"focus {_NEEDS}; give them as documents", param="focus")
+        return [replace(self.parser.parse_chat(m, documents, **options), focus=given) for m in conversations]
 
 
 def check_priorities(value: Any, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""`GenerateJob`: turns prompts into requests, and tokens into `RequestOutput`s; `LikelihoodJob`: reads given answers."""
+"""`GenerateJob`: turns prompts into requests, and tokens into `RequestOutput`s."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from chunkattn.calls.detokenizer import Detokenizer
+from chunkattn.calls.focus import FocusJob, longest
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import StopSample
 from chunkattn.config import SamplingParams
-from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenLogprobs, TokenOutput
+from chunkattn.engine.messages import (
+    CachedTokens,
+    EngineOutput,
+    GenerateRequest,
+    Message,
+    PrecomputeRequest,
+    PromptLogprobsOutput,
+    TokenLogprobs,
+    TokenOutput,
+)
 from chunkattn.errors import RequestError
-from chunkattn.layout import ChunkLayout
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ParsedPrompt
-from chunkattn.parsers.arguments import check_ids, check_salt, one_each, salt_key
+from chunkattn.parsers.arguments import check_salt, one_each, salt_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,38 +130,78 @@ class GenerateJob:
     """Job of a `generate` or `chat` call; see `chunkattn.calls.job.Job`.
 
     Args:
-        requests: one request for each prompt.
-        builders: one builder for each prompt, in the same order.
+        frontend: frontend of the engine.
+        prompts: parsed prompts.
+        requests: one request for each prompt; of a prompt with `focus`, its layout is replaced when the choice is made.
         tokens: number of tokens that the call may make the engine compute.
+        focus: job that chooses documents before the requests run; None if no prompt has a focus.
         final_only: whether the caller reads only the last output of each prompt.
 
     Attributes:
-        builders: one builder for each prompt, in order.
+        requests: one request for each prompt, in order.
+        builders: one builder for each prompt, in order; empty until `focus` has ended.
         tokens: number of tokens that the call may make the engine compute.
+        focus: job that chooses documents, which `begin` must follow; None if there is nothing to choose.
         final_only: whether the caller reads only the last output of each prompt.
     """
 
     unit = "prompts"
+    pins: Sequence[str] = ()
 
     def __init__(
         self,
+        frontend: Frontend,
+        prompts: Sequence[ParsedPrompt],
         requests: Sequence[GenerateRequest],
-        builders: Sequence[OutputBuilder],
         tokens: int,
+        focus: FocusJob | None = None,
         *,
         final_only: bool = False,
     ) -> None:
-        self._requests, self.builders, self.tokens, self.final_only = requests, builders, tokens, final_only
-        self._by_id = {request.request_id: builder for request, builder in zip(requests, builders, strict=True)}
+        self._frontend, self.requests, self.focus = frontend, requests, focus
+        self.tokens, self.final_only = tokens, final_only
+        self.builders: list[OutputBuilder] = []
+        self._by_id: dict[str, OutputBuilder] = {}
         self.total, self.done = len(requests), 0
-        self.pins: Sequence[str] = ()
+        if focus is None:
+            self._build(prompts)
 
-    def stages(self) -> Iterator[Sequence[GenerateRequest]]:
-        """Yield all requests as one stage."""
-        yield self._requests
+    def begin(self) -> None:
+        """Give the requests the layouts that show the choices of `focus`, which has ended."""
+        if self.focus is not None:
+            prompts = self.focus.result()
+            self.requests = [replace(r, layout=prompt.layout) for r, prompt in zip(self.requests, prompts, strict=True)]
+            self._build(prompts)
+
+    def _build(self, prompts: Sequence[ParsedPrompt]) -> None:
+        tokenizer, decode = self._frontend.tokenizer, self._frontend.decode
+        for request, prompt in zip(self.requests, prompts, strict=True):
+            builder = OutputBuilder(request, prompt.text, tokenizer, decode)
+            builder.output.focus = prompt.chosen
+            self.builders.append(builder)
+            self._by_id[request.request_id] = builder
+
+    def lookups(self) -> Iterator[Sequence[PrecomputeRequest]]:
+        """Yield the look-ups of `focus`."""
+        if self.focus is not None:
+            yield from self.focus.lookups()
+
+    def decide(self, asked: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
+        """Pass the cached tokens to `focus`."""
+        assert self.focus is not None
+        self.focus.decide(asked, cached)
+
+    def stages(self) -> Iterator[Sequence[Message]]:
+        """Yield the stages of `focus`, then all requests as one stage."""
+        if self.focus is not None:
+            yield from self.focus.stages()
+            self.begin()
+        yield self.requests
 
     def take(self, output: EngineOutput, stop: StopSample) -> bool:
         """Add new tokens, or the log-probabilities of a prompt, to the output."""
+        if self.focus is not None and not self.builders:
+            return self.focus.take(output, stop)
         builder = self._by_id[output.request_id]
         if isinstance(output, PromptLogprobsOutput):
             builder.add_prompt_logprobs(output)
@@ -195,17 +242,20 @@ def generate_job(
 
     Raises:
         RequestError: an argument is invalid, or the lists differ in length.
-        CapacityError: a prompt cannot fit, or the prompts together exceed `max_tokens_per_call`.
+        CapacityError: a prompt cannot fit, or the prompts together exceed `max_tokens_per_call`. A prompt with `focus` must fit
+            with its longest documents.
     """
     salt = check_salt(cache_salt)
     listed = one_each(SamplingParams() if params is None else params, SamplingParams, len(prompts), "sampling_params")
+    ranks, gap = check_priorities(priority, len(prompts)), frontend.config.calibration.chunk_position_gap
     requests = []
-    for prompt, param, rank in zip(prompts, listed, check_priorities(priority, len(prompts)), strict=True):
+    for prompt, param, rank in zip(prompts, listed, ranks, strict=True):
         if param.stop and frontend.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop")
+        shown = longest(prompt, gap)
         request = GenerateRequest(
             frontend.new_id(),
-            prompt.layout,
+            shown.layout,
             param,
             frontend.eos_token_ids,
             salt_key(prompt.cache_salt or salt),
@@ -213,95 +263,13 @@ def generate_job(
             weighing,
             prompt_only=prompt_only,
         )
-        frontend.limits.check(request, prompt.names)
+        frontend.limits.check(request, shown.names)
         requests.append(request)
+    focus = None
+    if any(prompt.focus is not None for prompt in prompts):
+        focus = FocusJob(frontend, prompts, [prompt.cache_salt or salt for prompt in prompts], ranks, weighing)
     # Without max_tokens, count one token per sample.
     tokens = sum(len(r.layout) + r.sampling.n * (r.sampling.max_tokens or 1) for r in requests)
+    tokens += 0 if focus is None else focus.tokens
     frontend.limits.check_tokens(tokens, COST, prompts[0].names.whole(prompts[0].layout) if prompts else "prompt")
-    texts = [prompt.text for prompt in prompts]
-    builders = [OutputBuilder(r, text, frontend.tokenizer, frontend.decode) for r, text in zip(requests, texts, strict=True)]
-    return GenerateJob(requests, builders, tokens, final_only=final_only)
-
-
-class LikelihoodJob:
-    """Job that reads the log-probabilities of answers; see `chunkattn.calls.job.Job`.
-
-    Args:
-        requests: one request for each answer, whose layout ends with the answer.
-        starts: token index of each answer's first token.
-    """
-
-    unit = "answers"
-
-    def __init__(self, requests: Sequence[GenerateRequest], starts: Sequence[int]) -> None:
-        self._requests, self._starts = requests, dict(zip((r.request_id for r in requests), starts, strict=True))
-        self._found: dict[str, np.ndarray] = {}
-        self.total, self.done = len(requests), 0
-        self.pins: Sequence[str] = ()
-
-    def stages(self) -> Iterator[Sequence[GenerateRequest]]:
-        """Yield all requests as one stage."""
-        yield self._requests
-
-    def take(self, output: EngineOutput, stop: StopSample) -> bool:
-        """Keep the log-probabilities of an answer."""
-        if isinstance(output, PromptLogprobsOutput):
-            self._found[output.request_id] = output.logprobs.target[self._starts[output.request_id] :]
-        ended = isinstance(output, TokenOutput)
-        self.done += ended
-        return ended
-
-    def result(self) -> list[np.ndarray]:
-        """Return the log-probabilities of each answer's tokens, float32 `[tokens]`, in order."""
-        return [self._found[request.request_id] for request in self._requests]
-
-
-def likelihood_job(
-    frontend: Frontend,
-    prompts: Sequence[ParsedPrompt],
-    answers: Sequence[Sequence[int]],
-    weighing: tuple[float, float] | None = None,
-) -> LikelihoodJob:
-    """Check the arguments, and return the job with its requests.
-
-    Args:
-        frontend: frontend of the engine.
-        prompts: parsed prompts.
-        answers: token ids of each prompt's answer, which follow its question.
-        weighing: chunk temperature and scale instead of the engine's; only for an engine built with other values than 1.
-
-    Raises:
-        RequestError: an answer is empty or malformed, or the lists differ in length.
-        CapacityError: a prompt with its answer cannot fit, or all exceed `max_tokens_per_call`.
-    """
-    if len(prompts) != len(answers):
-        raise RequestError(f"{len(prompts)} prompts and {len(answers)} answers must be of one length", param="answers")
-    params, requests, starts = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), [], []
-    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        if not len(ids := check_ids(answer, f"answer {number}", "answers")):
-            raise RequestError(f"answer {number} is empty", param="answers")
-        start = len(prompt.layout)
-        request = GenerateRequest(
-            frontend.new_id(),
-            _extended(prompt.layout, ids),
-            params,
-            weighing=weighing,
-            logprobs_from=start,
-            prompt_only=True,
-        )
-        frontend.limits.check(request, prompt.names._replace(question="answers"))
-        requests.append(request)
-        starts.append(start)
-    frontend.limits.check_tokens(sum(len(r.layout) + 1 for r in requests), "prompts and answers", "prompt")
-    return LikelihoodJob(requests, starts)
-
-
-def _extended(layout: ChunkLayout, answer: Sequence[int]) -> ChunkLayout:
-    """Return the layout with an answer at the end of its question."""
-    positions = np.arange(layout.next_position, layout.next_position + len(answer), dtype=np.int32)
-    return replace(
-        layout,
-        token_ids=np.concatenate([layout.token_ids, np.asarray(answer, np.int32)]),
-        positions=np.concatenate([layout.positions, positions]),
-        question_len=layout.question_len + len(answer),
-    )
+    return GenerateJob(frontend, prompts, requests, tokens, focus, final_only=final_only)

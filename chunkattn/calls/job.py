@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from chunkattn.engine.messages import CachedTokens, EngineOutput, Message, PrecomputeRequest
 
@@ -66,6 +66,48 @@ class Job(Protocol[T_co]):
     def result(self) -> T_co:
         """Return the result of the call, after every request has ended."""
         ...
+
+
+class JobsInTurn:
+    """Part of a job that runs other jobs one after another.
+
+    Args:
+        jobs: jobs without pins, in order.
+    """
+
+    pins: Sequence[str] = ()
+
+    def __init__(self, jobs: Sequence[Job[Any]]) -> None:
+        self._jobs, self._running = jobs, 0
+        self.total = sum(job.total for job in jobs)
+
+    @property
+    def done(self) -> int:
+        """Return the number of things that have ended."""
+        return sum(job.done for job in self._jobs)
+
+    def lookups(self) -> Iterator[Sequence[PrecomputeRequest]]:
+        """Yield the look-ups of each job in turn."""
+        for place, job in enumerate(self._jobs):
+            if isinstance(job, AskingJob):
+                self._running = place
+                yield from job.lookups()
+
+    def decide(self, asked: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
+        """Pass the cached tokens to the job that asked."""
+        job = self._jobs[self._running]
+        assert isinstance(job, AskingJob)
+        job.decide(asked, cached)
+
+    def stages(self) -> Iterator[Sequence[Message]]:
+        """Yield the stages of each job in turn."""
+        for place, job in enumerate(self._jobs):
+            self._running = place
+            yield from job.stages()
+
+    def take(self, output: EngineOutput, stop: StopSample) -> bool:
+        """Pass an output to the job that runs."""
+        return self._jobs[self._running].take(output, stop)
 
 
 @runtime_checkable

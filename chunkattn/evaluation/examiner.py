@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.calls.generate import generate_job, likelihood_job
+from chunkattn.calls.generate import generate_job
+from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.config import SamplingParams
 from chunkattn.errors import EngineError, NonFiniteError, RequestError
 from chunkattn.evaluation.conditions import Condition, TokenizedQuestion

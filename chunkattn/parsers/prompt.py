@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from chunkattn.errors import CapacityError, ConfigError, RequestError
+from chunkattn.focus import Focus, FocusLike, read_focus
 from chunkattn.layout import ChunkLayout, Names
+from chunkattn.outputs import FocusOutput
 from chunkattn.parsers.arguments import check_ids, check_salt, check_template_options
 from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat, text_of
 from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder
@@ -54,11 +56,13 @@ class DocumentPrompt:
         prefix: text or token ids.
         documents: texts or token ids. Token ids are taken as they are, without the template.
         question: text or token ids, as the prefix is.
+        focus: number of documents to choose by the question, or a `Focus`; None shows all documents alike.
     """
 
     prefix: str | TokenIds
     documents: Sequence[str | TokenIds]
     question: str | TokenIds
+    focus: FocusLike | None = None
 
 
 Prompt = str | Mapping[str, Any] | ChunkedPrompt | DocumentPrompt
@@ -75,15 +79,39 @@ class ParsedPrompt:
 
     Attributes:
         layout: token ids, positions and parts.
-        text: parts joined without separators; None for a prompt that holds token ids.
+        texts: text of prefix, every chunk and question, or of a plain prompt; None for a prompt that holds token ids.
         cache_salt: salt of the cache; prompts of one salt share cached K/V.
         names: the caller's names of the parts, for errors.
+        query: text of the question without the chat template; None for token ids and for plain prompts.
+        sources: documents as the caller gave them; empty where they are the chunks themselves.
+        focus: choice among the documents that is to be made.
+        chosen: choice that the layout shows; None before it is made, and without focus.
     """
 
     layout: ChunkLayout
-    text: str | None
+    texts: tuple[str, ...] | None
     cache_salt: str | None = None
     names: Names = PROMPT_NAMES
+    query: str | None = None
+    sources: Sequence[str | TokenIds] = ()
+    focus: Focus | None = None
+    chosen: FocusOutput | None = None
+
+    @property
+    def text(self) -> str | None:
+        """Return the parts joined without separators; None for a prompt that holds token ids."""
+        return None if self.texts is None else "".join(self.texts)
+
+    def source(self, number: int) -> str | list[int]:
+        """Return a document as the caller gave it.
+
+        Args:
+            number: number of the document.
+        """
+        if not self.sources:
+            return self.layout.part(self.layout.segments[1 + number]).tolist()
+        document = self.sources[number]
+        return document if isinstance(document, str) else list(document)
 
 
 class PromptParser:
@@ -175,7 +203,8 @@ class PromptParser:
             return self._chunked(prompt)
         if isinstance(prompt, DocumentPrompt):
             self._check_documents(prompt.documents)
-            return self._in_parts(prompt.prefix, prompt.documents, prompt.question, self.documents, DOCUMENT_NAMES)
+            parsed = self._in_parts(prompt.prefix, prompt.documents, prompt.question, self.documents, DOCUMENT_NAMES)
+            return replace(parsed, sources=prompt.documents, focus=read_focus(prompt.focus))
         if isinstance(prompt, Mapping):
             return self._dict(prompt, split)
         raise RequestError(
@@ -207,10 +236,12 @@ class PromptParser:
         if documents is None:
             joined = [*pieces[0][:-1], pieces[0][-1] + pieces[1][0], *pieces[1][1:]]
             layout = self._layout([], [], self._plain.fill(joined, "messages", "messages"), _CHAT_NAMES)
-            return ParsedPrompt(layout, "".join(joined), names=_CHAT_NAMES)
+            return ParsedPrompt(layout, ("".join(joined),), names=_CHAT_NAMES)
         chunks = self._encoded(documents, self.documents, _CHAT_NAMES)
         first, last = ((self._plain.fill(p, "messages", "messages"), "".join(p)) for p in pieces)
-        return self._joined(first, chunks, last, _CHAT_NAMES)
+        asked = next((m.get("content") for m in reversed(messages) if m.get("role") == "user"), None)
+        parsed = self._joined(first, chunks, last, _CHAT_NAMES)
+        return replace(parsed, query=text_of(asked) if asked else None, sources=documents)
 
     def _pieces(
         self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any], param: str
@@ -332,7 +363,7 @@ class PromptParser:
         if len(texts) < 3:
             if not text:
                 raise RequestError("the prompt is empty", param="prompt")
-            return ParsedPrompt(self._layout([], [], self.text(text)), text)
+            return ParsedPrompt(self._layout([], [], self.text(text)), (text,))
         return self._chunked(ChunkedPrompt(texts[0], texts[1:-1], texts[-1]))
 
     def _ids(self, ids: TokenIds, split: bool) -> ParsedPrompt:
@@ -377,7 +408,8 @@ class PromptParser:
             last: Encoded = self.prompts(question, "the question", names.question), question
         else:
             last = check_ids(question, "question", names.question, most=self.max_tokens), None
-        return self._joined(self._prefix(prefix, names), encoded, last, names)
+        parsed = self._joined(self._prefix(prefix, names), encoded, last, names)
+        return replace(parsed, query=last[1])
 
     def _prefix(self, prefix: str | TokenIds, names: Names) -> Encoded:
         if isinstance(prefix, str):
@@ -408,7 +440,7 @@ class PromptParser:
     def _joined(self, prefix: Encoded, chunks: Sequence[Encoded], question: Encoded, names: Names) -> ParsedPrompt:
         layout = self._layout(prefix[0], [ids for ids, _ in chunks], question[0], names)
         texts = [text for _, text in (prefix, *chunks, question)]
-        return ParsedPrompt(layout, None if None in texts else "".join(cast("list[str]", texts)), names=names)
+        return ParsedPrompt(layout, None if None in texts else tuple(cast("list[str]", texts)), names=names)
 
     def _layout(
         self, prefix: TokenIds, chunks: Sequence[TokenIds], question: TokenIds, names: Names = PROMPT_NAMES

@@ -43,13 +43,14 @@ class InflightRequests(AbstractContextManager["InflightRequests"]):
 
     Attributes:
         done: whether all outputs have arrived. The requests can no longer fail then.
+        aborted: whether `abort` has been called.
     """
 
     def __init__(self, client: Sender, timeout: float | None) -> None:
         self._client = client
         self._take: Take = lambda _: False
         self._outstanding: set[str] = set()
-        self.done = self._quiet = False
+        self.done = self.aborted = self._quiet = False
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._expired: DeadlineExceededError | None = None
@@ -171,7 +172,7 @@ class InflightRequests(AbstractContextManager["InflightRequests"]):
 
     def abort(self) -> None:
         """Abort the requests still running and wake the caller."""
-        self.done = True
+        self.done = self.aborted = True
         self._client.abort(self._outstanding)
         self._outstanding = set()
         self._changed.set()

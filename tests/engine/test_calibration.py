@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams, make_layout
 from chunkattn.calibration import FILE_NAME, Calibration
-from chunkattn.calls.generate import likelihood_job
+from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.config import make_config
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.errors import BackendError, CapacityError, ConfigError, RequestError

@@ -10,7 +10,8 @@ import openai.types.chat
 import pytest
 
 from chunkattn import SamplingParams
-from chunkattn.calls.generate import generate_job, likelihood_job
+from chunkattn.calls.generate import generate_job
+from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.engine.messages import CachedTokens, GenerateRequest, PromptLogprobsOutput, TokenLogprobs, TokenOutput
 from chunkattn.errors import CapacityError, ConfigError
 from chunkattn.remote.messages import Abort

@@ -132,9 +132,8 @@ class Answer(ABC):
         """
         if self.params.logprobs is None or self.params.max_tokens is not None:
             return
-        (requests,) = job.stages()
         values = 0
-        for request in requests:
+        for request in job.requests:
             values += self.params.n * self.state.llm.frontend.limits.max_tokens(request) * (1 + self.params.logprobs)
             if self.params.prompt_logprobs is not None:
                 values += self.params.n * len(request.layout) * (1 + self.params.prompt_logprobs)

@@ -1,0 +1,232 @@
+"""Scores by which `focus` chooses documents: the likelihood of the question, and the relevance of a rerank template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.job import Job, JobsInTurn
+from chunkattn.calls.likelihood import LikelihoodJob, likelihood_request, stage_tokens
+from chunkattn.calls.rerank import rerank_call
+from chunkattn.engine.messages import GenerateRequest
+from chunkattn.errors import RequestError, shown
+from chunkattn.layout import ChunkLayout
+from chunkattn.outputs import RerankOutput
+from chunkattn.parsers import ParsedPrompt
+from chunkattn.parsers.arguments import salt_key
+from chunkattn.rope.positions import make_layout
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Documents of one prompt that a score judges.
+
+    Attributes:
+        prompt: the prompt, with its documents as chunks.
+        numbers: numbers of the documents to judge: the first of each content, none empty.
+        gap: positions left free between prefix and documents.
+        cache_salt: salt of the cache.
+        priority: rank in the queue; lower goes first.
+        weighing: see `GenerateRequest`.
+    """
+
+    prompt: ParsedPrompt
+    numbers: Sequence[int]
+    gap: int = 0
+    cache_salt: str | None = None
+    priority: int = 0
+    weighing: tuple[float, float] | None = None
+
+
+class Scored(NamedTuple):
+    """Scores of one prompt's documents.
+
+    Attributes:
+        values: score of each candidate; the highest is chosen first.
+        computed: tokens that the engine computed for them.
+    """
+
+    values: list[float]
+    computed: int
+
+
+class ScoringJob(Job[list[Scored]], Protocol):
+    """Job that scores the candidates of several prompts.
+
+    Attributes:
+        tokens: tokens of all its prompts, cached or not.
+    """
+
+    tokens: int
+
+
+FocusScore = Callable[[Frontend, Sequence[Candidates]], ScoringJob]
+"""Function that checks the candidates of several prompts, and returns the job that scores them.
+
+It raises `RequestError` for a prompt that the score cannot judge. The scores depend on a prompt and its documents' contents
+alone: neither on their order nor on other prompts.
+"""
+SCORES: dict[str, FocusScore] = {}
+"""Scores by name."""
+
+
+def register_focus_score(name: str) -> Callable[[FocusScore], FocusScore]:
+    """Register a score of `Focus` under a name, as a decorator.
+
+    Args:
+        name: value of `Focus.score` that selects it.
+    """
+
+    def register(score: FocusScore) -> FocusScore:
+        SCORES[name] = score
+        return score
+
+    return register
+
+
+def get_score(name: str) -> FocusScore:
+    """Return a score by name.
+
+    Args:
+        name: key in `SCORES`.
+
+    Raises:
+        RequestError: no score has this name.
+    """
+    if not isinstance(name, str) or name not in SCORES:
+        raise RequestError(f"focus score must be one of {', '.join(SCORES)}, got {shown(name)}", param="focus")
+    return SCORES[name]
+
+
+class LikelihoodScores(LikelihoodJob):
+    """Job that scores documents by the mean log-probability of the question's tokens behind them.
+
+    Args:
+        requests: requests of all prompts, in order.
+        counts: number of requests of each prompt.
+        stage_tokens: see `LikelihoodJob`.
+    """
+
+    def __init__(self, requests: Sequence[GenerateRequest], counts: Sequence[int], stage_tokens: int) -> None:
+        super().__init__(requests, stage_tokens)
+        self._counts = counts
+
+    def result(self) -> list[Scored]:  # type: ignore[override]
+        """Return the scores of each prompt's documents."""
+        means = [float(np.mean(found, dtype=np.float64)) for found in super().result()]
+        ends = np.cumsum([0, *self._counts]).tolist()
+        computed = [self.computed[request.request_id] for request in self.requests]
+        return [Scored(means[a:b], sum(computed[a:b])) for a, b in pairwise(ends)]
+
+
+@register_focus_score("likelihood")
+def likelihood(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
+    """Return the job that scores documents by the mean log-probability of the question's tokens.
+
+    A document's score is read from the prompt of prefix, this document and question. The first token of the question is not
+    read: no token of its part predicts it. Cached documents cost the tokens of the question each.
+
+    Args:
+        frontend: frontend of the engine.
+        listed: candidates of each prompt.
+
+    Raises:
+        RequestError: a question has one token.
+        CapacityError: a document with the question cannot fit.
+    """
+    requests: list[GenerateRequest] = []
+    for own in listed:
+        prompt, layout = own.prompt, own.prompt.layout
+        if layout.question_len < 2 and own.numbers:
+            text = "has one token, and focus by likelihood needs two: the first one is not read"
+            raise RequestError(f" {text}", param=prompt.names.question, part="the question")
+        for number in own.numbers:
+            alone = behind_one(layout, number, own.gap)
+            request = likelihood_request(
+                frontend,
+                alone,
+                alone.question_start + 1,
+                salt_key=salt_key(own.cache_salt),
+                priority=own.priority,
+                weighing=own.weighing,
+            )
+            frontend.limits.check(request, prompt.names._replace(listed=(prompt.names.of(number),)))
+            requests.append(request)
+    return LikelihoodScores(requests, [len(own.numbers) for own in listed], stage_tokens(frontend))
+
+
+def behind_one(layout: ChunkLayout, number: int, gap: int) -> ChunkLayout:
+    """Return the layout of prefix, one document and question under `shared` positions.
+
+    Args:
+        layout: layout of the prompt.
+        number: number of the document.
+        gap: positions left free between prefix and document.
+    """
+    prefix, *chunks, question = (layout.part(segment) for segment in layout.segments)
+    return make_layout(prefix, [chunks[number]], question, "shared", gap)
+
+
+class RelevanceScores(JobsInTurn):
+    """Job that scores documents by their relevance; see `chunkattn.calls.job.Job`.
+
+    Args:
+        calls: rerank call of each prompt.
+        tokens: tokens of all prompts' documents and queries.
+    """
+
+    unit = "documents"
+
+    def __init__(self, calls: Sequence[Job[RerankOutput]], tokens: int) -> None:
+        super().__init__(calls)
+        self.tokens = tokens
+
+    def result(self) -> list[Scored]:
+        """Return the scores of each prompt's documents."""
+        found = []
+        for job in self._jobs:
+            output = job.result()
+            by_place = sorted(output.results, key=lambda result: result.index)
+            found.append(Scored([result.logit for result in by_place], output.usage.computed_tokens))
+        return found
+
+
+@register_focus_score("relevance")
+def relevance(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
+    """Return the job that scores documents by the log-odds of "yes" under the engine's rerank template.
+
+    The query is the text of the question, of a chat its last user message. Documents come first in the prompt, so they stay in
+    the cache as `LLM.rerank(order="document_first")` keeps them: behind another prefix than as chunks.
+
+    Args:
+        frontend: frontend of the engine.
+        listed: candidates of each prompt.
+
+    Raises:
+        RequestError: a question is no text, or as `LLM.rerank`.
+    """
+    calls, tokens = [], 0
+    for own in listed:
+        prompt = own.prompt
+        if not isinstance(prompt.query, str) or not prompt.query.strip():
+            text = "focus by relevance reads the question's text; send documents and a question as texts, or use likelihood"
+            raise RequestError(text, param="focus")
+        documents = [prompt.source(number) for number in own.numbers]
+        names = prompt.names._replace(prefix=prompt.names.question, listed=[prompt.names.of(n) for n in own.numbers])
+        call = rerank_call(
+            frontend,
+            prompt.query,
+            documents,
+            order="document_first",
+            cache_salt=own.cache_salt,
+            priority=own.priority,
+            names=names,
+        )
+        calls.append(call)
+        tokens += sum(prompt.layout.chunk_lens[number] + prompt.layout.question_len for number in own.numbers)
+    return RelevanceScores(calls, tokens)

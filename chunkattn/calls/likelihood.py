@@ -1,0 +1,153 @@
+"""`LikelihoodJob`: reads the log-probabilities of the last tokens of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.job import STAGE_LAYOUT, STAGE_STEPS, StopSample
+from chunkattn.config import SamplingParams
+from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenOutput
+from chunkattn.errors import RequestError
+from chunkattn.layout import ChunkLayout
+from chunkattn.parsers import ParsedPrompt
+from chunkattn.parsers.arguments import check_ids
+
+_READ = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+
+
+class LikelihoodJob:
+    """Job that reads the log-probabilities of the last tokens of prompts; see `chunkattn.calls.job.Job`.
+
+    Args:
+        requests: requests made by `likelihood_request`.
+        stage_tokens: number of tokens to read in one stage; a single request may exceed it.
+
+    Attributes:
+        requests: requests in order.
+        tokens: tokens of all requests.
+        computed: tokens that each request computed, as far as it has ended.
+    """
+
+    unit = "answers"
+
+    def __init__(self, requests: Sequence[GenerateRequest], stage_tokens: int) -> None:
+        self.requests, self._stage_tokens = requests, stage_tokens
+        self._by_id = {request.request_id: request for request in requests}
+        self._found: dict[str, np.ndarray] = {}
+        self.total, self.done = len(requests), 0
+        self.computed = dict.fromkeys(self._by_id, 0)
+        self.tokens = sum(len(request.layout) + 1 for request in requests)
+        self.pins: Sequence[str] = ()
+
+    def stages(self) -> Iterator[Sequence[GenerateRequest]]:
+        """Yield the requests in order, in stages of bounded size."""
+        stage: list[GenerateRequest] = []
+        read = laid_out = 0
+        for request in self.requests:
+            own = len(request.layout) - (request.logprobs_from or 0)
+            if stage and (read + own > self._stage_tokens or laid_out + len(request.layout) > STAGE_LAYOUT):
+                yield stage
+                stage, read, laid_out = [], 0, 0
+            stage.append(request)
+            read += own
+            laid_out += len(request.layout)
+        if stage:
+            yield stage
+
+    def take(self, output: EngineOutput, stop: StopSample) -> bool:
+        """Keep the log-probabilities of one request."""
+        request = self._by_id[output.request_id]
+        if isinstance(output, PromptLogprobsOutput):
+            self._found[request.request_id] = output.logprobs.target[request.logprobs_from :]
+        ended = isinstance(output, TokenOutput)
+        if isinstance(output, TokenOutput) and output.cached is not None:
+            self.computed[request.request_id] = len(request.layout) - output.cached.total
+        self.done += ended
+        return ended
+
+    def result(self) -> list[np.ndarray]:
+        """Return the log-probabilities of each request's last tokens, float32 `[tokens]`, in order."""
+        return [self._found[request.request_id] for request in self.requests]
+
+
+def likelihood_request(
+    frontend: Frontend,
+    layout: ChunkLayout,
+    start: int,
+    *,
+    salt_key: str | None = None,
+    priority: int = 0,
+    weighing: tuple[float, float] | None = None,
+) -> GenerateRequest:
+    """Return the request of a prompt whose last tokens are read. The prompt's other tokens may come from the cache.
+
+    Args:
+        frontend: frontend of the engine.
+        layout: layout of the prompt.
+        start: token index of the first token that is read, behind the first token of the question.
+        salt_key: see `GenerateRequest`.
+        priority: rank in the queue; lower goes first.
+        weighing: see `GenerateRequest`.
+    """
+    return GenerateRequest(
+        frontend.new_id(),
+        layout,
+        _READ,
+        salt_key=salt_key,
+        priority=priority,
+        weighing=weighing,
+        logprobs_from=start,
+        prompt_only=True,
+    )
+
+
+def stage_tokens(frontend: Frontend) -> int:
+    """Return the number of tokens that one stage may read."""
+    return STAGE_STEPS * frontend.config.max_num_batched_tokens
+
+
+def likelihood_job(
+    frontend: Frontend,
+    prompts: Sequence[ParsedPrompt],
+    answers: Sequence[Sequence[int]],
+    weighing: tuple[float, float] | None = None,
+) -> LikelihoodJob:
+    """Check the arguments, and return the job that reads the log-probabilities of answers.
+
+    Args:
+        frontend: frontend of the engine.
+        prompts: parsed prompts.
+        answers: token ids of each prompt's answer, which follow its question.
+        weighing: chunk temperature and scale instead of the engine's; only for an engine built with other values than 1.
+
+    Raises:
+        RequestError: an answer is empty or malformed, or the lists differ in length.
+        CapacityError: a prompt with its answer cannot fit, or all exceed `max_tokens_per_call`.
+    """
+    if len(prompts) != len(answers):
+        raise RequestError(f"{len(prompts)} prompts and {len(answers)} answers must be of one length", param="answers")
+    requests = []
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        if not len(ids := check_ids(answer, f"answer {number}", "answers")):
+            raise RequestError(f"answer {number} is empty", param="answers")
+        request = likelihood_request(frontend, _extended(prompt.layout, ids), len(prompt.layout), weighing=weighing)
+        frontend.limits.check(request, prompt.names._replace(question="answers"))
+        requests.append(request)
+    job = LikelihoodJob(requests, stage_tokens(frontend))
+    frontend.limits.check_tokens(job.tokens, "prompts and answers", "prompt")
+    return job
+
+
+def _extended(layout: ChunkLayout, answer: Sequence[int]) -> ChunkLayout:
+    """Return the layout with an answer at the end of its question."""
+    positions = np.arange(layout.next_position, layout.next_position + len(answer), dtype=np.int32)
+    return replace(
+        layout,
+        token_ids=np.concatenate([layout.token_ids, np.asarray(answer, np.int32)]),
+        positions=np.concatenate([layout.positions, positions]),
+        question_len=layout.question_len + len(answer),
+    )
