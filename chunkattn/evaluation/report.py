@@ -15,6 +15,8 @@ from chunkattn.evaluation.measures import FEW, Mean, containment, exact_match, m
 
 LOGPROB = "logprob"
 """Name of the mean log-probability of a token of the gold answer."""
+RECALL = "recall"
+"""Name of the share of the gold documents that a focus chooses."""
 SMALL = 0.1
 """Loss per token of the gold answer that an evaluation should be able to tell."""
 _UNIT = "log-probability per token of the gold answer"
@@ -90,7 +92,7 @@ def compare_rankings(given: Values, ranked: Values) -> list[Row]:
 
 
 def _difference(own: Values, other: Values) -> dict[str, Mean]:
-    return {name: mean_of(listed - other[name]) for name, listed in own.items()}
+    return {name: mean_of(listed - other[name]) for name, listed in own.items() if name in other}
 
 
 def advised(values: Mapping[Condition, Values], calibration: Calibration) -> bool:
