@@ -125,9 +125,9 @@ class Examiner:
                 logprobs[condition] += self.likelihoods(condition, group)
                 if texts:
                     written[condition] += self.texts(condition, group)
-        answers = [self.questions[number].answers for number in numbers]
+        asked = [self.questions[number] for number in numbers]
         return {
-            condition: {LOGPROB: np.asarray(values), **(answer_measures(written[condition], answers) if texts else {})}
+            condition: {LOGPROB: np.asarray(values), **(answer_measures(written[condition], asked) if texts else {})}
             for condition, values in logprobs.items()
         }
 
