@@ -137,13 +137,17 @@ class Examiner:
                 logprobs[condition] += self.likelihoods(condition, group)
                 if texts:
                     written[condition] += self.texts(condition, group)
-        answers = [self.questions[number].answers for number in numbers]
+        asked = [self.questions[number] for number in numbers]
         return {
+<<<<<<< HEAD
             condition: {
                 LOGPROB: np.asarray(values),
                 **(answer_measures(written[condition], answers) if texts else {}),
                 **self._recall(condition, numbers),
             }
+=======
+            condition: {LOGPROB: np.asarray(values), **(answer_measures(written[condition], asked) if texts else {})}
+>>>>>>> recipes
             for condition, values in logprobs.items()
         }
 
