@@ -139,15 +139,11 @@ class Examiner:
                     written[condition] += self.texts(condition, group)
         asked = [self.questions[number] for number in numbers]
         return {
-<<<<<<< HEAD
             condition: {
                 LOGPROB: np.asarray(values),
-                **(answer_measures(written[condition], answers) if texts else {}),
+                **(answer_measures(written[condition], asked) if texts else {}),
                 **self._recall(condition, numbers),
             }
-=======
-            condition: {LOGPROB: np.asarray(values), **(answer_measures(written[condition], asked) if texts else {})}
->>>>>>> recipes
             for condition, values in logprobs.items()
         }
 

@@ -65,6 +65,7 @@ class Recipe:
         seed: seed of the questions' order, and of the documents' order.
         prefix: text before the documents.
         titles: whether documents have their title.
+        first_line: number of the first source line whose question may be taken, from 1. Passages come from all lines.
 
     Raises:
         ConfigError: the name is unknown, or a number is out of range.
@@ -77,12 +78,13 @@ class Recipe:
     seed: int = 0
     prefix: str = PREFIX
     titles: bool = False
+    first_line: int = 1
 
     def __post_init__(self) -> None:
         if self.name not in RECIPES:
             raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}; got {self.name}")
         fewest = 2 if self.name == "two-hop" else 1
-        for name, least in (("documents", fewest), ("count", 1), ("skip", 0)):
+        for name, least in (("documents", fewest), ("count", 1), ("skip", 0), ("first_line", 1)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"{name} of recipe {self.name} must be at least {least}; got {value}")
 
@@ -173,7 +175,8 @@ RECIPES: dict[str, Callable[[Sequence[Passage], Recipe], list[Line]]] = {
 
 
 def _order(source: Sequence[Passage], recipe: Recipe) -> list[int]:
-    return random.Random(recipe.seed).sample(range(len(source)), len(source))
+    asked = range(recipe.first_line - 1, len(source))
+    return random.Random(recipe.seed).sample(asked, len(asked))
 
 
 def _chosen(qualifying: Iterable[T], source: Sequence[Passage], recipe: Recipe, noun: str = "questions") -> list[T]:
