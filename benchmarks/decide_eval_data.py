@@ -2,7 +2,7 @@
 
     python -m benchmarks.decide_eval_data SOURCE OUTPUT [--set passage] [--count 160] [--seed 7]
 
-SOURCE is a file as for `benchmarks.nq_eval_data`. The set `passage` has a passage as state, and its question as a choice of
+SOURCE is a file as for `chunkattn eval --recipe`. The set `passage` has a passage as state, and its question as a choice of
 four answers: the right one, and three answers to other questions with the same question word that the passage does not hold.
 The set `kind` has a question as state, and asks which of four kinds of things it asks for; a predicate states one of them,
 right in every second line. The kinds occur equally often.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.nq_eval_data import read_source
+from chunkattn.evaluation.recipes import Passage, read_source
 
 WORDS = re.compile(r"\b(who|when|where|how many|which|what|how|why)\b")
 KINDS = {"who": "a person", "when": "a date or time", "where": "a place", "how many": "a number"}
@@ -27,36 +27,36 @@ _WRONG = 3
 _TRIES = 500
 
 
-def passages(source: Sequence[dict[str, Any]], count: int, rng: random.Random) -> list[dict[str, Any]]:
+def passages(source: Sequence[Passage], count: int, rng: random.Random) -> list[dict[str, Any]]:
     """Return lines whose state is a passage and whose choice is its question."""
     by_word = defaultdict(list)
     for own in source:
         by_word[_word(own)].append(own)
     lines: list[dict[str, Any]] = []
     for own in rng.sample(source, len(source)):
-        text, right = own["text"], own["answers"][0]
+        text, right = own.text, own.answers[0]
         if len(lines) == count or not 20 <= len(text.split()) <= 75 or len(right.split()) > 5 or not _holds(text, right):
             continue
         options, others = [right], by_word[_word(own)]
         for _ in range(_TRIES):
-            other = rng.choice(others)["answers"][0]
+            other = rng.choice(others).answers[0]
             if len(options) > _WRONG:
                 break
             if len(other.split()) <= 5 and not _holds(text, other) and not any(_near(other, known) for known in options):
                 options.append(other)
         if len(options) > _WRONG:
             rng.shuffle(options)
-            question = own["question"].strip().removesuffix("?") + "?"
+            question = own.question.strip().removesuffix("?") + "?"
             lines.append({"state": text, "questions": [{"choice": question, "options": options}], "answers": [right]})
     return lines
 
 
-def kinds(source: Sequence[dict[str, Any]], count: int, rng: random.Random) -> list[dict[str, Any]]:
+def kinds(source: Sequence[Passage], count: int, rng: random.Random) -> list[dict[str, Any]]:
     """Return lines whose state is a question, asked for the kind of its answer."""
     lines: list[dict[str, Any]] = []
     left, options = dict.fromkeys(KINDS, count // len(KINDS)), [*KINDS.values()]
     for own in rng.sample(source, len(source)):
-        found = re.match("|".join(KINDS), own["question"].lower())
+        found = re.match("|".join(KINDS), own.question.lower())
         if not found or not left[found[0]]:
             continue
         left[found[0]] -= 1
@@ -64,12 +64,12 @@ def kinds(source: Sequence[dict[str, Any]], count: int, rng: random.Random) -> l
         stated = right if len(lines) % 2 == 0 else rng.choice([option for option in options if option != right])
         choice = {"choice": "What kind of thing does this text ask for?", "options": rng.sample(options, len(options))}
         predicate = {"predicate": f"The text asks for {stated}."}
-        lines.append({"state": own["question"], "questions": [choice, predicate], "answers": [right, stated == right]})
+        lines.append({"state": own.question, "questions": [choice, predicate], "answers": [right, stated == right]})
     return lines
 
 
-def _word(own: dict[str, Any]) -> str:
-    found = WORDS.search(own["question"].lower())
+def _word(own: Passage) -> str:
+    found = WORDS.search(own.question.lower())
     return found[0] if found else ""
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="file of questions and passages")
     parser.add_argument("output", type=Path, help="file to write")
     parser.add_argument("--set", choices=SETS, default="passage", help="kind of decisions")
-    parser.add_argument("--lines", type=int, default=1 << 30, help="lines of the source to use")
+    parser.add_argument("--lines", type=int, help="lines of the source to use; by default all")
     parser.add_argument("--count", type=int, default=160, help="states to write")
     parser.add_argument("--seed", type=int, default=7, help="seed of the choice of lines and wrong answers")
     args = parser.parse_args()

@@ -7,15 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from chunkattn.calibration import Calibration
+from chunkattn.calls.focus import compose
 from chunkattn.errors import RequestError
 from chunkattn.evaluation.data import Question
+from chunkattn.focus import MODES, Focus
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers import DocumentPrompt, PromptParser
 from chunkattn.rope.positions import make_layout
 
 NONE = Calibration()
 """Calibration that changes nothing."""
-Kind = Literal["full", "shared", "offset", "gold only", "no document"]
+Kind = Literal["full", "shared", "offset", "gold only", "no document", "focus"]
+GOLD = "gold"
+"""Score of a focus that chooses the gold documents, for comparison."""
 
 
 @dataclass(frozen=True)
@@ -24,38 +28,46 @@ class Condition:
 
     Attributes:
         kind: `full` attention over all documents, isolated documents under `shared` or `offset` positions, full attention
-            over the gold documents only, or no document.
-        calibration: gap, temperature and scale of the documents. Only `shared` has a gap.
+            over the gold documents only, no document, or isolated documents with a choice among them.
+        calibration: gap, temperature and scale of the documents. Only `shared` and `focus` have a gap.
+        focus: the choice of `focus`; its score may be `GOLD`.
     """
 
     kind: Kind
     calibration: Calibration = NONE
+    focus: Focus | None = None
 
     @property
     def name(self) -> str:
-        """Return the name in tables, such as `shared, gap 64, T 0.8, S 0.8`."""
-        given = self.calibration
+        """Return the name in tables, such as `shared, gap 64, T 0.8, S 0.8` or `reread 1 by likelihood, gap 8`."""
+        given, kind = self.calibration, self.focus.name if self.focus else self.kind
         parts = [f"gap {given.chunk_position_gap}"] if given.chunk_position_gap else []
         parts += [f"T {given.chunk_temperature:g}", f"S {given.chunk_scale:g}"] if given.weighs else []
-        return ", ".join([self.kind, *parts])
+        return ", ".join([kind, *parts])
 
     @property
     def weighing(self) -> tuple[float, float]:
         """Return temperature and scale."""
         return self.calibration.chunk_temperature, self.calibration.chunk_scale
 
-    def layout(self, prompt: TokenizedQuestion) -> ChunkLayout:
+    def layout(self, prompt: TokenizedQuestion, chosen: Sequence[int] = ()) -> ChunkLayout:
         """Return the prompt of a question under this condition.
 
-        Every condition shows the same tokens in the same order, `gold only` and `no document` some of them. Full attention is
-        an ordinary prompt. With a temperature or scale, its documents form one chunk, which is full attention as well.
+        Every condition shows the same tokens in the same order, `gold only`, `no document` and `focus` some of them, and
+        `focus` some of them twice. Full attention is an ordinary prompt. With a temperature or scale, its documents form one
+        chunk, which is full attention as well.
 
         Args:
             prompt: token ids of the question.
+            chosen: numbers of the documents that `focus` has chosen; without any, all documents are isolated.
         """
         prefix, documents, question = prompt.prefix, list(prompt.documents), prompt.question
-        if self.kind in ("shared", "offset"):
-            return make_layout(prefix, documents, question, self.kind, self.calibration.chunk_position_gap)
+        gap = self.calibration.chunk_position_gap
+        if self.kind == "offset":
+            return make_layout(prefix, documents, question, "offset")
+        if self.kind in ("shared", "focus"):
+            layout = make_layout(prefix, documents, question, "shared", gap)
+            return compose(layout, chosen, self.focus.mode, gap) if self.focus else layout
         if self.kind == "gold only":
             documents = [documents[place] for place in prompt.gold]
         elif self.kind == "no document":
@@ -88,6 +100,20 @@ def conditions_for(calibration: Calibration, *, gold: bool) -> list[Condition]:
         Condition("no document"),
     ]
     return list(dict.fromkeys(listed))
+
+
+def focus_conditions(calibration: Calibration, top_n: int, scores: Sequence[str], *, gold: bool) -> list[Condition]:
+    """Return the conditions that choose among isolated documents.
+
+    Args:
+        calibration: gap, temperature and scale of all of them.
+        top_n: largest number of documents to choose; every number from 1 is a condition.
+        scores: names of the scores.
+        gold: whether all questions name their gold documents, which one condition of each mode then chooses.
+    """
+    listed = [Focus(n, mode, score) for score in scores for n in range(1, top_n + 1) for mode in MODES]
+    listed += [Focus(top_n, mode, GOLD) for mode in MODES] if gold else []
+    return [Condition("focus", calibration, focus) for focus in listed]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +28,8 @@ class Question:
         question: text of the question.
         answers: right answers. The first is the gold answer, whose log-probability is read.
         gold: places of the documents that hold the answer; None if the data does not say.
+        answer_parts: alternatives of every part of the answer, for a question that asks for several things at once; None if
+            each of `answers` is a whole answer.
     """
 
     line: int
@@ -34,6 +38,12 @@ class Question:
     question: str
     answers: tuple[str, ...]
     gold: tuple[int, ...] | None = None
+    answer_parts: tuple[tuple[str, ...], ...] | None = None
+
+    @property
+    def wanted(self) -> tuple[tuple[str, ...], ...]:
+        """Return lists of alternatives. A text contains the answer if it contains one alternative of each list."""
+        return self.answer_parts or (self.answers,)
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequ
     """Read a file of questions, a file of rankings or a file of decisions. Empty lines are skipped.
 
     Args:
-        path: file to read, UTF-8.
+        path: file to read, UTF-8; a name that ends in `.gz` is read as gzip.
         limit: number of lines to read; None reads all.
 
     Returns:
@@ -87,26 +97,52 @@ def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequ
         RequestError: the file cannot be read or is empty, a line is malformed, or the file mixes kinds. The
             message names the line, the field and the expected value.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} cannot be read: {error}") from None
     found: list[Line] = []
-    for number, text in enumerate(lines, 1):
-        if limit is not None and len(found) == limit:
-            break
-        if not text.strip():
-            continue
-        fields = _Fields(f"{path} line {number}", _object(text, f"{path} line {number}"))
+    for fields in read_objects(path, limit):
         decides = fields.has("questions") or (fields.has("state") and not (fields.has("query") or fields.has("question")))
         kind = _decisions if decides else _ranking if fields.has("query") else _question
-        found.append(kind(number, fields))
+        found.append(kind(fields))
         if type(found[-1]) is not type(found[0]):
             kinds = "questions (`question`), rankings (`query`) or decisions (`questions`)"
-            raise RequestError(f"{path} line {number}: a file holds {kinds}, not several of them")
-    if not found:
-        raise RequestError(f"{path} holds no line")
+            raise RequestError(f"{fields.place}: a file holds {kinds}, not several of them")
     return cast("Sequence[Question] | Sequence[Ranking] | Sequence[Decisions]", found)
+
+
+def questions_from(lines: Iterable[Mapping[str, Any]], name: str) -> list[Question]:
+    """Return questions of lines that were made and not read.
+
+    Args:
+        lines: JSON objects in the form of a data file.
+        name: name of the lines in errors.
+
+    Raises:
+        RequestError: a line is malformed.
+    """
+    return [_question(Fields(f"{name} line {number}", number, values)) for number, values in enumerate(lines, 1)]
+
+
+def read_objects(path: Path, limit: int | None = None) -> Iterator[Fields]:
+    """Yield the JSON objects of a file, one a line. Empty lines are skipped.
+
+    Args:
+        path: file to read, UTF-8; a name that ends in `.gz` is read as gzip.
+        limit: number of objects to read; None reads all.
+
+    Raises:
+        RequestError: the file cannot be read or is empty, or a line is no JSON object.
+    """
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read: {error}") from None
+    # Not `splitlines`: JSON may hold U+2028 and other line separators within a text.
+    filled = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not filled:
+        raise RequestError(f"{path} holds no line")
+    for number, line in filled[:limit]:
+        place = f"{path} line {number}"
+        yield Fields(place, number, _object(line, place))
 
 
 def _object(text: str, place: str) -> dict[str, Any]:
@@ -121,37 +157,60 @@ def _object(text: str, place: str) -> dict[str, Any]:
     return value
 
 
-class _Fields:
-    """Fields of one line, read with their checks."""
+class Fields:
+    """Fields of one line, read with their checks.
 
-    def __init__(self, place: str, values: dict[str, Any]) -> None:
-        self.place, self._values = place, values
+    Args:
+        place: name of the line in errors.
+        line: number of the line, from 1.
+        values: the JSON object.
+    """
+
+    def __init__(self, place: str, line: int, values: Mapping[str, Any]) -> None:
+        self.place, self.line, self._values = place, line, values
 
     def __getitem__(self, name: str) -> Any:
         return self._values.get(name)
 
     def has(self, name: str) -> bool:
+        """Return whether a field is there and not null."""
         return self._values.get(name) is not None
 
     def fail(self, name: str, expected: str) -> RequestError:
+        """Return the error about a field."""
         got = _json(self._values[name])[:80] if name in self._values else "nothing"
         return RequestError(f"{self.place}: `{name}` must be {expected}, got {got}", param=name)
 
     def text(self, name: str, default: str | None = None) -> str:
+        """Return a text, which is non-empty without a default."""
         value = self._values.get(name, default)
         if not isinstance(value, str) or (default is None and not value.strip()):
             raise self.fail(name, "a text" if default is not None else "a non-empty text")
         return value
 
     def listed(self, name: str, expected: str, accept: Callable[[Any], bool]) -> list[Any]:
+        """Return a non-empty list of accepted values."""
         values = self._values.get(name)
-        if not isinstance(values, list) or not values or not all(map(accept, values)):
+        if not _is_list(values, accept):
             raise self.fail(name, f"a non-empty list of {expected}")
-        return values
+        return cast("list[Any]", values)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return a non-empty list of non-empty texts."""
+        return tuple(self.listed(name, "non-empty texts", _is_filled))
 
     def documents(self) -> tuple[str, ...]:
+        """Return the texts of the documents."""
         found = self.listed("documents", "texts, or of objects with a `text` and perhaps a `title`", _is_document)
         return tuple(map(_document, found))
+
+
+def _is_list(value: Any, accept: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(accept, value))
+
+
+def _is_filled(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _is_document(value: Any) -> bool:
@@ -171,26 +230,28 @@ def _is_place(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _question(number: int, fields: _Fields) -> Question:
+def _question(fields: Fields) -> Question:
     documents = fields.documents()
-    question = fields.text("question")
-    answers = fields.listed("answers", "non-empty texts", lambda value: isinstance(value, str) and bool(value.strip()))
-    gold = None
+    question, answers = fields.text("question"), fields.texts("answers")
+    gold, parts = None, None
     if fields.has("gold"):
         expected = f"places of documents, 0 to {len(documents) - 1}"
         gold = tuple(fields.listed("gold", expected, lambda value: _is_place(value) and value < len(documents)))
-    return Question(number, fields.text("prefix", ""), documents, question, tuple(answers), gold)
+    if fields.has("answer_parts"):
+        expected = "non-empty lists of non-empty texts"
+        parts = tuple(map(tuple, fields.listed("answer_parts", expected, lambda value: _is_list(value, _is_filled))))
+    return Question(fields.line, fields.text("prefix", ""), documents, question, answers, gold, parts)
 
 
-def _ranking(number: int, fields: _Fields) -> Ranking:
+def _ranking(fields: Fields) -> Ranking:
     documents = fields.documents()
     relevance = fields.listed("relevance", "integers of at least 0", _is_place)
     if len(relevance) != len(documents):
         raise fields.fail("relevance", f"a list of {len(documents)} integers, one for each document")
-    return Ranking(number, fields.text("query"), documents, tuple(relevance))
+    return Ranking(fields.line, fields.text("query"), documents, tuple(relevance))
 
 
-def _decisions(number: int, fields: _Fields) -> Decisions:
+def _decisions(fields: Fields) -> Decisions:
     state = fields["state"]
     read_state(state, f"{fields.place}: `state`")
     questions = tuple(questions_of(fields["questions"], f"{fields.place}: `questions`"))
@@ -198,7 +259,8 @@ def _decisions(number: int, fields: _Fields) -> Decisions:
     if len(answers) != len(questions):
         raise fields.fail("answers", f"a list of {len(questions)} right answers, one for each question")
     pairs = enumerate(zip(questions, answers, strict=True))
-    return Decisions(number, state, questions, tuple(_right(asked, answer, n, fields.place) for n, (asked, answer) in pairs))
+    places = tuple(_right(asked, answer, number, fields.place) for number, (asked, answer) in pairs)
+    return Decisions(fields.line, state, questions, places)
 
 
 def _right(asked: Asked, answer: Any, number: int, place: str) -> int:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from chunkattn.calls.focus import longest
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.config import SamplingParams
 from chunkattn.errors import EngineError, NonFiniteError, RequestError
+from chunkattn.evaluation.choices import Choices
 from chunkattn.evaluation.conditions import Condition, TokenizedQuestion
 from chunkattn.evaluation.data import Question
-from chunkattn.evaluation.report import LOGPROB, Values, answer_measures
+from chunkattn.evaluation.report import LOGPROB, RECALL, Values, answer_measures
 from chunkattn.evaluation.results import Results, result_key
+from chunkattn.layout import ChunkLayout
 from chunkattn.llm import LLM
 from chunkattn.parsers import ParsedPrompt
 
@@ -56,6 +61,7 @@ class Examiner:
         stop = () if getattr(llm.tokenizer, "chat_template", None) else ("\n",)
         self._params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=stop)
         self._model = llm.core.runner.fingerprint().hex()
+        self._choices = Choices(llm, questions, prompts, results, self._model)
 
     def check(self, conditions: Sequence[Condition]) -> None:
         """Check that every question fits the engine under every condition.
@@ -69,6 +75,9 @@ class Examiner:
         for condition in conditions:
             for number, question in enumerate(self.questions):
                 prompt, answer = self._prompt(condition, number), self.prompts[number].answer
+                if condition.focus is not None:
+                    gap = condition.calibration.chunk_position_gap
+                    prompt = replace(longest(replace(prompt, focus=condition.focus), gap), focus=None)
                 try:
                     likelihood_job(self.llm.frontend, [prompt], [answer], condition.weighing)
                     generate_job(self.llm.frontend, [prompt], self._params, weighing=condition.weighing)
@@ -123,14 +132,26 @@ class Examiner:
         written: dict[Condition, list[str]] = {condition: [] for condition in conditions}
         for group in self.batches(numbers):
             for condition in conditions:
+                with self._named(condition, group):
+                    self._choices.choose(condition, group)
                 logprobs[condition] += self.likelihoods(condition, group)
                 if texts:
                     written[condition] += self.texts(condition, group)
-        answers = [self.questions[number].answers for number in numbers]
+        asked = [self.questions[number] for number in numbers]
         return {
-            condition: {LOGPROB: np.asarray(values), **(answer_measures(written[condition], answers) if texts else {})}
+            condition: {
+                LOGPROB: np.asarray(values),
+                **(answer_measures(written[condition], asked) if texts else {}),
+                **self._recall(condition, numbers),
+            }
             for condition, values in logprobs.items()
         }
+
+    def _recall(self, condition: Condition, numbers: Sequence[int]) -> Values:
+        """Return the recall of a focus if all questions name their gold documents; nothing for other conditions."""
+        if condition.focus is None or not all(self.prompts[number].gold for number in numbers):
+            return {}
+        return {RECALL: np.asarray([self._choices.recall(condition, number) for number in numbers])}
 
     def likelihoods(self, condition: Condition, numbers: Sequence[int]) -> list[float]:
         """Return the mean log-probability of a token of the gold answer, for each question.
@@ -182,13 +203,8 @@ class Examiner:
     ) -> list[Mapping[str, Any]]:
         keys = {number: self._key(kind, condition, number) for number in numbers}
         if missing := [number for number in numbers if keys[number] not in self.results]:
-            try:
+            with self._named(condition, missing):
                 found = compute(missing)
-            except (RequestError, EngineError) as error:
-                kinds = (RequestError, NonFiniteError, EngineError)
-                raised: type[RequestError | EngineError] = next(kind for kind in kinds if isinstance(error, kind))
-                lines = ", ".join(str(self.questions[number].line) for number in missing)
-                raise raised(f"line{'s' * (len(missing) > 1)} {lines}, {condition.name}: {error}") from error
             self.results.add(
                 {"key": keys[number], "line": self.questions[number].line, "condition": condition.name, **values}
                 for number, values in zip(missing, found, strict=True)
@@ -196,11 +212,25 @@ class Examiner:
         self.advance(len(numbers))
         return [self.results[keys[number]] for number in numbers]
 
+    @contextmanager
+    def _named(self, condition: Condition, numbers: Sequence[int]) -> Iterator[None]:
+        """Name lines and condition in errors."""
+        try:
+            yield
+        except (RequestError, EngineError) as error:
+            kinds = (RequestError, NonFiniteError, EngineError)
+            raised: type[RequestError | EngineError] = next(kind for kind in kinds if isinstance(error, kind))
+            lines = ", ".join(str(self.questions[number].line) for number in numbers)
+            raise raised(f"line{'s' * (len(numbers) > 1)} {lines}, {condition.name}: {error}") from error
+
     def _prompt(self, condition: Condition, number: int) -> ParsedPrompt:
-        return ParsedPrompt(condition.layout(self.prompts[number]), None)
+        return ParsedPrompt(self._layout(condition, number), None)
+
+    def _layout(self, condition: Condition, number: int) -> ChunkLayout:
+        return condition.layout(self.prompts[number], self._choices.of(condition, number))
 
     def _key(self, kind: str, condition: Condition, number: int) -> str:
-        layout = condition.layout(self.prompts[number])
+        layout = self._layout(condition, number)
         tokens = hashlib.blake2b(layout.token_ids.tobytes() + layout.positions.tobytes(), digest_size=16).hexdigest()
         form = [layout.prefix_len, layout.chunk_lens, condition.weighing if any(layout.chunk_lens) else None]
         end = list(self.prompts[number].answer) if kind == "logprob" else [self._params.max_tokens, self._params.stop]

@@ -64,6 +64,16 @@ def containment(text: str, answers: Sequence[str]) -> float:
     return float(any(f" {wanted} " in f" {found} " for found, wanted in (_compared(text, answer) for answer in answers)))
 
 
+def containment_of_all(text: str, parts: Sequence[Sequence[str]]) -> float:
+    """Return 1 if a text contains an alternative of every part of the answer, else 0.
+
+    Args:
+        text: text of the model.
+        parts: alternatives of every part.
+    """
+    return min(containment(text, alternatives) for alternatives in parts)
+
+
 def token_f1(text: str, answers: Sequence[str]) -> float:
     """Return the harmonic mean of precision and recall of a text's words, for the answer with the highest value.
 

@@ -11,10 +11,13 @@ import numpy as np
 
 from chunkattn.calibration import Calibration
 from chunkattn.evaluation.conditions import NONE, Condition
-from chunkattn.evaluation.measures import FEW, Mean, containment, exact_match, mean_of, token_f1
+from chunkattn.evaluation.data import Question
+from chunkattn.evaluation.measures import FEW, Mean, containment_of_all, exact_match, mean_of, token_f1
 
 LOGPROB = "logprob"
 """Name of the mean log-probability of a token of the gold answer."""
+RECALL = "recall"
+"""Name of the share of the gold documents that a focus chooses."""
 SMALL = 0.1
 """Loss per token of the gold answer that an evaluation should be able to tell."""
 _UNIT = "log-probability per token of the gold answer"
@@ -42,17 +45,19 @@ class Row:
     against_control: dict[str, Mean] | None = None
 
 
-def answer_measures(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, np.ndarray]:
+def answer_measures(texts: Sequence[str], questions: Sequence[Question]) -> dict[str, np.ndarray]:
     """Return exact match, token F1 and containment of every text.
 
     Args:
         texts: text of the model for each question.
-        answers: right answers of each question.
+        questions: questions with their right answers. A question of several parts has the containment 1 only for a text that
+            contains every part.
     """
-    measures = {"exact match": exact_match, "F1": token_f1, "contained": containment}
+    pairs = list(zip(texts, questions, strict=True))
     return {
-        name: np.asarray([measure(text, right) for text, right in zip(texts, answers, strict=True)])
-        for name, measure in measures.items()
+        "exact match": np.asarray([exact_match(text, question.answers) for text, question in pairs]),
+        "F1": np.asarray([token_f1(text, question.answers) for text, question in pairs]),
+        "contained": np.asarray([containment_of_all(text, question.wanted) for text, question in pairs]),
     }
 
 
@@ -90,7 +95,7 @@ def compare_rankings(given: Values, ranked: Values) -> list[Row]:
 
 
 def _difference(own: Values, other: Values) -> dict[str, Mean]:
-    return {name: mean_of(listed - other[name]) for name, listed in own.items()}
+    return {name: mean_of(listed - other[name]) for name, listed in own.items() if name in other}
 
 
 def advised(values: Mapping[Condition, Values], calibration: Calibration) -> bool:

@@ -18,6 +18,7 @@ from chunkattn.evaluation.chart import draw
 from chunkattn.evaluation.data import Decisions, read_data
 from chunkattn.evaluation.decisions import WAYS, Given, Way, brier, compare, conclusion, ece, examine, shares_of
 from chunkattn.evaluation.labels import SOURCES, Sample, calibrate_labels, fit, log_loss, samples_of
+from chunkattn.evaluation.recipes import Passage
 from chunkattn.evaluation.results import Results
 from chunkattn.parsers.state_template import StateTemplate
 
@@ -76,10 +77,7 @@ def test_errors_name_line_and_field(line, said, tmp_path):
 
 def test_the_script_makes_lines_that_are_read(tmp_path):
     words = ["who", "when", "where", "how many"]
-    source = [
-        {"question": f"{words[n % 4]} was it {n}", "answers": [f"Zu{n:03}"], "title": "t", "text": f"It was Zu{n:03}. " * 9}
-        for n in range(80)
-    ]
+    source = [Passage(n + 1, f"{words[n % 4]} was it {n}", (f"Zu{n:03}",), "t", f"It was Zu{n:03}. " * 9) for n in range(80)]
     for make in (passages, kinds):
         lines = make(source, 20, random.Random(1))
         assert lines == make(source, 20, random.Random(1))

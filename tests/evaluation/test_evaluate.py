@@ -1,5 +1,6 @@
 """`chunkattn eval` and `chunkattn calibrate`: data, measures, conditions against transformers, the search, and the commands."""
 
+import gzip
 import json
 import math
 import sys
@@ -12,7 +13,6 @@ import pytest
 from lm_eval.tasks.qasper.metrics import f1_abstractive, normalize_answer
 from typer.testing import CliRunner
 
-from benchmarks.nq_eval_data import make_lines, read_source
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.calibration import Calibration, read_calibration
 from chunkattn.cli import app
@@ -90,6 +90,15 @@ def examiner(weighing):
             "line 2: `gold` must be a non-empty list of pl",
         ),
         ('{"question": "q", "documents": ["a"], "answers": ["b"], "gold": [true]}', "line 2: `gold`"),
+        (
+            '{"question": "q", "documents": ["a"], "answers": ["b"], "answer_parts": ["b"]}',
+            "line 2: `answer_parts` must be a non-empty list of non-empty lists of non-empty texts",
+        ),
+        ('{"question": "q", "documents": ["a"], "answers": ["b"], "answer_parts": [["b"], []]}', "line 2: `answer_parts` must"),
+        (
+            '{"question": "q", "documents": ["a"], "answers": ["b"], "answer_parts": [["b", " "]]}',
+            "line 2: `answer_parts` must",
+        ),
         ('{"query": "q", "documents": ["a"], "relevance": [1]}', "line 2: a file holds questions (`question`), rankings"),
     ],
 )
@@ -117,6 +126,14 @@ def test_data_is_read(tmp_path):
     assert second.line == 3
     file = write(tmp_path / "rankings.jsonl", [{"query": "q", "documents": ["a", "b"], "relevance": [0, 2]}])
     assert read_data(file) == [Ranking(1, "q", ("a", "b"), (0, 2))]
+    parts = {"question": "q", "documents": ["a\u2028b"], "answers": ["x and y"], "answer_parts": [["x", "z"], ["y"]]}
+    file = tmp_path / "questions.jsonl.gz"
+    file.write_bytes(gzip.compress(json.dumps(parts, ensure_ascii=False).encode()))
+    (first,) = read_data(file)
+    assert first == Question(1, "", ("a\u2028b",), "q", ("x and y",), None, (("x", "z"), ("y",)))
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(RequestError, match="gz cannot be read: "):
+        read_data(file)
     for bad in (tmp_path / "none.jsonl", write(tmp_path / "empty.jsonl", [])):
         with pytest.raises(RequestError, match=str(bad)):
             read_data(bad)
@@ -806,37 +823,3 @@ def test_a_checked_file_stays_as_it_is(tmp_path):
     file.write_text("kept")
     check_file(file)
     assert file.read_text() == "kept"
-
-
-# The data of the guide
-
-
-def test_a_line_of_the_source_may_hold_other_line_separators(tmp_path):
-    source = [{"question": "q", "answers": ["a"], "title": "t", "text": "one\u2028two\x85three"}] * 3
-    file = tmp_path / "source.jsonl"
-    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in source), encoding="utf-8")
-    assert read_source(file, 2) == source[:2]
-    assert read_source(file, 9) == source
-
-
-def test_titles_hold_no_answer_of_another_question():
-    source = [{"question": f"q{i}", "answers": [f"w{i}"], "title": f"w{(i + 1) % 9}", "text": f"text {i}"} for i in range(9)]
-    options = {"documents": 5, "skip": 0, "count": 9, "seed": 0, "prefix": ""}
-    for line in make_lines(source, titles=True, **options):
-        (gold,), (answer,) = line["gold"], line["answers"]
-        assert answer not in [d["title"] for place, d in enumerate(line["documents"]) if place != gold]
-
-
-def test_data_of_questions_with_passages():
-    source = [
-        {"question": f"q{i}", "answers": [f"w{i}"], "title": f"t{i}", "text": f"the w{i} and w{i // 2}"} for i in range(30)
-    ]
-    options = {"documents": 5, "seed": 0, "prefix": "Answer.", "titles": False}
-    lines, others = (make_lines(source, skip=skip, count=12, **options) for skip in (0, 12))
-    assert lines == make_lines(source, skip=0, count=12, **options)
-    assert {line["question"] for line in lines} & {line["question"] for line in others} == set()
-    assert len({line["gold"][0] for line in lines}) > 2
-    for line in [*lines, *others]:
-        (answer,), (gold,) = line["answers"], line["gold"]
-        assert len(set(line["documents"])) == 5
-        assert [answer in text.split() for text in line["documents"]] == [place == gold for place in range(5)]

@@ -1,0 +1,277 @@
+"""Recipes of `chunkattn eval --recipe`: documents and questions against a BM25 of the tests' own, and errors."""
+
+import gzip
+import hashlib
+import json
+import math
+import random
+import re
+import sys
+from collections import Counter
+
+import pytest
+
+from chunkattn.errors import ConfigError, RequestError
+from chunkattn.evaluation.data import questions_from
+from chunkattn.evaluation.recipes import PREFIX, RECIPES, TOP, Passage, Recipe, make_lines, read_source
+from chunkattn.evaluation.report import answer_measures
+
+STOP = {"the", "of", "and"}
+
+
+def words_of(text):
+    return [word for word in re.findall(r"\w\w+", text.lower()) if word not in STOP]
+
+
+def bm25(passages, question):
+    """BM25 as Lucene has it: k1 1.5, b 0.75, idf log(1 + (N - df + 0.5) / (df + 0.5))."""
+    counts = [Counter(words_of(f"{passage.title}\n{passage.text}")) for passage in passages]
+    mean = sum(own.total() for own in counts) / len(counts)
+    scores = [0.0] * len(counts)
+    for word in words_of(question):
+        df = sum(word in own for own in counts)
+        idf = math.log(1 + (len(counts) - df + 0.5) / (df + 0.5))
+        for place, own in enumerate(counts):
+            scores[place] += idf * own[word] / (own[word] + 1.5 * (0.25 + 0.75 * own.total() / mean))
+    return scores
+
+
+def ranks(passages, question):
+    """Places of the passages, the best first."""
+    scores = bm25(passages, question)
+    return sorted(range(len(scores)), key=lambda place: -scores[place])
+
+
+@pytest.fixture(scope="module")
+def source():
+    """Passages of 60 words of a small vocabulary. Questions have words of theirs, one in six of any passage's."""
+    rng = random.Random(5)
+    vocabulary = [f"word{number}" for number in range(70)]
+    names = [f"Zu{number}" for number in range(90)]
+    found = []
+    for number, name in enumerate(names):
+        words = [*rng.choices(vocabulary, k=rng.randrange(30, 60)), name, *rng.choices(names, k=4), "the", "of"]
+        rng.shuffle(words)
+        told = rng.sample(vocabulary if number % 6 == 0 else [word for word in words if word in vocabulary], 5)
+        question = " ".join(["what the", *told]) + "?" * (number % 2)
+        found.append(Passage(number + 1, question, (name, f"{name} {name}"), f"title of {rng.choice(names)}", " ".join(words)))
+    return found
+
+
+def holds(text, passage):
+    return bool({*passage.answers} & {*re.findall(r"\w+", text)})
+
+
+def by_question(source):
+    return {f"Question: {passage.question.removesuffix('?')}?": passage for passage in source}
+
+
+def digest(lines):
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(("titles", "expected"), [(False, "8ed8c5faa208be54"), (True, "8c6b82c5768cce63")])
+def test_random_makes_the_bytes_that_the_calibration_of_the_examples_was_made_with(titles, expected):
+    source = [
+        Passage(
+            i + 1,
+            f"q{i}" + "?" * (i % 2) + " " * (i % 3 == 0),
+            (f"w{i}", f"v{i}"),
+            f"t{(i + 1) % 30}",
+            f"the w{i} and w{i // 2} é",
+        )
+        for i in range(30)
+    ]
+    assert digest(make_lines(source, Recipe("random", 5, 12, 3, 4, "Answer.", titles))) == expected
+
+
+@pytest.mark.parametrize("titles", [False, True])
+@pytest.mark.parametrize("name", ["random", "bm25"])
+def test_no_other_document_holds_an_answer(name, titles, source):
+    lines = make_lines(source, Recipe(name, documents=8, count=50, seed=3, titles=titles))
+    assert len(lines) == 50
+    for line in lines:
+        own, (gold,) = by_question(source)[line["question"]], line["gold"]
+        shown = [f"{d['title']} {d['text']}" if titles else d for d in line["documents"]]
+        assert [holds(text, own) for text in shown] == [place == gold for place in range(8)]
+        assert line["answers"] == list(own.answers)
+        assert len(set(shown)) == 8
+        assert line["prefix"] == PREFIX
+    assert len({line["gold"][0] for line in lines}) == 8
+
+
+def test_bm25_takes_the_best_passages(source):
+    lines = make_lines(source, Recipe("bm25", documents=8, count=60, seed=3))
+    for line in lines:
+        own = by_question(source)[line["question"]]
+        ranked = [source[place] for place in ranks(source, own.question)]
+        assert own in ranked[:TOP]
+        others = [p.text for p in ranked if p != own and not holds(f"{p.title} {p.text}", own)]
+        assert {*line["documents"]} == {own.text, *others[:7]}
+
+
+def test_bm25_asks_every_question_that_qualifies(source):
+    qualifying = [p for place, p in enumerate(source) if place in ranks(source, p.question)[:TOP]]
+    assert 60 < len(qualifying) < len(source)
+    lines = make_lines(source, Recipe("bm25", count=len(qualifying)))
+    assert {line["question"] for line in lines} == {*by_question(qualifying)}
+    with pytest.raises(RequestError, match=rf"needs {len(qualifying) + 1} questions \(skip 2, count {len(qualifying) - 1}\)"):
+        make_lines(source, Recipe("bm25", skip=2, count=len(qualifying) - 1))
+
+
+def test_bm25_takes_every_text_once():
+    source = [Passage(i + 1, f"where is thing{i}", (f"Zu{i}",), "", f"thing{i} lies in Zu{i}") for i in range(8)]
+    source += [Passage(i + 9, f"what has Zu{i}", (f"thing{i}",), "", source[i].text) for i in range(2)]
+    for line in make_lines(source, Recipe("bm25", 8, 10)):
+        assert {*line["documents"]} == {passage.text for passage in source}
+    with pytest.raises(RequestError, match="7 other passages"):
+        make_lines(source, Recipe("bm25", 9, 10))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_questions_do_not_depend_on_the_number_of_documents(name, source):
+    made = [make_lines(source, Recipe(name, documents, count=20, skip=3, seed=2)) for documents in (3, 6, 12)]
+    assert [len(line["documents"]) for lines in made for line in lines] == [3] * 20 + [6] * 20 + [12] * 20
+    assert [line["question"] for line in made[0]] == [line["question"] for line in made[1]]
+    assert [line["question"] for line in made[0]] == [line["question"] for line in made[2]]
+    if name != "random":
+        assert all({*few["documents"]} < {*many["documents"]} for few, many in zip(made[0], made[2], strict=True))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_skipped_questions_are_others_and_the_seed_decides(name, source):
+    first, second = (make_lines(source, Recipe(name, count=12, skip=skip)) for skip in (0, 12))
+    assert [*first, *second] == make_lines(source, Recipe(name, count=24))
+    asked = [
+        {part for line in lines for part in re.split(r"[?] And |Question: ", line["question"])} for lines in (first, second)
+    ]
+    assert asked[0] & asked[1] == {""}
+    assert first != make_lines(source, Recipe(name, count=12, seed=1))
+
+
+def test_two_hop_needs_both_passages(source):
+    lines = make_lines(source, Recipe("two-hop", documents=6, count=20))
+    for line, question in zip(lines, questions_from(lines, "made"), strict=True):
+        first, second = re.fullmatch(r"Question: (.*)[?] And (.*)[?]", line["question"]).groups()
+        pair = [by_question(source)[f"Question: {asked}?"] for asked in (first, second)]
+        held = [[holds(text, own) for own in pair] for text in line["documents"]]
+        assert sorted(map(sum, held)) == [0, 0, 0, 0, 1, 1]  # no document holds both
+        assert [sum(column) for column in zip(*held, strict=True)] == [1, 1]
+        assert line["gold"] == [place for place, parts in enumerate(held) if any(parts)]
+        assert not any(holds(line["question"], own) for own in pair)
+        for own in pair:
+            assert own in [source[place] for place in ranks(source, own.question)[:TOP]]
+        assert line["answers"][0] == f"{pair[0].answers[0]} and {pair[1].answers[0]}"
+        assert len(line["answers"]) == 4
+        one, other = (own.answers[0] for own in pair)
+        texts = [f"{other}, and also {one}.", one, other, line["answers"][0]]
+        measured = answer_measures(texts, [question] * 4)
+        assert measured["contained"].tolist() == [1, 0, 0, 1]
+        assert measured["exact match"].tolist() == [0, 0, 0, 1]
+
+
+def test_two_hop_takes_the_best_passages_of_both_in_turn(source):
+    for line in make_lines(source, Recipe("two-hop", documents=6, count=20)):
+        pair = [
+            by_question(source)[f"Question: {asked}?"] for asked in re.split(r"[?] And |Question: |[?]$", line["question"])[1:3]
+        ]
+        ranked = [[source[place] for place in ranks(source, own.question)] for own in pair]
+        found = [own.text for own in pair]
+        for passages in zip(*ranked, strict=True):
+            found += [p.text for p in passages if not any(holds(f"{p.title} {p.text}", own) for own in pair)]
+        assert {*line["documents"]} == {*list(dict.fromkeys(found))[:6]}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"text": "Zu1 knows Zu0"}, "0 of"),
+        ({"question": "who is thing1 of Zu0"}, "0 of"),
+        ({"question": "who is thing1 or Zu1"}, "0 of"),
+        ({"answers": ("Zu1", "old Zu0")}, "0 of"),
+        ({"text": "thing1 is nobody"}, "0 of"),
+    ],
+)
+def test_two_hop_joins_no_questions_that_tell_of_each_other(change, said):
+    parts = [
+        {"question": f"who is thing{i}", "answers": (f"Zu{i}",), "title": "", "text": f"thing{i} is Zu{i}"} for i in range(2)
+    ]
+    make = Recipe("two-hop", documents=2, count=1)
+    assert len(make_lines([Passage(i + 1, **part) for i, part in enumerate(parts)], make)) == 1
+    parts[1] |= change
+    with pytest.raises(RequestError, match=said):
+        make_lines([Passage(i + 1, **part) for i, part in enumerate(parts)], make)
+
+
+# Errors
+
+
+def test_errors_name_the_numbers(source):
+    with pytest.raises(ConfigError, match="recipe must be one of random, bm25, two-hop; got nearest"):
+        Recipe("nearest")
+    for changes, said in (
+        ({"documents": 0}, "documents of recipe bm25 must be at least 1; got 0"),
+        ({"name": "two-hop", "documents": 1}, "documents of recipe two-hop must be at least 2; got 1"),
+        ({"count": 0}, "count of recipe bm25 must be at least 1"),
+        ({"skip": -1}, "skip of recipe bm25 must be at least 0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Recipe(**{"name": "bm25", **changes})
+    for recipe, said in (
+        (Recipe("random", documents=91), "91 documents need as many passages; the source has 90"),
+        (
+            Recipe("random", documents=90, count=1),
+            r"source line \d+: \d\d other passages hold none of its answers, too few for 89",
+        ),
+        (
+            Recipe("bm25", documents=90, count=1),
+            r"source line \d+: \d\d other passages hold none of its answers, too few for 89",
+        ),
+        (Recipe("random", skip=80, count=11), r"needs 91 questions \(skip 80, count 11\); the source makes 90 of its 90 lines"),
+        (Recipe("two-hop", count=80), r"needs 80 pairs of questions \(skip 0, count 80\); the source makes \d\d of its 90"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            make_lines(source, recipe)
+
+
+def test_a_missing_library_is_named(monkeypatch, source):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    make_lines(source, Recipe("random", count=90))
+    for name in ("bm25", "two-hop"):
+        with pytest.raises(ConfigError, match=r"pip install bm25s"):
+            make_lines(source, Recipe(name))
+
+
+def test_questions_and_passages_without_words():
+    source = [Passage(i + 1, "the of?", ("Zu",), "", "Zu" * i or "!") for i in range(3)]
+    with pytest.raises(RequestError, match="makes 0 of its 3 lines"):
+        make_lines(source, Recipe("bm25", 1, 1))
+    with pytest.raises(RequestError, match="no word to search for"):
+        make_lines(source[:1], Recipe("bm25", 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"question": None}, "`question` must be a non-empty text, got null"),
+        ({"answers": []}, "`answers` must be a non-empty list of non-empty texts, got []"),
+        ({"answers": "Zu"}, "`answers` must be a non-empty list of non-empty texts"),
+        ({"text": " "}, "`text` must be a non-empty text"),
+        ({"title": 3}, "`title` must be a text, got 3"),
+    ],
+)
+def test_errors_name_line_and_field(change, said, tmp_path):
+    file = tmp_path / "source.jsonl"
+    line = {"question": "q", "answers": ["Zu"], "title": "t", "text": "one\u2028two\x85three"}
+    file.write_text(f"{json.dumps(line, ensure_ascii=False)}\n\n{json.dumps(line | change)}\n", encoding="utf-8")
+    assert read_source(file, 1) == [Passage(1, "q", ("Zu",), "t", "one\u2028two\x85three")]
+    with pytest.raises(RequestError) as error:
+        read_source(file)
+    assert f"{file} line 3: {said}" in str(error.value)
+
+
+def test_the_source_needs_no_titles(tmp_path):
+    file = tmp_path / "source.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"question": "q", "answers": ["Zu"], "text": "Zu"}\n' * 2))
+    assert read_source(file) == [Passage(line, "q", ("Zu",), "", "Zu") for line in (1, 2)]
