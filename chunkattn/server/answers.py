@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import replace
+from heapq import nlargest
 from typing import Any
 
+from chunkattn.calls.focus import shortest
 from chunkattn.calls.generate import COST, GenerateJob, generate_job
 from chunkattn.config import SamplingParams
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
-from chunkattn.parsers import DocumentPrompt
+from chunkattn.parsers import DocumentPrompt, ParsedPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller
-from chunkattn.server.protocol.base import Sampling
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody, named_documents
+from chunkattn.server.protocol.generation import ChatBody, CompletionBody, focus_of, named_documents
 from chunkattn.server.state import ServerState, new_id
 from chunkattn.server.texts import (
     Entry,
@@ -44,6 +46,7 @@ class Answer(ABC):
         object_name: `object` of a whole answer.
         chunk_name: `object` of a stream's event.
         params: sampling parameters of all prompts.
+        focus: choice among the documents; None shows all documents alike.
         stored: documents that the request names by id, by the number of their chunk.
     """
 
@@ -52,8 +55,9 @@ class Answer(ABC):
     chunk_name: str
     params: SamplingParams
 
-    def __init__(self, body: Sampling, state: ServerState, caller: Caller) -> None:
+    def __init__(self, body: CompletionBody | ChatBody, state: ServerState, caller: Caller) -> None:
         self.options, self.state, self.caller = body, state, caller
+        self.focus = focus_of(body.focus)
         self.stored: dict[int, StoredDocument] = {}
         self._moved: list[int] | None = None
         self.id, self.created = new_id(self.kind), int(time.time())
@@ -99,20 +103,23 @@ class Answer(ABC):
             values += self.prompt_size * self.params.n * (1 + self.params.prompt_logprobs)
         return values
 
-    def check_generated(self, job: GenerateJob) -> None:
+    def check_generated(self, job: GenerateJob, prompt: ParsedPrompt) -> None:
         """Check the number of log-probabilities of all tokens that fit behind the prompt, for a request without `max_tokens`.
 
         Args:
             job: job of the request's only prompt.
+            prompt: the prompt. Under `focus`, more tokens fit behind shorter documents.
 
         Raises:
             ApiError: as `check_size`.
         """
         if self.params.logprobs is None or self.params.max_tokens is not None:
             return
-        values = 0
+        values, frontend = 0, self.state.llm.frontend
+        shown = shortest(prompt, frontend.config.calibration.chunk_position_gap)
         for request in job.requests:
-            values += self.params.n * self.state.llm.frontend.limits.max_tokens(request) * (1 + self.params.logprobs)
+            most = frontend.limits.max_tokens(replace(request, layout=shown.layout))
+            values += self.params.n * most * (1 + self.params.logprobs)
             if self.params.prompt_logprobs is not None:
                 values += self.params.n * len(request.layout) * (1 + self.params.prompt_logprobs)
         self.state.check_answer_values(values, "tokens, samples or log-probabilities (max_tokens)", "logprobs")
@@ -128,9 +135,20 @@ class Answer(ABC):
         """Return the characters or token ids of all prompts: a bound on their tokens without the chat template."""
 
     def documents_size(self, documents: Sequence[Any]) -> int:
-        """Return the characters or token ids of documents, with their template."""
+        """Return the characters or token ids of documents, with their template; of those that are read again, twice."""
         template = self.state.llm.frontend.parser.documents.size
-        return sum(len(document) + (template if isinstance(document, str) else 0) for document in documents)
+        sizes = [len(document) + (template if isinstance(document, str) else 0) for document in documents]
+        again = nlargest(self.focus.top_n, sizes) if self.focus is not None and self.focus.mode == "reread" else []
+        return sum(sizes) + sum(again)
+
+    def with_sources(self, prompt: ParsedPrompt) -> ParsedPrompt:
+        """Return a prompt with the contents of its stored documents as they were given, without the document template."""
+        if not self.stored:
+            return prompt
+        sources = list(prompt.sources)
+        for number, document in self.stored.items():
+            sources[number] = document.chunk.tolist() if document.text is None else document.text
+        return replace(prompt, sources=sources)
 
     @property
     def token_name(self) -> Callable[[int], str]:
@@ -186,7 +204,8 @@ class Completion(Answer):
         if isinstance(prompt := next(iter(self.prompts), None), DocumentPrompt):
             return len(prompt.prefix) + len(prompt.question) + self.documents_size(prompt.documents)
         listed: list[Any] = self.body.prompt if isinstance(self.body.prompt, list) else [self.body.prompt]
-        return len(listed) if listed and isinstance(listed[0], int) else sum(map(len, listed))
+        size = len(listed) if listed and isinstance(listed[0], int) else sum(map(len, listed))
+        return 2 * size if self.focus is not None and self.focus.mode == "reread" else size
 
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """Return a generator of outputs per prompt."""
@@ -205,11 +224,11 @@ class Completion(Answer):
     def _job(self, prompt: Prompt) -> GenerateJob:
         """Return the job of one prompt."""
         frontend, body = self.state.llm.frontend, self.body
-        parsed = frontend.parse([prompt], body.chunk_aware, add_special_tokens=body.add_special_tokens)
+        (parsed,) = frontend.parse([prompt], body.chunk_aware, self.focus, add_special_tokens=body.add_special_tokens)
         salt, final_only = self.caller.salt(body.cache_salt), not body.stream
         return generate_job(
             frontend,
-            parsed,
+            [self.with_sources(parsed)],
             self.params,
             body.priority,
             cache_salt=salt,
@@ -340,10 +359,10 @@ class Chat(Answer):
         """Return the job of the conversation."""
         frontend, body = self.state.llm.frontend, self.body
         messages = [m.plain() for m in body.messages]
-        parsed = frontend.parse_chat([messages], self.documents, body.template_options())
-        salt, final_only = self.caller.salt(body.cache_salt), not body.stream
-        job = generate_job(frontend, parsed, self.params, body.priority, cache_salt=salt, final_only=final_only)
-        self.check_generated(job)
+        (parsed,) = frontend.parse_chat([messages], self.documents, body.template_options(), self.focus)
+        prompt, salt, final_only = self.with_sources(parsed), self.caller.salt(body.cache_salt), not body.stream
+        job = generate_job(frontend, [prompt], self.params, body.priority, cache_salt=salt, final_only=final_only)
+        self.check_generated(job, prompt)
         return job
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:

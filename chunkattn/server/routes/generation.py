@@ -15,14 +15,13 @@ from chunkattn.server.bodies import JsonRoute, json_answer
 from chunkattn.server.errors import api_error
 from chunkattn.server.events import HEARTBEAT, EventStream, Timed, event_of, merged
 from chunkattn.server.keys import Caller
-from chunkattn.server.protocol.base import Sampling
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.state import ServerState, State, unless_gone
 from chunkattn.server.texts import Tail
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
-B = TypeVar("B", bound=Sampling)
+B = TypeVar("B", CompletionBody, ChatBody)
 
 
 @router.post("/v1/completions")
