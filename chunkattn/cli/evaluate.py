@@ -28,6 +28,7 @@ from chunkattn.cli.common import (
     template_options,
     write_json,
 )
+from chunkattn.cli.eval_data import RECIPE_OPTIONS, results_file, take_data
 from chunkattn.cli.options import check_positive, with_options
 from chunkattn.cli.progress import Steps, TrialLog, say
 from chunkattn.config import EngineConfig
@@ -41,8 +42,13 @@ if TYPE_CHECKING:
     from chunkattn.evaluation.results import Results
     from chunkattn.llm import LLM
 
-Data = Annotated[Path, typer.Argument(help="File of JSON lines: questions with documents and answers, rankings, or decisions.")]
-Limit = Annotated[int | None, typer.Option(help="Number of lines to read; by default all.")]
+Data = Annotated[
+    Path,
+    typer.Argument(
+        help="File of JSON lines: questions with documents and answers, rankings, or decisions; with --recipe, passages."
+    ),
+]
+Limit = Annotated[int | None, typer.Option(help="Number of lines of DATA to read; by default all.")]
 ResultsFile = Annotated[
     Path | None,
     typer.Option(help="File of single results, so that a run can stop and continue; by default DATA.results.jsonl here."),
@@ -60,7 +66,9 @@ _ENGINE = "tokenizer document_template dtype kv_cache_dtype attention_backend kv
 
 
 @command(app, "eval")
-@with_options((EngineConfig, None, f"{_ENGINE} chunk_position_gap chunk_temperature chunk_scale chunk_calibration"))
+@with_options(
+    RECIPE_OPTIONS, (EngineConfig, None, f"{_ENGINE} chunk_position_gap chunk_temperature chunk_scale chunk_calibration")
+)
 def evaluate(
     data: Data,
     model: Model = None,
@@ -71,19 +79,20 @@ def evaluate(
     json_file: JsonFile = None,
     plot: Plot = None,
     verbose: Verbose = False,
-    **engine: Any,
+    **options: Any,
 ) -> None:
     """Measure a model's loss to isolated documents on your questions, or how well it ranks documents or makes decisions."""
     log_to_stderr(verbose)
-    from chunkattn.evaluation.data import Decisions, Question, Ranking, read_data
+    from chunkattn.evaluation.data import Decisions, Question, Ranking
     from chunkattn.evaluation.measures import check_ranking_measures
     from chunkattn.evaluation.report import as_json
     from chunkattn.evaluation.results import Results
 
     check_files(json_file, plot)
     check_positive({"limit": limit})
-    read = read_data(data, limit)
-    known = Results(results or Path(f"{data.stem}.results.jsonl"))
+    given = take_data(data, limit, options)
+    read = given.lines
+    known = Results(results or results_file(data))
     rankings = [line for line in read if isinstance(line, Ranking)]
     questions = [line for line in read if isinstance(line, Question)]
     decisions = [line for line in read if isinstance(line, Decisions)]
@@ -93,7 +102,7 @@ def evaluate(
     variables = _decision_options(chat_template_kwargs, data, decisions)
     if rankings:
         check_ranking_measures()
-    llm, facts = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, **engine), dict[str, Any]()
+    llm, facts = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, **options), dict[str, Any]()
     if rankings:
         rows, said = _rank(llm, rankings, known)
     elif decisions:
@@ -103,9 +112,9 @@ def evaluate(
         rows, said = _answer(llm, questions, known, _ANSWER_TOKENS if max_tokens is None else max_tokens)
         facts = {"document_template": llm.parser.documents.template, **asdict(llm.config.calibration)}
     kind = "queries" if rankings else "states" if decisions else "questions"
-    head = {"data": data.name, kind: len(read), "model": _name(model), **facts}
+    head = {**given.facts, kind: len(read), "model": _name(model), **facts}
     report = {**head, "rows": as_json(rows), "conclusion": said}
-    _show(rows, f"{_name(model)}, {len(read)} {kind} of {data.name}", said, report, json_file, plot)
+    _show(rows, f"{_name(model)}, {len(read)} {kind} of {given.name}", said, report, json_file, plot)
 
 
 def _answer(llm: LLM, questions: Sequence[Question], known: Results, max_tokens: int) -> tuple[list[Row], str]:
@@ -143,7 +152,7 @@ def _decide(llm: LLM, lines: Sequence[Decisions], known: Results, variables: dic
 
 
 @command(app)
-@with_options((EngineConfig, None, _ENGINE))
+@with_options(RECIPE_OPTIONS, (EngineConfig, None, _ENGINE))
 def calibrate(
     data: Data,
     output: Annotated[Path, typer.Option(help="File to write, for the option chunk_calibration.")] = Path(FILE_NAME),
@@ -157,14 +166,14 @@ def calibrate(
     json_file: JsonFile = None,
     plot: Plot = None,
     verbose: Verbose = False,
-    **engine: Any,
+    **options: Any,
 ) -> None:
     """Find a model's chunk gap, temperature and scale, or its calibration of labels, on half of your data; measure the rest."""
     log_to_stderr(verbose)
     from chunkattn.evaluation.calibrate import calibrate as find
     from chunkattn.evaluation.calibrate import few_questions, halves_of
     from chunkattn.evaluation.conditions import tokenize
-    from chunkattn.evaluation.data import Decisions, Question, read_data
+    from chunkattn.evaluation.data import Decisions, Question
     from chunkattn.evaluation.examiner import Examiner
     from chunkattn.evaluation.report import as_json, compare
     from chunkattn.evaluation.results import Results
@@ -175,25 +184,25 @@ def calibrate(
     check_file(output)
     if gap and min(gap) < 0:
         raise ConfigError(f"--gap must be at least 0, got {min(gap)}")
-    read = read_data(data, limit)
-    questions = [line for line in read if isinstance(line, Question)]
-    decisions = [line for line in read if isinstance(line, Decisions)]
+    given = take_data(data, limit, options)
+    questions = [line for line in given.lines if isinstance(line, Question)]
+    decisions = [line for line in given.lines if isinstance(line, Decisions)]
     variables = _decision_options(chat_template_kwargs, data, decisions)
     if decisions:
         if gap or not weighing or max_tokens is not None or plot is not None:
-            given = "--gap, --no-weighing, --max-tokens and --plot"
-            raise ConfigError(f"{given} are for questions over documents; {data} holds decisions")
-        known = Results(results or Path(f"{data.stem}.results.jsonl"))
-        llm = make_llm(model, chunk_calibration=OFF, **engine)
+            flags = "--gap, --no-weighing, --max-tokens and --plot"
+            raise ConfigError(f"{flags} are for questions over documents; {data} holds decisions")
+        known = Results(results or results_file(data))
+        llm = make_llm(model, chunk_calibration=OFF, **options)
         _fit_labels(llm, decisions, known, output, _name(model), data.name, json_file, variables)
         return
     if not questions:
         reason = "calibrate needs questions or decisions, because scores are exact without a calibration"
         raise RequestError(f"{data} holds rankings; {reason}")
     searched = len(halves_of(len(questions)).search)
-    known = Results(results or Path(f"{data.stem}.results.jsonl"))
+    known = Results(results or results_file(data))
     weights = 0.8 if weighing else None  # any value unlike 1 builds an engine with a calibration
-    llm = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, chunk_calibration=OFF, chunk_temperature=weights, **engine)
+    llm = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, chunk_calibration=OFF, chunk_temperature=weights, **options)
     gaps = sorted(set(gap or GAPS))
     longest = _ANSWER_TOKENS if max_tokens is None else max_tokens
     examiner = Examiner(llm, questions, tokenize(llm.parser, questions), known, max_tokens=longest)
@@ -209,7 +218,7 @@ def calibrate(
     notes = {
         "model": _name(model),
         "document_template": llm.parser.documents.template,
-        "data": data.name,
+        **given.facts,
         "objective": "mean log-probability of a token of the gold answer",
         **found.notes(),
     }
@@ -220,7 +229,7 @@ def calibrate(
         "rows": as_json(rows),
         "written": str(output),
     }
-    title = f"{_name(model)}, {len(found.halves.report)} other questions of {data.name}"
+    title = f"{_name(model)}, {len(found.halves.report)} other questions of {given.name}"
     _show(rows, title, found.conclusion, report, json_file, plot)
     write_calibration(output, found.calibration, notes)
     if json_file != "-":
