@@ -21,7 +21,7 @@ from typing import Any
 from chunkattn.calibration import Calibration
 from chunkattn.calls.focus_scores import SCORES
 from chunkattn.cli.common import make_llm
-from chunkattn.cli.progress import Steps
+from chunkattn.cli.progress import Steps, say
 from chunkattn.evaluation.conditions import NONE, Condition, focus_conditions, tokenize
 from chunkattn.evaluation.data import questions_from
 from chunkattn.evaluation.examiner import Examiner
@@ -65,6 +65,7 @@ def examine(
     """
     questions = questions_from(make_lines(source, recipe), recipe.name)
     conditions = conditions_of(llm.config.calibration, scores, min(top_n, recipe.documents))
+    say(f"{recipe.name}, {recipe.documents} documents: {len(questions)} questions under {len(conditions)} conditions")
     with Steps(f"{recipe.name}, {recipe.documents} documents", 2 * len(conditions) * len(questions)) as steps:
         examiner = Examiner(llm, questions, tokenize(llm.parser, questions), known, advance=steps.advance)
         examiner.check(conditions)
