@@ -136,9 +136,8 @@ def main():
     listed = ", ".join(f"{right[way]} over {way}" for way in WAYS)
     print(f"\nRight answers, of {count}: {listed}, {right['no documents']} without documents.")
     for way in ("chunks", "focus"):
-        print(
-            f"Other order of the documents, {way}: {same[way]} of {count} answers have the same tokens and log-probability bits."
-        )
+        said = f"{same[way]} of {count} answers have the same tokens and log-probability bits"
+        print(f"Other order of the documents, {way}: {said}.")
     listed = ", ".join(f"{median(taken):.2f} s over {way} (1/{slow / median(taken):.0f})" for way, taken in seconds.items())
     print(f"First token, median: {listed}.")
 
