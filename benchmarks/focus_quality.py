@@ -21,7 +21,7 @@ from typing import Any
 from chunkattn.calibration import Calibration
 from chunkattn.calls.focus_scores import SCORES
 from chunkattn.cli.common import make_llm
-from chunkattn.cli.progress import Steps
+from chunkattn.cli.progress import Steps, say
 from chunkattn.evaluation.conditions import NONE, Condition, focus_conditions, tokenize
 from chunkattn.evaluation.data import questions_from
 from chunkattn.evaluation.examiner import Examiner
@@ -36,39 +36,46 @@ MEASURES = {"contained": 3, "F1": 3, LOGPROB: 2}
 NO_CHUNK_LIMIT = (1 << 31) - 1
 
 
-def conditions_of(calibration: Calibration, scores: Sequence[str], top_n: int) -> list[Condition]:
+def conditions_of(calibration: Calibration, scores: Sequence[str], top_n: int, *, controls: bool = True) -> list[Condition]:
     """Return the rows of a table. Neighbours share what they can of the cache.
 
     Args:
         calibration: gap, temperature and scale of the engine.
         scores: names of the scores of `focus`.
         top_n: largest number of documents that `focus` chooses.
+        controls: whether to add full attention with the same temperature and scale, and isolation and `focus` without gap,
+            temperature and scale.
     """
-    weights = replace(calibration, chunk_position_gap=0)
     own = [Condition("shared", calibration), *focus_conditions(calibration, top_n, scores, gold=True)]
-    plain = [Condition("shared"), *focus_conditions(NONE, top_n, scores[:1], gold=False)]
-    return list(dict.fromkeys([Condition("full"), Condition("full", weights), *plain, *own, Condition("gold only")]))
+    others: list[Condition] = []
+    if controls:
+        plain = focus_conditions(NONE, top_n, scores[:1], gold=False)
+        others = [Condition("full", replace(calibration, chunk_position_gap=0)), Condition("shared"), *plain]
+    return list(dict.fromkeys([Condition("full"), *others, *own, Condition("gold only")]))
 
 
 def examine(
-    llm: LLM, source: Sequence[Passage], recipe: Recipe, scores: Sequence[str], top_n: int, known: Results
-) -> list[Row]:
-    """Return the table of one recipe and number of documents.
+    llm: LLM, source: Sequence[Passage], recipes: Sequence[Recipe], conditions: Sequence[Condition], known: Results
+) -> list[list[Row]]:
+    """Return the table of each recipe. They ask the same questions, so that their documents are computed once.
 
     Args:
         llm: engine, whose calibration is that of the table.
         source: questions and passages.
-        recipe: choice of questions and documents.
-        scores: names of the scores of `focus`.
-        top_n: largest number of documents that `focus` chooses.
+        recipes: choices of the same questions and of other numbers of documents.
+        conditions: rows of each table.
         known: earlier results; new results are added.
     """
-    questions = questions_from(make_lines(source, recipe), recipe.name)
-    conditions = conditions_of(llm.config.calibration, scores, min(top_n, recipe.documents))
-    with Steps(f"{recipe.name}, {recipe.documents} documents", 2 * len(conditions) * len(questions)) as steps:
+    sets = [questions_from(make_lines(source, recipe), recipe.name) for recipe in recipes]
+    questions = [question for alike in zip(*sets, strict=True) for question in alike]
+    recipe = recipes[0]
+    say(f"{recipe.name}: {len(questions)} prompts under {len(conditions)} conditions")
+    with Steps(recipe.name, 2 * len(conditions) * len(questions)) as steps:
         examiner = Examiner(llm, questions, tokenize(llm.parser, questions), known, advance=steps.advance)
         examiner.check(conditions)
-        return compare(examiner.examine(conditions, range(len(questions)), texts=True))
+        values = examiner.examine(conditions, range(len(questions)), texts=True)
+    step = len(recipes)
+    return [compare({c: {n: v[k::step] for n, v in own.items()} for c, own in values.items()}) for k in range(step)]
 
 
 def lines_of(rows: Sequence[Row]) -> list[str]:
@@ -106,6 +113,7 @@ def main() -> None:
     parser.add_argument("--documents", action="append", type=int, help="repeatable; by default 5, 10 and 20")
     parser.add_argument("--score", action="append", choices=list(SCORES), help="repeatable; by default all")
     parser.add_argument("--top-n", type=int, default=3, help="largest number of documents that focus chooses")
+    parser.add_argument("--no-controls", action="store_true", help="leave out the rows that compare calibrations")
     parser.add_argument("--count", type=int, default=200, help="questions of every table")
     parser.add_argument("--skip", type=int, default=0, help="questions to skip")
     parser.add_argument("--seed", type=int, default=0, help="seed of the questions and of the documents' order")
@@ -122,13 +130,17 @@ def main() -> None:
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         max_chunk_len=NO_CHUNK_LIMIT,
     )
+    sizes = args.documents or [5, 10, 20]
+    conditions = conditions_of(
+        llm.config.calibration, args.score or list(SCORES), min(args.top_n, *sizes), controls=not args.no_controls
+    )
     report: list[dict[str, Any]] = []
     for name in args.recipe or ["bm25", "two-hop"]:
-        for documents in args.documents or [5, 10, 20]:
-            recipe = Recipe(name, documents, args.count, args.skip, args.seed, first_line=args.first_line)
-            rows = examine(llm, source, recipe, args.score or list(SCORES), args.top_n, known)
-            print(f"\n{name}, {documents} documents, {args.count} questions\n", *lines_of(rows), sep="\n", flush=True)
-            report.append({"recipe": name, "documents": documents, "questions": args.count, "rows": as_json(rows)})
+        recipes = [Recipe(name, n, args.count, args.skip, args.seed, first_line=args.first_line) for n in sizes]
+        for recipe, rows in zip(recipes, examine(llm, source, recipes, conditions, known), strict=True):
+            head = f"{name}, {recipe.documents} documents, {args.count} questions"
+            print(f"\n{head}\n", *lines_of(rows), sep="\n", flush=True)
+            report.append({"recipe": name, "documents": recipe.documents, "questions": args.count, "rows": as_json(rows)})
     text = json.dumps(report, indent=1)
     if args.json == "-":
         print(text)

@@ -9,7 +9,7 @@ from typing import Any
 
 from chunkattn.errors import RequestError, shown
 
-MODES = ("reread", "only")
+MODES = ("only", "reread")
 """Ways to show the chosen documents, see `Focus.mode`."""
 
 
@@ -19,13 +19,13 @@ class Focus:
 
     Attributes:
         top_n: number of documents to choose, at least 1. Fewer are chosen where the prompt has fewer.
-        mode: `"reread"` repeats the chosen documents behind all documents, as the beginning of the question part;
-            `"only"` leaves the other documents out.
+        mode: `"only"` leaves the other documents out; `"reread"` repeats the chosen documents behind all documents, as the
+            beginning of the question part.
         score: name of the score by which documents are chosen, see `chunkattn.calls.focus_scores.SCORES`.
     """
 
     top_n: int
-    mode: str = "reread"
+    mode: str = "only"
     score: str = "likelihood"
 
     @property

@@ -6,6 +6,7 @@
 import argparse
 import random
 import time
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -50,6 +51,8 @@ QUESTIONS = (
 )
 """Questions, each with the text that a right answer contains."""
 
+WAYS = ("chunks", "focus", "one text")
+
 
 def chat(question, documents=()):
     """Return the messages of a question, with documents in the user's message."""
@@ -66,21 +69,22 @@ def stage(text):
     print(f"{time.perf_counter() - began:.1f} s", flush=True)
 
 
-def ask(llm, question, documents, isolated, max_tokens):
-    """Return the greedy answer over documents: each a chunk of its own, or all in one text under full attention."""
+def ask(llm, question, documents, way, max_tokens):
+    """Return the greedy answer over documents: each a chunk, the chosen one alone, or all in one text under full attention."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1)
-    if isolated:
-        return llm.chat(chat(question), params, documents=documents, use_tqdm=False)[0]
-    return llm.chat(chat(question, documents), params, use_tqdm=False)[0]
+    if way == "one text":
+        return llm.chat(chat(question, documents), params, use_tqdm=False)[0]
+    focus = 1 if way == "focus" else None
+    return llm.chat(chat(question), params, documents=documents, focus=focus, use_tqdm=False)[0]
 
 
-def first_token(llm, question, documents, isolated):
-    """Print how much of a new prompt is in the cache, and return the seconds until its first token."""
+def first_token(llm, question, documents, way):
+    """Print how much of a new prompt is computed, and return the seconds until its first token."""
     began = time.perf_counter()
-    out = ask(llm, question, documents, isolated, max_tokens=1)
+    out = ask(llm, question, documents, way, max_tokens=1)
     seconds = time.perf_counter() - began
-    cached = f"{out.num_cached_tokens} of {len(out.prompt_token_ids)} prompt tokens cached"
-    show("chunks" if isolated else "one text", f"{cached}, first token after {seconds:.2f} s")
+    computed = len(out.prompt_token_ids) - out.num_cached_tokens + (out.focus.computed_tokens if out.focus else 0)
+    show(way, f"{computed} prompt tokens computed, first token after {seconds:.2f} s")
     return seconds
 
 
@@ -106,30 +110,36 @@ def main():
         llm = LLM(args.model, chunk_calibration=args.calibration, **OPTIONS)
     with stage(f"Computing {len(DOCUMENTS)} documents, each alone and once"):
         llm.precompute(chat("")[:1], DOCUMENTS, use_tqdm=False)
-    for isolated, name in ((True, "chunks"), (False, "one text")):
-        with stage(f"Compiling for questions over {name}"):
-            ask(llm, "What is this about?", DOCUMENTS, isolated, max_tokens=2)
+    for way in WAYS:
+        with stage(f"Compiling for questions over {way}"):
+            ask(llm, "What is this about?", DOCUMENTS, way, max_tokens=2)
 
-    print("\nchunks: no document sees another, so each is reused in any order\none text: every document sees those before it")
-    shuffled, right, same, seconds = random.Random(0), [0, 0, 0], 0, ([], [])
+    print("\nchunks: no document sees another, so each is reused in any order")
+    print("focus: the question chooses one of the chunks and is answered from it alone")
+    print("one text: every document sees those before it")
+    shuffled, right, same, seconds = random.Random(0), Counter(), Counter(), {way: [] for way in WAYS}
     for question, expected in QUESTIONS:
         print(f"\n{question}")
         show("expected", expected)
-        right[0] += show_answer("no documents", ask(llm, question, (), False, args.max_tokens), expected)
+        right["no documents"] += show_answer("no documents", ask(llm, question, (), "one text", args.max_tokens), expected)
         order, other = (shuffled.sample(DOCUMENTS, len(DOCUMENTS)) for _ in range(2))
-        seconds[0].append(first_token(llm, question, order, True))
-        answer = ask(llm, question, order, True, args.max_tokens)
-        right[1] += show_answer("", answer, expected)
-        equal = ask(llm, question, other, True, args.max_tokens).outputs[0] == answer.outputs[0]
-        show("chunks, other order", "the same answer, bit for bit" if equal else "ANOTHER ANSWER, or other bits of it")
-        same += equal
-        seconds[1].append(first_token(llm, question, order, False))
-        right[2] += show_answer("", ask(llm, question, order, False, args.max_tokens), expected)
+        for way in WAYS:
+            seconds[way].append(first_token(llm, question, order, way))
+            answer = ask(llm, question, order, way, args.max_tokens)
+            right[way] += show_answer("", answer, expected)
+            if way != "one text":
+                equal = ask(llm, question, other, way, args.max_tokens).outputs[0] == answer.outputs[0]
+                show("  in another order", "the same answer, bit for bit" if equal else "ANOTHER ANSWER, or other bits of it")
+                same[way] += equal
 
-    count, fast, slow = len(QUESTIONS), *map(median, seconds)
-    print(f"\nRight answers: {right[1]} of {count} over chunks, {right[2]} over one text, {right[0]} without documents.")
-    print(f"Other order of the documents: {same} of {count} answers over chunks have the same tokens and log-probability bits.")
-    print(f"First token, median: {fast:.2f} s over chunks, {slow:.2f} s over one text, {slow / fast:.0f} times as long.")
+    count, slow = len(QUESTIONS), median(seconds["one text"])
+    listed = ", ".join(f"{right[way]} over {way}" for way in WAYS)
+    print(f"\nRight answers, of {count}: {listed}, {right['no documents']} without documents.")
+    for way in ("chunks", "focus"):
+        said = f"{same[way]} of {count} answers have the same tokens and log-probability bits"
+        print(f"Other order of the documents, {way}: {said}.")
+    listed = ", ".join(f"{median(taken):.2f} s over {way} (1/{slow / median(taken):.0f})" for way, taken in seconds.items())
+    print(f"First token, median: {listed}.")
 
 
 if __name__ == "__main__":

@@ -107,20 +107,21 @@ def check_file(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def check_overwrites(output: Path, inputs: Iterable[tuple[str, Path | None]]) -> None:
+def check_overwrites(output: Path, inputs: Iterable[tuple[str, Path | None]], *, flag: str = "--output") -> None:
     """Check that a file to write is none of the files to read. Pipes and devices pass.
 
     Args:
         output: file to write.
         inputs: flags and files to read; None passes.
+        flag: flag of the file to write.
 
     Raises:
-        ConfigError: the file is an input. The message names the flag.
+        ConfigError: the file is an input. The message names both flags.
     """
     if output.is_file():
-        for flag, file in inputs:
+        for source, file in inputs:
             if file is not None and file.is_file() and output.samefile(file):
-                raise ConfigError(f"--output {output} is the file of {flag}")
+                raise ConfigError(f"{flag} {output} is the file of {source}")
 
 
 def template_options(text: str | None) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from chunkattn.cli.common import (
     template_options,
     write_json,
 )
+from chunkattn.cli.eval_data import RECIPE_OPTIONS, results_file, take_data
 from chunkattn.cli.options import check_positive, with_options
 from chunkattn.cli.progress import Steps, TrialLog, say
 from chunkattn.config import EngineConfig
@@ -41,8 +42,13 @@ if TYPE_CHECKING:
     from chunkattn.evaluation.results import Results
     from chunkattn.llm import LLM
 
-Data = Annotated[Path, typer.Argument(help="File of JSON lines: questions with documents and answers, rankings, or decisions.")]
-Limit = Annotated[int | None, typer.Option(help="Number of lines to read; by default all.")]
+Data = Annotated[
+    Path,
+    typer.Argument(
+        help="File of JSON lines: questions with documents and answers, rankings, or decisions; with --recipe, passages."
+    ),
+]
+Limit = Annotated[int | None, typer.Option(help="Number of lines of DATA to read; by default all.")]
 ResultsFile = Annotated[
     Path | None,
     typer.Option(help="File of single results, so that a run can stop and continue; by default DATA.results.jsonl here."),
@@ -50,6 +56,10 @@ ResultsFile = Annotated[
 AnswerTokens = Annotated[
     int | None,
     typer.Option(help="Number of tokens of a greedy answer at most, by default 32; every prompt leaves room for them."),
+]
+FocusScores = Annotated[
+    list[str] | None,
+    typer.Option("--focus-score", help="Score by which a focus chooses documents; repeatable. Default: likelihood."),
 ]
 _ANSWER_TOKENS = 32
 _NO_CHUNK_LIMIT = (1 << 31) - 1
@@ -60,61 +70,76 @@ _ENGINE = "tokenizer document_template dtype kv_cache_dtype attention_backend kv
 
 
 @command(app, "eval")
-@with_options((EngineConfig, None, f"{_ENGINE} chunk_position_gap chunk_temperature chunk_scale chunk_calibration"))
+@with_options(
+    RECIPE_OPTIONS, (EngineConfig, None, f"{_ENGINE} chunk_position_gap chunk_temperature chunk_scale chunk_calibration")
+)
 def evaluate(
     data: Data,
     model: Model = None,
     max_tokens: AnswerTokens = None,
+    focus: Annotated[
+        int, typer.Option(help="Also ask with a focus on 1 to this many documents, in both modes; 0 for none.", min=0)
+    ] = 0,
+    focus_score: FocusScores = None,
     chat_template_kwargs: TemplateOptions = None,
     limit: Limit = None,
     results: ResultsFile = None,
     json_file: JsonFile = None,
     plot: Plot = None,
     verbose: Verbose = False,
-    **engine: Any,
+    **options: Any,
 ) -> None:
     """Measure a model's loss to isolated documents on your questions, or how well it ranks documents or makes decisions."""
     log_to_stderr(verbose)
-    from chunkattn.evaluation.data import Decisions, Question, Ranking, read_data
+    from chunkattn.evaluation.data import Decisions, Question, Ranking
     from chunkattn.evaluation.measures import check_ranking_measures
     from chunkattn.evaluation.report import as_json
     from chunkattn.evaluation.results import Results
 
     check_files(json_file, plot)
     check_positive({"limit": limit})
-    read = read_data(data, limit)
-    known = Results(results or Path(f"{data.stem}.results.jsonl"))
+    given = take_data(data, limit, options)
+    read = given.lines
+    known = Results(results or results_file(data))
     rankings = [line for line in read if isinstance(line, Ranking)]
     questions = [line for line in read if isinstance(line, Question)]
     decisions = [line for line in read if isinstance(line, Decisions)]
-    if max_tokens is not None and not questions:
+    if (max_tokens is not None or focus) and not questions:
         kind = "rankings" if rankings else "decisions"
-        raise ConfigError(f"--max-tokens is for questions over documents; {data} holds {kind}")
+        raise ConfigError(f"--max-tokens and --focus are for questions over documents; {data} holds {kind}")
+    scores = _focus_scores(focus, focus_score)
     variables = _decision_options(chat_template_kwargs, data, decisions)
     if rankings:
         check_ranking_measures()
-    llm, facts = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, **engine), dict[str, Any]()
+    llm, facts = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, **options), dict[str, Any]()
     if rankings:
         rows, said = _rank(llm, rankings, known)
     elif decisions:
         rows, said = _decide(llm, decisions, known, variables)
         facts = {"questions": sum(len(line.questions) for line in decisions)}
     else:
-        rows, said = _answer(llm, questions, known, _ANSWER_TOKENS if max_tokens is None else max_tokens)
+        longest = _ANSWER_TOKENS if max_tokens is None else max_tokens
+        rows, said = _answer(llm, questions, known, longest, focus, scores)
         facts = {"document_template": llm.parser.documents.template, **asdict(llm.config.calibration)}
     kind = "queries" if rankings else "states" if decisions else "questions"
-    head = {"data": data.name, kind: len(read), "model": _name(model), **facts}
+    head = {**given.facts, kind: len(read), "model": _name(model), **facts}
     report = {**head, "rows": as_json(rows), "conclusion": said}
-    _show(rows, f"{_name(model)}, {len(read)} {kind} of {data.name}", said, report, json_file, plot)
+    _show(rows, f"{_name(model)}, {len(read)} {kind} of {given.name}", said, report, json_file, plot)
 
 
-def _answer(llm: LLM, questions: Sequence[Question], known: Results, max_tokens: int) -> tuple[list[Row], str]:
-    from chunkattn.evaluation.conditions import conditions_for, tokenize
+def _answer(
+    llm: LLM, questions: Sequence[Question], known: Results, max_tokens: int, top_n: int, scores: Sequence[str]
+) -> tuple[list[Row], str]:
+    from chunkattn.evaluation.conditions import conditions_for, focus_conditions, tokenize
     from chunkattn.evaluation.examiner import Examiner
     from chunkattn.evaluation.report import compare, conclusion
 
     calibration = llm.config.calibration
-    conditions = conditions_for(calibration, gold=all(question.gold is not None for question in questions))
+    gold = all(question.gold is not None for question in questions)
+    conditions = [
+        *conditions_for(calibration, gold=gold),
+        *focus_conditions(calibration, top_n, scores, gold=gold and top_n > 0),
+    ]
     prompts = tokenize(llm.parser, questions)
     with Steps("answers", 2 * len(conditions) * len(questions)) as steps:
         examiner = Examiner(llm, questions, prompts, known, max_tokens=max_tokens, advance=steps.advance)
@@ -143,7 +168,7 @@ def _decide(llm: LLM, lines: Sequence[Decisions], known: Results, variables: dic
 
 
 @command(app)
-@with_options((EngineConfig, None, _ENGINE))
+@with_options(RECIPE_OPTIONS, (EngineConfig, None, _ENGINE))
 def calibrate(
     data: Data,
     output: Annotated[Path, typer.Option(help="File to write, for the option chunk_calibration.")] = Path(FILE_NAME),
@@ -151,20 +176,24 @@ def calibrate(
     gap: Annotated[list[int] | None, typer.Option(help="Gap of the coarse grid; repeatable. Default: 0, 16, 64, 256.")] = None,
     weighing: Annotated[bool, typer.Option(help="Search temperature and scale as well as the gap.")] = True,
     max_tokens: AnswerTokens = None,
+    focus: Annotated[
+        int, typer.Option(help="Also choose a focus on 1 to this many documents by right answers; 0 tries none.", min=0)
+    ] = 0,
+    focus_score: FocusScores = None,
     chat_template_kwargs: TemplateOptions = None,
     limit: Limit = None,
     results: ResultsFile = None,
     json_file: JsonFile = None,
     plot: Plot = None,
     verbose: Verbose = False,
-    **engine: Any,
+    **options: Any,
 ) -> None:
     """Find a model's chunk gap, temperature and scale, or its calibration of labels, on half of your data; measure the rest."""
     log_to_stderr(verbose)
     from chunkattn.evaluation.calibrate import calibrate as find
     from chunkattn.evaluation.calibrate import few_questions, halves_of
     from chunkattn.evaluation.conditions import tokenize
-    from chunkattn.evaluation.data import Decisions, Question, read_data
+    from chunkattn.evaluation.data import Decisions, Question
     from chunkattn.evaluation.examiner import Examiner
     from chunkattn.evaluation.report import as_json, compare
     from chunkattn.evaluation.results import Results
@@ -175,25 +204,26 @@ def calibrate(
     check_file(output)
     if gap and min(gap) < 0:
         raise ConfigError(f"--gap must be at least 0, got {min(gap)}")
-    read = read_data(data, limit)
-    questions = [line for line in read if isinstance(line, Question)]
-    decisions = [line for line in read if isinstance(line, Decisions)]
+    given = take_data(data, limit, options)
+    questions = [line for line in given.lines if isinstance(line, Question)]
+    decisions = [line for line in given.lines if isinstance(line, Decisions)]
     variables = _decision_options(chat_template_kwargs, data, decisions)
     if decisions:
-        if gap or not weighing or max_tokens is not None or plot is not None:
-            given = "--gap, --no-weighing, --max-tokens and --plot"
-            raise ConfigError(f"{given} are for questions over documents; {data} holds decisions")
-        known = Results(results or Path(f"{data.stem}.results.jsonl"))
-        llm = make_llm(model, chunk_calibration=OFF, **engine)
+        if gap or not weighing or max_tokens is not None or plot is not None or focus:
+            flags = "--gap, --no-weighing, --max-tokens, --focus and --plot"
+            raise ConfigError(f"{flags} are for questions over documents; {data} holds decisions")
+        known = Results(results or results_file(data))
+        llm = make_llm(model, chunk_calibration=OFF, **options)
         _fit_labels(llm, decisions, known, output, _name(model), data.name, json_file, variables)
         return
+    scores = _focus_scores(focus, focus_score)
     if not questions:
         reason = "calibrate needs questions or decisions, because scores are exact without a calibration"
         raise RequestError(f"{data} holds rankings; {reason}")
     searched = len(halves_of(len(questions)).search)
-    known = Results(results or Path(f"{data.stem}.results.jsonl"))
+    known = Results(results or results_file(data))
     weights = 0.8 if weighing else None  # any value unlike 1 builds an engine with a calibration
-    llm = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, chunk_calibration=OFF, chunk_temperature=weights, **engine)
+    llm = make_llm(model, max_chunk_len=_NO_CHUNK_LIMIT, chunk_calibration=OFF, chunk_temperature=weights, **options)
     gaps = sorted(set(gap or GAPS))
     longest = _ANSWER_TOKENS if max_tokens is None else max_tokens
     examiner = Examiner(llm, questions, tokenize(llm.parser, questions), known, max_tokens=longest)
@@ -204,12 +234,12 @@ def calibrate(
     if few := few_questions(len(questions)):
         say(f"warning: {few}")
     log = TrialLog(len(gaps))
-    found = find(examiner, gaps=gaps, weighs=weighing, tried=log.tried)
+    found = find(examiner, gaps=gaps, weighs=weighing, top_n=focus, scores=scores, tried=log.tried)
     rows = compare(found.values)
     notes = {
         "model": _name(model),
         "document_template": llm.parser.documents.template,
-        "data": data.name,
+        **given.facts,
         "objective": "mean log-probability of a token of the gold answer",
         **found.notes(),
     }
@@ -220,8 +250,9 @@ def calibrate(
         "rows": as_json(rows),
         "written": str(output),
     }
-    title = f"{_name(model)}, {len(found.halves.report)} other questions of {data.name}"
-    _show(rows, title, found.conclusion, report, json_file, plot)
+    title = f"{_name(model)}, {len(found.halves.report)} other questions of {given.name}"
+    said = found.conclusion if found.focus_conclusion is None else f"{found.conclusion}\n{found.focus_conclusion}"
+    _show(rows, title, said, report, json_file, plot)
     write_calibration(output, found.calibration, notes)
     if json_file != "-":
         listed = "gap {}, temperature {:g}, scale {:g}".format(*asdict(found.calibration).values())
@@ -270,6 +301,17 @@ def _decision_options(text: str | None, data: Path, decisions: Sequence[Decision
     return template_options(text)
 
 
+def _focus_scores(top_n: int, names: list[str] | None) -> list[str]:
+    """Return the scores of a focus, checked."""
+    from chunkattn.calls.focus_scores import get_score
+
+    if names and not top_n:
+        raise ConfigError("--focus-score needs --focus, the number of documents to choose")
+    for name in names or ():
+        get_score(name)
+    return names or ["likelihood"]
+
+
 def _name(model: str | None) -> str:
     return "the demo model" if model is None else Path(model).name
 
@@ -289,11 +331,11 @@ def _show(rows: Sequence[Row], title: str, said: str, report: dict[str, Any], js
 
 def _tables(rows: Sequence[Row], title: str) -> list[Table]:
     """Return a table of log-probabilities and a table of the other measures, as far as the rows have them."""
-    from chunkattn.evaluation.report import LOGPROB
+    from chunkattn.evaluation.report import CONTAINED, LOGPROB
 
-    names = [name for name in rows[0].means if name != LOGPROB]
-    compared = next((name for name in ("NDCG@10", "accuracy") if name in names), "F1")
-    baseline = {"NDCG@10": "given", "accuracy": rows[0].name}.get(compared, "full")
+    names = list(dict.fromkeys(name for row in rows for name in row.means if name != LOGPROB))
+    compared = next(([name] for name in ("NDCG@10", "accuracy") if name in names), ["F1", CONTAINED])
+    baseline = {"NDCG@10": "given", "accuracy": rows[0].name}.get(compared[0], "full")
     tables = []
     if LOGPROB in rows[0].means:
         controlled = any(row.against_control for row in rows)
@@ -306,9 +348,10 @@ def _tables(rows: Sequence[Row], title: str) -> list[Table]:
         tables.append(table)
     if names:
         title = "greedy answers" if tables else escape(title)
-        table = figures("", *names, f"{compared} - {baseline} [95%]", title=title)
+        table = figures("", *names, *(f"{name} - {baseline} [95%]" for name in compared), title=title)
         for row in rows:
-            table.add_row(row.name, *(_mean(row, name) for name in names), _change(row.against_full, compared))
+            differences = (_change(row.against_full, name) for name in compared)
+            table.add_row(row.name, *(_mean(row, name) for name in names), *differences)
         tables.append(table)
     doubt = "an interval that contains 0: the data cannot tell this difference from none"
     tables[-1].caption = f"{tables[-1].caption}; {doubt}" if tables[-1].caption else doubt
@@ -316,7 +359,7 @@ def _tables(rows: Sequence[Row], title: str) -> list[Table]:
 
 
 def _mean(row: Row, name: str) -> str:
-    return f"{row.means[name].mean:.3f}"
+    return f"{row.means[name].mean:.3f}" if name in row.means else ""
 
 
 def _change(against: dict[str, Mean] | None, name: str) -> str:

@@ -1,20 +1,30 @@
-"""Calibration of a model: search on one half of the questions, figures on the other half."""
+"""Calibration of a model and choice of a focus: search on one half of the questions, figures on the other half."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from chunkattn.calibration import Calibration
 from chunkattn.errors import RequestError
-from chunkattn.evaluation.conditions import NONE, Condition
+from chunkattn.evaluation.conditions import NONE, Condition, focus_conditions
 from chunkattn.evaluation.examiner import Examiner
 from chunkattn.evaluation.measures import mean_of
-from chunkattn.evaluation.report import LOGPROB, Values, advised, conclusion, loss
+from chunkattn.evaluation.report import (
+    CONTAINED,
+    LOGPROB,
+    Values,
+    advised,
+    conclusion,
+    focus_conclusion,
+    focus_gain,
+    loss,
+)
 from chunkattn.evaluation.search import WEIGHTS, Trial, Weighing, search
+from chunkattn.focus import Focus
 
 FEWEST = 4
 """Smallest number of questions: two to search on, two to report."""
@@ -67,11 +77,14 @@ class Found:
         trials: all trials, the best first. Their values are means over the search half.
         halves: questions of search and report.
         values: values of the report half, by condition.
+        contained: share of the search half's answers that contain the right one, by condition: isolated documents under the
+            best calibration, and every focus that was tried. Empty if none was tried.
     """
 
     trials: list[Trial]
     halves: Halves
     values: dict[Condition, Values]
+    contained: Mapping[Condition, float] = field(default_factory=dict)
 
     @property
     def best(self) -> Calibration:
@@ -82,6 +95,25 @@ class Found:
     def calibration(self) -> Calibration:
         """Return the calibration to set: the best one if the report half shows a gain, else the one that changes nothing."""
         return self.best if advised(self.values, self.best) else NONE
+
+    @property
+    def best_focus(self) -> Condition | None:
+        """Return the condition with the most right answers on the search half, the first of equals; None if none was tried."""
+        return max(self.contained, key=self.contained.__getitem__, default=None)
+
+    @property
+    def focus(self) -> Focus | None:
+        """Return the focus to use: the best one if the report half shows more right answers, else None."""
+        best = self.best_focus
+        if best is None or best.focus is None:
+            return None
+        return best.focus if mean_of(focus_gain(self.values, best)).sign > 0 else None
+
+    @property
+    def focus_conclusion(self) -> str | None:
+        """Return what the report half says about the best focus; None if none was tried."""
+        best = self.best_focus
+        return None if best is None else focus_conclusion(self.values, best)
 
     @property
     def conclusion(self) -> str:
@@ -118,6 +150,10 @@ class Found:
             found = mean_of(values)
             notes[name] = round(found.mean, 4)
             notes[f"{name}_95"] = [round(found.low, 4), round(found.high, 4)] if found.has_interval else None
+        if self.contained:
+            notes["focus"] = None if self.focus is None else asdict(self.focus)
+            notes["focus_conclusion"] = self.focus_conclusion
+            notes["contained_of_the_search"] = {own.name: round(value, 4) for own, value in self.contained.items()}
         return notes
 
 
@@ -126,17 +162,23 @@ def calibrate(
     *,
     gaps: Sequence[int],
     weighs: bool = True,
+    top_n: int = 0,
+    scores: Sequence[str] = (),
     tried: Callable[[Trial], None] = lambda trial: None,
 ) -> Found:
     """Search gap, temperature and scale on one half of the questions, and measure the best on the other half.
 
-    The objective is the mean log-probability of a token of the gold answer under `shared` positions, over the search half. The
-    documents of a group of questions are computed once for a gap and serve all temperatures and scales.
+    Then the focus is chosen under the best values, by the share of greedy answers that contain the right one.
+
+    The objective of the search is the mean log-probability of a token of the gold answer under `shared` positions, over the
+    search half. The documents of a group of questions are computed once for a gap and serve all temperatures and scales.
 
     Args:
         examiner: questions and engine, which is built with a temperature or scale other than 1 if `weighs`.
         gaps: gaps of the coarse grid.
         weighs: whether to search temperature and scale.
+        top_n: largest number of documents that a focus chooses; 0 tries no focus.
+        scores: names of the scores of a focus.
         tried: called after every trial.
 
     Raises:
@@ -147,7 +189,8 @@ def calibrate(
     halves = halves_of(len(examiner.questions))
     # Any weights show whether the control fits: it joins all documents into one chunk.
     control = [Condition("full", Calibration(0, WEIGHTS[-1], WEIGHTS[-1]))] if weighs else []
-    examiner.check([Condition("full"), *control, Condition("shared")])
+    focused = focus_conditions(NONE, top_n, scores, gold=False)
+    examiner.check([Condition("full"), *control, Condition("shared"), *focused])
 
     def objective(gap: int, weighings: Sequence[Weighing]) -> list[float]:
         conditions = [Condition("shared", Calibration(gap, *weighing)) for weighing in weighings]
@@ -158,4 +201,11 @@ def calibrate(
     best = trials[0].calibration
     weights = Calibration(0, best.chunk_temperature, best.chunk_scale)
     conditions = [Condition("full"), Condition("full", weights), Condition("shared"), Condition("shared", best)]
-    return Found(trials, halves, examiner.examine(list(dict.fromkeys(conditions)), halves.report, texts=False))
+    contained: dict[Condition, float] = {}
+    if focused:
+        listed = [Condition("shared", best), *focus_conditions(best, top_n, scores, gold=False)]
+        values = examiner.examine(listed, halves.search, texts=True)
+        contained = {condition: float(own[CONTAINED].mean()) for condition, own in values.items()}
+        conditions.append(max(contained, key=contained.__getitem__))
+    report = examiner.examine(list(dict.fromkeys(conditions)), halves.report, texts=bool(focused))
+    return Found(trials, halves, report, contained)

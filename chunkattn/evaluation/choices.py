@@ -77,11 +77,12 @@ class Choices:
             return
         listed = {number: self._candidates(condition, number) for number in numbers}
         keys = {number: [self._key(own, place, focus.score) for place in own.numbers] for number, own in listed.items()}
-        missing = {
-            number: replace(own, numbers=places)
-            for number, own in listed.items()
-            if (places := [p for p, key in zip(own.numbers, keys[number], strict=True) if key not in self._results])
-        }
+        missing, known = dict[int, Candidates](), set[str]()
+        for number, own in listed.items():
+            places = [p for p, key in zip(own.numbers, keys[number], strict=True) if not (key in self._results or key in known)]
+            known.update(keys[number])
+            if places:
+                missing[number] = replace(own, numbers=places)
         if missing:
             found = self._llm.run(get_score(focus.score)(self._llm.frontend, list(missing.values())), False)
             self._results.add(

@@ -6,6 +6,7 @@ questions for any number of documents, and other numbers to skip give other ques
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -220,6 +221,7 @@ class _Search:
             import bm25s
         except ImportError as error:
             raise ConfigError("recipes bm25 and two-hop need bm25s: pip install bm25s") from error
+        logging.getLogger(bm25s.__name__).setLevel(logging.WARNING)  # the library sets DEBUG
         self.source, self.index = source, bm25s.BM25()
         self.tokenize = partial(bm25s.tokenize, stopwords="en", return_ids=False, show_progress=False)
         words = self.tokenize([passage.titled for passage in source])

@@ -16,6 +16,8 @@ from chunkattn.evaluation.measures import FEW, Mean, containment_of_all, exact_m
 
 LOGPROB = "logprob"
 """Name of the mean log-probability of a token of the gold answer."""
+CONTAINED = "contained"
+"""Name of the share of answers that contain the right one."""
 RECALL = "recall"
 """Name of the share of the gold documents that a focus chooses."""
 SMALL = 0.1
@@ -57,7 +59,7 @@ def answer_measures(texts: Sequence[str], questions: Sequence[Question]) -> dict
     return {
         "exact match": np.asarray([exact_match(text, question.answers) for text, question in pairs]),
         "F1": np.asarray([token_f1(text, question.answers) for text, question in pairs]),
-        "contained": np.asarray([containment_of_all(text, question.wanted) for text, question in pairs]),
+        CONTAINED: np.asarray([containment_of_all(text, question.wanted) for text, question in pairs]),
     }
 
 
@@ -151,6 +153,42 @@ def loss(change: Mean) -> str:
     """
     doubt = "" if change.sign else f", but {_untold(change, 'loss')}"
     return f"{_verb(change)} {_UNIT} against full attention{doubt}"
+
+
+def focus_gain(values: Mapping[Condition, Values], best: Condition) -> np.ndarray:
+    """Return how much more often a focus has the right answer than isolated documents under the same calibration.
+
+    Args:
+        values: values by condition, texts measured.
+        best: condition of the focus.
+    """
+    return values[best][CONTAINED] - values[Condition("shared", best.calibration)][CONTAINED]
+
+
+def focus_conclusion(values: Mapping[Condition, Values], best: Condition) -> str:
+    """Return what a focus is worth on questions that did not choose it.
+
+    Args:
+        values: values by condition, texts measured, full attention among them.
+        best: condition with the most right answers on other questions; without a focus, isolated documents had the most.
+    """
+    own, full = values[best][CONTAINED], values[Condition("full")][CONTAINED]
+    beside = mean_of(own - full)
+    doubt = "" if beside.sign else ", which these questions cannot tell from none"
+    end = f"{beside.mean:+.2f} {_interval(beside)} against full attention{doubt}"
+    if best.focus is None:
+        return f"No focus that was tried has more right answers than isolated documents: {own.mean():.2f} contain it, {end}."
+    gain = mean_of(focus_gain(values, best))
+    text = (
+        f"With a focus, {best.focus.name}, {own.mean():.2f} of the answers contain the right one: {gain.mean:+.2f} "
+        f"{_interval(gain)} against isolated documents, {end}"
+    )
+    if gain.sign > 0:
+        return f"{text}: pass focus={asdict(best.focus)}."
+    if gain.sign < 0:
+        return f"{text}. The focus makes it worse: leave it off."
+    more = "" if _suffices(gain) else f", or {_more(gain, 'gain')}"
+    return f"{text}, but {_untold(gain, 'gain')}: leave it off{more}."
 
 
 def ranking_conclusion(rows: Sequence[Row]) -> str:

@@ -15,7 +15,7 @@ from chunkattn.cli import progress
 from chunkattn.cli.progress import Rounds, timed
 
 ROOT = Path(__file__).parents[2]
-AT_ONCE = {"decide_eval_data", "fuzz_cache", "gpu_aot", "mutants", "nq_eval_data", "random_model", "serve_attacks", "tpu_aot"}
+AT_ONCE = {"decide_eval_data", "fuzz_cache", "gpu_aot", "mutants", "random_model", "serve_attacks", "tpu_aot"}
 AT_ONCE |= {"trace_calls", "visited_tiles"}
 """Scripts that print a line as soon as a case has ended, or that take a few seconds."""
 

@@ -8,13 +8,19 @@ import random
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from chunkattn import LLM
+from chunkattn.cli import app
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.evaluation.data import questions_from
+from chunkattn.evaluation.examiner import Examiner
 from chunkattn.evaluation.recipes import PREFIX, RECIPES, TOP, Passage, Recipe, make_lines, read_source
 from chunkattn.evaluation.report import answer_measures
+from training.world import World
 
 STOP = {"the", "of", "and"}
 
@@ -101,7 +107,7 @@ def test_no_other_document_holds_an_answer(name, titles, source):
     assert len({line["gold"][0] for line in lines}) == 8
 
 
-def test_bm25_takes_the_best_passages(source):
+def test_bm25_takes_the_best_passages(source, caplog):
     lines = make_lines(source, Recipe("bm25", documents=8, count=60, seed=3))
     for line in lines:
         own = by_question(source)[line["question"]]
@@ -109,6 +115,7 @@ def test_bm25_takes_the_best_passages(source):
         assert own in ranked[:TOP]
         others = [p.text for p in ranked if p != own and not holds(f"{p.title} {p.text}", own)]
         assert {*line["documents"]} == {own.text, *others[:7]}
+    assert not caplog.records  # the library logs to stderr by default
 
 
 def test_bm25_asks_every_question_that_qualifies(source):
@@ -275,3 +282,91 @@ def test_the_source_needs_no_titles(tmp_path):
     file = tmp_path / "source.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"question": "q", "answers": ["Zu"], "text": "Zu"}\n' * 2))
     assert read_source(file) == [Passage(line, "q", ("Zu",), "", "Zu") for line in (1, 2)]
+
+
+# Commands
+
+
+@pytest.fixture
+def passages(tmp_path, monkeypatch):
+    """A file of 24 questions that the demo model can answer."""
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for seed in range(24):
+        reading = World(seed, held_out=True).reading(1)
+        asked = reading.questions[0]
+        question = asked.text.removesuffix(" Answer:")
+        lines.append({"question": question, "answers": [asked.answer], "title": "", "text": reading.documents[0]})
+    file = tmp_path / "passages.jsonl.gz"
+    file.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    return file
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+
+
+def test_eval_names_the_recipe_and_saves_its_data(passages, monkeypatch):
+    recipe = ["--recipe", "two-hop", "--documents", "3", "--count", "2", "--skip", "1", "--seed", "4", "--limit", "20"]
+    options = ["--max-tokens", "8", "--kv-cache-memory-bytes", 32 << 20]
+    done = invoke("eval", passages, *recipe, *options, "--save-data", "made.jsonl", "--json", "report.json")
+    assert done.exit_code == 0, done.output
+    title = "the demo model, 2 questions of passages.jsonl.gz (recipe two-hop, documents 3, count 2, skip 1, seed 4)"
+    assert title in " ".join(done.output.split())
+    report = json.loads(Path("report.json").read_text())
+    assert report["data"] == "passages.jsonl.gz"
+    assert report["recipe"] == {"name": "two-hop", "documents": 3, "count": 2, "skip": 1, "seed": 4, "passages": 20}
+    made = make_lines(read_source(passages, 20), Recipe("two-hop", 3, 2, 1, 4))
+    assert digest(made) == digest(map(json.loads, Path("made.jsonl").read_text().splitlines()))
+    assert len(Path("passages.results.jsonl").read_text().splitlines()) == 2 * 5 * 2
+    monkeypatch.setattr(LLM, "run", None)  # nothing is computed again
+    alone = invoke("eval", "made.jsonl", *options, "--results", "passages.results.jsonl", "--json", "-")
+    again = json.loads(alone.stdout)
+    assert again["rows"] == report["rows"]
+    assert "recipe" not in again
+
+
+def test_calibrate_names_the_recipe(passages, monkeypatch):
+    monkeypatch.setattr(Examiner, "likelihoods", lambda self, condition, numbers: [-1.0] * len(numbers))
+    recipe = ["--recipe", "bm25", "--documents", "3", "--count", "8"]
+    done = invoke("calibrate", passages, *recipe, "--no-weighing", "--gap", "0", "--json", "report.json")
+    assert done.exit_code == 0, done.output
+    title = "4 other questions of passages.jsonl.gz (recipe bm25, documents 3, count 8, skip 0, seed 0)"
+    assert title in " ".join(done.output.split())
+    for file in ("report.json", "chunk_calibration.json"):
+        found = json.loads(Path(file).read_text())
+        assert found["data"] == "passages.jsonl.gz"
+        assert found["recipe"] == {"name": "bm25", "documents": 3, "count": 8, "skip": 0, "seed": 0, "passages": 24}
+
+
+@pytest.mark.parametrize("command", ["eval", "calibrate"])
+def test_commands_refuse_bad_recipes(command, passages):
+    before = passages.read_bytes()
+    for options, said in (
+        (["--documents", "5", "--skip", "0"], "--documents, --skip need --recipe"),
+        (["--save-data", "made.jsonl"], "--save-data needs --recipe"),
+        (["--recipe", "best"], "recipe must be one of random, bm25, two-hop; got best"),
+        (["--recipe", "bm25", "--count", "0"], "count of recipe bm25 must be at least 1; got 0"),
+        (["--recipe", "random"], "recipe random needs 200 questions (skip 0, count 200); the source makes 24 of its 24 lines"),
+        (["--recipe", "random", "--documents", "25"], "25 documents need as many passages; the source has 24"),
+        (["--recipe", "random", "--limit", "0"], "--limit must be at least 1"),
+        (["--recipe", "random", "--count", "3", "--save-data", passages], "passages.jsonl.gz is the file of DATA"),
+        (["--recipe", "random", "--count", "3", "--save-data", "no/made.jsonl"], "no is not a folder"),
+        ([], "passages.jsonl.gz line 1: `documents` must be a non-empty list"),
+    ):
+        done = invoke(command, passages, *options)
+        assert done.exit_code == 2, options
+        assert said in " ".join(done.stderr.split()), options
+    assert passages.read_bytes() == before
+    assert [*Path().iterdir()] == [Path(passages.name)]
+
+
+def test_the_help_names_every_recipe():
+    assert all(name in invoke("eval", "--help").output for name in RECIPES)
+
+
+def test_data_that_cannot_be_written_is_an_error(passages):
+    passages.write_bytes(gzip.compress(b'{"question": "q", "answers": ["a"], "text": "\\ud800"}\n' * 5))
+    done = invoke("eval", passages, "--recipe", "random", "--count", "2", "--documents", "1", "--save-data", "made.jsonl")
+    assert done.exit_code == 2
+    assert "error: made.jsonl cannot be written: 'utf-8' codec can't encode" in done.stderr
