@@ -57,7 +57,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")] = None,
     focus: Annotated[int | None, typer.Option(help="Number of documents to choose by the question.")] = None,
     focus_mode: Annotated[
-        str | None, typer.Option(help="reread (default): repeat the chosen documents; only: leave the others out.")
+        str | None, typer.Option(help="only (default): leave the other documents out; reread: repeat the chosen ones.")
     ] = None,
     focus_score: Annotated[str | None, typer.Option(help="Score of a document: likelihood (default) or relevance.")] = None,
     cache_salt: Annotated[str | None, typer.Option(help="Salt of the cache; prompts of one salt share cached K/V.")] = None,

@@ -142,19 +142,19 @@ def test_cli_generate_with_focus(demo):
         DEMO_DOCUMENTS[:3],
         "Where does Lezudo live? Answer:",
     )
-    choice = demo.generate(DocumentPrompt(prefix, documents, question, {"top_n": 2, "mode": "only"})).pop().focus
+    choice = demo.generate(DocumentPrompt(prefix, documents, question, {"top_n": 2, "mode": "reread"})).pop().focus
     parts = ["--prefix", prefix, *(part for text in documents for part in ("--document", text)), "--question", question]
     for prompt in (parts, [" # # ".join([prefix, *documents, question])]):
-        result = run("generate", *prompt, "--focus", "2", "--focus-mode", "only")
+        result = run("generate", *prompt, "--focus", "2", "--focus-mode", "reread")
         assert result.stdout.strip() == "Pegelu"
         *chosen, last = result.stderr.splitlines()
         assert [line.split(",")[0] for line in chosen] == [f"document {number}" for number in choice.documents]
         assert all(documents[number][:40] in line for number, line in zip(choice.documents, chosen, strict=True))
         assert f"likelihood {choice.scores[choice.documents[0]]:.4f}" in chosen[0]
-        assert last.startswith("only: 2 of 3 documents, ")
+        assert last.startswith("reread: 2 of 3 documents, ")
     result = run("generate", *parts, "--focus", "1", "--focus-score", "relevance")
     assert "relevance" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("reread: 1 of 3 documents, ")
+    assert result.stderr.splitlines()[-1].startswith("only: 1 of 3 documents, ")
 
 
 def test_cli_score():

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from chunkattn import DocumentPrompt, SamplingParams
-from chunkattn.focus import MODES
+from chunkattn.focus import MODES, Focus
 from chunkattn.server.app import create_app
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.protocol.generation import FocusOptions
@@ -52,7 +52,7 @@ def same_choice(shown, focus):
     assert all(a == pytest.approx(b, abs=1e-4) for a, b in pairs if b is not None)
 
 
-@pytest.mark.parametrize("focus", [2, {"top_n": 1, "mode": "only"}, {"top_n": 2, "mode": "only", "score": "relevance"}])
+@pytest.mark.parametrize("focus", [1, {"top_n": 2, "mode": "reread"}, {"top_n": 2, "mode": "only", "score": "relevance"}])
 def test_answers_and_choices_are_those_of_the_engine(client, demo, focus):
     offline = demo.generate(DocumentPrompt(PREFIX, DOCUMENTS, QUESTION, focus), GREEDY)[0]
     asked = {"model": MODEL, "temperature": 0, "max_tokens": 4}
@@ -93,10 +93,16 @@ def test_several_prompts_split_at_the_separator(http, demo):
     between = demo.parser.encode(" # # ")
     ids = [[*first, *(token for part in rest for token in (*between, *part))] for first, *rest in parts]
     for prompts in (texts, ids):
-        body = {"prompt": prompts, "temperature": 0, "max_tokens": 4, "focus": 1, "return_chunk_usage": True}
+        body = {
+            "prompt": prompts,
+            "temperature": 0,
+            "max_tokens": 4,
+            "focus": {"top_n": 1, "mode": "reread"},
+            "return_chunk_usage": True,
+        }
         answer = http.post(COMPLETION, json=body)
         given = [{"prompt_token_ids": p} for p in prompts] if prompts is ids else prompts
-        offline = demo.generate(given, GREEDY, focus=1)
+        offline = demo.generate(given, GREEDY, focus={"top_n": 1, "mode": "reread"})
         assert [c["text"] for c in answer.json()["choices"]] == [o.outputs[0].text for o in offline]
         for shown, output in zip(details(answer)["focus"], offline, strict=True):
             same_choice(shown, output.focus)
@@ -128,7 +134,7 @@ def test_the_prompt_of_an_answer_is_the_composed_one(http, demo):
 
 def test_offsets_count_the_characters_of_documents_read_again(http):
     """The tokenizer puts a space before every text, which is not part of the prompt."""
-    body = {"chunks": CHUNKS, "focus": 2, "max_tokens": 0, "echo": True, "logprobs": 0}
+    body = {"chunks": CHUNKS, "focus": {"top_n": 2, "mode": "reread"}, "max_tokens": 0, "echo": True, "logprobs": 0}
     choice = http.post(COMPLETION, json=body).json()["choices"][0]
     pieces = [*zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)]
     begins = [PREFIX, *(text for text in DOCUMENTS if text), QUESTION]
@@ -199,7 +205,9 @@ def test_null_is_no_focus(post, writer):
 
 
 def test_modes_are_those_of_the_package():
-    assert tuple(FocusOptions.model_json_schema()["properties"]["mode"]["enum"]) == MODES
+    fields = FocusOptions.model_json_schema()["properties"]
+    assert {*fields["mode"]["enum"]} == {*MODES}
+    assert (fields["mode"]["default"], fields["score"]["default"]) == (Focus(1).mode, Focus(1).score)
 
 
 # Bounds
@@ -214,15 +222,20 @@ def test_log_probabilities_of_documents_read_again_are_bounded(post, llm, writer
     for focus, expected in (
         (None, size),
         ({"top_n": 2, "mode": "only"}, size),
-        (2, size + sum(sorted(sizes)[-2:])),
-        (10**30, size + sum(sizes)),
+        (2, size),
+        ({"top_n": 2, "mode": "reread"}, size + sum(sorted(sizes)[-2:])),
+        ({"top_n": 10**30, "mode": "reread"}, size + sum(sizes)),
     ):
         body = asked if focus is None else asked | {"focus": focus}
         answer = post(COMPLETION, body, max_answer_values=2 * expected - 1)
         assert answer.status_code == 400
         assert f"would hold {2 * expected} numbers" in answer.json()["error"]["message"]
     text = " # # ".join([PREFIX, *DOCUMENTS, QUESTION])
-    answer = post(COMPLETION, {"prompt": text, "max_tokens": 0, "prompt_logprobs": 0, "focus": 1}, max_answer_values=len(text))
+    answer = post(
+        COMPLETION,
+        {"prompt": text, "max_tokens": 0, "prompt_logprobs": 0, "focus": {"top_n": 1, "mode": "reread"}},
+        max_answer_values=len(text),
+    )
     assert f"would hold {2 * len(text)} numbers" in answer.json()["error"]["message"]
     assert not writer.requests
 
@@ -242,7 +255,7 @@ def test_prompts_with_their_documents_twice_must_fit(post, llm, writer):
     """A prompt that fits, and does not with its longest document twice."""
     documents = [[5] * 50, [6] * (llm.limits.max_model_len - 100)]
     body = {"chunks": {"prefix": [4], "documents": documents, "question": [7, 8]}, "max_tokens": 1}
-    for focus, status in ((None, 200), ({"top_n": 1, "mode": "only"}, 200), (1, 400)):
+    for focus, status in ((None, 200), (1, 200), ({"top_n": 1, "mode": "reread"}, 400)):
         answer = post(COMPLETION, body | {"focus": focus})
         assert answer.status_code == status, answer.text
     error = answer.json()["error"]

@@ -105,7 +105,7 @@ class FocusOptions(Strict):
     mode: Annotated[
         Literal["reread", "only"],
         Field(description="Repeat the chosen documents before the question, or leave the other documents out."),
-    ] = "reread"
+    ] = "only"
     score: Annotated[str, Field(description="Score by which documents are chosen: likelihood or relevance.")] = "likelihood"
 
 
