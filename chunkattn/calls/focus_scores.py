@@ -15,11 +15,10 @@ from chunkattn.calls.likelihood import LikelihoodJob, likelihood_request, stage_
 from chunkattn.calls.rerank import rerank_call
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.errors import RequestError, shown
-from chunkattn.layout import ChunkLayout
 from chunkattn.outputs import RerankOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import salt_key
-from chunkattn.rope.positions import make_layout
+from chunkattn.parsers.choice import behind_one, check_likelihood
 
 
 @dataclass(frozen=True)
@@ -142,9 +141,7 @@ def likelihood(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
     requests: list[GenerateRequest] = []
     for own in listed:
         prompt, layout = own.prompt, own.prompt.layout
-        if layout.question_len < 2 and own.numbers:
-            text = "has one token, and focus by likelihood needs two: the first one is not read"
-            raise RequestError(f" {text}", param=prompt.names.question, part="the question")
+        check_likelihood(prompt)
         for number in own.numbers:
             alone = behind_one(layout, number, own.gap)
             request = likelihood_request(
@@ -158,18 +155,6 @@ def likelihood(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
             frontend.limits.check(request, prompt.names._replace(listed=(prompt.names.of(number),)))
             requests.append(request)
     return LikelihoodScores(requests, [len(own.numbers) for own in listed], stage_tokens(frontend))
-
-
-def behind_one(layout: ChunkLayout, number: int, gap: int) -> ChunkLayout:
-    """Return the layout of prefix, one document and question under `shared` positions.
-
-    Args:
-        layout: layout of the prompt.
-        number: number of the document.
-        gap: positions left free between prefix and document.
-    """
-    prefix, *chunks, question = (layout.part(segment) for segment in layout.segments)
-    return make_layout(prefix, [chunks[number]], question, "shared", gap)
 
 
 class RelevanceScores(JobsInTurn):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from chunkattn.calls.detokenizer import Detokenizer
-from chunkattn.calls.focus import FocusJob, longest
+from chunkattn.calls.focus import FocusJob
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import StopSample
 from chunkattn.config import SamplingParams
@@ -25,6 +25,7 @@ from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import check_salt, one_each, salt_key
+from chunkattn.parsers.choice import longest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from chunkattn.calls.focus import candidates_of, choose
-from chunkattn.calls.focus_scores import Candidates, behind_one, get_score
+from chunkattn.calls.focus_scores import Candidates, get_score
 from chunkattn.evaluation.conditions import GOLD, Condition, TokenizedQuestion
 from chunkattn.evaluation.data import Question
 from chunkattn.evaluation.results import Results, result_key
 from chunkattn.llm import LLM
 from chunkattn.parsers import ParsedPrompt
+from chunkattn.parsers.choice import behind_one, candidates_of, choose
 
 
 class Choices:

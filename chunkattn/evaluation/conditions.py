@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from chunkattn.calibration import Calibration
-from chunkattn.calls.focus import compose
 from chunkattn.errors import RequestError
 from chunkattn.evaluation.data import Question
 from chunkattn.focus import MODES, Focus
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers import DocumentPrompt, PromptParser
+from chunkattn.parsers.choice import compose
 from chunkattn.rope.positions import make_layout
 
 NONE = Calibration()

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.calls.focus import longest
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.config import SamplingParams
@@ -23,6 +22,7 @@ from chunkattn.evaluation.results import Results, result_key
 from chunkattn.layout import ChunkLayout
 from chunkattn.llm import LLM
 from chunkattn.parsers import ParsedPrompt
+from chunkattn.parsers.choice import longest
 
 MOST_TOGETHER = 16
 """Number of questions per call at most. Results are kept after every call."""

@@ -9,12 +9,12 @@ from dataclasses import replace
 from heapq import nlargest
 from typing import Any
 
-from chunkattn.calls.focus import shortest
 from chunkattn.calls.generate import COST, GenerateJob, generate_job
 from chunkattn.config import SamplingParams
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import DocumentPrompt, ParsedPrompt
+from chunkattn.parsers.choice import shortest
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError

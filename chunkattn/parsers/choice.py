@@ -1,0 +1,160 @@
+"""Choice among the documents of a prompt by their scores, and the prompt that shows the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from chunkattn.errors import RequestError
+from chunkattn.layout import ChunkLayout
+from chunkattn.outputs import FocusOutput
+from chunkattn.parsers.prompt import ParsedPrompt
+from chunkattn.rope.positions import make_layout
+
+
+def candidates_of(layout: ChunkLayout) -> list[int]:
+    """Return the numbers of the documents to choose from: the first of each content, none empty.
+
+    Args:
+        layout: layout of the prompt.
+    """
+    return [number for number, length in enumerate(layout.chunk_lens) if length and number not in layout.repeats]
+
+
+def choose(layout: ChunkLayout, numbers: Sequence[int], scores: Sequence[float], top_n: int) -> list[int]:
+    """Return the numbers of the documents with the highest scores, the best first.
+
+    Of equal scores, the document with the lower hash of its content comes first, so that the caller's order has no influence.
+
+    Args:
+        layout: layout of the prompt.
+        numbers: numbers of the documents to choose from.
+        scores: score of each of them.
+        top_n: number of documents to choose.
+    """
+    by_number = dict(zip(numbers, scores, strict=True))
+    return sorted(numbers, key=lambda number: (-by_number[number], layout.chunk_digests[number]))[:top_n]
+
+
+def compose(layout: ChunkLayout, chosen: Sequence[int], mode: str, gap: int) -> ChunkLayout:
+    """Return the layout of a prompt that shows a choice of its documents, under `shared` positions.
+
+    `"reread"` keeps all documents and puts the chosen ones before the question, as the beginning of its part, in canonical
+    order. `"only"` keeps the chosen documents alone, in the caller's order, which has no influence on the answer.
+
+    Args:
+        layout: layout of the prompt.
+        chosen: numbers of the chosen documents; none returns the layout.
+        mode: one of `chunkattn.focus.MODES`.
+        gap: positions left free between prefix and documents.
+    """
+    if not chosen:
+        return layout
+    prefix, *chunks, question = (layout.part(segment).tolist() for segment in layout.segments)
+    if mode == "only":
+        return make_layout(prefix, [chunks[number] for number in sorted(chosen)], question, "shared", gap)
+    again = [token for number in _canonical(layout, chosen) for token in chunks[number]]
+    return make_layout(prefix, chunks, [*again, *question], "shared", gap)
+
+
+def longest(prompt: ParsedPrompt, gap: int) -> ParsedPrompt:
+    """Return a prompt with the longest layout that its focus can compose; a prompt without focus as it is.
+
+    Args:
+        prompt: parsed prompt.
+        gap: positions left free between prefix and documents.
+    """
+    return _of_lengths(prompt, gap, descending=True)
+
+
+def shortest(prompt: ParsedPrompt, gap: int) -> ParsedPrompt:
+    """Return a prompt with the shortest layout that its focus can compose; a prompt without focus as it is.
+
+    Args:
+        prompt: parsed prompt.
+        gap: positions left free between prefix and documents.
+    """
+    return _of_lengths(prompt, gap, descending=False)
+
+
+def _of_lengths(prompt: ParsedPrompt, gap: int, *, descending: bool) -> ParsedPrompt:
+    if prompt.focus is None:
+        return prompt
+    numbers = sorted(candidates_of(prompt.layout), key=prompt.layout.chunk_lens.__getitem__, reverse=descending)
+    return show(prompt, numbers[: prompt.focus.top_n], gap)
+
+
+def show(prompt: ParsedPrompt, chosen: Sequence[int], gap: int) -> ParsedPrompt:
+    """Return the prompt that shows a choice, with its layout, its texts and its names.
+
+    Args:
+        prompt: parsed prompt with a focus.
+        chosen: numbers of the chosen documents.
+        gap: positions left free between prefix and documents.
+    """
+    assert prompt.focus is not None
+    layout, texts, names, mode = prompt.layout, prompt.texts, prompt.names, prompt.focus.mode
+    if not chosen:
+        return prompt
+    if mode == "only":
+        kept = sorted(chosen)
+        names = names._replace(listed=[names.of(number) for number in kept])
+        if texts is not None:
+            texts = (texts[0], *(texts[1 + number] for number in kept), texts[-1])
+    else:
+        again = _canonical(layout, chosen)
+        names = names._replace(last=f"the {names.last} behind {len(again)} {names.chunk}s that focus reads again")
+        if texts is not None:
+            texts = (*texts[:-1], "".join([*(texts[1 + number] for number in again), texts[-1]]))
+    return replace(prompt, layout=compose(layout, chosen, mode, gap), texts=texts, names=names)
+
+
+def _canonical(layout: ChunkLayout, chosen: Sequence[int]) -> list[int]:
+    """Return the numbers of chosen documents, sorted by a hash of their contents."""
+    return sorted(chosen, key=layout.chunk_digests.__getitem__)
+
+
+def answered(prompt: ParsedPrompt, numbers: Sequence[int], scores: Sequence[float], computed: int, gap: int) -> ParsedPrompt:
+    """Return the prompt that shows the choice by given scores, with the choice.
+
+    Args:
+        prompt: parsed prompt with a focus.
+        numbers: numbers of the documents to choose from, see `candidates_of`.
+        scores: score of each of them.
+        computed: tokens that were computed for the scores.
+        gap: positions left free between prefix and documents.
+    """
+    layout, focus = prompt.layout, prompt.focus
+    assert focus is not None
+    chosen = choose(layout, numbers, scores, focus.top_n)
+    by_digest = {layout.chunk_digests[number]: score for number, score in zip(numbers, scores, strict=True)}
+    every = [by_digest.get(digest) if length else None for digest, length in zip(layout.chunk_digests, layout.chunk_lens)]
+    shown = sorted(chosen) if focus.mode == "only" else _canonical(layout, chosen)
+    output = FocusOutput(chosen, every, focus.mode, focus.score, computed, shown)
+    return replace(show(prompt, chosen, gap), chosen=output)
+
+
+def behind_one(layout: ChunkLayout, number: int, gap: int) -> ChunkLayout:
+    """Return the layout of prefix, one document and question under `shared` positions.
+
+    Args:
+        layout: layout of the prompt.
+        number: number of the document.
+        gap: positions left free between prefix and document.
+    """
+    prefix, *chunks, question = (layout.part(segment) for segment in layout.segments)
+    return make_layout(prefix, [chunks[number]], question, "shared", gap)
+
+
+def check_likelihood(prompt: ParsedPrompt) -> None:
+    """Check that the likelihood of a prompt's question can be read.
+
+    Args:
+        prompt: parsed prompt.
+
+    Raises:
+        RequestError: the question has one token.
+    """
+    if prompt.layout.question_len < 2 and candidates_of(prompt.layout):
+        text = "has one token, and focus by likelihood needs two: the first one is not read"
+        raise RequestError(f" {text}", param=prompt.names.question, part="the question")
