@@ -29,6 +29,7 @@ class ChunkChatRequest(ChatCompletionRequest):
     """Body of `/v1/chat/completions`, whose `documents` may be texts, token ids or objects with a text."""
 
     documents: list[Any] | None = None  # ChunkRenderer checks the entries
+    focus: Any = None  # ChunkRenderer refuses it
 
 
 class ChunkCompletionRequest(CompletionRequest):
@@ -36,6 +37,7 @@ class ChunkCompletionRequest(CompletionRequest):
 
     chunks: Any = None  # ChunkRenderer checks them
     chunk_aware: StrictBool | None = None
+    focus: Any = None  # ChunkRenderer refuses it
 
     @model_validator(mode="before")
     @classmethod

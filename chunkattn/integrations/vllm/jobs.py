@@ -55,12 +55,14 @@ class Job:
         saves: segments to save once the whole prompt is computed.
         layout: values that decide what the request's K/V means, beside its tokens: None if the K/V is that of a plain prompt.
         computed: content keys whose K/V other requests computed for the same prompt.
+        reads: whether the log-probabilities of the question are read, so that all of it must be computed.
     """
 
     loads: tuple[Segment, ...] = ()
     saves: tuple[Segment, ...] = ()
     layout: tuple[Any, ...] | None = None
     computed: frozenset[str] = frozenset()
+    reads: bool = False
 
     @property
     def load_end(self) -> int:
@@ -96,15 +98,17 @@ def parse_job(fields: object, token_ids: Sequence[int], *, gap: int, cache_salt:
     if not isinstance(positions, str) or positions not in POSITIONS:
         raise _malformed(f"positions must be one of {', '.join(POSITIONS)}")
     gap = effective_gap(positions, gap)
-    computed = fields.get("computed", [])
-    kind = fields.keys() - ({"positions", "computed"} if "bounds" in fields else {"positions"})
+    computed, reads = fields.get("computed", []), fields.get("read", False)
+    kind = fields.keys() - ({"positions", "computed", "read"} if "bounds" in fields else {"positions"})
     if kind == {"save"}:
         return _save_job(fields["save"], token_ids, gap, cache_salt, adapter)
     if kind == {"bounds"}:
         job = _composed_job(fields["bounds"], positions, token_ids, gap, cache_salt, adapter)
         if not isinstance(computed, list) or len(computed) > len(job.loads) or not all(isinstance(k, str) for k in computed):
             raise _malformed(f"computed must be a list of at most {len(job.loads)} keys")
-        return replace(job, computed=frozenset(computed))
+        if not isinstance(reads, bool):
+            raise _malformed("read must be true or false")
+        return replace(job, computed=frozenset(computed), reads=reads)
     raise _malformed("must hold positions and either save or bounds")
 
 

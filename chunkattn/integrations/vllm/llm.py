@@ -17,12 +17,15 @@ from vllm.sampling_params import RequestOutputKind
 
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.errors import ConfigError, RequestError
+from chunkattn.focus import FocusLike
 from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
 from chunkattn.integrations.vllm.composer import Answer, Composer, HeldKeys, PromptTask, Submission
-from chunkattn.integrations.vllm.requests import EngineRequest, adapter_key
+from chunkattn.integrations.vllm.focus import FocusReads, with_focus
+from chunkattn.integrations.vllm.requests import EngineRequest, PromptPlan, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
 from chunkattn.parsers.arguments import as_list, check_salt, one_each
+from chunkattn.parsers.choice import longest
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 
 Params: TypeAlias = "SamplingParams | vllm.SamplingParams"
@@ -85,6 +88,7 @@ class ChunkLLM:
         sampling_params: Params | Sequence[Params] | None = None,
         *,
         chunk_aware: bool | None = None,
+        focus: FocusLike | None = None,
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
@@ -96,6 +100,8 @@ class ChunkLLM:
             prompts: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt` or `DocumentPrompt`, one or a list.
             sampling_params: one set of parameters for all prompts, or one each; None uses the defaults.
             chunk_aware: split text and token ids at the separator; None takes the option `enable_chunk_aware`.
+            focus: number of documents that each prompt chooses by its question, or a `chunkattn.Focus` of the score
+                `"likelihood"`; for prompts that have none of their own. None shows all documents alike.
             cache_salt: salt of the cache; only requests of equal salt share K/V.
             priority: one priority for all prompts, or one each, under vLLM's priority scheduling; lower goes first.
             use_tqdm: show vLLM's progress bar on calls of more than 8 prompts when stderr is a terminal.
@@ -112,7 +118,7 @@ class ChunkLLM:
         if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
             prompts = [prompts]
         parsed = [self.parser.parse(prompt, chunk_aware) for prompt in as_list(prompts, "prompts")]
-        return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
+        return self._answer(with_focus(parsed, focus), sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -120,6 +126,7 @@ class ChunkLLM:
         sampling_params: Params | Sequence[Params] | None = None,
         *,
         documents: Sequence[str | Sequence[int]] | None = None,
+        focus: FocusLike | None = None,
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
@@ -133,6 +140,7 @@ class ChunkLLM:
             sampling_params: see `generate`; one set of parameters for all conversations, or one each.
             documents: texts or token ids that become the chunks of every conversation, texts in the `document_template`. The
                 text before the content of the first user message is the prefix, and the rest is the question.
+            focus: see `generate`; needs documents.
             cache_salt: see `generate`.
             priority: see `generate`.
             use_tqdm: see `generate`.
@@ -146,7 +154,7 @@ class ChunkLLM:
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
         parsed = [self.parser.parse_chat(m, documents, **(chat_template_kwargs or {})) for m in conversations]
-        return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
+        return self._answer(with_focus(parsed, focus), sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def precompute(
         self,
@@ -241,13 +249,18 @@ class ChunkLLM:
         given = SamplingParams() if params is None else params
         kind = vllm.SamplingParams if _is_vllm(given) else SamplingParams
         listed = [_engine_params(p) for p in one_each(given, kind, count, "sampling_params")]
-        adapter = adapter_key(lora_request)
-        tasks = []
-        for prompt, param, rank in zip(prompts, listed, one_each(priority, Integral, count, "priority"), strict=True):
-            plan = self.options.plan(prompt, self._max_model_len, salt, adapter)
-            if plan.composed.kv_transfer_params is not None and (name := refused_param(param)):
+        adapter, ranks = adapter_key(lora_request), one_each(priority, Integral, count, "priority")
+
+        def plan(prompt: ParsedPrompt) -> PromptPlan:
+            return self.options.plan(prompt, self._max_model_len, salt, adapter)
+
+        for prompt, param in zip(prompts, listed, strict=True):
+            composed = plan(longest(prompt, self.options.gap)).composed
+            if composed.kv_transfer_params is not None and (name := refused_param(param)):
                 raise RequestError(f"{name} of a prompt with chunks is not offered in vLLM; use chunkattn.LLM", param=name)
-            tasks.append(PromptTask(plan, param, rank, lora_request))
+        reads = FocusReads(prompts, self.options, self.llm.model_config.logprobs_mode, plan, ranks, lora_request)
+        prompts = reads.choose(self._run(lambda composer: composer.run(reads.tasks), use_tqdm) if reads.tasks else [])
+        tasks = [PromptTask(plan(p), param, rank, lora_request) for p, param, rank in zip(prompts, listed, ranks, strict=True)]
         answers = self._run(lambda composer: composer.run(tasks), use_tqdm)
         return [_output(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
@@ -349,6 +362,7 @@ def _output(prompt: ParsedPrompt, answer: Answer) -> RequestOutput:
         num_cached_tokens=cached,
         num_cached_chunk_tokens=by_chunk,
         prefix_len=prompt.layout.prefix_len if prompt.layout.chunk_lens else 0,
+        focus=prompt.chosen,
     )
 
 

@@ -52,6 +52,7 @@ class ChunkRenderer:
         Raises:
             VLLMValidationError: the documents or messages are malformed, or an option cannot be served with documents.
         """
+        _refuse_focus(request)
         if request.documents is None:
             return await self._renderer.render_chat(request, **options)
         _refuse(request, "truncate_prompt_tokens", "use_beam_search", "add_special_tokens")
@@ -112,6 +113,7 @@ class ChunkRenderer:
         Raises:
             VLLMValidationError: a prompt is malformed, or an option cannot be served with chunks.
         """
+        _refuse_focus(request)
         chunk_aware, chunks = getattr(request, "chunk_aware", None), getattr(request, "chunks", None)
         split = self._parser.chunk_aware if chunk_aware is None else chunk_aware
         if chunks is None and not (split and request.prompt and self._may_split(request.prompt)):
@@ -211,6 +213,19 @@ def _refuse(request: Any, *names: str) -> None:
     for name in names:
         if getattr(request, name, None):
             raise VLLMValidationError(f"{name} is not offered with chunks", parameter=name)
+
+
+def _refuse_focus(request: Any) -> None:
+    """Refuse the field `focus`.
+
+    Raises:
+        VLLMValidationError: the field is set.
+    """
+    if getattr(request, "focus", None) is not None:
+        text = (
+            "focus is not offered by vLLM's server: its answers have no place for the choice; use ChunkLLM or chunkattn serve"
+        )
+        raise VLLMValidationError(text, parameter="focus")
 
 
 def _salt(request: Any) -> str | None:

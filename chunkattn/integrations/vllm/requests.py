@@ -5,7 +5,8 @@ vLLM receives three kinds of requests, marked in `kv_transfer_params[PARAMS_KEY]
 - A *prefix request* computes the prefix and saves its K/V. It is needed only under a chunk gap.
 - A *save request* computes prefix + chunk and saves the chunk's K/V. Without a gap it saves the prefix, too.
 - A *composed request* holds prefix + chunks + question. It loads the K/V of prefix and chunks, and computes the question. Its
-  list `computed` has the keys whose K/V other requests computed for this prompt: loads of these are no hits of the store.
+  list `computed` has the keys whose K/V other requests computed for this prompt: loads of these are no hits of the store. With
+  `read`, vLLM's prefix cache answers for no part of it, so that the log-probabilities of the question can be read.
 
 All of them carry the tenant's own `cache_salt`. The engine derives the keys of stored K/V from the requests that it computes,
 so a client cannot name foreign K/V. This module imports neither vLLM nor PyTorch: any HTTP client can use it.
@@ -105,6 +106,15 @@ class EngineRequest:
         if self.kv_transfer_params is None or not computed:
             return self
         fields = {**self.kv_transfer_params[PARAMS_KEY], "computed": sorted(computed)}
+        return replace(self, kv_transfer_params={PARAMS_KEY: fields})
+
+    def read(self) -> EngineRequest:
+        """Return this composed request, with all of its question computed, for `prompt_logprobs`.
+
+        They hold the tokens behind the question's first. vLLM leaves the entries of tokens that it loads undefined.
+        """
+        assert self.kv_transfer_params is not None
+        fields = {**self.kv_transfer_params[PARAMS_KEY], "read": True}
         return replace(self, kv_transfer_params={PARAMS_KEY: fields})
 
 

@@ -73,7 +73,9 @@ class SchedulerSide:
         if job.layout is not None:
             # vLLM would drop the answer of `match` under this flag, and compute the prompt as a plain one.
             request.skip_reading_prefix_cache = False
-            self._salt_block_hashes(request, request.cache_salt, *job.layout)
+            # The cache keeps no log-probabilities: no request finds the blocks of a question that is read.
+            own = (secrets.token_hex(16),) if job.reads else ()
+            self._salt_block_hashes(request, request.cache_salt, *job.layout, *own)
 
     def match(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Return the tokens to load beyond the first `num_computed`, and whether the load is asynchronous.
@@ -169,7 +171,8 @@ class SchedulerSide:
             raise RequestRefused("unsupported", "pooling and resumable requests cannot be chunked prompts")
         adapter = adapter_key(request.lora_request)
         job = parse_job(params[PARAMS_KEY], token_ids, gap=self._gap, cache_salt=request.cache_salt, adapter=adapter)
-        if job.loads and (sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None):
+        asked = sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
+        if job.loads and asked and not job.reads:
             raise RequestRefused("unsupported", "a loaded prompt has no prompt_logprobs")
         return job
 
