@@ -8,7 +8,9 @@ from dataclasses import replace
 from chunkattn.calls.focus_scores import Candidates, Scored, get_score
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import JobsInTurn
-from chunkattn.errors import RequestError
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import GenerateRequest
+from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.outputs import FocusOutput
 from chunkattn.parsers import ParsedPrompt
@@ -138,6 +140,38 @@ def longest(prompt: ParsedPrompt, gap: int) -> ParsedPrompt:
     return _shown(prompt, numbers[: focus.top_n], gap)
 
 
+def check_longest(limits: EngineLimits, request: GenerateRequest, prompt: ParsedPrompt, gap: int) -> GenerateRequest:
+    """Check a request against every limit and return it, with the longest layout that the prompt's focus can compose.
+
+    Args:
+        limits: limits of the engine.
+        request: request with the prompt's own layout.
+        prompt: parsed prompt.
+        gap: positions left free between prefix and documents.
+
+    Raises:
+        RequestError: as `EngineLimits.check`.
+        CapacityError: the prompt can never fit, or fits without the documents that focus reads again.
+    """
+    focus = prompt.focus
+    if focus is None or focus.mode != "only":
+        limits.check(request, prompt.names)
+    if focus is None:
+        return request
+    shown = longest(prompt, gap)
+    composed = replace(request, layout=shown.layout)
+    try:
+        limits.check(composed, shown.names)
+    except CapacityError as error:
+        if focus.mode == "only":
+            raise
+        count = min(focus.top_n, len(candidates_of(prompt.layout)))
+        documents = f"{count} {prompt.names.chunk}{'s' * (count > 1)}"
+        text = f"focus reads up to {documents} again: {error}; choose fewer or take the mode 'only'"
+        raise CapacityError(text, param="focus") from None
+    return composed
+
+
 def _shown(prompt: ParsedPrompt, chosen: Sequence[int], gap: int) -> ParsedPrompt:
     """Return the prompt that shows a choice, with its layout, its texts and its names."""
     assert prompt.focus is not None
@@ -151,7 +185,7 @@ def _shown(prompt: ParsedPrompt, chosen: Sequence[int], gap: int) -> ParsedPromp
             texts = (texts[0], *(texts[1 + number] for number in kept), texts[-1])
     else:
         again = _canonical(layout, chosen)
-        names = names._replace(last=f"the {names.last} behind {len(again)} {names.chunk}s that focus reads again")
+        names = names._replace(last=f"the {names.last} behind them")
         if texts is not None:
             texts = (*texts[:-1], "".join([*(texts[1 + number] for number in again), texts[-1]]))
     return replace(prompt, layout=compose(layout, chosen, mode, gap), texts=texts, names=names)
