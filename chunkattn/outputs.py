@@ -54,6 +54,8 @@ class FocusOutput:
         mode: how the prompt shows the chosen documents, one of `chunkattn.focus.MODES`.
         score: name of the score.
         computed_tokens: tokens that the engine computed to score the documents, in addition to the prompt.
+        shown: numbers of the chosen documents in the order in which the prompt shows them: `"reread"` repeats them in this
+            order, `"only"` has them as its chunks.
     """
 
     documents: list[int]
@@ -61,6 +63,7 @@ class FocusOutput:
     mode: str
     score: str
     computed_tokens: int
+    shown: list[int] = field(default_factory=list)
 
 
 @dataclass

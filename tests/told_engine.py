@@ -1,12 +1,24 @@
-"""A pytest plugin: `AsyncLLM` over an engine that computes nothing and remembers what it was told."""
+"""A pytest plugin: `AsyncLLM` and its server over engines that compute nothing and remember what they were told."""
 
 import asyncio
 
+import httpx
+import numpy as np
 import pytest
 
 from chunkattn.async_llm import AsyncLLM
-from chunkattn.engine.messages import CachedTokens, PrecomputeRequest, PrecomputeResult
-from chunkattn.remote.messages import CacheQuery, Reply, Unpin
+from chunkattn.engine.messages import (
+    CachedTokens,
+    GenerateRequest,
+    PrecomputeRequest,
+    PrecomputeResult,
+    PromptLogprobsOutput,
+    TokenLogprobs,
+    TokenOutput,
+)
+from chunkattn.remote.messages import Abort, CacheQuery, Reply, Unpin
+from chunkattn.server.app import create_app
+from chunkattn.server.options import ServerConfig
 
 
 class Engine:
@@ -46,3 +58,65 @@ def llm(demo):
     made.client.limits, made.client.state = demo.frontend.limits, "ready"
     made.client._worker = Engine(made.client)
     return made
+
+
+class Writer:
+    """An engine that answers every request with the same tokens, `delay` seconds later."""
+
+    def __init__(self, client):
+        self.client = client
+        self.requests, self.aborted, self.delay, self.tasks, self.token_ids = [], [], 0.0, set(), (7, 8)
+
+    def send(self, messages):
+        for message in messages:
+            if isinstance(message, GenerateRequest):
+                self.requests.append(message)
+                task = asyncio.create_task(self._write(message))
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+            elif isinstance(message, Abort):
+                self.aborted.append(message.request_id)
+
+    def _reply(self, message):
+        asyncio.get_running_loop().call_soon(self.client._take, message)
+
+    async def _write(self, request):
+        params = request.sampling
+        if params.prompt_logprobs is not None:
+            known = np.arange(len(request.layout)) > 0
+            values = logprobs(len(request.layout), params.prompt_logprobs)
+            self._reply(PromptLogprobsOutput(request.request_id, values, known))
+        await asyncio.sleep(self.delay)
+        for sample in range(params.n):
+            ids = self.token_ids[: params.max_tokens]
+            told = None if params.logprobs is None else logprobs(len(ids), params.logprobs)
+            self._reply(TokenOutput(request.request_id, sample, ids, told, "length", None, CachedTokens(0, (), 0)))
+
+
+def logprobs(rows, count):
+    tops = np.tile(np.arange(9, 9 + count, dtype=np.int32), (rows, 1))
+    values = np.full((rows, count), -0.5, np.float32)
+    return TokenLogprobs(np.full(rows, -1.0, np.float32), np.full(rows, 50, np.int32), tops, values)
+
+
+@pytest.fixture
+def writer(llm):
+    llm.client._worker = Writer(llm.client)
+    return llm.client._worker
+
+
+@pytest.fixture
+def post(llm, writer):
+    """A call of the app in a loop of its own."""
+
+    def call(path, body, **options):
+        async def once():
+            transport = httpx.ASGITransport(create_app(llm, ServerConfig(**options)))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                answer = await client.post(path, json=body)
+            await asyncio.gather(*writer.tasks)
+            return answer
+
+        return asyncio.run(once())
+
+    return call

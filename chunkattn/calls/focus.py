@@ -122,7 +122,8 @@ class FocusJob(JobsInTurn):
         by_number: dict[int, float] = dict(zip(listed.numbers, scored.values, strict=True))
         first = {layout.chunk_digests[number]: number for number in listed.numbers}
         scores = [by_number.get(first.get(digest, -1)) for digest in layout.chunk_digests]
-        output = FocusOutput(chosen, scores, focus.mode, focus.score, scored.computed)
+        shown = sorted(chosen) if focus.mode == "only" else _canonical(layout, chosen)
+        output = FocusOutput(chosen, scores, focus.mode, focus.score, scored.computed, shown)
         return replace(_shown(prompt, chosen, self._gap), chosen=output)
 
 
@@ -133,11 +134,24 @@ def longest(prompt: ParsedPrompt, gap: int) -> ParsedPrompt:
         prompt: parsed prompt.
         gap: positions left free between prefix and documents.
     """
+    return _of_lengths(prompt, gap, descending=True)
+
+
+def shortest(prompt: ParsedPrompt, gap: int) -> ParsedPrompt:
+    """Return a prompt with the shortest layout that its focus can compose; a prompt without focus as it is.
+
+    Args:
+        prompt: parsed prompt.
+        gap: positions left free between prefix and documents.
+    """
+    return _of_lengths(prompt, gap, descending=False)
+
+
+def _of_lengths(prompt: ParsedPrompt, gap: int, *, descending: bool) -> ParsedPrompt:
     if prompt.focus is None:
         return prompt
-    layout, focus = prompt.layout, prompt.focus
-    numbers = sorted(candidates_of(layout), key=lambda number: -layout.chunk_lens[number])
-    return _shown(prompt, numbers[: focus.top_n], gap)
+    numbers = sorted(candidates_of(prompt.layout), key=prompt.layout.chunk_lens.__getitem__, reverse=descending)
+    return _shown(prompt, numbers[: prompt.focus.top_n], gap)
 
 
 def check_longest(limits: EngineLimits, request: GenerateRequest, prompt: ParsedPrompt, gap: int) -> GenerateRequest:

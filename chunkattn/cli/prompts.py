@@ -27,12 +27,17 @@ from chunkattn.cli.common import (
 )
 from chunkattn.cli.options import with_options
 from chunkattn.config import EngineConfig, SamplingParams, make_config
-from chunkattn.parsers import PromptParser
+from chunkattn.errors import RequestError
+from chunkattn.focus import Focus, read_focus
+from chunkattn.outputs import FocusOutput
+from chunkattn.parsers import ParsedPrompt, PromptParser
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.picture import layout_summary, layout_table, plot_layout
 
 _CHUNKS = "document_template chunk_separator position_strategy chunk_position_gap chunk_calibration"
 _DEVICE = "dtype kv_cache_dtype attention_backend"
+_EXCERPT = 80
+"""Characters of a chosen document that `generate` prints."""
 
 
 @command(app)
@@ -50,19 +55,47 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed of the random numbers.")] = None,
     n: Annotated[int, typer.Option("-n", help="Number of samples.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")] = None,
+    focus: Annotated[int | None, typer.Option(help="Number of documents to choose by the question.")] = None,
+    focus_mode: Annotated[
+        str | None, typer.Option(help="reread (default): repeat the chosen documents; only: leave the others out.")
+    ] = None,
+    focus_score: Annotated[str | None, typer.Option(help="Score of a document: likelihood (default) or relevance.")] = None,
     cache_salt: Annotated[str | None, typer.Option(help="Salt of the cache; prompts of one salt share cached K/V.")] = None,
     verbose: Verbose = False,
     **engine: Any,
 ) -> None:
     """Continue a prompt: "prefix # # document # # document # # question"."""
     log_to_stderr(verbose)
+    choice = _focus(focus, mode=focus_mode, score=focus_score)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, n=n, stop=stop or ())
     wanted = prompt_of(prompt, prefix, document, question)
     llm = make_llm(model, enable_chunk_aware=chunk_aware, **engine)
-    for sample in llm.generate(wanted, params, cache_salt=cache_salt)[0].outputs:
+    output = llm.generate(wanted, params, focus=choice, cache_salt=cache_salt)[0]
+    for sample in output.outputs:
         text = sample.text.removeprefix(" ")  # the first word's leading space
         print(text if n == 1 else f"[{sample.index}] {text}")
+    if output.focus is not None:
+        _print_choice(output.focus, llm.parser.parse(wanted, chunk_aware))
     llm.close()
+
+
+def _focus(top_n: int | None, **options: str | None) -> Focus | None:
+    """Return the focus of the flags, or None without one."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if top_n is None and given:
+        raise RequestError(f"--focus-{next(iter(given))} needs --focus, the number of documents to choose")
+    return read_focus(None if top_n is None else {"top_n": top_n, **given})
+
+
+def _print_choice(focus: FocusOutput, prompt: ParsedPrompt) -> None:
+    """Print the chosen documents to stderr, so that standard output holds the answer alone."""
+    texts = prompt.sources or (prompt.texts or ())[1:-1]
+    for number in focus.documents:
+        text = " ".join(str(texts[number]).split())
+        shown = text if len(text) <= _EXCERPT else text[:_EXCERPT] + "…"
+        print(f"document {number}, {focus.score} {focus.scores[number]:.4f}: {shown}", file=sys.stderr)
+    chosen = f"{focus.mode}: {len(focus.documents)} of {len(focus.scores)} documents"
+    print(f"{chosen}, {focus.computed_tokens} tokens computed for the scores", file=sys.stderr)
 
 
 @command(app)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from chunkattn.calls.detokenizer import Detokenizer
-from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
+from chunkattn.outputs import CompletionOutput, FocusOutput, Logprob, RequestOutput
 from chunkattn.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -130,11 +132,20 @@ class TokenTexts:
         has_leading = is_text and add_special_tokens and ids[: len(self._leading)] == self._leading
         leading = len(self._leading) if has_leading else 0
         offsets, growing = [0] * leading, Offsets(self.tokenizer)
-        for token, entry in zip(ids[leading:], entries[leading:], strict=True):
-            if entry is None and is_text:
+        begins = _begins_of_texts(output)
+        for index, (token, entry) in enumerate(zip(ids[leading:], entries[leading:], strict=True), leading):
+            if is_text and (entry is None or index in begins):
                 growing = Offsets(self.tokenizer, growing.finish())
             offsets.append(growing.take(token))
         return offsets, growing.finish()
+
+
+def _begins_of_texts(output: RequestOutput) -> set[int]:
+    """Return the indices of prompt tokens that begin a text within the question part, behind a document that is read again."""
+    focus, begin = output.focus, output.prefix_len + sum(output.chunk_lens)
+    if focus is None or focus.mode != "reread":
+        return set()
+    return {begin + size for size in accumulate(output.chunk_lens[number] for number in focus.shown)}
 
 
 class Tail:
@@ -238,13 +249,13 @@ def prompt_logprobs(entries: Sequence[Entry] | None) -> list[dict[str, Any] | No
 def usage(
     outputs: Sequence[RequestOutput], *, generated: int | None = None, chunks: bool = False, moved: Collection[int] = ()
 ) -> dict[str, object]:
-    """Return OpenAI's `usage` object.
+    """Return OpenAI's `usage` object. Under `focus`, its counts are those of the prompt that shows the choice.
 
     Args:
         outputs: output of each prompt.
         generated: completion tokens to report instead of the generated tokens.
         chunks: whether to report the cached tokens of every chunk.
-        moved: numbers of the chunks of the only prompt that are documents stored after another prefix.
+        moved: numbers of the documents of the only prompt that are stored after another prefix.
     """
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
     completion = sum(len(s.token_ids) for o in outputs for s in o.outputs) if generated is None else generated
@@ -252,15 +263,42 @@ def usage(
     if moved:
         details["other_prefix_documents"] = len(moved)
     if chunks:
-        counts: list[list[dict[str, int | bool]]] = [
-            [{"tokens": n, "cached_tokens": c} for n, c in zip(o.chunk_lens, o.num_cached_chunk_tokens)] for o in outputs
-        ]
-        for number in moved:
-            counts[0][number]["other_prefix"] = True
+        counts = [_chunk_counts(o, moved) for o in outputs]
         details["chunks"] = counts[0] if len(counts) == 1 else counts
+    if any(o.focus for o in outputs):
+        choices = [o.focus and _choice(o.focus) for o in outputs]
+        details["focus"] = choices[0] if len(choices) == 1 else choices
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": details,
+    }
+
+
+def _chunk_counts(output: RequestOutput, moved: Collection[int]) -> list[dict[str, int | bool]]:
+    """Return the token counts of each chunk. Where documents are left out, a chunk has the number of its document."""
+    counts: list[dict[str, int | bool]] = [
+        {"tokens": n, "cached_tokens": c} for n, c in zip(output.chunk_lens, output.num_cached_chunk_tokens)
+    ]
+    numbers: Sequence[int] = range(len(counts))
+    if output.focus is not None and output.focus.mode == "only" and output.focus.shown:
+        numbers = output.focus.shown
+        for number, own in zip(numbers, counts):
+            own["document"] = number
+    for number, own in zip(numbers, counts):
+        if number in moved:
+            own["other_prefix"] = True
+    return counts
+
+
+def _choice(focus: FocusOutput) -> dict[str, object]:
+    """Return a choice among documents. A score that JSON has no number for is null."""
+    scores = [score if score is not None and math.isfinite(score) else None for score in focus.scores]
+    return {
+        "mode": focus.mode,
+        "score": focus.score,
+        "documents": focus.documents,
+        "scores": scores,
+        "computed_tokens": focus.computed_tokens,
     }

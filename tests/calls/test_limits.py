@@ -24,6 +24,7 @@ from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.models.loader import open_files
 from chunkattn.parsers import arguments
 from chunkattn.parsers.encode import PartEncoder
+from chunkattn.server.answers import Completion
 from chunkattn.server.errors import ApiError
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.protocol.documents import CacheBody
@@ -223,7 +224,7 @@ def test_prompts_samples_and_documents_count(frontend):
 
 def test_prompts_of_one_http_request_count_together(frontend):
     body = CompletionBody(prompt=[[5] * 40] * 2, max_tokens=20)
-    answer = generation.Completion(body, state(frontend(max_tokens_per_call=100)), SimpleNamespace(salt=lambda salt: salt))
+    answer = Completion(body, state(frontend(max_tokens_per_call=100)), SimpleNamespace(salt=lambda salt: salt))
     with pytest.raises(CapacityError, match="are 120 tokens, max_tokens_per_call is 100"):
         answer._jobs(answer.prompts)
 

@@ -134,6 +134,29 @@ def test_cli_generate():
     assert run("generate", "-", input=PROMPT + "\n").stdout.strip() == "Tunise"
 
 
+@pytest.mark.ci
+def test_cli_generate_with_focus(demo):
+    """Standard output has the answer alone; the chosen documents are told on stderr."""
+    prefix, documents, question = (
+        "Read the documents and answer the question.",
+        DEMO_DOCUMENTS[:3],
+        "Where does Lezudo live? Answer:",
+    )
+    choice = demo.generate(DocumentPrompt(prefix, documents, question, {"top_n": 2, "mode": "only"})).pop().focus
+    parts = ["--prefix", prefix, *(part for text in documents for part in ("--document", text)), "--question", question]
+    for prompt in (parts, [" # # ".join([prefix, *documents, question])]):
+        result = run("generate", *prompt, "--focus", "2", "--focus-mode", "only")
+        assert result.stdout.strip() == "Pegelu"
+        *chosen, last = result.stderr.splitlines()
+        assert [line.split(",")[0] for line in chosen] == [f"document {number}" for number in choice.documents]
+        assert all(documents[number][:40] in line for number, line in zip(choice.documents, chosen, strict=True))
+        assert f"likelihood {choice.scores[choice.documents[0]]:.4f}" in chosen[0]
+        assert last.startswith("only: 2 of 3 documents, ")
+    result = run("generate", *parts, "--focus", "1", "--focus-score", "relevance")
+    assert "relevance" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("reread: 1 of 3 documents, ")
+
+
 def test_cli_score():
     result = run("score", "Find a person who lives in Kirora.", *DEMO_DOCUMENTS)
     assert result.exit_code == 0
@@ -159,6 +182,9 @@ def test_cli_inspect(tmp_path):
     ("arguments", "message"),
     [
         (["generate"], "give a prompt"),
+        (["generate", "x", "--focus-mode", "only"], "--focus-mode needs --focus"),
+        (["generate", "x", "--focus", "0"], "focus must choose"),
+        (["generate", "x", "--focus", "1", "--focus-mode", "best"], "focus mode must be one of reread, only"),
         (["generate", "a # # b # # "], "question is empty"),
         (["generate", "x", "--document", "y"], "not both"),
         (["generate", "x", "--temperature", "nan"], "temperature"),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from chunkattn.focus import MODES
 from chunkattn.server.document_store import Documents
 from chunkattn.server.errors import ApiError
 from chunkattn.server.options import ServerConfig
@@ -308,6 +309,27 @@ def test_the_usage_tells_that_a_document_was_stored_after_another_prefix(http):
     # A prefix that begins with the stored one is another prefix.
     details = completion(http, [{"id": "a"}], f"{PREFIX} Be brief.").json()["usage"]["prompt_tokens_details"]
     assert details["other_prefix_documents"] == 1
+
+
+@pytest.mark.parametrize("score", ["likelihood", "relevance"])
+@pytest.mark.parametrize("mode", MODES)
+def test_focus_chooses_stored_documents_as_their_texts(http, mode, score):
+    """Relevance reads a document without the template. The usage counts the chosen documents by their own numbers."""
+    put(http, [{"id": "b", "text": TEXTS[1]}, {"id": "c", "text": TEXTS[2]}], prefix=CHAT_PREFIX)
+    put(http, [{"id": "a", "text": TEXTS[0]}])
+    focus = {"top_n": 2, "mode": mode, "score": score}
+    for call in (chat, lambda *args, **options: completion(*args, CHAT_PREFIX, **options)):
+        named, plain = (
+            call(http, documents, focus=focus).json()["usage"]["prompt_tokens_details"]
+            for documents in ([{"id": "b"}, TEXTS[2], {"id": "a"}], [TEXTS[1], TEXTS[2], TEXTS[0]])
+        )
+        assert named["focus"]["documents"] == plain["focus"]["documents"]
+        assert named["focus"]["scores"] == pytest.approx(plain["focus"]["scores"], abs=1e-4)
+        assert named["other_prefix_documents"] == 1
+        numbers = sorted(named["focus"]["documents"]) if mode == "only" else [0, 1, 2]
+        assert [chunk.get("document") for chunk in named["chunks"]] == (numbers if mode == "only" else [None] * 3)
+        assert [chunk.get("other_prefix", False) for chunk in named["chunks"]] == [number == 2 for number in numbers]
+        assert [chunk["tokens"] for chunk in named["chunks"]] == [chunk["tokens"] for chunk in plain["chunks"]]
 
 
 def test_the_list_shows_each_prefix(http):

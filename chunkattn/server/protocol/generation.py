@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from chunkattn.focus import Focus
 from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.errors import ApiError
@@ -94,6 +95,37 @@ def with_stored(documents: Sequence[Any], stored: Mapping[int, Any]) -> list[Any
 PromptDocuments = Annotated[list[str | TokenIds | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
 
 
+Count = Annotated[int, Field(ge=1, description="Number of documents to choose.")]
+
+
+class FocusOptions(Strict):
+    """Choice among the documents by the question; see `chunkattn.Focus`."""
+
+    top_n: Count
+    mode: Annotated[
+        Literal["reread", "only"],
+        Field(description="Repeat the chosen documents before the question, or leave the other documents out."),
+    ] = "reread"
+    score: Annotated[str, Field(description="Score by which documents are chosen: likelihood or relevance.")] = "likelihood"
+
+
+FocusField = Annotated[
+    Count | FocusOptions | None,
+    Field(description="Number of documents to choose by the question, or `{top_n, mode, score}`; by default none is chosen."),
+]
+
+
+def focus_of(given: int | FocusOptions | None) -> Focus | None:
+    """Return the focus of a request, or None without one. The engine checks the name of the score.
+
+    Args:
+        given: value of the field `focus`.
+    """
+    if given is None or isinstance(given, FocusOptions):
+        return None if given is None else Focus(given.top_n, given.mode, given.score)
+    return Focus(given)
+
+
 class Chunks(Strict):
     """Prompt in parts. The server never splits a part, so a document cannot forge a boundary.
 
@@ -138,6 +170,7 @@ class CompletionBody(Sampling, CompletionNoEffect):
     chunk_aware: Annotated[
         bool | None, Field(description="Split prompts at the separator; by default the engine's enable_chunk_aware.")
     ] = None
+    focus: FocusField = None
     max_tokens: int = 16
     echo: Annotated[bool, Field(description="Return the prompt before the text, with its log-probabilities if asked.")] = False
     logprobs: Annotated[int | None, Field(description="Number of likeliest tokens to report per token.")] = None
@@ -264,6 +297,7 @@ class ChatBody(Sampling, ChatNoEffect):
         PromptDocuments | None,
         Field(description='Chunks of the prompt: texts, token ids, objects with a text, or `{"id"}` of a stored document.'),
     ] = None
+    focus: FocusField = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False

@@ -3,6 +3,7 @@
 import { errorIn, post } from "./api.js";
 import { bar, byId, counted, element, fillList, seconds, setText, whileBusy } from "./dom.js";
 import { ErrorBox } from "./errors.js";
+import { focusField, showChoice } from "./focus.js";
 import { partKind } from "./parts.js";
 import { readEvents } from "./sse.js";
 
@@ -13,7 +14,7 @@ let runs = 0;
 
 export function setUpGenerate(editor) {
   const [start, stop] = [byId("generate"), byId("stop")];
-  const fields = { max_tokens: byId("max-tokens"), temperature: byId("temperature") };
+  const fields = { max_tokens: byId("max-tokens"), temperature: byId("temperature"), focus: byId("focus") };
   const errors = new ErrorBox(byId("generate-errors"), fields);
   let abort = null;
 
@@ -47,6 +48,7 @@ async function run(editor, signal) {
     ...(chat ? editor.chat : editor.request),
     max_tokens: byId("max-tokens").valueAsNumber,
     temperature: byId("temperature").valueAsNumber,
+    ...focusField(),
     stream: true,
     // Request the usage in every event, so the page shows cache hits with the first token.
     stream_options: { include_usage: true, continuous_usage_stats: true },
@@ -56,6 +58,7 @@ async function run(editor, signal) {
   output.replaceChildren(text);
   output.setAttribute("aria-busy", "true"); // screen readers announce the whole answer, not each token
   byId("hits").replaceChildren();
+  showChoice(null, []);
   fillList(byId("statistics"), []);
   setText(status, "waiting");
 
@@ -65,7 +68,10 @@ async function run(editor, signal) {
   try {
     for await (const event of completionEvents(chat ? "v1/chat/completions" : "v1/completions", body, signal)) {
       if (event.usage) {
-        if (!usage) showHits(event.usage, documents);
+        if (!usage) {
+          showChoice(event.usage.prompt_tokens_details.focus, documents);
+          showHits(event.usage, documents);
+        }
         usage = event.usage;
       }
       const [choice] = event.choices;
@@ -148,20 +154,22 @@ function showStatistics(usage, clock, ended) {
 
 /** Show a bar per document, as long as its tokens, and one for prefix and question together. */
 function showHits(usage, documents) {
-  const { cached_tokens: cached, chunks = [] } = usage.prompt_tokens_details;
+  const { cached_tokens: cached, chunks = [], focus } = usage.prompt_tokens_details;
   const sum = (name) => chunks.reduce((total, chunk) => total + chunk[name], 0);
-  const rows = chunks.map((chunk, index) => ({
+  const count = focus ? focus.scores.length : chunks.length;
+  const rows = chunks.map(({ document: number, ...chunk }, index) => ({
     ...chunk,
-    kind: partKind(`chunk ${index}`),
-    name: String(index),
+    kind: partKind(`chunk ${number ?? index}`),
+    name: String(number ?? index),
     // The texts are unknown if the server's separator differs from the page's.
-    text: documents.length === chunks.length ? documents[index] : "",
+    text: documents.length === count ? documents[number ?? index] : "",
   }));
+  const rest = focus?.mode === "reread" ? "prefix, chosen documents and question" : "prefix and question";
   rows.push({
     tokens: usage.prompt_tokens - sum("tokens"),
     cached_tokens: cached - sum("cached_tokens"),
     kind: chunks.length ? "prefix" : "question",
-    name: chunks.length ? "prefix and question" : "prompt",
+    name: chunks.length ? rest : "prompt",
     text: "",
   });
   const longest = Math.max(...rows.map((row) => row.tokens), 1);

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
 
+from chunkattn.focus import MODES
 from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
 from chunkattn.parsers import PromptParser
 from tests.server.browser.page import BARS, opened
@@ -170,6 +172,63 @@ def test_generate(page, server):
     answers = [event["response"] for event in page.network("Network.responseReceived")]
     kinds = [answer["mimeType"] for answer in answers if answer["url"] == f"{server.url}/v1/completions"]
     assert kinds == ["text/event-stream"] * 4
+
+
+CHOICES = """
+return [...document.querySelectorAll("[data-testid=choice]")].map((row) => ({
+  ...row.dataset,
+  caption: row.querySelector(".caption").textContent,
+  score: row.querySelector(".number").textContent,
+  share: row.querySelector(".filled").getBoundingClientRect().width / row.querySelector(".track").clientWidth,
+}));
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_focus(page, server, mode):
+    """The page shows which documents were chosen, and every document's score; the hits are those of the documents shown."""
+    documents, question = [*STORIES[page.width][0], "", "Rumi is a poet.\nShe likes <b>tea</b>."], STORIES[page.width][1]
+    chunks = {"prefix": "Read the documents and answer the question.", "documents": documents, "question": question}
+    asked = {"chunks": chunks, "max_tokens": 32, "temperature": 0, "focus": {"top_n": 2, "mode": mode}}
+    with server.client() as http:
+        done = http.post("/v1/completions", json={**asked, "return_chunk_usage": True}).json()
+    details = done["usage"]["prompt_tokens_details"]
+
+    page.get("tab-generate").click()
+    page.get("prompt-text").clear()
+    page.get("prompt-text").send_keys(SEPARATOR.join([chunks["prefix"], *documents, question]))
+    page.generate()
+    assert not page.get("choice").is_displayed()
+    page.get("focus").send_keys("2")
+    page.driver.find_element(By.CSS_SELECTOR, f"#focus-mode option[value={mode}]").click()
+    text, hits = page.generate()
+    page.keep(f"focus-{mode}")
+    assert text == done["choices"][0]["text"]
+    assert hits == [(chunk["tokens"], chunk["tokens"]) for chunk in details["chunks"]]
+    names = [bar["data"]["name"] for bar in page.run(BARS, "#hits > li")][:-1]
+    assert names == [str(chunk.get("document", place)) for place, chunk in enumerate(details["chunks"])]
+
+    shown, focus = page.run(CHOICES), details["focus"]
+    assert [row["number"] for row in shown] == [str(number) for number in range(len(documents))]
+    chosen = sorted((row for row in shown if "rank" in row), key=lambda row: int(row["rank"]))
+    assert [int(row["number"]) for row in chosen] == focus["documents"]
+    for row, document, score in zip(shown, documents, focus["scores"], strict=True):
+        mark = "chosen " if "rank" in row else ""
+        assert row["caption"] == f"{mark}{row['number']} {document}"
+        assert row["score"] == ("empty" if score is None else f"{score:.4f}")
+        assert row["share"] == pytest.approx(0 if score is None else np.exp(score), abs=0.02)
+
+    page.get("focus").clear()
+    page.generate()
+    assert not page.get("choice").is_displayed()
+    page.get("focus").send_keys("1")
+    page.get("prompt-text").clear()
+    page.get("prompt-text").send_keys("Read")
+    page.get("generate").click()
+    WebDriverWait(page.driver, 60).until(lambda _: page.find("error"))
+    assert "focus chooses among documents" in page.find("error")[0].text
+    assert page.get("focus").get_attribute("aria-invalid") == "true"
+    page.driver.get_log("browser")  # the status 400, which Chromium logs
 
 
 def test_score(page, server):

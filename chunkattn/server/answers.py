@@ -1,0 +1,395 @@
+"""`Completion` and `Chat`: requests for generated text, and the builders of their answers."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import replace
+from heapq import nlargest
+from typing import Any
+
+from chunkattn.calls.focus import shortest
+from chunkattn.calls.generate import COST, GenerateJob, generate_job
+from chunkattn.config import SamplingParams
+from chunkattn.errors import RequestError
+from chunkattn.outputs import CompletionOutput, RequestOutput
+from chunkattn.parsers import DocumentPrompt, ParsedPrompt
+from chunkattn.parsers.prompt import Prompt
+from chunkattn.server.document_store import StoredDocument
+from chunkattn.server.errors import ApiError
+from chunkattn.server.keys import Caller
+from chunkattn.server.protocol.generation import ChatBody, CompletionBody, focus_of, named_documents
+from chunkattn.server.state import ServerState, new_id
+from chunkattn.server.texts import (
+    Entry,
+    Offsets,
+    Tail,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    token_name,
+    usage,
+)
+
+
+class Answer(ABC):
+    """Request for generated text, and the builder of its answer.
+
+    Args:
+        body: body of the request.
+        state: state of the server.
+        caller: client of the request.
+
+    Attributes:
+        kind: prefix of the answer's id.
+        object_name: `object` of a whole answer.
+        chunk_name: `object` of a stream's event.
+        params: sampling parameters of all prompts.
+        focus: choice among the documents; None shows all documents alike.
+        stored: documents that the request names by id, by the number of their chunk.
+    """
+
+    kind: str
+    object_name: str
+    chunk_name: str
+    params: SamplingParams
+
+    def __init__(self, body: CompletionBody | ChatBody, state: ServerState, caller: Caller) -> None:
+        self.options, self.state, self.caller = body, state, caller
+        self.focus = focus_of(body.focus)
+        self.stored: dict[int, StoredDocument] = {}
+        self._moved: list[int] | None = None
+        self.id, self.created = new_id(self.kind), int(time.time())
+
+    @abstractmethod
+    async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        """Return a generator of outputs per prompt; none has begun.
+
+        Raises:
+            ApiError: 400, the number of prompts is out of range; 429, the client exceeds its share of the queue.
+            RequestError: a parameter is out of range.
+        """
+
+    @abstractmethod
+    def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        """Return the choice of a finished sample."""
+
+    @abstractmethod
+    def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
+        """Return the choice that opens a sample's stream before any text, or None."""
+
+    @abstractmethod
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """Return a choice with what a sample has gained."""
+
+    def check_size(self) -> None:
+        """Check the number of log-probabilities in the answer, before any work.
+
+        Without `max_tokens`, generated tokens are counted by `check_generated`.
+
+        Raises:
+            ApiError: 400, prompts x samples x tokens x log-probabilities exceed `max_answer_values`.
+        """
+        self.state.check_answer_values(self.answer_values, "tokens, samples or log-probabilities", "logprobs")
+
+    @property
+    def answer_values(self) -> int:
+        """Return a bound on the log-probabilities in the answer."""
+        values = 0
+        if self.params.logprobs is not None and self.params.max_tokens is not None:
+            values += self.num_prompts * self.params.n * self.params.max_tokens * (1 + self.params.logprobs)
+        if self.params.prompt_logprobs is not None:
+            values += self.prompt_size * self.params.n * (1 + self.params.prompt_logprobs)
+        return values
+
+    def check_generated(self, job: GenerateJob, prompt: ParsedPrompt) -> None:
+        """Check the number of log-probabilities of all tokens that fit behind the prompt, for a request without `max_tokens`.
+
+        Args:
+            job: job of the request's only prompt.
+            prompt: the prompt. Under `focus`, more tokens fit behind shorter documents.
+
+        Raises:
+            ApiError: as `check_size`.
+        """
+        if self.params.logprobs is None or self.params.max_tokens is not None:
+            return
+        values, frontend = 0, self.state.llm.frontend
+        shown = shortest(prompt, frontend.config.calibration.chunk_position_gap)
+        for request in job.requests:
+            most = frontend.limits.max_tokens(replace(request, layout=shown.layout))
+            values += self.params.n * most * (1 + self.params.logprobs)
+            if self.params.prompt_logprobs is not None:
+                values += self.params.n * len(request.layout) * (1 + self.params.prompt_logprobs)
+        self.state.check_answer_values(values, "tokens, samples or log-probabilities (max_tokens)", "logprobs")
+
+    @property
+    def num_prompts(self) -> int:
+        """Return the number of prompts."""
+        return 1
+
+    @property
+    @abstractmethod
+    def prompt_size(self) -> int:
+        """Return the characters or token ids of all prompts: a bound on their tokens without the chat template."""
+
+    def documents_size(self, documents: Sequence[Any]) -> int:
+        """Return the characters or token ids of documents, with their template; of those that are read again, twice."""
+        template = self.state.llm.frontend.parser.documents.size
+        sizes = [len(document) + (template if isinstance(document, str) else 0) for document in documents]
+        again = nlargest(self.focus.top_n, sizes) if self.focus is not None and self.focus.mode == "reread" else []
+        return sum(sizes) + sum(again)
+
+    def with_sources(self, prompt: ParsedPrompt) -> ParsedPrompt:
+        """Return a prompt with the contents of its stored documents as they were given, without the document template."""
+        if not self.stored:
+            return prompt
+        sources = list(prompt.sources)
+        for number, document in self.stored.items():
+            sources[number] = document.chunk.tolist() if document.text is None else document.text
+        return replace(prompt, sources=sources)
+
+    @property
+    def token_name(self) -> Callable[[int], str]:
+        """Return the function from a token id to its name in log-probabilities."""
+        return token_name if self.options.return_tokens_as_token_ids else self.state.texts.piece
+
+    def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
+        """Return the usage of the request."""
+        return usage(outputs, chunks=self.options.return_chunk_usage, moved=self.moved(outputs))
+
+    def moved(self, outputs: list[RequestOutput]) -> list[int]:
+        """Return the numbers of the documents named by id whose stored K/V is of another prefix than the prompt's."""
+        if self._moved is None:
+            self._moved = [n for n, document in self.stored.items() if not document.follows(outputs[0])]
+        return self._moved
+
+    def common(self, name: str) -> dict[str, Any]:
+        """Return the fields common to all objects of the answer.
+
+        Args:
+            name: value of `object`.
+        """
+        return {"id": self.id, "object": name, "created": self.created, "model": self.state.model_name}
+
+    def indexed(self, number: int, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
+        """Yield the samples of a prompt with their indices in the answer."""
+        for sample in output.outputs:
+            yield number * self.options.n + sample.index, sample
+
+
+class Completion(Answer):
+    """Request to `/v1/completions`."""
+
+    kind, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionBody, state: ServerState, caller: Caller) -> None:
+        super().__init__(body, state, caller)
+        self.body, self.texts = body, state.texts
+        self.stored = state.documents.named(body.named(), caller.salt(body.cache_salt), field="chunks.documents")
+        self.prompts = body.prompts({number: document.chunk for number, document in self.stored.items()})
+        self._known_offsets: dict[str, tuple[list[int], int]] = {}
+        echoed = body.logprobs if body.echo else None
+        self.params = body.sampling(max_tokens=body.max_tokens or 1, logprobs=body.logprobs, prompt_logprobs=echoed)
+
+    @property
+    def num_prompts(self) -> int:
+        """Return the number of prompts."""
+        return len(self.prompts)
+
+    @property
+    def prompt_size(self) -> int:
+        """Return the characters or token ids of all prompts."""
+        if isinstance(prompt := next(iter(self.prompts), None), DocumentPrompt):
+            return len(prompt.prefix) + len(prompt.question) + self.documents_size(prompt.documents)
+        listed: list[Any] = self.body.prompt if isinstance(self.body.prompt, list) else [self.body.prompt]
+        size = len(listed) if listed and isinstance(listed[0], int) else sum(map(len, listed))
+        return 2 * size if self.focus is not None and self.focus.mode == "reread" else size
+
+    async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        """Return a generator of outputs per prompt."""
+        limit, prompts = self.state.most_prompts, self.prompts
+        if not 0 < len(prompts) <= limit:
+            raise ApiError(
+                400, f"there are {len(prompts)} prompts; give between 1 and {limit}", param="prompt", code="invalid_value"
+            )
+        self.caller.take(len(prompts))
+        llm, timeout = self.state.llm, self.state.config.request_timeout_s
+        if len(prompts) > 1:  # check all prompts before the first begins
+            jobs = await llm.threads.run(self._jobs, prompts)
+            return [llm.stream(job, timeout=timeout, snapshots=False) for job in jobs]
+        return [llm.stream(lambda: self._job(prompts[0]), timeout=timeout, snapshots=False)]
+
+    def _job(self, prompt: Prompt) -> GenerateJob:
+        """Return the job of one prompt."""
+        frontend, body = self.state.llm.frontend, self.body
+        (parsed,) = frontend.parse([prompt], body.chunk_aware, self.focus, add_special_tokens=body.add_special_tokens)
+        salt, final_only = self.caller.salt(body.cache_salt), not body.stream
+        return generate_job(
+            frontend,
+            [self.with_sources(parsed)],
+            self.params,
+            body.priority,
+            cache_salt=salt,
+            final_only=final_only,
+            prompt_only=not body.max_tokens,
+        )
+
+    def _jobs(self, prompts: Sequence[Prompt]) -> list[GenerateJob]:
+        """Return a job for each prompt. Errors name the prompt by its number."""
+        jobs = []
+        for number, prompt in enumerate(prompts):
+            try:
+                jobs.append(self._job(prompt))
+            except RequestError as error:
+                raise type(error)(f"prompt {number}: {error}", param=error.param) from None
+        self.state.llm.frontend.limits.check_tokens(sum(job.tokens for job in jobs), COST, "prompt")
+        return jobs
+
+    def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
+        """Return the usage; max_tokens 0 reports no completion tokens."""
+        generated = None if self.body.max_tokens else 0  # the engine generates one token to read the prompt's logprobs
+        return usage(outputs, generated=generated, chunks=self.body.return_chunk_usage, moved=self.moved(outputs))
+
+    def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        """Return the choice of a finished sample."""
+        text, kept, reason, stop = sample.text, len(sample.token_ids), sample.finish_reason, sample.stop_reason
+        if not self.body.max_tokens:
+            text, kept, reason, stop = "", 0, "length", None
+        token_logprobs = None
+        if sample.logprobs is not None:
+            ids, offsets, end = sample.token_ids[:kept], list[int](), 0
+            entries: list[Entry] = [*sample.logprobs[:kept]]
+            if self.body.echo:
+                prompt_offsets, end = self._prompt_offsets(output)
+                offsets += prompt_offsets
+            growing = self._offsets(output, end)
+            offsets += [growing.take(token) for token in ids]
+            if self.body.echo:
+                ids, entries = output.prompt_token_ids + ids, [*(output.prompt_logprobs or []), *entries]
+            token_logprobs = self._logprobs(ids, entries, offsets)
+        if self.body.echo:
+            text = self._prompt_text(output) + text
+        return self._choice(index, text, token_logprobs, reason, stop, output)
+
+    def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
+        """Return a choice with the prompt under `echo`, or None."""
+        if not self.body.echo:
+            return None
+        token_logprobs = None
+        if self.body.logprobs is not None:
+            offsets, end = self._prompt_offsets(output)
+            tail.offsets = self._offsets(output, end)
+            token_logprobs = self._logprobs(output.prompt_token_ids, output.prompt_logprobs or [], offsets)
+        return self._choice(index, self._prompt_text(output), token_logprobs, None, None)
+
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """Return a choice with what a sample has gained."""
+        token_logprobs, generates = None, self.body.max_tokens > 0
+        if new.logprobs is not None and generates:
+            tail.offsets = tail.offsets or self._offsets(output, 0)
+            token_logprobs = self._logprobs(new.token_ids, new.logprobs, [tail.offsets.take(t) for t in new.token_ids])
+        return self._choice(index, new.text if generates else "", token_logprobs, new.finish_reason, new.stop_reason)
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        token_logprobs: Any,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        output: RequestOutput | None = None,
+    ) -> dict[str, Any]:
+        made = {
+            "index": index,
+            "text": text,
+            "logprobs": token_logprobs,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
+        if output is not None and self.body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return made
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        return self.texts.whole(output.prompt_token_ids) if output.prompt is None else output.prompt
+
+    def _prompt_offsets(self, output: RequestOutput) -> tuple[list[int], int]:
+        """Return the offsets of the prompt's tokens and their end; all samples share them."""
+        if output.request_id not in self._known_offsets:
+            self._known_offsets[output.request_id] = self.texts.prompt_offsets(
+                output, add_special_tokens=self.body.add_special_tokens
+            )
+        return self._known_offsets[output.request_id]
+
+    def _offsets(self, output: RequestOutput, begin: int) -> Offsets:
+        """Return offsets for generated tokens, the first at `begin`."""
+        skip = self.body.skip_special_tokens
+        return Offsets(self.texts.tokenizer, begin, output.prompt_token_ids, skip_special_tokens=skip)
+
+    def _logprobs(self, ids: list[int], entries: Sequence[Entry], offsets: list[int]) -> dict[str, Any]:
+        return completion_logprobs(ids, entries, self.body.logprobs or 0, offsets, self.token_name)
+
+
+class Chat(Answer):
+    """Request to `/v1/chat/completions`."""
+
+    kind, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, state: ServerState, caller: Caller) -> None:
+        super().__init__(body, state, caller)
+        self.body, self.texts = body, state.texts
+        self.stored = state.documents.named(named_documents(body.documents), caller.salt(body.cache_salt))
+        self.documents = body.chunks({number: document.chunk for number, document in self.stored.items()})
+        wanted = (body.top_logprobs or 0) if body.logprobs else None
+        self.params = body.sampling(max_tokens=body.limit, logprobs=wanted)
+
+    @property
+    def prompt_size(self) -> int:
+        """Return the characters of all messages and documents."""
+        return sum(m.size for m in self.body.messages) + self.documents_size(self.documents or ())
+
+    async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        """Return the generator of the conversation's outputs."""
+        self.caller.take(1)
+        return [self.state.llm.stream(self._job, timeout=self.state.config.request_timeout_s, snapshots=False)]
+
+    def _job(self) -> GenerateJob:
+        """Return the job of the conversation."""
+        frontend, body = self.state.llm.frontend, self.body
+        messages = [m.plain() for m in body.messages]
+        (parsed,) = frontend.parse_chat([messages], self.documents, body.template_options(), self.focus)
+        prompt, salt, final_only = self.with_sources(parsed), self.caller.salt(body.cache_salt), not body.stream
+        job = generate_job(frontend, [prompt], self.params, body.priority, cache_salt=salt, final_only=final_only)
+        self.check_generated(job, prompt)
+        return job
+
+    def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        """Return the choice of a finished sample."""
+        token_logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
+        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        made = {
+            "index": index,
+            "message": message,
+            "logprobs": token_logprobs,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        if self.body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return made
+
+    def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
+        """Return the choice with the assistant's role, which opens a sample's stream."""
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
+        """Return a choice with what a sample has gained."""
+        token_logprobs = None if new.logprobs is None else self._logprobs(new.token_ids, new.logprobs)
+        delta = {"content": new.text} if new.text or token_logprobs else {}
+        made = {"index": index, "delta": delta, "logprobs": token_logprobs, "finish_reason": new.finish_reason}
+        return made if new.finish_reason is None else {**made, "stop_reason": new.stop_reason}
+
+    def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
+        return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.texts, self.token_name)
