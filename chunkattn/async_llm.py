@@ -297,7 +297,8 @@ class AsyncLLM:
                 job = made if isinstance(made, GenerateJob) else await call.prepare(made)
                 if job.focus is not None and not call.aborted:
                     await self._run_stages(call, job.focus, await call.prepare(_begin, job.focus))
-                    await call.prepare(job.begin)
+                    if not call.aborted:  # else scores are missing
+                        await call.prepare(job.begin)
                 if call.aborted:  # before its start
                     return
                 (builder,) = job.builders

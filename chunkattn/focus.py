@@ -61,6 +61,8 @@ def read_focus(value: FocusLike | None) -> Focus | None:
     if isinstance(value.top_n, bool) or not isinstance(value.top_n, Integral) or value.top_n < 1:
         text = f"focus must choose an integer of at least 1 documents, got {shown(value.top_n)}"
         raise RequestError(text, param="focus")
-    if value.mode not in MODES:
+    if not isinstance(value.mode, str) or value.mode not in MODES:
         raise RequestError(f"focus mode must be one of {', '.join(MODES)}, got {shown(value.mode)}", param="focus")
+    if not isinstance(value.score, str):
+        raise RequestError(f"focus score must be the name of a score, got {shown(value.score)}", param="focus")
     return Focus(int(value.top_n), value.mode, value.score)

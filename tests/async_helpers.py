@@ -10,6 +10,8 @@ OPTIONS = {"enable_chunk_aware": True, "kv_cache_memory_bytes": 32 << 20, "max_n
 PROMPT = "Read the notes. # # Ana lives in Oslo. # # Ben lives in Rome. # # Where does Ana live?"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+MANY = [f"{name} lives in a city of {number} figs. " * 4 for name in ("Ana", "Ben", "Cleo") for number in range(20)]
+"""Documents that take several steps to score."""
 
 
 async def last(outputs):
@@ -38,3 +40,9 @@ async def ended(llm, outcome):
     """Requests that have ended in the engine so, "aborted" because nobody waits for them."""
     found = re.search(rf'^chunkattn_requests_total{{outcome="{outcome}"}} (\S+)$', await llm.metrics(), re.MULTILINE)
     return float(found[1]) if found else 0.0
+
+
+def choosing(llm):
+    """Whether the request "mine" waits for scores."""
+    call, job = llm._generations.get("mine", (None, None))
+    return call is not None and job is None and call._outstanding

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from chunkattn.calls.focus_scores import Candidates, get_score
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import JobsInTurn
-from chunkattn.errors import RequestError
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import GenerateRequest
+from chunkattn.errors import CapacityError, RequestError
 from chunkattn.parsers import ParsedPrompt
-from chunkattn.parsers.choice import answered, candidates_of
+from chunkattn.parsers.choice import answered, candidates_of, longest
 
 
 class FocusJob(JobsInTurn):
@@ -65,3 +68,35 @@ class FocusJob(JobsInTurn):
                 numbers = self._listed[place].numbers
                 found[place] = answered(self._prompts[place], numbers, scored.values, scored.computed, self._gap)
         return found
+
+
+def check_longest(limits: EngineLimits, request: GenerateRequest, prompt: ParsedPrompt, gap: int) -> GenerateRequest:
+    """Check a request against every limit and return it, with the longest layout that the prompt's focus can compose.
+
+    Args:
+        limits: limits of the engine.
+        request: request with the prompt's own layout.
+        prompt: parsed prompt.
+        gap: positions left free between prefix and documents.
+
+    Raises:
+        RequestError: as `EngineLimits.check`.
+        CapacityError: the prompt can never fit, or fits without the documents that focus reads again.
+    """
+    focus = prompt.focus
+    if focus is None or focus.mode != "only":
+        limits.check(request, prompt.names)
+    if focus is None:
+        return request
+    shown = longest(prompt, gap)
+    composed = replace(request, layout=shown.layout)
+    try:
+        limits.check(composed, shown.names)
+    except CapacityError as error:
+        if focus.mode == "only":
+            raise
+        count = min(focus.top_n, len(candidates_of(prompt.layout)))
+        documents = f"{count} {prompt.names.chunk}{'s' * (count > 1)}"
+        text = f"focus reads up to {documents} again: {error}; choose fewer or take the mode 'only'"
+        raise CapacityError(text, param="focus") from None
+    return composed

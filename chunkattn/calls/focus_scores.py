@@ -201,17 +201,30 @@ def relevance(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
         if not isinstance(prompt.query, str) or not prompt.query.strip():
             text = "focus by relevance reads the question's text; send documents and a question as texts, or use likelihood"
             raise RequestError(text, param="focus")
-        documents = [prompt.source(number) for number in own.numbers]
         names = prompt.names._replace(prefix=prompt.names.question, listed=[prompt.names.of(n) for n in own.numbers])
-        call = rerank_call(
-            frontend,
-            prompt.query,
-            documents,
-            order="document_first",
-            cache_salt=own.cache_salt,
-            priority=own.priority,
-            names=names,
-        )
+        try:
+            call = rerank_call(
+                frontend,
+                prompt.query,
+                _sources(prompt, own.numbers),
+                order="document_first",
+                cache_salt=own.cache_salt,
+                priority=own.priority,
+                names=names,
+            )
+        except RequestError as error:
+            param = error.param if error.param in (names.prefix, names.chunks) else "focus"
+            raise type(error)(f"focus by relevance: {error}", param=param) from None
         calls.append(call)
         tokens += sum(prompt.layout.chunk_lens[number] + prompt.layout.question_len for number in own.numbers)
     return RelevanceScores(calls, tokens)
+
+
+def _sources(prompt: ParsedPrompt, numbers: Sequence[int]) -> list[str | list[int]]:
+    """Return documents as the caller gave them. Of several forms of one content, the choice ignores the caller's order."""
+    digests = prompt.layout.chunk_digests
+    found: dict[bytes, str | list[int]] = {}
+    for number, digest in enumerate(digests):
+        own = prompt.source(number)
+        found[digest] = min(own, found.get(digest, own), key=lambda form: (not isinstance(form, str), form))
+    return [found[digests[number]] for number in numbers]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from chunkattn.calls.detokenizer import Detokenizer
-from chunkattn.calls.focus import FocusJob
+from chunkattn.calls.focus import FocusJob, check_longest
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import StopSample
 from chunkattn.config import SamplingParams
@@ -25,7 +25,6 @@ from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import check_salt, one_each, salt_key
-from chunkattn.parsers.choice import longest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -253,10 +252,9 @@ def generate_job(
     for prompt, param, rank in zip(prompts, listed, ranks, strict=True):
         if param.stop and frontend.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop")
-        shown = longest(prompt, gap)
         request = GenerateRequest(
             frontend.new_id(),
-            shown.layout,
+            prompt.layout,
             param,
             frontend.eos_token_ids,
             salt_key(prompt.cache_salt or salt),
@@ -264,13 +262,13 @@ def generate_job(
             weighing,
             prompt_only=prompt_only,
         )
-        frontend.limits.check(request, shown.names)
-        requests.append(request)
+        requests.append(check_longest(frontend.limits, request, prompt, gap))
     focus = None
     if any(prompt.focus is not None for prompt in prompts):
         focus = FocusJob(frontend, prompts, [prompt.cache_salt or salt for prompt in prompts], ranks, weighing)
     # Without max_tokens, count one token per sample.
     tokens = sum(len(r.layout) + r.sampling.n * (r.sampling.max_tokens or 1) for r in requests)
     tokens += 0 if focus is None else focus.tokens
-    frontend.limits.check_tokens(tokens, COST, prompts[0].names.whole(prompts[0].layout) if prompts else "prompt")
+    what = COST if focus is None else f"{COST}, with all that focus scores,"
+    frontend.limits.check_tokens(tokens, what, prompts[0].names.whole(prompts[0].layout) if prompts else "prompt")
     return GenerateJob(frontend, prompts, requests, tokens, focus, final_only=final_only)

@@ -290,12 +290,10 @@ def _most_tokens(
         raise CapacityError(f"{taken} {limit} leaves no room for a document", param=names.prefix)
     for index, own in enumerate(contents):
         if each is None and together is None and len(own) > room:
-            raise CapacityError(
-                f" has {len(own)} tokens; beside this query, {limit} leaves room for {room}; "
-                f"pass max_tokens_per_doc={room} or less to cut documents",
-                param=names.chunks,
-                part=names.of(index),
-            )
+            text = f" has {len(own)} tokens; beside this query, {limit} leaves room for {room}"
+            if names == DOCUMENTS:  # other calls have no such argument
+                text += f"; pass max_tokens_per_doc={room} or less to cut documents"
+            raise CapacityError(text, param=names.chunks, part=names.of(index))
     return room if most is None else min(most, room)
 
 

@@ -73,7 +73,7 @@ class Choices:
             return
         if focus.score == GOLD:
             for number in numbers:
-                self._found[condition, number] = list(self._prompts[number].gold[: focus.top_n])
+                self._found[condition, number] = list(self._prompts[number].gold)
             return
         listed = {number: self._candidates(condition, number) for number in numbers}
         keys = {number: [self._key(own, place, focus.score) for place in own.numbers] for number, own in listed.items()}

@@ -17,6 +17,8 @@ from chunkattn.rope.positions import make_layout
 
 NONE = Calibration()
 """Calibration that changes nothing."""
+MANY = 1 << 30
+"""`top_n` of a focus that chooses all gold documents."""
 Kind = Literal["full", "shared", "offset", "gold only", "no document", "focus"]
 GOLD = "gold"
 """Score of a focus that chooses the gold documents, for comparison."""
@@ -40,7 +42,7 @@ class Condition:
     @property
     def name(self) -> str:
         """Return the name in tables, such as `shared, gap 64, T 0.8, S 0.8` or `reread 1 by likelihood, gap 8`."""
-        given, kind = self.calibration, self.focus.name if self.focus else self.kind
+        given, kind = self.calibration, _focus_name(self.focus) if self.focus else self.kind
         parts = [f"gap {given.chunk_position_gap}"] if given.chunk_position_gap else []
         parts += [f"T {given.chunk_temperature:g}", f"S {given.chunk_scale:g}"] if given.weighs else []
         return ", ".join([kind, *parts])
@@ -78,6 +80,10 @@ class Condition:
         return make_layout([], [], [*prefix, *joined, *question])
 
 
+def _focus_name(focus: Focus) -> str:
+    return f"{focus.mode} the gold documents" if focus.score == GOLD else focus.name
+
+
 def conditions_for(calibration: Calibration, *, gold: bool) -> list[Condition]:
     """Return the conditions of an evaluation. Neighbours share their cached K/V.
 
@@ -112,7 +118,7 @@ def focus_conditions(calibration: Calibration, top_n: int, scores: Sequence[str]
         gold: whether all questions name their gold documents, which one condition of each mode then chooses.
     """
     listed = [Focus(n, mode, score) for score in scores for n in range(1, top_n + 1) for mode in MODES]
-    listed += [Focus(top_n, mode, GOLD) for mode in MODES] if gold else []
+    listed += [Focus(MANY, mode, GOLD) for mode in MODES] if gold else []
     return [Condition("focus", calibration, focus) for focus in listed]
 
 

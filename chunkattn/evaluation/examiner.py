@@ -15,7 +15,7 @@ from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.config import SamplingParams
 from chunkattn.errors import EngineError, NonFiniteError, RequestError
 from chunkattn.evaluation.choices import Choices
-from chunkattn.evaluation.conditions import Condition, TokenizedQuestion
+from chunkattn.evaluation.conditions import GOLD, Condition, TokenizedQuestion
 from chunkattn.evaluation.data import Question
 from chunkattn.evaluation.report import LOGPROB, RECALL, Values, answer_measures
 from chunkattn.evaluation.results import Results, result_key
@@ -74,10 +74,7 @@ class Examiner:
         """
         for condition in conditions:
             for number, question in enumerate(self.questions):
-                prompt, answer = self._prompt(condition, number), self.prompts[number].answer
-                if condition.focus is not None:
-                    gap = condition.calibration.chunk_position_gap
-                    prompt = replace(longest(replace(prompt, focus=condition.focus), gap), focus=None)
+                prompt, answer = self._longest(condition, number), self.prompts[number].answer
                 try:
                     likelihood_job(self.llm.frontend, [prompt], [answer], condition.weighing)
                     generate_job(self.llm.frontend, [prompt], self._params, weighing=condition.weighing)
@@ -225,6 +222,14 @@ class Examiner:
 
     def _prompt(self, condition: Condition, number: int) -> ParsedPrompt:
         return ParsedPrompt(self._layout(condition, number), None)
+
+    def _longest(self, condition: Condition, number: int) -> ParsedPrompt:
+        """Return the longest prompt that a question may have, whatever is chosen."""
+        if condition.focus is None or condition.focus.score == GOLD:
+            layout = condition.layout(self.prompts[number], self.prompts[number].gold)
+            return ParsedPrompt(layout, None)
+        prompt = replace(self._prompt(condition, number), focus=condition.focus)
+        return replace(longest(prompt, condition.calibration.chunk_position_gap), focus=None)
 
     def _layout(self, condition: Condition, number: int) -> ChunkLayout:
         return condition.layout(self.prompts[number], self._choices.of(condition, number))

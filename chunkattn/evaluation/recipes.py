@@ -244,11 +244,11 @@ class _Search:
     def distractors(self, ranked: Iterable[int], gold: Sequence[Passage]) -> Iterator[Passage]:
         """Yield the passages of a ranking that hold no answer of the gold passages, every text once."""
         answers = [answer for own in gold for answer in own.answers]
-        seen = {own.titled for own in gold}
+        seen = {own.text for own in gold}
         for place in ranked:
             passage = self.source[place]
-            if passage.titled not in seen and not containment(passage.titled, answers):
-                seen.add(passage.titled)
+            if passage.text not in seen and not containment(passage.titled, answers):
+                seen.add(passage.text)
                 yield passage
 
     def _scores(self, place: int) -> np.ndarray:

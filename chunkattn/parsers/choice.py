@@ -103,7 +103,7 @@ def show(prompt: ParsedPrompt, chosen: Sequence[int], gap: int) -> ParsedPrompt:
             texts = (texts[0], *(texts[1 + number] for number in kept), texts[-1])
     else:
         again = _canonical(layout, chosen)
-        names = names._replace(last=f"the {names.last} behind {len(again)} {names.chunk}s that focus reads again")
+        names = names._replace(last=f"the {names.last} behind them")
         if texts is not None:
             texts = (*texts[:-1], "".join([*(texts[1 + number] for number in again), texts[-1]]))
     return replace(prompt, layout=compose(layout, chosen, mode, gap), texts=texts, names=names)

@@ -18,7 +18,7 @@ from chunkattn.cli import app
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.evaluation.data import questions_from
 from chunkattn.evaluation.examiner import Examiner
-from chunkattn.evaluation.recipes import PREFIX, RECIPES, TOP, Passage, Recipe, make_lines, read_source
+from chunkattn.evaluation.recipes import PREFIX, RECIPES, Passage, Recipe, make_lines, read_source
 from chunkattn.evaluation.report import answer_measures
 from training.world import World
 
@@ -112,14 +112,14 @@ def test_bm25_takes_the_best_passages(source, caplog):
     for line in lines:
         own = by_question(source)[line["question"]]
         ranked = [source[place] for place in ranks(source, own.question)]
-        assert own in ranked[:TOP]
+        assert own in ranked[:20]
         others = [p.text for p in ranked if p != own and not holds(f"{p.title} {p.text}", own)]
         assert {*line["documents"]} == {own.text, *others[:7]}
     assert not caplog.records  # the library logs to stderr by default
 
 
 def test_bm25_asks_every_question_that_qualifies(source):
-    qualifying = [p for place, p in enumerate(source) if place in ranks(source, p.question)[:TOP]]
+    qualifying = [p for place, p in enumerate(source) if place in ranks(source, p.question)[:20]]
     assert 60 < len(qualifying) < len(source)
     lines = make_lines(source, Recipe("bm25", count=len(qualifying)))
     assert {line["question"] for line in lines} == {*by_question(qualifying)}
@@ -127,9 +127,19 @@ def test_bm25_asks_every_question_that_qualifies(source):
         make_lines(source, Recipe("bm25", skip=2, count=len(qualifying) - 1))
 
 
+def test_the_twenty_best_passages_qualify():
+    """Passage number n has rank n for every question."""
+    texts = [" ".join(["thing"] * (25 - n) + ["other"] * n + [f"Zu{n}"]) for n in range(25)]
+    source = [Passage(n + 1, f"what thing of unknown{n}", (f"Zu{n}",), "", text) for n, text in enumerate(texts)]
+    with pytest.raises(RequestError, match="the source makes 20 of its 25 lines"):
+        make_lines(source, Recipe("bm25", count=21))
+    lines = make_lines(source, Recipe("bm25", count=20))
+    assert {line["question"] for line in lines} == {*by_question(source[:20])}
+
+
 def test_bm25_takes_every_text_once():
     source = [Passage(i + 1, f"where is thing{i}", (f"Zu{i}",), "", f"thing{i} lies in Zu{i}") for i in range(8)]
-    source += [Passage(i + 9, f"what has Zu{i}", (f"thing{i}",), "", source[i].text) for i in range(2)]
+    source += [Passage(i + 9, f"what has Zu{i}", (f"thing{i}",), "more", source[i].text) for i in range(2)]
     for line in make_lines(source, Recipe("bm25", 8, 10)):
         assert {*line["documents"]} == {passage.text for passage in source}
     with pytest.raises(RequestError, match="7 other passages"):
@@ -168,7 +178,7 @@ def test_two_hop_needs_both_passages(source):
         assert line["gold"] == [place for place, parts in enumerate(held) if any(parts)]
         assert not any(holds(line["question"], own) for own in pair)
         for own in pair:
-            assert own in [source[place] for place in ranks(source, own.question)[:TOP]]
+            assert own in [source[place] for place in ranks(source, own.question)[:20]]
         assert line["answers"][0] == f"{pair[0].answers[0]} and {pair[1].answers[0]}"
         assert len(line["answers"]) == 4
         one, other = (own.answers[0] for own in pair)
@@ -176,6 +186,7 @@ def test_two_hop_needs_both_passages(source):
         measured = answer_measures(texts, [question] * 4)
         assert measured["contained"].tolist() == [1, 0, 0, 1]
         assert measured["exact match"].tolist() == [0, 0, 0, 1]
+    assert {place for line in lines for place in line["gold"]} == set(range(6))  # in random order
 
 
 def test_two_hop_takes_the_best_passages_of_both_in_turn(source):

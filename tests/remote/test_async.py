@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from chunkattn import ChunkedPrompt, SamplingParams
+from chunkattn import ChunkedPrompt, DocumentPrompt, Focus, SamplingParams
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import CapacityError, DeadlineExceededError, EngineDeadError, EngineError, QueueFullError, RequestError
-from tests.async_helpers import GREEDY, LONG, OPTIONS, PROMPT, ended, idle, last, until
+from tests.async_helpers import GREEDY, LONG, MANY, OPTIONS, PROMPT, choosing, ended, idle, last, until
 
 pytest_plugins = ["tests.async_faults"]
 
@@ -174,6 +174,43 @@ def test_who_leaves_frees_the_pages(loop, llm, fault, way):
 
     loop.run(leave())
     assert loop.run(last(llm.generate("Ana", GREEDY, request_id="mine"))).request_id == "mine"
+
+
+@pytest.mark.parametrize("score", ["likelihood", pytest.param("relevance", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "way", [pytest.param("cancel", marks=pytest.mark.ci), "abort", pytest.param("timeout", marks=pytest.mark.ci)]
+)
+def test_who_leaves_while_documents_are_chosen_frees_the_pages(loop, llm, fault, way, score):
+    """No output comes, and nothing is left."""
+    fault.write_text("slow")
+
+    async def leave():
+        await llm.reset_prefix_cache()
+        before = await ended(llm, "aborted")
+        timeout = 0.3 if way == "timeout" else None
+        prompt = DocumentPrompt("Read.", MANY, "Where does Ana live?", Focus(2, "reread", score))
+
+        async def read():
+            return [output async for output in llm.generate(prompt, GREEDY, request_id="mine", timeout=timeout)]
+
+        task = asyncio.ensure_future(read())
+        await until(lambda: choosing(llm))
+        if way == "cancel":
+            task.cancel()
+        elif way == "abort":
+            await llm.abort("mine")
+        await asyncio.wait({task}, timeout=30)
+        if way == "timeout":
+            assert isinstance(task.exception(), DeadlineExceededError)
+        elif way == "abort":
+            assert task.result() == []
+        else:
+            assert task.cancelled()
+        await until(lambda: idle(llm))
+        assert way == "timeout" or await ended(llm, "aborted") > before
+        assert not llm._generations
+
+    loop.run(leave())
 
 
 @pytest.mark.parametrize("way", ["timeout", "cancel"])
