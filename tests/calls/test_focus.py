@@ -190,7 +190,7 @@ def test_cold_documents_are_computed_once(engine):
     llm, rng, salt = engine("qwen3"), np.random.default_rng(5), next(salts)
     prefix, question = rng.integers(0, VOCAB, 21).tolist(), rng.integers(0, VOCAB, 19).tolist()
     documents = [rng.integers(0, VOCAB, n).tolist() for n in (5, 16, 40)]
-    (output,) = llm.generate(DocumentPrompt(prefix, documents, question, 1), GREEDY, cache_salt=salt)
+    (output,) = llm.generate(DocumentPrompt(prefix, documents, question, Focus(1, "reread")), GREEDY, cache_salt=salt)
     assert output.focus.computed_tokens == len(prefix) + sum(map(len, documents)) + 3 * len(question)
     assert output.num_cached_chunk_tokens == (5, 16, 40)
 

@@ -159,3 +159,15 @@ def test_an_error_is_about_the_form_that_was_sent(make, documents, message):
         chat(make(), documents=documents)
     with pytest.raises(VLLMValidationError, match=message.replace("documents", "chunks.documents", 1)):
         complete(make(), chunks={"documents": documents, "question": "x"})
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_focus_is_refused_by_name(make, documents):
+    renderer = make(enable_chunk_aware=True)
+    chat = ChunkChatRequest(messages=MESSAGES, documents=documents, focus=1)
+    with pytest.raises(VLLMValidationError, match="focus is not offered") as refusal:
+        asyncio.run(renderer.render_chat(chat))
+    assert refusal.value.parameter == "focus"
+    for body in ({"prompt": "Read. # # a # # b # # c?"}, {"chunks": {"documents": DOCUMENTS, "question": QUESTION}}):
+        with pytest.raises(VLLMValidationError, match="focus is not offered"):
+            asyncio.run(renderer.render_completion(ChunkCompletionRequest(**body, focus={"top_n": 1})))

@@ -101,6 +101,24 @@ def test_parse_refuses_wrong_computed_keys(value):
         parse_job({"bounds": [1, 2], "positions": "shared", "computed": value}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
 
 
+def test_questions_that_are_read_share_no_blocks():
+    """Neither with each other nor with answers, whose log-probabilities the cache does not hold."""
+    params = {"bounds": [1, 2], "positions": "shared"}
+    for value in (None, 1, "true", []):
+        with pytest.raises(RequestRefused, match="read"):
+            parse_job({**params, "read": value}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
+    with pytest.raises(RequestRefused):
+        parse_job({"save": 1, "positions": "shared", "read": True}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
+    side, salts = scheduler(100), []
+    composed = plan_prompt([1, 2], [[3, 4, 5]], [9, 8]).composed
+    for name, request in (("a", composed), ("b", composed), ("c", composed.read()), ("d", composed.read())):
+        made = new_request(name, request)
+        side.add(made)
+        salts.append(made.cache_salt)
+    assert salts[0] == salts[1]
+    assert len({*salts}) == 3
+
+
 def test_what_was_computed_for_the_prompt_is_no_hit():
     side = scheduler(100)
     plan = plan_prompt([1, 2], [[3, 4], [5, 6]], [7])
