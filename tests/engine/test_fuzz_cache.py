@@ -63,6 +63,7 @@ def test_no_difference(rig, cold, oracle, alone):
         "items first",
         "second opinions",
         "decisions",
+        "choices",
     )
     assert all(fuzzer.counts[name] for name in happened), fuzzer.counts
     assert fuzzer.counts["second opinions after scoring"]

@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.fuzz.calls import Call, Generate, Precompute, Score, describe
 from tests.fuzz.decisions import Decide, numbers_of, rows_of
+from tests.fuzz.focus import Choose
 from tests.fuzz.rig import Rig, Subject
 from tests.fuzz.witness import Difference
 
@@ -20,7 +21,8 @@ _PAGES = 400
 class Alone:
     """Engines that answer one call each, with nothing cached and nothing beside it.
 
-    Scores are computed item by item, whatever algorithm the call names, and decisions question by question.
+    Scores are computed item by item, whatever algorithm the call names, decisions question by question, and choices with the
+    documents in another order.
 
     Args:
         model: folder of `rig.make_model`.
@@ -45,7 +47,11 @@ class Alone:
             return
         if isinstance(ask, Precompute) or (isinstance(ask, Score) and ask.algorithm == "packed_dense"):
             return
-        again = self._answer(replace(ask, algorithm="serial") if isinstance(ask, Score) else ask, call.positions)
+        if isinstance(ask, Choose):
+            other: Generate | Score = ask.turned()
+        else:
+            other = replace(ask, algorithm="serial") if isinstance(ask, Score) else ask
+        again = self._answer(other, call.positions)
         for name, value in _values(call).items():
             if not np.array_equal(value, _values(again)[name]):
                 error = np.abs(np.asarray(value, np.float64) - np.asarray(_values(again)[name], np.float64)).max()
@@ -90,6 +96,11 @@ def _values(call: Call) -> dict[str, object]:
             return {"relevance": [r.relevance_score for r in sorted(output.results, key=lambda r: r.index)]}
         return {f"label log-probabilities of item {number}": row for number, row in enumerate(output.logprobs)}
     values: dict[str, object] = {}
+    if isinstance(call.ask, Choose):
+        found, documents = call.job.result()[0].focus, call.ask.prompt.chunks
+        scores = dict(zip(documents, found.scores, strict=True))
+        values["scores"] = [scores[document] for document in call.ask.candidates]
+        values["choice"] = [call.ask.candidates.index(documents[number]) for number in found.documents]
     for number, sample in enumerate(call.samples):
         values[f"tokens of sample {number}"] = sample.tokens
         values[f"log-probabilities of sample {number}"] = sample.logprobs

@@ -5,6 +5,7 @@ An *ask* is plain data, so that it can be printed, sent again and compared. A `C
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from chunkattn import ChunkedPrompt, ChunkLayout, SamplingParams, make_layout
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.generate import generate_job
+from chunkattn.calls.generate import GenerateJob, generate_job
 from chunkattn.calls.precompute import precompute_job
 from chunkattn.calls.rerank import rerank_call
 from chunkattn.calls.rerank_template import PLAIN
@@ -59,7 +60,7 @@ class Generate:
         """The prompt as the parser must read it."""
         return make_layout(*self.prompt, *POSITIONS[positions])
 
-    def requests(self, frontend: Frontend) -> tuple[list[list[Message]], Any]:
+    def requests(self, frontend: Frontend) -> tuple[Iterable[list[Message]], Any]:
         """Parse the prompt; it must come out as `layout`."""
         (parsed,) = self._parse(frontend)
         expected = self.layout(positions_of(frontend))
@@ -174,7 +175,7 @@ class Call:
     """An ask on its way through the engine.
 
     Attributes:
-        stages: requests to be sent, a list when all of the list before have ended.
+        stages: requests to be sent, a list when all of the list before have ended; the last may follow from them.
         open: ids of requests that were sent and have not ended.
         requests: all requests sent, by id.
         samples: of a `Generate`.
@@ -184,8 +185,9 @@ class Call:
 
     def __init__(self, ask: Ask, frontend: Frontend) -> None:
         self.ask, self.positions = ask, positions_of(frontend)
-        self.stages, self.job = ask.requests(frontend)
-        self.stages = [stage for stage in self.stages if stage]
+        stages, self.job = ask.requests(frontend)
+        self.stages = filter(None, stages)
+        self._next: list[Message] | None = next(self.stages, None)
         self.open: set[str] = set()
         self.requests: dict[str, Message] = {}
         self.samples = [Sample() for _ in range(ask.sampling.n)] if isinstance(ask, Generate) else []
@@ -195,19 +197,26 @@ class Call:
     @property
     def done(self) -> bool:
         """True if nothing more will come."""
-        return not (self.stages or self.open)
+        if self._next is None and not self.open:
+            self._next = next(self.stages, None)
+        return self._next is None and not self.open
 
     def next_stage(self) -> list[Message]:
         """Requests to send now; empty while some are open."""
-        if self.open or not self.stages:
+        if self.open or self.done:
             return []
-        stage = self.stages.pop(0)
+        stage, self._next = self._next, None
+        assert stage is not None
         self.open = {request.request_id for request in stage}
         self.requests |= {request.request_id: request for request in stage}
         return stage
 
     def take(self, event: EngineOutput) -> None:
         """Take an output of one of its requests."""
+        if isinstance(self.job, GenerateJob) and event.request_id != self.job.requests[0].request_id:
+            if self.job.take(event, lambda *_: None):  # of a document that is scored
+                self.open.discard(event.request_id)
+            return
         if isinstance(event, TokenOutput):
             sample = self.samples[event.sample]
             assert not sample.ended
@@ -242,6 +251,11 @@ def cut(layout: ChunkLayout, end: int) -> ChunkLayout:
     return replace(layout, token_ids=layout.token_ids[:end], positions=layout.positions[:end], question_len=question_len)
 
 
+def is_private(request: Message) -> bool:
+    """Return whether a request to continue a prompt neither reads the cache nor leaves something in it."""
+    return isinstance(request, GenerateRequest) and request.logprobs_from is None and not shares(request.sampling)
+
+
 def cacheable(request: Message) -> ChunkLayout | None:
     """Return what a request may leave in the cache; None when it shares nothing."""
     if isinstance(request, ScoreRequest):
@@ -250,6 +264,4 @@ def cacheable(request: Message) -> ChunkLayout | None:
         if request.state_len:  # the item behind the state stays private
             return cut(request.layout, request.layout.question_start + request.state_len)
         return make_layout(request.layout.token_ids[: request.layout.prefix_len], [], [])
-    if isinstance(request, GenerateRequest) and not shares(request.sampling):
-        return None
-    return request.layout
+    return None if is_private(request) else request.layout

@@ -13,14 +13,16 @@ from unittest.mock import patch
 import jax
 import numpy as np
 
-from chunkattn import SamplingParams
+from chunkattn import Focus, SamplingParams
 from chunkattn.calls.decide_questions import METHODS
 from chunkattn.engine.step import Span, Step, StepArrays
+from chunkattn.focus import MODES
 from tests.fuzz.alone import Alone
 from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Precompute, Score
 from tests.fuzz.decisions import Decide
+from tests.fuzz.focus import Choose, can_be_text
 from tests.fuzz.ledger import Ledger
-from tests.fuzz.prompts import Alphabet
+from tests.fuzz.prompts import Alphabet, Prompt
 from tests.fuzz.rig import POSITIONS, WORDS, Rig
 from tests.fuzz.session import Session, report, smallest
 from tests.fuzz.witness import Difference, Witness, check
@@ -113,6 +115,7 @@ class Fuzzer:
         """Have transformers judge some of the answers, and let later prompts be made of them."""
         for call in self.session.answered:
             self.counts["decisions"] += isinstance(call.ask, Decide)
+            self.counts["choices"] += isinstance(call.ask, Choose)
             after = self._open & self._happened(call)
             if self._oracle is not None and (after or self.rng.random() < SECOND_OPINION):
                 self.counts["second opinions"] += 1
@@ -163,6 +166,8 @@ class Fuzzer:
                 prompt_logprobs=0 if rng.random() < 0.12 else None,
                 skip_reading_prefix_cache=bool(rng.random() < 0.05),
             )
+            if prompt.chunks and POSITIONS[self.session.positions][0] == "shared" and rng.random() < 0.4:
+                return self._choose(prompt, sampling, salt, priority)
             return Generate(prompt, self._some(prompt.forms), sampling, salt, priority)
         if kind < 0.77:
             return self._score(salt, priority)
@@ -170,6 +175,15 @@ class Fuzzer:
             method, calibrate = self._some(METHODS), bool(rng.random() < 0.3)
             return Decide(*self.alphabet.decision(), method=method, calibrate=calibrate, salt=salt, priority=priority)
         return Precompute(*self.alphabet.documents(), pin=bool(rng.random() < 0.25), salt=salt, priority=priority)
+
+    def _choose(self, prompt: Prompt, sampling: SamplingParams, salt: str | None, priority: int) -> Choose:
+        rng = self.rng
+        by_text = can_be_text(prompt.parts) and rng.random() < 0.5
+        score = "relevance" if by_text and rng.random() < 0.5 else "likelihood"
+        if len(prompt.question) < 2:
+            prompt = prompt._replace(question=prompt.question * 2)
+        focus = Focus(int(rng.choice([1, 1, 2, 3])), self._some(MODES), score)
+        return Choose(prompt, "text" if by_text else "ids", sampling, salt, priority, focus)
 
     def _score(self, salt: str | None, priority: int) -> Score:
         rng = self.rng

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from chunkattn.cache.disk.store import entry_key
 from chunkattn.cache.trie import Block, BlockTrie
-from chunkattn.calls import score
+from chunkattn.calls import focus, focus_scores, score
 from chunkattn.calls.algorithms import ScoreInputs
 from chunkattn.calls.score_memory import item_keys
 from chunkattn.engine import disk_tier
@@ -126,6 +126,21 @@ def _order() -> Any:
     return patch.object(ChunkLayout, "canonical_order", lambda self: [*range(self.num_chunks)])
 
 
+def _choice() -> Any:
+    """Chosen documents are read again in the caller's order."""
+    return patch.object(focus, "_canonical", lambda _, chosen: sorted(chosen))
+
+
+def _chosen_salt() -> Any:
+    """Documents are scored without the salt, and stay cached without it."""
+    original = focus_scores.likelihood_request
+
+    def request(*args: Any, salt_key: str | None = None, **options: Any) -> Any:
+        return original(*args, **options)
+
+    return patch.object(focus_scores, "likelihood_request", request)
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "scoring": _scoring,
     "position": _position,
@@ -138,6 +153,8 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "documents": _documents,
     "state": _state,
     "order": _order,
+    "choice": _choice,
+    "chosen salt": _chosen_salt,
 }
 """By name: makes a context manager within which the defect is there."""
 

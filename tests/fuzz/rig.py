@@ -48,6 +48,7 @@ _OPTIONS = {
     "max_logprobs": 4,
     "enable_chunk_aware": True,
     "document_template": "{document}",
+    "rerank_template": "plain",
 }
 
 

@@ -6,10 +6,18 @@ from collections import Counter
 from itertools import chain, count
 from pathlib import Path
 
-from chunkattn.engine.messages import EngineOutput, PrecomputeRequest, PrecomputeResult, RequestFailed, ScoreResult, TokenOutput
+from chunkattn.engine.messages import (
+    EngineOutput,
+    GenerateRequest,
+    PrecomputeRequest,
+    PrecomputeResult,
+    RequestFailed,
+    ScoreResult,
+    TokenOutput,
+)
 from chunkattn.errors import CapacityError
 from tests.fuzz.alone import Alone
-from tests.fuzz.calls import Ask, Call, Generate, Precompute, cacheable, continued, describe, shares
+from tests.fuzz.calls import Ask, Call, Precompute, cacheable, continued, describe, is_private
 from tests.fuzz.ledger import Ledger, exceeds
 from tests.fuzz.rig import PAGES, Rig
 from tests.fuzz.witness import Difference, Witness, check
@@ -122,8 +130,9 @@ class Session:
         """No more may come from the cache than others have had computed under the same salt."""
         found = event.cached
         assert found is not None
-        layout, ledger = call.requests[event.request_id].layout, self._ledger
-        if isinstance(call.ask, Generate) and not shares(call.ask.sampling):
+        request = call.requests[event.request_id]
+        layout, ledger = request.layout, self._ledger
+        if is_private(request):
             ledger = Ledger()  # a private request finds what its own other parts hold, and nothing else
             ledger.note(self._owner(event.request_id), call.ask.salt, layout)
         most = ledger.bound(self._owner(event.request_id), call.ask.salt, layout)
@@ -143,9 +152,10 @@ class Session:
         self.counts["cached tokens"] += found
 
     def _note_generated(self, call: Call, event: TokenOutput) -> None:
-        assert isinstance(call.ask, Generate)
-        if shares(call.ask.sampling):
-            layout = continued(call.ask.layout(self.positions), call.samples[event.sample].tokens)
+        request = call.requests[event.request_id]
+        assert isinstance(request, GenerateRequest)
+        if not request.prompt_only and not is_private(request):
+            layout = continued(request.layout, call.samples[event.sample].tokens)
             self._ledger.note(self._owner(event.request_id), call.ask.salt, layout)
 
     def _owner(self, request_id: str) -> str:

@@ -15,8 +15,9 @@ from chunkattn.config import make_config
 from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import ScoreRequest, ScoreResult
 from chunkattn.models.loader import open_files
-from tests.fuzz.calls import Ask, Call, Generate, Sample, Score, continued
+from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Sample, Score, continued
 from tests.fuzz.decisions import Decide, expected_answers, numbers_of, prompts, rows_of
+from tests.fuzz.focus import Choose, best, composed, score_of, scored_layout
 from tests.fuzz.rig import VOCAB, Subject
 
 _MOST_SAMPLED = 16
@@ -94,7 +95,7 @@ def check(call: Call, witness: Witness) -> None:
 
 def _check(call: Call, witness: Witness) -> None:
     if isinstance(call.ask, Generate):
-        layout = call.ask.layout(call.positions)
+        layout = _check_choice(call, call.ask, witness) if isinstance(call.ask, Choose) else call.ask.layout(call.positions)
         for number, sample in enumerate(call.samples):
             rows = witness.logprobs(continued(layout, sample.tokens[:-1]))
             _check_sample(sample, number, call.ask.sampling, rows[len(layout) - 1 :], witness)
@@ -104,6 +105,28 @@ def _check(call: Call, witness: Witness) -> None:
         _check_scores(call, call.ask, witness)
     elif isinstance(call.ask, Decide):
         _check_decision(call, call.ask, witness)
+
+
+def _check_choice(call: Call, ask: Choose, witness: Witness) -> ChunkLayout:
+    """Compare scores, choice and composed prompt, which is returned."""
+    found, documents = call.job.result()[0].focus, ask.prompt.chunks
+    if [score is None for score in found.scores] != [not document for document in documents]:
+        raise Difference(f"the documents with scores are other ones: {found.scores}")
+    scores = {document: score for document, score in zip(documents, found.scores, strict=True) if document}
+    own = [scores[document] for document in documents if document]
+    if own != [score for score in found.scores if score is not None]:
+        raise Difference(f"equal documents have other scores: {found.scores}")
+    layouts = [scored_layout(ask, document, call.positions) for document in ask.candidates]
+    expected = [score_of(ask, witness.logprobs(layout), RERANK_LABELS) for layout in layouts]
+    _compare(np.array([scores[document] for document in ask.candidates]), np.array(expected), "scores of documents", witness)
+    chosen = best(ask, scores)
+    if found.documents != [documents.index(document) for document in chosen]:
+        raise Difference(f"documents {found.documents} are chosen by the scores {found.scores}")
+    layout, last = composed(ask, chosen, call.positions), call.requests[call.job.requests[0].request_id].layout
+    for name in ("token_ids", "positions", "prefix_len", "chunk_lens", "question_len"):
+        if not np.array_equal(getattr(layout, name), getattr(last, name)):
+            raise Difference(f"the prompt that shows documents {found.documents} is composed wrong: {name}")
+    return layout
 
 
 def _check_sample(sample: Sample, number: int, params: SamplingParams, rows: np.ndarray, witness: Witness) -> None:
