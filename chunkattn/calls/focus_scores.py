@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -106,21 +106,45 @@ class LikelihoodScores(LikelihoodJob):
     """Job that scores documents by the mean log-probability of the question's tokens behind them.
 
     Args:
-        requests: requests of all prompts, in order.
-        counts: number of requests of each prompt.
-        stage_tokens: see `LikelihoodJob`.
+        frontend: frontend of the engine.
+        listed: candidates of each prompt, which have been checked.
     """
 
-    def __init__(self, requests: Sequence[GenerateRequest], counts: Sequence[int], stage_tokens: int) -> None:
-        super().__init__(requests, stage_tokens)
-        self._counts = counts
+    def __init__(self, frontend: Frontend, listed: Sequence[Candidates]) -> None:
+        self._frontend, self._listed = frontend, listed
+        count = sum(len(own.numbers) for own in listed)
+        super().__init__(self._made(), count, sum(map(_tokens, listed)), stage_tokens(frontend))
+
+    def _made(self) -> Iterator[GenerateRequest]:
+        for own in self._listed:
+            for number in own.numbers:
+                yield _request(self._frontend, own, number)
 
     def result(self) -> list[Scored]:  # type: ignore[override]
         """Return the scores of each prompt's documents."""
         means = [float(np.mean(found, dtype=np.float64)) for found in super().result()]
-        ends = np.cumsum([0, *self._counts]).tolist()
-        computed = [self.computed[request.request_id] for request in self.requests]
+        ends = np.cumsum([0, *(len(own.numbers) for own in self._listed)]).tolist()
+        computed = list(self.computed.values())
         return [Scored(means[a:b], sum(computed[a:b])) for a, b in pairwise(ends)]
+
+
+def _tokens(own: Candidates) -> int:
+    """Return the tokens of all requests of a prompt's candidates."""
+    layout = own.prompt.layout
+    return sum(layout.prefix_len + layout.chunk_lens[number] + layout.question_len + 1 for number in own.numbers)
+
+
+def _request(frontend: Frontend, own: Candidates, number: int) -> GenerateRequest:
+    """Return the request that reads the question behind one document."""
+    alone = behind_one(own.prompt.layout, number, own.gap)
+    return likelihood_request(
+        frontend,
+        alone,
+        alone.question_start + 1,
+        salt_key=salt_key(own.cache_salt),
+        priority=own.priority,
+        weighing=own.weighing,
+    )
 
 
 @register_focus_score("likelihood")
@@ -135,26 +159,19 @@ def likelihood(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
         listed: candidates of each prompt.
 
     Raises:
-        RequestError: a question has one token.
-        CapacityError: a document with the question cannot fit.
+        RequestError: a question has one token, or a token id is outside the vocabulary.
+        CapacityError: a document with the question cannot fit, or all exceed `max_tokens_per_call`.
     """
-    requests: list[GenerateRequest] = []
     for own in listed:
-        prompt, layout = own.prompt, own.prompt.layout
+        prompt, lengths = own.prompt, own.prompt.layout.chunk_lens
         check_likelihood(prompt)
-        for number in own.numbers:
-            alone = behind_one(layout, number, own.gap)
-            request = likelihood_request(
-                frontend,
-                alone,
-                alone.question_start + 1,
-                salt_key=salt_key(own.cache_salt),
-                priority=own.priority,
-                weighing=own.weighing,
-            )
-            frontend.limits.check(request, prompt.names._replace(listed=(prompt.names.of(number),)))
-            requests.append(request)
-    return LikelihoodScores(requests, [len(own.numbers) for own in listed], stage_tokens(frontend))
+        frontend.limits.check_layout(prompt.layout, prompt.names)  # parts and positions of every request are the prompt's
+        frontend.limits.check_tokens(_tokens(own), "the question and each document, which focus scores,", prompt.names.chunks)
+        if own.numbers:
+            number = max(own.numbers, key=lengths.__getitem__)
+            names = prompt.names._replace(listed=(prompt.names.of(number),))
+            frontend.limits.check(_request(frontend, own, number), names)
+    return LikelihoodScores(frontend, listed)
 
 
 class RelevanceScores(JobsInTurn):

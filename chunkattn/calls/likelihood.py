@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,36 +23,38 @@ class LikelihoodJob:
     """Job that reads the log-probabilities of the last tokens of prompts; see `chunkattn.calls.job.Job`.
 
     Args:
-        requests: requests made by `likelihood_request`.
+        requests: requests made by `likelihood_request`, in order. Each is made when its stage is asked for.
+        count: number of requests.
+        tokens: tokens of all requests.
         stage_tokens: number of tokens to read in one stage; a single request may exceed it.
 
     Attributes:
-        requests: requests in order.
         tokens: tokens of all requests.
-        computed: tokens that each request computed, as far as it has ended.
+        computed: tokens that each request computed, by its id and in order; 0 before it has ended.
     """
 
     unit = "answers"
+    pins: Sequence[str] = ()
 
-    def __init__(self, requests: Sequence[GenerateRequest], stage_tokens: int) -> None:
-        self.requests, self._stage_tokens = requests, stage_tokens
-        self._by_id = {request.request_id: request for request in requests}
+    def __init__(self, requests: Iterable[GenerateRequest], count: int, tokens: int, stage_tokens: int) -> None:
+        self._requests, self._stage_tokens, self.tokens = requests, stage_tokens, tokens
+        self._sent: dict[str, GenerateRequest] = {}  # requests that have not ended
         self._found: dict[str, np.ndarray] = {}
-        self.total, self.done = len(requests), 0
-        self.computed = dict.fromkeys(self._by_id, 0)
-        self.tokens = sum(len(request.layout) + 1 for request in requests)
-        self.pins: Sequence[str] = ()
+        self.computed: dict[str, int] = {}
+        self.total, self.done = count, 0
 
     def stages(self) -> Iterator[Sequence[GenerateRequest]]:
         """Yield the requests in order, in stages of bounded size."""
         stage: list[GenerateRequest] = []
         read = laid_out = 0
-        for request in self.requests:
+        for request in self._requests:
             own = len(request.layout) - (request.logprobs_from or 0)
             if stage and (read + own > self._stage_tokens or laid_out + len(request.layout) > STAGE_LAYOUT):
                 yield stage
                 stage, read, laid_out = [], 0, 0
             stage.append(request)
+            self._sent[request.request_id] = request
+            self.computed[request.request_id] = 0
             read += own
             laid_out += len(request.layout)
         if stage:
@@ -60,18 +62,20 @@ class LikelihoodJob:
 
     def take(self, output: EngineOutput, stop: StopSample) -> bool:
         """Keep the log-probabilities of one request."""
-        request = self._by_id[output.request_id]
+        request = self._sent[output.request_id]
         if isinstance(output, PromptLogprobsOutput):
-            self._found[request.request_id] = output.logprobs.target[request.logprobs_from :]
-        ended = isinstance(output, TokenOutput)
-        if isinstance(output, TokenOutput) and output.cached is not None:
+            self._found[request.request_id] = output.logprobs.target[request.logprobs_from :].copy()
+        if not isinstance(output, TokenOutput):
+            return False
+        if output.cached is not None:
             self.computed[request.request_id] = len(request.layout) - output.cached.total
-        self.done += ended
-        return ended
+        del self._sent[request.request_id]
+        self.done += 1
+        return True
 
     def result(self) -> list[np.ndarray]:
         """Return the log-probabilities of each request's last tokens, float32 `[tokens]`, in order."""
-        return [self._found[request.request_id] for request in self.requests]
+        return [self._found[request_id] for request_id in self.computed]
 
 
 def likelihood_request(
@@ -137,9 +141,9 @@ def likelihood_job(
         request = likelihood_request(frontend, _extended(prompt.layout, ids), len(prompt.layout), weighing=weighing)
         frontend.limits.check(request, prompt.names._replace(question="answers"))
         requests.append(request)
-    job = LikelihoodJob(requests, stage_tokens(frontend))
-    frontend.limits.check_tokens(job.tokens, "prompts and answers", "prompt")
-    return job
+    tokens = sum(len(request.layout) + 1 for request in requests)
+    frontend.limits.check_tokens(tokens, "prompts and answers", "prompt")
+    return LikelihoodJob(requests, len(requests), tokens, stage_tokens(frontend))
 
 
 def _extended(layout: ChunkLayout, answer: Sequence[int]) -> ChunkLayout:

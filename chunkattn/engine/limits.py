@@ -208,7 +208,7 @@ class EngineLimits:
             CapacityError: the request can never fit this engine.
         """
         names = names or (ITEMS if isinstance(message, ScoreRequest) else Names())
-        self._check_layout(message.layout, names)
+        self.check_layout(message.layout, names)
         if isinstance(message, GenerateRequest):
             self._check_generate(message, names)
         elif isinstance(message, ScoreRequest):
@@ -265,7 +265,17 @@ class EngineLimits:
         """
         return self.pages(message, num_slots(message.layout, self.block_size, **self.slot_options(message)))[0]
 
-    def _check_layout(self, layout: ChunkLayout, names: Names) -> None:
+    def check_layout(self, layout: ChunkLayout, names: Names) -> None:
+        """Check the token ids, the length and the positions of every part.
+
+        Args:
+            layout: layout with its chunks in the caller's order.
+            names: the caller's names of the parts.
+
+        Raises:
+            RequestError: a token id is outside the vocabulary, or the checkpoint cannot serve chunks.
+            CapacityError: a part is too long.
+        """
         ids, longest = layout.token_ids, max(layout.chunk_lens, default=0)
         known = not len(ids) or (ids.min() >= 0 and ids.max() < self.vocab_size)
         if not known or longest > self.config.max_chunk_len or layout.max_position >= self.max_model_len:

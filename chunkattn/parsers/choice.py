@@ -142,8 +142,8 @@ def behind_one(layout: ChunkLayout, number: int, gap: int) -> ChunkLayout:
         number: number of the document.
         gap: positions left free between prefix and document.
     """
-    prefix, *chunks, question = (layout.part(segment) for segment in layout.segments)
-    return make_layout(prefix, [chunks[number]], question, "shared", gap)
+    prefix, document, question = (layout.part(layout.segments[place]) for place in (0, 1 + number, -1))
+    return make_layout(prefix, [document], question, "shared", gap)
 
 
 def check_likelihood(prompt: ParsedPrompt) -> None:
