@@ -50,14 +50,14 @@ BAD = [
     ({"mode": "only"}, "focus needs top_n"),
     ({"top_n": 1, "topn": 2}, "focus has the fields top_n, mode, score, got 'topn'"),
     ({"top_n": 1, 5: 2}, "focus has the fields top_n, mode, score, got 5"),
-    ({"top_n": 1, "mode": "again"}, "focus mode must be one of reread, only, got 'again'"),
-    ({"top_n": 1, "mode": ["only"]}, "focus mode must be one of reread, only, got a list"),
-    ({"top_n": 1, "mode": np.array(["only", "reread"])}, "focus mode must be one of reread, only, got a value of type ndarray"),
+    ({"top_n": 1, "mode": "again"}, "focus mode must be one of only, reread, got 'again'"),
+    ({"top_n": 1, "mode": ["only"]}, "focus mode must be one of only, reread, got a list"),
+    ({"top_n": 1, "mode": np.array(["only", "reread"])}, "focus mode must be one of only, reread, got a value of type ndarray"),
     ({"top_n": 1, "score": "bm25"}, "focus score must be one of likelihood, relevance, got 'bm25'"),
     ({"top_n": 1, "score": ["likelihood"]}, "focus score must be the name of a score, got a list"),
     ({"top_n": 1, "score": None}, "focus score must be the name of a score, got None"),
     (Focus(0), NUMBER + "0"),
-    (Focus(1, "again"), "focus mode must be one of reread, only, got 'again'"),
+    (Focus(1, "again"), "focus mode must be one of only, reread, got 'again'"),
     (Focus(1, score="bm25"), "focus score must be one of likelihood, relevance, got 'bm25'"),
 ]
 
@@ -140,16 +140,37 @@ CHOOSE = "; choose fewer or take the mode 'only'"
     ("documents", "question", "focus", "sampling", "param", "message"),
     [
         # They fit, and the chosen ones again do not.
-        (ids(700, 650), 5, 2, {}, "focus", AGAIN.format("2 documents") + "the question behind them of 1355 tokens reaches"),
-        (ids(1100, 650), 5, 1, {}, "focus", AGAIN.format("1 document") + "the question behind them of 1105 tokens reaches"),
-        (ids(700, 640), 2, 2, {"max_tokens": 40}, "focus", "max_tokens 40 would exceed max_model_len 2048"),
-        (ids(*[900] * 17), 5, 1, {}, "focus", AGAIN.format("1 document") + "the prompt of 16206 tokens"),
+        (
+            ids(700, 650),
+            5,
+            Focus(2, "reread"),
+            {},
+            "focus",
+            AGAIN.format("2 documents") + "the question behind them of 1355 tokens reaches",
+        ),
+        (
+            ids(1100, 650),
+            5,
+            Focus(1, "reread"),
+            {},
+            "focus",
+            AGAIN.format("1 document") + "the question behind them of 1105 tokens reaches",
+        ),
+        (ids(700, 640), 2, Focus(2, "reread"), {"max_tokens": 40}, "focus", "max_tokens 40 would exceed max_model_len 2048"),
+        (ids(*[900] * 17), 5, Focus(1, "reread"), {}, "focus", AGAIN.format("1 document") + "the prompt of 16206 tokens"),
         # A document does not fit alone.
         (ids(2048, 9), 5, Focus(1, "only"), {}, "documents", "document 0 of 2048 tokens reaches position 2048"),
         (ids(9, 2040), 40, Focus(1, "only"), {}, "question", "question of 40 tokens reaches position 2080"),
-        (ids(1100, 650), 2000, 1, {}, "question", "question of 2000 tokens reaches position 3100"),
+        (ids(1100, 650), 2000, Focus(1, "reread"), {}, "question", "question of 2000 tokens reaches position 3100"),
         (ids(9, 2030), 10, Focus(1, "only"), {"max_tokens": 9}, "max_tokens", "max_tokens 9 would exceed max_model_len 2048"),
-        (ids(9, 30), 10, 1, {"max_tokens": 2040}, "max_tokens", "max_tokens 2040 would exceed max_model_len 2048"),
+        (
+            ids(9, 30),
+            10,
+            Focus(1, "reread"),
+            {"max_tokens": 2040},
+            "max_tokens",
+            "max_tokens 2040 would exceed max_model_len 2048",
+        ),
     ],
     ids=range(9),
 )
@@ -182,7 +203,7 @@ def test_tokens_of_a_call(llm, monkeypatch):
     """All that is scored counts, also where it is cached."""
     prompt, params = DocumentPrompt([9], ids(100, 50), [8] * 10), SamplingParams(max_tokens=4, temperature=0)
     scored, reread, only = 2 * 12 + 150, 1 + 150 + 100 + 10 + 4, 1 + 100 + 10 + 4
-    for focus, tokens in ((1, scored + reread), (Focus(1, "only"), scored + only)):
+    for focus, tokens in ((Focus(1, "reread"), scored + reread), (1, scored + only)):
         monkeypatch.setattr(llm.frontend, "config", dataclasses.replace(llm.config, max_tokens_per_call=tokens))
         monkeypatch.setattr(llm.frontend, "limits", dataclasses.replace(llm.limits, config=llm.frontend.config))
         llm.generate(prompt, params, focus=focus)
@@ -211,11 +232,11 @@ def test_consecutive_positions(chat_folder):
 def test_without_a_cache(chat_folder, llm):
     """The answers are those of an engine with a cache; everything is computed for every document."""
     other = LLM(str(chat_folder), enable_prefix_caching=False, **CHAT_OPTIONS)
-    for focus in (Focus(1), Focus(2, "only"), Focus(2, "reread", "relevance")):
+    for focus in (Focus(1, "reread"), Focus(2), Focus(2, "reread", "relevance")):
         (own,), (cold,) = llm.generate(PROMPT, GREEDY, focus=focus), other.generate(PROMPT, GREEDY, focus=focus)
         assert cold.outputs == own.outputs
         assert (cold.focus.documents, cold.focus.scores) == (own.focus.documents, own.focus.scores)
-    (cold,) = other.generate(PROMPT, GREEDY, focus=1)
+    (cold,) = other.generate(PROMPT, GREEDY, focus=Focus(1, "reread"))
     lens, (question, prefix) = cold.chunk_lens, (other.tokenizer(t).input_ids for t in (PROMPT.question, PROMPT.prefix))
     assert cold.focus.computed_tokens == sum(lens) + len(lens) * (len(question) + len(prefix))
 

@@ -184,7 +184,7 @@ def test_cli_inspect(tmp_path):
         (["generate"], "give a prompt"),
         (["generate", "x", "--focus-mode", "only"], "--focus-mode needs --focus"),
         (["generate", "x", "--focus", "0"], "focus must choose"),
-        (["generate", "x", "--focus", "1", "--focus-mode", "best"], "focus mode must be one of reread, only"),
+        (["generate", "x", "--focus", "1", "--focus-mode", "best"], "focus mode must be one of only, reread"),
         (["generate", "a # # b # # "], "question is empty"),
         (["generate", "x", "--document", "y"], "not both"),
         (["generate", "x", "--temperature", "nan"], "temperature"),
