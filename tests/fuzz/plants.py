@@ -10,13 +10,14 @@ from unittest.mock import patch
 
 from chunkattn.cache.disk.store import entry_key
 from chunkattn.cache.trie import Block, BlockTrie
-from chunkattn.calls import focus, focus_scores, score
+from chunkattn.calls import focus_scores, score
 from chunkattn.calls.algorithms import ScoreInputs
 from chunkattn.calls.score_memory import item_keys
 from chunkattn.engine import disk_tier
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
 from chunkattn.layout import ChunkLayout
+from chunkattn.parsers import choice
 
 
 def _scoring() -> Any:
@@ -128,7 +129,7 @@ def _order() -> Any:
 
 def _choice() -> Any:
     """Chosen documents are read again in the caller's order."""
-    return patch.object(focus, "_canonical", lambda _, chosen: sorted(chosen))
+    return patch.object(choice, "_canonical", lambda _, chosen: sorted(chosen))
 
 
 def _chosen_salt() -> Any:
