@@ -201,7 +201,7 @@ class AsyncLLM:
             sampling_params: parameters of the text; None uses the defaults.
             request_id: id for `abort`; None makes one up.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
-            focus: see `LLM.generate`; ignored for a `ParsedPrompt`, which has its own.
+            focus: see `LLM.generate`; a `ParsedPrompt` has its own instead.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
             priority: rank in the queue; lower goes first.
             timeout: seconds after which the request is aborted.
@@ -219,6 +219,8 @@ class AsyncLLM:
         """
 
         def make() -> GenerateJob:
+            if isinstance(prompt, ParsedPrompt) and focus is not None:
+                raise RequestError("a ParsedPrompt has a focus of its own; leave focus out", param="focus")
             parsed = [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware, focus)
             return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
 

@@ -43,6 +43,6 @@ async def ended(llm, outcome):
 
 
 def choosing(llm):
-    """Whether the request "mine" waits for scores."""
+    """Return whether the request "mine" waits for scores."""
     call, job = llm._generations.get("mine", (None, None))
     return call is not None and job is None and call._outstanding

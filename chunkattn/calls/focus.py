@@ -24,6 +24,7 @@ class FocusJob(JobsInTurn):
         salts: salt of each prompt.
         priorities: rank of each prompt.
         weighing: see `GenerateRequest`.
+        private: whether each prompt bypasses the cache; None for none.
 
     Attributes:
         tokens: tokens of all prompts that are scored, cached or not.
@@ -42,6 +43,7 @@ class FocusJob(JobsInTurn):
         salts: Sequence[str | None],
         priorities: Sequence[int],
         weighing: tuple[float, float] | None = None,
+        private: Sequence[bool] | None = None,
     ) -> None:
         self._prompts, self._gap = prompts, frontend.config.calibration.chunk_position_gap
         by_score: dict[str, list[int]] = {}
@@ -53,7 +55,8 @@ class FocusJob(JobsInTurn):
                 text = f"focus needs position_strategy 'shared', this engine has {strategy!r}: its documents fit one place only"
                 raise RequestError(text, param="focus")
             numbers = candidates_of(prompt.layout)
-            self._listed[place] = Candidates(prompt, numbers, self._gap, salts[place], priorities[place], weighing)
+            alone = private is not None and private[place]
+            self._listed[place] = Candidates(prompt, numbers, self._gap, salts[place], priorities[place], weighing, alone)
             by_score.setdefault(prompt.focus.score, []).append(place)
         self._places = list(by_score.values())
         jobs = [get_score(name)(frontend, [self._listed[p] for p in places]) for name, places in by_score.items()]

@@ -13,6 +13,7 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import Job, JobsInTurn
 from chunkattn.calls.likelihood import LikelihoodJob, likelihood_request, stage_tokens
 from chunkattn.calls.rerank import rerank_call
+from chunkattn.calls.score_calls import ScoreCalls
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import RerankOutput
@@ -32,6 +33,7 @@ class Candidates:
         cache_salt: salt of the cache.
         priority: rank in the queue; lower goes first.
         weighing: see `GenerateRequest`.
+        private: whether the scores read nothing from the cache and leave nothing in it.
     """
 
     prompt: ParsedPrompt
@@ -40,6 +42,7 @@ class Candidates:
     cache_salt: str | None = None
     priority: int = 0
     weighing: tuple[float, float] | None = None
+    private: bool = False
 
 
 class Scored(NamedTuple):
@@ -144,6 +147,7 @@ def _request(frontend: Frontend, own: Candidates, number: int) -> GenerateReques
         salt_key=salt_key(own.cache_salt),
         priority=own.priority,
         weighing=own.weighing,
+        private=own.private,
     )
 
 
@@ -179,7 +183,7 @@ class RelevanceScores(JobsInTurn):
 
     Args:
         calls: rerank call of each prompt.
-        tokens: tokens of all prompts' documents and queries.
+        tokens: tokens of all prompts' documents, queries and templates.
     """
 
     unit = "documents"
@@ -225,6 +229,7 @@ def relevance(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
                 prompt.query,
                 _sources(prompt, own.numbers),
                 order="document_first",
+                algorithm="serial" if own.private else None,  # it keeps no K/V
                 cache_salt=own.cache_salt,
                 priority=own.priority,
                 names=names,
@@ -232,8 +237,9 @@ def relevance(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
         except RequestError as error:
             param = error.param if error.param in (names.prefix, names.chunks) else "focus"
             raise type(error)(f"focus by relevance: {error}", param=param) from None
+        assert isinstance(call, ScoreCalls)  # documents come first
         calls.append(call)
-        tokens += sum(prompt.layout.chunk_lens[number] + prompt.layout.question_len for number in own.numbers)
+        tokens += call.tokens
     return RelevanceScores(calls, tokens)
 
 

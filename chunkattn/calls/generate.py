@@ -265,7 +265,8 @@ def generate_job(
         requests.append(check_longest(frontend.limits, request, prompt, gap))
     focus = None
     if any(prompt.focus is not None for prompt in prompts):
-        focus = FocusJob(frontend, prompts, [prompt.cache_salt or salt for prompt in prompts], ranks, weighing)
+        private = [param.skip_reading_prefix_cache for param in listed]
+        focus = FocusJob(frontend, prompts, [prompt.cache_salt or salt for prompt in prompts], ranks, weighing, private)
     # Without max_tokens, count one token per sample.
     tokens = sum(len(r.layout) + r.sampling.n * (r.sampling.max_tokens or 1) for r in requests)
     tokens += 0 if focus is None else focus.tokens

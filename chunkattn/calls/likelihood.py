@@ -26,7 +26,7 @@ class LikelihoodJob:
         requests: requests made by `likelihood_request`, in order. Each is made when its stage is asked for.
         count: number of requests.
         tokens: tokens of all requests.
-        stage_tokens: number of tokens to read in one stage; a single request may exceed it.
+        stage_tokens: number of tokens behind the prefixes in one stage; a single request may exceed it.
 
     Attributes:
         tokens: tokens of all requests.
@@ -48,7 +48,7 @@ class LikelihoodJob:
         stage: list[GenerateRequest] = []
         read = laid_out = 0
         for request in self._requests:
-            own = len(request.layout) - (request.logprobs_from or 0)
+            own = len(request.layout) - request.layout.prefix_len  # documents may be uncached
             if stage and (read + own > self._stage_tokens or laid_out + len(request.layout) > STAGE_LAYOUT):
                 yield stage
                 stage, read, laid_out = [], 0, 0
@@ -86,6 +86,7 @@ def likelihood_request(
     salt_key: str | None = None,
     priority: int = 0,
     weighing: tuple[float, float] | None = None,
+    private: bool = False,
 ) -> GenerateRequest:
     """Return the request of a prompt whose last tokens are read. The prompt's other tokens may come from the cache.
 
@@ -96,11 +97,12 @@ def likelihood_request(
         salt_key: see `GenerateRequest`.
         priority: rank in the queue; lower goes first.
         weighing: see `GenerateRequest`.
+        private: whether the request reads nothing from the cache and leaves nothing in it.
     """
     return GenerateRequest(
         frontend.new_id(),
         layout,
-        _READ,
+        replace(_READ, skip_reading_prefix_cache=True) if private else _READ,
         salt_key=salt_key,
         priority=priority,
         weighing=weighing,
@@ -110,7 +112,7 @@ def likelihood_request(
 
 
 def stage_tokens(frontend: Frontend) -> int:
-    """Return the number of tokens that one stage may read."""
+    """Return the number of tokens that one stage may have behind the prefixes."""
     return STAGE_STEPS * frontend.config.max_num_batched_tokens
 
 

@@ -40,6 +40,11 @@ class ScoreCalls(Generic[T]):
         self._by_id: dict[str, ScoreCall[ScoreOutput]] = {}  # calls of the requests that have not ended
         self.total, self.done = sum(call.total for call in calls), 0
 
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all queries and items, cached or not."""
+        return sum(call.query_len + sum(map(len, call.items)) for call in self._calls)
+
     def stages(self) -> Iterator[Stage]:
         """Yield the stages in order. Small queries run together: the first stages of all, then the second ones, and so on."""
         for group in self._groups():

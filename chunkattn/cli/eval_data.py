@@ -26,6 +26,8 @@ class RecipeOptions:
         count: number of questions of the recipe, by default 200.
         skip: number of questions of the recipe to skip, by default 0.
         seed: seed of the recipe, by default 0.
+        first_line: number of the first line of DATA whose question the recipe may take, by default 1. Passages come from all
+            lines.
         save_data: file to write the questions of the recipe to.
     """
 
@@ -34,6 +36,7 @@ class RecipeOptions:
     count: int | None = None
     skip: int | None = None
     seed: int | None = None
+    first_line: int | None = None
     save_data: str | None = None
 
 

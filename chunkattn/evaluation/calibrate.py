@@ -77,8 +77,8 @@ class Found:
         trials: all trials, the best first. Their values are means over the search half.
         halves: questions of search and report.
         values: values of the report half, by condition.
-        contained: share of the search half's answers that contain the right one, by condition: isolated documents under the
-            best calibration, and every focus that was tried. Empty if none was tried.
+        contained: share of the search half's answers that contain the right one, by condition: isolated documents under
+            `calibration`, and every focus that was tried. Empty if none was tried.
     """
 
     trials: list[Trial]
@@ -168,7 +168,7 @@ def calibrate(
 ) -> Found:
     """Search gap, temperature and scale on one half of the questions, and measure the best on the other half.
 
-    Then the focus is chosen under the best values, by the share of greedy answers that contain the right one.
+    Then the focus is chosen under the values to set, by the share of greedy answers that contain the right one.
 
     The objective of the search is the mean log-probability of a token of the gold answer under `shared` positions, over the
     search half. The documents of a group of questions are computed once for a gap and serve all temperatures and scales.
@@ -201,11 +201,14 @@ def calibrate(
     best = trials[0].calibration
     weights = Calibration(0, best.chunk_temperature, best.chunk_scale)
     conditions = [Condition("full"), Condition("full", weights), Condition("shared"), Condition("shared", best)]
-    contained: dict[Condition, float] = {}
-    if focused:
-        listed = [Condition("shared", best), *focus_conditions(best, top_n, scores, gold=False)]
-        values = examiner.examine(listed, halves.search, texts=True)
-        contained = {condition: float(own[CONTAINED].mean()) for condition, own in values.items()}
-        conditions.append(max(contained, key=contained.__getitem__))
-    report = examiner.examine(list(dict.fromkeys(conditions)), halves.report, texts=bool(focused))
-    return Found(trials, halves, report, contained)
+    report = examiner.examine(list(dict.fromkeys(conditions)), halves.report, texts=False)
+    found = Found(trials, halves, report)
+    if not focused:
+        return found
+    used = found.calibration  # the focus is tried under the values that are written
+    listed = [Condition("shared", used), *focus_conditions(used, top_n, scores, gold=False)]
+    values = examiner.examine(listed, halves.search, texts=True)
+    contained = {condition: float(own[CONTAINED].mean()) for condition, own in values.items()}
+    chosen = max(contained, key=contained.__getitem__)
+    texts = list(dict.fromkeys([Condition("full"), Condition("shared", used), chosen]))
+    return Found(trials, halves, {**report, **examiner.examine(texts, halves.report, texts=True)}, contained)

@@ -49,14 +49,15 @@ class Choices:
         return self._found.get((condition, number), [])
 
     def recall(self, condition: Condition, number: int) -> float:
-        """Return the share of a question's gold documents that were chosen.
+        """Return the share of a question's gold documents that were chosen. Equal documents count as one.
 
         Args:
             condition: condition with a focus.
             number: place of the question, which names its gold documents.
         """
-        gold = set(self._prompts[number].gold)
-        return len(gold & set(self.of(condition, number))) / len(gold)
+        prompt = self._prompts[number]
+        gold, chosen = ({tuple(prompt.documents[n]) for n in own} for own in (prompt.gold, self.of(condition, number)))
+        return len(gold & chosen) / len(gold)
 
     def choose(self, condition: Condition, numbers: Sequence[int]) -> None:
         """Score and choose the documents of questions. A condition without a focus chooses nothing.

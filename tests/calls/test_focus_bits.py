@@ -147,7 +147,7 @@ def table():
 
 @pytest.mark.parametrize("mode", ["reread", "only"])
 def test_ties_go_to_contents(mode, llm, table):
-    """Of equal scores, the documents of the lowest hashes are chosen, in any order of the caller."""
+    """Equal scores choose the documents of the lowest hashes, in any order of the caller."""
     table[TEXTS[3]] = 2.0
     ids = llm.frontend.parser.read_documents(TEXTS)
     tied = sorted([0, 1, 5], key=lambda number: digest(ids[number]))

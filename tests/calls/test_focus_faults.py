@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from chunkattn import LLM, ChunkedPrompt, DocumentPrompt, Focus, SamplingParams
+from chunkattn.calls.focus_scores import Candidates, get_score
+from chunkattn.calls.generate import generate_job
+from chunkattn.calls.job import STAGE_STEPS
 from chunkattn.errors import CapacityError, NonFiniteError, RequestError
 from tests.engine.test_non_finite import damaged
 from tests.focus_definition import digest
@@ -210,6 +213,40 @@ def test_tokens_of_a_call(llm, monkeypatch):
         error = refused(lambda own=focus: llm.generate(prompt, SamplingParams(max_tokens=5), focus=own), CapacityError)
         assert error.param == "documents"
         assert f"with all that focus scores, are {tokens + 1} tokens, max_tokens_per_call is {tokens}" in str(error)
+
+
+@pytest.mark.parametrize("score", ["likelihood", "relevance"])
+def test_the_tokens_of_scores_are_those_that_an_engine_computes(llm, score):
+    """With an empty cache; a request of `likelihood` counts its generated token, and documents share a page of the template."""
+    llm.reset_prefix_cache()
+    prompt = DocumentPrompt("", ["one document", "another, longer document"], "Where is it?", Focus(1, score=score))
+    (parsed,) = llm.frontend.parse([prompt], None)
+    job = get_score(score)(llm.frontend, [Candidates(parsed, [0, 1])])
+    (output,) = llm.generate(prompt, GREEDY)
+    more = 2 if score == "likelihood" else llm.limits.block_size
+    assert job.tokens == output.focus.computed_tokens + more
+
+
+def test_a_stage_counts_documents(llm):
+    """Other requests wait for a stage, whose documents may be uncached."""
+    prompt = DocumentPrompt([9], ids(*[500] * 20), [8, 7], 1)
+    job = generate_job(llm.frontend, llm.frontend.parse([prompt], None), GREEDY)
+    stage = next(job.stages())
+    most = STAGE_STEPS * llm.config.max_num_batched_tokens
+    assert most - 503 < sum(len(request.layout) for request in stage) <= most + len(stage)
+
+
+@pytest.mark.parametrize("score", ["likelihood", "relevance"])
+def test_scores_bypass_the_cache_with_the_answer(llm, score):
+    params = SamplingParams(max_tokens=1, skip_reading_prefix_cache=True)
+    llm.reset_prefix_cache()
+    computed = set()
+    for _ in range(2):
+        llm.frontend.scores.forget_cached()  # the results of reranks
+        (output,) = llm.generate(PROMPT, params, focus=Focus(1, score=score))
+        computed.add(output.focus.computed_tokens)
+        assert llm.core.scheduler.trie.pool.num_free == llm.limits.num_pages
+    assert len(computed) == 1
 
 
 # Engines

@@ -12,24 +12,12 @@ from chunkattn.calibration import Calibration
 from chunkattn.cli import app
 from chunkattn.evaluation.calibrate import calibrate
 from chunkattn.evaluation.conditions import GOLD, NONE, Condition, focus_conditions, tokenize
-from chunkattn.evaluation.data import Question
 from chunkattn.evaluation.examiner import Examiner
 from chunkattn.evaluation.report import focus_conclusion
 from chunkattn.evaluation.results import Results
-from training.world import PREFIX, World
+from tests.evaluation.test_evaluate import questions
 
 WEIGHTS = Calibration(0, 0.8, 1.0)
-
-
-def questions(count, documents=4):
-    found = []
-    for seed in range(count):
-        reading = World(seed, held_out=True).reading(documents)
-        asked = reading.questions[0]
-        gold = tuple(place for place, text in enumerate(reading.documents) if asked.answer in text)
-        text = asked.text.removesuffix(" Answer:")  # the chat template adds it
-        found.append(Question(seed + 1, PREFIX, reading.documents, text, (asked.answer,), gold))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +27,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def asked():
-    return questions(6)
+    return questions(6, documents=4)
 
 
 @pytest.fixture
@@ -82,15 +70,26 @@ def test_scores_are_computed_once_per_document(llm, asked, monkeypatch):
     Examiner(llm, fewer, tokenize(llm.parser, fewer), results, max_tokens=8).examine([condition], range(6), texts=False)
 
 
-def test_calibrate_reports_the_focus_that_the_search_half_prefers(asked, examiner):
-    found = calibrate(examiner, gaps=[0], weighs=False, top_n=1, scores=["likelihood"])
-    tried = [Condition("shared"), *focus_conditions(NONE, 1, ["likelihood"], gold=False)]
+@pytest.mark.parametrize("better", [True, False])
+def test_calibrate_tries_a_focus_under_the_values_that_it_writes(asked, examiner, monkeypatch, better):
+    monkeypatch.setattr("chunkattn.evaluation.calibrate.advised", lambda values, best: better)
+    found = calibrate(examiner, gaps=[8], weighs=False, top_n=1, scores=["likelihood"])
+    written = found.calibration
+    assert written == (found.best if better else NONE) != (NONE if better else found.best)
+    tried = [Condition("shared", written), *focus_conditions(written, 1, ["likelihood"], gold=False)]
     assert list(found.contained) == tried
     values = examiner.examine(tried, found.halves.search, texts=True)
     means = [values[condition]["contained"].mean() for condition in tried]
     assert found.best_focus == tried[int(np.argmax(means))]
     assert found.best_focus in found.values
     assert found.notes()["focus"] == (None if found.focus is None else vars(found.focus))
+
+
+def test_equal_documents_are_one_in_the_recall(llm, asked):
+    doubled = [replace(q, documents=q.documents * 2, gold=tuple(p + len(q.documents) for p in q.gold)) for q in asked]
+    condition = Condition("focus", WEIGHTS, Focus(len(asked[0].documents)))
+    found = Examiner(llm, doubled, tokenize(llm.parser, doubled), Results(), max_tokens=8)
+    assert found.examine([condition], range(6), texts=False)[condition]["recall"].tolist() == [1.0] * 6
 
 
 @pytest.mark.parametrize(

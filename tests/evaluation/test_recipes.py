@@ -322,11 +322,21 @@ def test_eval_names_the_recipe_and_saves_its_data(passages, monkeypatch):
     options = ["--max-tokens", "8", "--kv-cache-memory-bytes", 32 << 20]
     done = invoke("eval", passages, *recipe, *options, "--save-data", "made.jsonl", "--json", "report.json")
     assert done.exit_code == 0, done.output
-    title = "the demo model, 2 questions of passages.jsonl.gz (recipe two-hop, documents 3, count 2, skip 1, seed 4)"
+    title = (
+        "the demo model, 2 questions of passages.jsonl.gz (recipe two-hop, documents 3, count 2, skip 1, seed 4, first_line 1)"
+    )
     assert title in " ".join(done.output.split())
     report = json.loads(Path("report.json").read_text())
     assert report["data"] == "passages.jsonl.gz"
-    assert report["recipe"] == {"name": "two-hop", "documents": 3, "count": 2, "skip": 1, "seed": 4, "passages": 20}
+    assert report["recipe"] == {
+        "name": "two-hop",
+        "documents": 3,
+        "count": 2,
+        "skip": 1,
+        "seed": 4,
+        "first_line": 1,
+        "passages": 20,
+    }
     made = make_lines(read_source(passages, 20), Recipe("two-hop", 3, 2, 1, 4))
     assert digest(made) == digest(map(json.loads, Path("made.jsonl").read_text().splitlines()))
     assert len(Path("passages.results.jsonl").read_text().splitlines()) == 2 * 5 * 2
@@ -342,12 +352,20 @@ def test_calibrate_names_the_recipe(passages, monkeypatch):
     recipe = ["--recipe", "bm25", "--documents", "3", "--count", "8"]
     done = invoke("calibrate", passages, *recipe, "--no-weighing", "--gap", "0", "--json", "report.json")
     assert done.exit_code == 0, done.output
-    title = "4 other questions of passages.jsonl.gz (recipe bm25, documents 3, count 8, skip 0, seed 0)"
+    title = "4 other questions of passages.jsonl.gz (recipe bm25, documents 3, count 8, skip 0, seed 0, first_line 1)"
     assert title in " ".join(done.output.split())
     for file in ("report.json", "chunk_calibration.json"):
         found = json.loads(Path(file).read_text())
         assert found["data"] == "passages.jsonl.gz"
-        assert found["recipe"] == {"name": "bm25", "documents": 3, "count": 8, "skip": 0, "seed": 0, "passages": 24}
+        assert found["recipe"] == {
+            "name": "bm25",
+            "documents": 3,
+            "count": 8,
+            "skip": 0,
+            "seed": 0,
+            "first_line": 1,
+            "passages": 24,
+        }
 
 
 @pytest.mark.parametrize("command", ["eval", "calibrate"])

@@ -267,7 +267,7 @@ def test_prompts_with_their_documents_twice_must_fit(post, llm, writer):
 
 
 def scoring_only(writer):
-    """Whether every request so far reads the question behind a document."""
+    """Return whether every request so far reads the question behind a document."""
     return bool(writer.requests) and all(request.logprobs_from is not None for request in writer.requests)
 
 
