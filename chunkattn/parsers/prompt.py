@@ -30,6 +30,7 @@ Encoded = tuple[list[int], str | None]
 PROMPT_NAMES, DOCUMENT_NAMES = Names(), Names("prefix", "documents", "question", "document")
 """Names of the parts of a text, of token ids and of a `ChunkedPrompt`; and of a `DocumentPrompt` and `LLM.precompute`."""
 _CHAT_NAMES = DOCUMENT_NAMES._replace(prefix="messages", question="messages")
+_NO_DOCUMENTS = "chooses among documents, and the prompt has none"
 
 
 @dataclass(frozen=True)
@@ -184,29 +185,43 @@ class PromptParser:
         parser._leading = []
         return parser
 
-    def parse(self, prompt: Prompt, chunk_aware: bool | None = None) -> ParsedPrompt:
+    def parse(self, prompt: Prompt, chunk_aware: bool | None = None, focus: FocusLike | None = None) -> ParsedPrompt:
         """Parse one prompt.
 
         Args:
             prompt: prompt in any form of `Prompt`.
             chunk_aware: whether to split text and ids at the separator; None for the parser's default.
+            focus: choice among the chunks of a prompt that has none of its own.
 
         Raises:
-            RequestError: the form is unknown, the question is empty, or there are more than `max_chunks` chunks.
+            RequestError: the form is unknown, the question is empty, there are more than `max_chunks` chunks, or a text or
+                token ids hold no chunks to choose from.
+            CapacityError: the chunks given as text have more tokens than a prompt may have. Under a focus of mode `"only"`
+                they may, for the prompt shows the chosen ones alone.
         """
+        given = read_focus(focus)
+        if given is None and not isinstance(prompt, DocumentPrompt):
+            return self._parse(prompt, chunk_aware, None)
+        own = read_focus(prompt.focus) if isinstance(prompt, DocumentPrompt) else None
+        parsed = self._parse(prompt, chunk_aware, own or given)
+        if given is not None and not parsed.layout.num_chunks and isinstance(prompt, (str, Mapping)):
+            raise RequestError(f"focus {_NO_DOCUMENTS}; enable chunk_aware and separate them", param="focus")
+        return replace(parsed, focus=own or given)
+
+    def _parse(self, prompt: Prompt, chunk_aware: bool | None, focus: Focus | None) -> ParsedPrompt:
         split = self.chunk_aware if chunk_aware is None else chunk_aware
         if isinstance(prompt, str):
-            return self._text(prompt, split)
+            return self._text(prompt, split, focus)
         if isinstance(prompt, ChunkedPrompt):
             if isinstance(prompt.chunks, Sequence):
                 self._check_count(len(prompt.chunks), "prompt")
-            return self._chunked(prompt)
+            return self._chunked(prompt, focus)
         if isinstance(prompt, DocumentPrompt):
             self._check_documents(prompt.documents)
-            parsed = self._in_parts(prompt.prefix, prompt.documents, prompt.question, self.documents, DOCUMENT_NAMES)
-            return replace(parsed, sources=prompt.documents, focus=read_focus(prompt.focus))
+            parsed = self._in_parts(prompt.prefix, prompt.documents, prompt.question, self.documents, DOCUMENT_NAMES, focus)
+            return replace(parsed, sources=prompt.documents)
         if isinstance(prompt, Mapping):
-            return self._dict(prompt, split)
+            return self._dict(prompt, split, focus)
         raise RequestError(
             f"a prompt is a string, a dict, a ChunkedPrompt or a DocumentPrompt, got {type(prompt).__name__}; "
             'token ids go into {"prompt_token_ids": [...]}',
@@ -217,6 +232,8 @@ class PromptParser:
         self,
         messages: Sequence[Mapping[str, Any]],
         documents: Sequence[str | TokenIds] | None = None,
+        focus: FocusLike | None = None,
+        /,
         **template_options: Any,
     ) -> ParsedPrompt:
         """Parse chat messages. Contents are not split at separators.
@@ -224,12 +241,17 @@ class PromptParser:
         Args:
             messages: messages of the conversation.
             documents: texts or token ids that become the chunks, texts in the document template.
+            focus: choice among the documents.
             **template_options: variables of the chat template.
 
         Raises:
-            RequestError: the messages are unusable (see `chunkattn.parsers.chat.split_chat`), or there are more than
-                `max_chunks` documents.
+            RequestError: the messages are unusable (see `chunkattn.parsers.chat.split_chat`), there are more than
+                `max_chunks` documents, or none to choose from.
+            CapacityError: as `parse`.
         """
+        given = read_focus(focus)
+        if given is not None and documents is None:
+            raise RequestError(f"focus {_NO_DOCUMENTS}; give them as documents", param="focus")
         if documents is not None:
             self._check_documents(documents)
         pieces = self._pieces(messages, template_options, "messages")
@@ -237,11 +259,11 @@ class PromptParser:
             joined = [*pieces[0][:-1], pieces[0][-1] + pieces[1][0], *pieces[1][1:]]
             layout = self._layout([], [], self._plain.fill(joined, "messages", "messages"), _CHAT_NAMES)
             return ParsedPrompt(layout, ("".join(joined),), names=_CHAT_NAMES)
-        chunks = self._encoded(documents, self.documents, _CHAT_NAMES)
+        chunks = self._encoded(documents, self.documents, _CHAT_NAMES, given)
         first, last = ((self._plain.fill(p, "messages", "messages"), "".join(p)) for p in pieces)
         asked = next((m.get("content") for m in reversed(messages) if m.get("role") == "user"), None)
         parsed = self._joined(first, chunks, last, _CHAT_NAMES)
-        return replace(parsed, query=text_of(asked) if asked else None, sources=documents)
+        return replace(parsed, query=text_of(asked) if asked else None, sources=documents, focus=given)
 
     def _pieces(
         self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any], param: str
@@ -320,7 +342,7 @@ class PromptParser:
         """
         return [*self._leading, *self.prompts(text, name, param)]
 
-    def _dict(self, prompt: Mapping[str, Any], split: bool) -> ParsedPrompt:
+    def _dict(self, prompt: Mapping[str, Any], split: bool, focus: Focus | None) -> ParsedPrompt:
         given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
         if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
             raise RequestError(
@@ -330,7 +352,7 @@ class PromptParser:
         if given == ["prompt_token_ids"]:
             parsed = self._ids(prompt["prompt_token_ids"], split)
         elif isinstance(prompt["prompt"], str):
-            parsed = self._text(prompt["prompt"], split)
+            parsed = self._text(prompt["prompt"], split, focus)
         else:
             raise RequestError(f"'prompt' must be a string, got {type(prompt['prompt']).__name__}", param="prompt")
         return replace(parsed, cache_salt=check_salt(prompt.get("cache_salt")))
@@ -356,7 +378,7 @@ class PromptParser:
             text = f"the prompt has {chunks} chunks, max_chunks_per_prompt is {self.max_chunks}; send fewer or longer chunks"
             raise RequestError(text, param=param)
 
-    def _text(self, text: str, split: bool) -> ParsedPrompt:
+    def _text(self, text: str, split: bool, focus: Focus | None) -> ParsedPrompt:
         if split:
             self._check_count(text.count(self.separator) - 1, "prompt")
         texts = text.split(self.separator) if split else [text]
@@ -364,7 +386,7 @@ class PromptParser:
             if not text:
                 raise RequestError("the prompt is empty", param="prompt")
             return ParsedPrompt(self._layout([], [], self.text(text)), (text,))
-        return self._chunked(ChunkedPrompt(texts[0], texts[1:-1], texts[-1]))
+        return self._chunked(ChunkedPrompt(texts[0], texts[1:-1], texts[-1]), focus)
 
     def _ids(self, ids: TokenIds, split: bool) -> ParsedPrompt:
         ids = check_ids(ids, "prompt_token_ids", most=self.max_tokens)
@@ -378,7 +400,7 @@ class PromptParser:
         first, *chunks, last = [[], ids] if len(parts) < 3 else parts
         return ParsedPrompt(self._layout(first, chunks, last), None)
 
-    def _chunked(self, prompt: ChunkedPrompt) -> ParsedPrompt:
+    def _chunked(self, prompt: ChunkedPrompt, focus: Focus | None) -> ParsedPrompt:
         """Parse a prompt in parts."""
         if isinstance(prompt.chunks, str) or not isinstance(prompt.chunks, Sequence):
             raise RequestError(f"chunks must be a list of parts, got {type(prompt.chunks).__name__}", param="prompt")
@@ -390,7 +412,7 @@ class PromptParser:
                 return self._chunks(chunk, name, param), chunk
             return check_ids(chunk, name, param, most=self.max_tokens), None
 
-        return self._in_parts(prompt.prefix, prompt.chunks, prompt.question, encode, PROMPT_NAMES)
+        return self._in_parts(prompt.prefix, prompt.chunks, prompt.question, encode, PROMPT_NAMES, focus)
 
     def _in_parts(
         self,
@@ -399,11 +421,12 @@ class PromptParser:
         question: str | TokenIds,
         encode: Callable[[Any, str, str], Encoded],
         names: Names,
+        focus: Focus | None,
     ) -> ParsedPrompt:
         """Parse a prompt whose chunks are encoded by `encode`, from the chunk, its name and its argument."""
         if isinstance(prefix, str) != isinstance(question, str):
             raise RequestError("prefix and question must be both text or both token ids", param=names.question)
-        encoded = self._encoded(chunks, encode, names)
+        encoded = self._encoded(chunks, encode, names, focus)
         if isinstance(question, str):
             last: Encoded = self.prompts(question, "the question", names.question), question
         else:
@@ -417,22 +440,27 @@ class PromptParser:
         return check_ids(prefix, "prefix", names.prefix, most=self.max_tokens), None
 
     def _encoded(
-        self, chunks: Sequence[str | TokenIds], encode: Callable[[Any, str, str], Encoded], names: Names
+        self,
+        chunks: Sequence[str | TokenIds],
+        encode: Callable[[Any, str, str], Encoded],
+        names: Names,
+        focus: Focus | None = None,
     ) -> list[Encoded]:
         """Return the token ids and the text of each chunk.
 
         Raises:
             CapacityError: the texts have more tokens than a prompt may have; the remaining texts are not tokenized.
         """
+        most = None if focus is not None and focus.mode == "only" else self.max_tokens
         encoded, tokens = [], 0
         for number, chunk in enumerate(chunks):
             ids, text = encode(chunk, names.of(number), names.chunks)
             encoded.append((ids, text))
             tokens += 0 if text is None else len(ids)
-            if self.max_tokens is not None and tokens > self.max_tokens:
+            if most is not None and tokens > most:
                 raise CapacityError(
                     f"the first {number + 1} {names.chunk}s have {tokens} tokens, a prompt of this engine has at most "
-                    f"{self.max_tokens}; send less or raise kv_cache_memory_bytes",
+                    f"{most}; send less or raise kv_cache_memory_bytes",
                     param=names.chunks,
                 )
         return encoded
