@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 _FIRST_BLOCK = 512
 """Bytes of the first piece of a long text. Each further piece ends at twice the bytes, so a text has few pieces."""
-_SMALLEST = 256
+_SMALLEST = 64
 """Bytes below which a message of a conversation shares the piece of the next one."""
 _UNSHARED = ("enable_thinking", "thinking")
 """Template variables that change the text behind the documents. `/v1/decisions` sets them, and shares documents with chats."""
