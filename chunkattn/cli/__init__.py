@@ -1,4 +1,4 @@
-"""Commands: `serve | route | generate | score | decide | inspect | demo | cache | eval | calibrate | bench | flips | check | env`."""
+"""Commands: `serve | route | generate | score | decide | inspect | demo | cache | eval | calibrate | bench | flips | ...`."""
 
 from chunkattn.cli import (
     bench,

@@ -26,9 +26,7 @@ class GatewayMetrics:
         self.missing = Counter(
             prefix + "missing_bytes", "Bytes of them that the chosen replica was expected not to hold", registry=registry
         )
-        self.decision = Histogram(
-            prefix + "decision_seconds", "Time to choose a replica", buckets=_SECONDS, registry=registry
-        )
+        self.decision = Histogram(prefix + "decision_seconds", "Time to choose a replica", buckets=_SECONDS, registry=registry)
         self.ready = Gauge(prefix + "ready", "1 if the replica takes requests", of, registry=registry)
         self.queued = Gauge(prefix + "queued_bytes", "Bytes of text queued at a replica", of, registry=registry)
         self.pieces = Gauge(prefix + "recorded_pieces", "Pieces that a replica is expected to hold", of, registry=registry)

@@ -23,7 +23,8 @@ from chunkattn.server.errors import ApiError
 
 REPLICA_HEADER = b"x-chunkattn-replica"
 _ONE_HOP = frozenset(
-    b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade host content-length expect date server".split()
+    b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade host content-length expect".split()
+    + [b"date", b"server"]
 )
 """Headers of one hop, which are not relayed, and those that both ends write themselves."""
 _ELSEWHERE = {503: None, 429: "queue_full"}
@@ -210,7 +211,7 @@ class Relay:
                 async for message in messages:
                     if not progress.status:
                         if more and message["status"] in _ELSEWHERE:
-                            kept = [_headed(message, name)]
+                            kept: list[Message] = [_headed(message, name)]
                             async for part in messages:
                                 kept.append(dict(part))
                                 if sum(len(p.get("body", b"")) for p in kept) > _MOST_REFUSAL:
@@ -221,7 +222,7 @@ class Relay:
                                 await send(held)
                                 _note(progress, held)
                             continue
-                        message = _headed(message, name)  # noqa: PLW2901
+                        message = _headed(message, name)
                         computed = message["status"] < 400
                     await send(message)  # type: ignore[arg-type]
                     _note(progress, message)

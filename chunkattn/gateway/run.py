@@ -28,9 +28,7 @@ def route(urls: Sequence[str], options: GatewayOptions, config: ServerConfig) ->
         ConfigError: an option is invalid, or the address cannot be bound.
     """
     set_up_logs(config.log_format)
-    replicas = HttpReplicas(
-        urls, key=options.replica_key, resolve=options.resolve, connect_timeout_s=options.connect_timeout_s
-    )
+    replicas = HttpReplicas(urls, key=options.replica_key, resolve=options.resolve, connect_timeout_s=options.connect_timeout_s)
     listening = listen(config)
     try:
         run(_route(replicas, options, config, listening))
