@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.gateway.replicas import Message, Outgoing, ReplicaGoneError, Report
 
 _RESOLVE_S = 5.0
+_METRICS_S = 30.0
 _MOST_REPORT = 16 << 20
 """Bytes of a report or of metrics that the gateway reads at most."""
 _ERRORS = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, EOFError)
@@ -73,7 +75,7 @@ class HttpReplicas:
         self._resolve, self._connect_timeout_s = resolve, connect_timeout_s
         self._names: dict[str, str] = {} if resolve else {url: url for url in self._urls}  # URL by name
         self._running: dict[str, set[asyncio.Future[None]]] = {}
-        self._legacy: set[str] = set()  # replicas without /v1/cache/report
+        self._plain: dict[str, tuple[str, int | None, float]] = {}  # replicas without /v1/cache/report, see `_plain_report`
         self._resolving: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -175,26 +177,29 @@ class HttpReplicas:
         Raises:
             ReplicaGoneError: the replica cannot be asked.
         """
-        if name not in self._legacy:
+        try:
+            if name in self._plain:
+                return await self._plain_report(name)
             status, body = await self._get(name, "/v1/cache/report")
-            if status == 200:
-                return _read_report(body)
-            if status != 404:
-                return Report(generation="", ready=False) if status >= 500 else await self._plain_report(name)
-            self._legacy.add(name)
-        return await self._plain_report(name)
+            return _read_report(body) if status == 200 else await self._plain_report(name)
+        except ReplicaGoneError:
+            self._plain.pop(name, None)
+            raise
 
     async def _plain_report(self, name: str) -> Report:
+        """Return the state of a replica that has no `/v1/cache/report`. Its metrics are read when it appears, and each 30 s."""
         status, body = await self._get(name, "/health")
-        ready, generation, capacity = status == 200, "", None
+        generation = ""
         with suppress(msgspec.DecodeError, TypeError, AttributeError):
             told = msgspec.json.decode(body)
-            generation = str(told.get("engine_restarts", ""))
-        found, text = await self._get(name, "/metrics")
-        if found == 200:
-            started, capacity = _read_metrics(text.decode("utf-8", "replace"))
-            generation = f"{generation} {started}"
-        return Report(generation, ready, capacity)
+            generation = f"{told.get('started', '')} {told.get('engine_restarts', '')}"
+        started, capacity, until = self._plain.get(name, ("", None, 0.0))
+        if status == 200 and time.monotonic() > until:
+            found, text = await self._get(name, "/metrics")
+            if found == 200:
+                started, capacity = _read_metrics(text.decode("utf-8", "replace"))
+            self._plain[name] = started, capacity, time.monotonic() + _METRICS_S
+        return Report(f"{generation} {started}", status == 200, capacity)
 
     async def metrics(self, name: str) -> str:
         """Return the metrics of a replica in Prometheus's text format.

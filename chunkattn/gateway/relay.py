@@ -22,11 +22,9 @@ from chunkattn.server.content_codings import expanded
 from chunkattn.server.errors import ApiError
 
 REPLICA_HEADER = b"x-chunkattn-replica"
-_ONE_HOP = frozenset(
-    b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade host content-length expect".split()
-    + [b"date", b"server"]
-)
-"""Headers of one hop, which are not relayed, and those that both ends write themselves."""
+_ONE_HOP = frozenset(b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade expect".split())
+_OWN = frozenset(b"host content-length date server".split())
+"""Headers that each end writes itself."""
 _ELSEWHERE = {503: None, 429: "queue_full"}
 """Statuses after which another replica is tried, with the code that the error must have; None for any."""
 _MOST_REFUSAL = 1 << 16
@@ -250,10 +248,8 @@ async def read_body(receive: Receive) -> bytes:
 def outgoing_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """Return the headers of the request to a replica: the client's, its address, and the id of the request."""
     own = (b"x-request-id", b"x-forwarded-for", b"x-forwarded-proto", REPLICA_HEADER)
-    dropped = _named_by_connection(scope["headers"])
-    listed = [
-        (name, value) for name, value in scope["headers"] if name not in _ONE_HOP and name not in own and name not in dropped
-    ]
+    dropped = _ONE_HOP | _OWN | _named_by_connection(scope["headers"])
+    listed = [(name, value) for name, value in scope["headers"] if name not in dropped and name not in own]
     if (request_id := scope.get("state", {}).get("request_id")) is not None:
         listed.append((b"x-request-id", request_id.encode()))
     if client := scope.get("client"):
@@ -269,7 +265,7 @@ def _named_by_connection(headers: Any) -> set[bytes]:
 def _headed(message: Any, name: str) -> dict[str, Any]:
     """Return the start of an answer with the headers to relay, and the replica's name."""
     given = [(key.lower(), value) for key, value in message["headers"]]
-    dropped = (_ONE_HOP - {b"content-length"}) | _named_by_connection(given)
+    dropped = _ONE_HOP | _named_by_connection(given) | _OWN - {b"content-length"}
     listed = [(key, value) for key, value in given if key not in dropped]
     return {**message, "headers": [*listed, (REPLICA_HEADER, name.encode("latin-1", "replace"))]}
 
