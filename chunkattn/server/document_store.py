@@ -4,101 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from chunkattn.calls.precompute import PrecomputeJob
-from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
 from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
+from chunkattn.server.contents import Contents
 from chunkattn.server.errors import ApiError
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.stored_document import Content, StoredDocument, as_bytes, count_ids
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
-    from chunkattn.engine.messages import PrecomputeRequest
-    from chunkattn.outputs import RequestOutput
 
-logger = logging.getLogger(__name__)
-
-_FORGET_RETRY_S = 1.0
-_MAX_CONCURRENT_FORGETS = 4
-"""Limit on concurrent forget calls to the engine, regardless of how many documents expire together."""
 _MAX_TOKENS_PER_POST = 1 << 21
 """Token limit of the documents that one POST adds, or that one request names by id. When documents are added, the prefix
 counts once per document, because every engine message repeats it."""
-_LOOKUP_BATCH = 100
-"""Documents per lookup message. The engine answers a message between two steps."""
 
-_ID_BYTES = 4
 _MAX_ID_CHARS = 128
-
-Content = tuple[str | None, bytes, bytes]
-"""Key of a document's K/V: salt, then the int32 token ids of prefix and document as bytes."""
-
-
-@dataclass(eq=False)
-class StoredDocument:
-    """Document after its prefix, as a client stored it.
-
-    Attributes:
-        id: name of the document, unique within its salt.
-        content: salt, prefix ids and document ids.
-        num_bytes: size in bytes of the document's K/V pages.
-        text: text of the document without the document template; None for a document given as token ids.
-        owner: holder of the API key that owns the document; None for a server without a key file.
-        created: creation time in seconds since the epoch.
-        expires: expiry time in seconds since the epoch; None for a document without a lifetime.
-        pin: pin id, and the engine's restart count when the pin was made. A restart of the engine drops all pins.
-        timer: scheduled expiry.
-    """
-
-    id: str
-    content: Content
-    num_bytes: int
-    text: str | None
-    owner: str | None = None
-    created: float = field(default_factory=time.time)
-    expires: float | None = None
-    pin: tuple[str, int] | None = None
-    timer: asyncio.TimerHandle | None = None
-
-    @property
-    def cache_salt(self) -> str | None:
-        """Return the salt; requests with the same salt share the document."""
-        return self.content[0]
-
-    @property
-    def chunk(self) -> np.ndarray:
-        """Return the int32 token ids of the document's chunk, with the document template."""
-        return np.frombuffer(self.content[2], np.int32)
-
-    def follows(self, output: RequestOutput) -> bool:
-        """Return whether the prompt of an output has the prefix that the document was stored after."""
-        prefix = self.content[1]
-        return len(prefix) == _ID_BYTES * output.prefix_len and prefix == _bytes(output.prompt_token_ids[: output.prefix_len])
-
-    @property
-    def source(self) -> str | np.ndarray:
-        """Return the document without the document template: its text, or the token ids it was given as."""
-        return self.chunk if self.text is None else self.text
-
-    @property
-    def prefix(self) -> np.ndarray:
-        """Return the int32 token ids of the prefix."""
-        return np.frombuffer(self.content[1], np.int32)
-
-    @property
-    def lens(self) -> tuple[int, int]:
-        """Return the token counts of the prefix and of the document."""
-        return len(self.content[1]) // _ID_BYTES, len(self.content[2]) // _ID_BYTES
 
 
 class Documents:
@@ -115,12 +41,9 @@ class Documents:
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
         self._stored: dict[tuple[str | None, str], StoredDocument] = {}
-        self._wanted: Counter[Content] = Counter()  # users per content: stored documents and calls in flight
-        self._owed: set[Content] = set()  # contents to forget when their last user leaves
+        self.contents = Contents(llm)
         self._coming: Counter[str | None] = Counter()  # documents in computation, by owner
         self._pinning: Counter[tuple[str | None, Content]] = Counter()  # pins in computation, by owner and content
-        self._turn = asyncio.Semaphore(_MAX_CONCURRENT_FORGETS)
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def _can_store(self) -> bool:
@@ -239,19 +162,19 @@ class Documents:
         pinning = [(owner, content) for content in contents] if pin else []
         self._pinning.update(pinning)
         self._coming[owner] += new
-        self._wanted.update(contents)
+        self.contents.use(contents)
         try:
             engine = self.llm.client.restarts
-            make = partial(self._job, contents, pin=pin, priority=priority, names=names)
+            make = partial(self.contents.job, contents, pin=pin, priority=priority, names=names)
             report = await self.llm.run(make, timeout)
             if not is_allowed():
-                self._owed.update(contents)
+                self.contents.forget_unused(contents)
                 if self._is_engine(engine):
                     self.llm.client.unpin(report.pin_ids)
                 raise ApiError(401, "the API key was removed while the documents were computed", code="invalid_api_key")
         except BaseException:
             for content in contents:
-                self._let_go(content)
+                self.contents.let_go(content)
             raise
         finally:
             self._coming[owner] -= new
@@ -262,7 +185,7 @@ class Documents:
             given = texts[number]
             document = StoredDocument(key, content, cached.num_bytes, given if isinstance(given, str) else None, owner)
             document.pin = (report.pin_ids[number], engine) if pin else None
-            self._owed.discard(content)
+            self.contents.keep(content)
             before = self._stored.pop((cache_salt, key), None)
             if before is not None and (task := self._dismiss(before)):
                 forgetting.append(task)
@@ -288,14 +211,14 @@ class Documents:
             ApiError: 400, a document is empty, repeats an id or a content, or the token limit is exceeded.
         """
         prefix_ids, chunks = self.llm.frontend.parser.parse_cache(prefix, texts, options, names)
-        start, seen = _bytes(prefix_ids), dict[str, int]()
+        start, seen = as_bytes(prefix_ids), dict[str, int]()
         digest = hashlib.blake2b(start, digest_size=12, person=b"prefix")
         contents: list[Content] = []
         size = 0
         for number, (given, chunk) in enumerate(zip(ids, chunks, strict=True)):
             if not chunk:
                 raise ApiError(400, f"documents.{number} is empty", param="documents", code="invalid_value")
-            contents.append((cache_salt, start, _bytes(chunk)))
+            contents.append((cache_salt, start, as_bytes(chunk)))
             if (size := size + len(prefix_ids) + len(chunk)) > _MAX_TOKENS_PER_POST:
                 text = f"documents, each with the prefix, have more than {_MAX_TOKENS_PER_POST} tokens; send fewer at once"
                 raise ApiError(400, text, param="documents", code="too_many_documents")
@@ -345,8 +268,10 @@ class Documents:
     def _pages(self, contents: set[Content]) -> int:
         """Return the KV pages of documents and their prefixes; a shared prefix counts once."""
         prefixes = {content[:2] for content in contents}
-        size = self.llm.limits.block_size * _ID_BYTES
-        return sum(-(-len(ids) // size) for _, ids in prefixes) + sum(-(-len(content[2]) // size) for content in contents)
+        size = self.llm.limits.block_size
+        return sum(-(-count_ids(ids) // size) for _, ids in prefixes) + sum(
+            -(-count_ids(content[2]) // size) for content in contents
+        )
 
     def is_pinned(self, document: StoredDocument) -> bool:
         """Return whether the present engine process holds the document's pin."""
@@ -375,9 +300,9 @@ class Documents:
         self._check_pins(document.owner, [document.content])
         pinning = document.owner, document.content
         self._pinning[pinning] += 1
-        self._wanted[document.content] += 1
+        self.contents.use([document.content])
         try:
-            report = await self.llm.run(partial(self._job, [document.content], pin=True), timeout)
+            report = await self.llm.run(partial(self.contents.job, [document.content], pin=True), timeout)
             self._unpin(document)
             document.pin = report.pin_ids[0], engine
             if not self._is_stored(document):
@@ -385,7 +310,7 @@ class Documents:
                 raise _missing(document.id)
         finally:
             self._pinning -= Counter([pinning])
-            self._let_go(document.content)
+            self.contents.let_go(document.content)
 
     def expire(self, document: StoredDocument, ttl_s: float | None) -> None:
         """Set a document's lifetime, replacing an earlier one.
@@ -438,18 +363,7 @@ class Documents:
         Args:
             documents: stored documents.
         """
-        found: dict[StoredDocument, bool] = {}
-        groups: dict[tuple[str | None, bytes], list[StoredDocument]] = {}
-        for document in documents:
-            groups.setdefault(document.content[:2], []).append(document)
-        parts = ((k, g[n : n + _LOOKUP_BATCH]) for k, g in groups.items() for n in range(0, len(g), _LOOKUP_BATCH))
-        for (salt, prefix), group in parts:
-            try:
-                report = await self.llm.lookup(_ids(prefix), [_ids(d.content[2]) for d in group], cache_salt=salt)
-                found |= {d: cached.was_cached for d, cached in zip(group, report.documents, strict=True)}
-            except (EngineDeadError, RequestError):  # a dead engine holds nothing; a new engine may refuse the ids
-                found |= dict.fromkeys(group, False)
-        return [found[document] for document in documents]
+        return await self.contents.cached([document.content for document in documents])
 
     def _is_stored(self, document: StoredDocument) -> bool:
         return self._stored.get((document.cache_salt, document.id)) is document
@@ -458,69 +372,15 @@ class Documents:
         """Cancel the timer and the pin of a removed document; forget its K/V when the last user leaves."""
         self.expire(document, None)
         self._unpin(document)
-        self._owed.add(document.content)
-        return self._let_go(document.content)
+        self.contents.forget_unused([document.content])
+        return self.contents.let_go(document.content)
 
     def _unpin(self, document: StoredDocument) -> None:
         if document.pin is not None and self.is_pinned(document):
             self.llm.client.unpin([document.pin[0]])
         document.pin = None
 
-    def _let_go(self, content: Content) -> asyncio.Task[None] | None:
-        """Remove one user of a content; start the pending forget if it was the last."""
-        self._wanted[content] -= 1
-        if self._wanted[content]:
-            return None
-        del self._wanted[content]
-        if content not in self._owed:
-            return None
-        task = asyncio.ensure_future(self._forget(content))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _forget(self, content: Content) -> None:
-        """Have the engine forget a content, unless it has a new user. Without an engine, retry until there is one."""
-        while content in self._owed and content not in self._wanted:
-            try:
-                async with self._turn:
-                    requests = await self.llm.threads.run(self._requests, content)
-                    if content in self._wanted or content not in self._owed:
-                        return
-                    # No await between this check and the sending, so a later request reaches the engine later.
-                    self._owed.discard(content)
-                    await self.llm.client.look_up(requests, forget=True)
-            except RequestError as error:
-                logger.warning("a document cannot be forgotten: %s", error)
-                self._owed.discard(content)
-            except ChunkAttnError:  # the engine is not running
-                self._owed.add(content)
-                await asyncio.sleep(_FORGET_RETRY_S)
-
-    def _requests(self, content: Content) -> list[PrecomputeRequest]:
-        """Return the engine requests of a document; the list is empty if document and prefix are empty."""
-        return next(self._job([content]).stages(), [])
-
-    def _job(self, contents: Sequence[Content], **options: Any) -> PrecomputeJob:
-        """Return the job of contents under one salt and prefix, whose ids need no parser.
-
-        Args:
-            contents: at least one content.
-            **options: options of `PrecomputeJob`.
-        """
-        salt, prefix, _ = contents[0]
-        documents = [_ids(chunk) for _, _, chunk in contents]
-        return PrecomputeJob(self.llm.frontend, _ids(prefix), documents, cache_salt=salt, **options)
-
 
 def _missing(document_id: str) -> ApiError:
     text = f"there is no document {document_id!r} under this salt"
     return ApiError(404, text, param="document_id", code="document_not_found")
-
-
-def _bytes(ids: Sequence[int]) -> bytes:
-    return np.asarray(ids, np.int32).tobytes()
-
-
-def _ids(content: bytes) -> list[int]:
-    return np.frombuffer(content, np.int32).tolist()

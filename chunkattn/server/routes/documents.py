@@ -10,10 +10,10 @@ from fastapi import APIRouter, Query, Request
 
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.server.bodies import JsonRoute
-from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError
 from chunkattn.server.protocol.documents import CacheBody, ChangeBody
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
+from chunkattn.server.stored_document import StoredDocument
 
 _SHOWN_TOKENS = 256
 """Tokens of a prefix that an entry shows as text."""
