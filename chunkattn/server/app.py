@@ -66,7 +66,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         config: options of the server. The app ignores `port`; `host` decides which Host headers it accepts.
 
     Raises:
-        ConfigError: the options of server and engine contradict each other, or the key file is invalid.
+        ConfigError: the options of server and engine contradict each other, the key file is invalid, or the document store
+            cannot be opened.
     """
     state = ServerState(llm, config or ServerConfig())
     if state.config.ready_when_warm and llm.config.warmup is False:
@@ -80,6 +81,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         responses=errors.error_responses(401, 403, 413, 500),
     )
     app.state.server = state
+    _ = state.documents  # opens the document store
     routers = [module.router for module in (generation, scoring, decisions, systemone, documents, tokens, status, page)]
     errors.install(app, RouteTable(routers).refusal)
     app.add_middleware(HeadAsGet)

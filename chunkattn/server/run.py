@@ -131,6 +131,8 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
             gc.collect()
             gc.freeze()  # later collections skip the long-lived modules and model
             shown = f"[{address}]" if ":" in address else address
+            restoring = asyncio.create_task(app.state.server.documents.restore())
+            await asyncio.wait({serving, restoring}, return_when=asyncio.FIRST_COMPLETED)
             if config.ready_when_warm:
                 warming = asyncio.create_task(_wait_until_warm(llm))
                 await asyncio.wait({serving, warming}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,6 +149,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
             starting.cancel()
         ended = await asyncio.gather(starting, serving, return_exceptions=True)
         await llm.close()
+        app.state.server.documents.close()
     if isinstance(ended[0], Exception):
         raise ended[0]
     app.state.server.decoder.close()

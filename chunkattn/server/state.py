@@ -15,6 +15,7 @@ from fastapi import Depends, Request
 
 from chunkattn.fair_threads import FairThreads
 from chunkattn.parsers import PromptParser
+from chunkattn.routing.document_records import DocumentRecords
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.document_store import Documents
 from chunkattn.server.errors import ApiError
@@ -70,7 +71,8 @@ class ServerState:
     @cached_property
     def documents(self) -> Documents:
         """Return the registry of stored documents."""
-        return Documents(self.llm, self.config)
+        path = self.config.document_store
+        return Documents(self.llm, self.config, None if path is None else DocumentRecords(path), self.keys)
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -150,10 +152,11 @@ class ServerState:
 
     @property
     def readiness(self) -> str:
-        """Return `"starting"`, `"ready"`, `"degraded"` (the engine is restarting) or `"draining"`."""
+        """Return `"starting"` (until documents are restored), `"ready"`, `"degraded"` (an engine restarts) or `"draining"`."""
         if self.draining:
             return "draining"
-        return {"starting": "starting", "ready": "ready"}.get(self.llm.state, "degraded")
+        state = {"starting": "starting", "ready": "ready"}.get(self.llm.state, "degraded")
+        return "starting" if state == "ready" and not self.documents.restored else state
 
     def probe(self, *, warm: bool) -> str:
         """Return the readiness for a health probe: `readiness`, or `"warming"` while programs are being compiled ahead.

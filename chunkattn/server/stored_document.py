@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from chunkattn.routing.document_records import DocumentRecord
+
 if TYPE_CHECKING:
     from chunkattn.outputs import RequestOutput
 
@@ -33,6 +35,7 @@ class StoredDocument:
         expires: expiry time in seconds since the epoch; None for a document without a lifetime.
         pin: pin id, and the engine's restart count when the pin was made. A restart of the engine drops all pins.
         timer: scheduled expiry.
+        record: record of the document in the document store; None for a server without one.
     """
 
     id: str
@@ -44,6 +47,7 @@ class StoredDocument:
     expires: float | None = None
     pin: tuple[str, int] | None = None
     timer: asyncio.TimerHandle | None = None
+    record: DocumentRecord | None = None
 
     @property
     def cache_salt(self) -> str | None:

@@ -100,8 +100,11 @@ async def change(document_id: str, body: ChangeBody, request: Request, state: St
 async def delete(document_id: str, state: State, caller: CallerOf, cache_salt: Salt = None) -> dict[str, Any]:
     """Delete a document: its K/V leaves memory when no request uses it any more, and the disk."""
     state.check_ready()
-    document = state.documents.get(document_id, caller.salt(cache_salt))
+    salt = caller.salt(cache_salt)
     caller.take(1)
+    if state.documents.delete_unusable(document_id, salt):
+        return {"id": document_id, "object": "cache.document.deleted", "deleted": True}
+    document = state.documents.get(document_id, salt)
     try:
         async with asyncio.timeout(state.config.request_timeout_s):
             await state.documents.delete(document)
