@@ -480,6 +480,44 @@ class Documents:
         del self.unusable[cache_salt, document_id]
         return True
 
+    async def forget(
+        self,
+        prefix: Any,
+        texts: list[str] | list[list[int]],
+        *,
+        cache_salt: str | None,
+        options: dict[str, Any],
+        names: Names = DOCUMENT_NAMES,
+    ) -> list[tuple[Content, bool]]:
+        """Have the engine forget the K/V of documents, in memory and on disk, unless a stored document or a call uses it.
+
+        The forgetting continues if the caller is cancelled.
+
+        Args:
+            prefix: see `add`.
+            texts: text or token ids of each document.
+            cache_salt: see `add`.
+            options: see `add`.
+            names: see `add`.
+
+        Returns:
+            Content of each document, and whether it was forgotten.
+
+        Raises:
+            ApiError: 400, a document is empty or repeated, or the documents are too long.
+            RequestError: a part cannot be tokenized.
+        """
+        self._check_restored()
+        self.llm.limits.check_count(len(texts), "documents", names.chunks)
+        given = [None] * len(texts)
+        _, contents = await self.llm.threads.run(self._prepare, prefix, texts, given, cache_salt, options, names)
+        unused = [content for content in contents if content not in self.contents]
+        self.contents.use(unused)
+        self.contents.forget_unused(unused)
+        if tasks := [task for content in unused if (task := self.contents.let_go(content))]:
+            await asyncio.wait(tasks)
+        return [(content, content in unused) for content in contents]
+
     async def cached(self, documents: Sequence[StoredDocument]) -> list[bool]:
         """Return for each document whether all of its K/V is in memory now.
 

@@ -17,6 +17,7 @@ from chunkattn.fair_threads import FairThreads
 from chunkattn.parsers import PromptParser
 from chunkattn.routing.document_records import DocumentRecords
 from chunkattn.server.body_shares import BodyShares
+from chunkattn.server.cache_report import CacheReports
 from chunkattn.server.document_store import Documents
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller, Keys, Shares
@@ -73,6 +74,11 @@ class ServerState:
         """Return the registry of stored documents."""
         path = self.config.document_store
         return Documents(self.llm, self.config, None if path is None else DocumentRecords(path), self.keys)
+
+    @cached_property
+    def reports(self) -> CacheReports | None:
+        """Return the reports of the KV cache; None unless `report_documents` is set."""
+        return CacheReports(self.llm, self.documents.contents) if self.config.report_documents else None
 
     @cached_property
     def texts(self) -> TokenTexts:

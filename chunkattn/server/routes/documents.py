@@ -8,17 +8,19 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.errors import ApiError
-from chunkattn.server.protocol.documents import CacheBody, ChangeBody
+from chunkattn.server.protocol.documents import CacheBody, ChangeBody, ForgetBody
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
-from chunkattn.server.stored_document import StoredDocument
+from chunkattn.server.stored_document import StoredDocument, count_ids
 
 _SHOWN_TOKENS = 256
 """Tokens of a prefix that an entry shows as text."""
 
 router = APIRouter(route_class=JsonRoute, tags=["cache"], prefix="/v1/cache/documents")
+cache_router = APIRouter(route_class=JsonRoute, tags=["cache"], prefix="/v1/cache")
 
 Salt = Annotated[str | None, Query(description="Salt of the document.")]
 
@@ -47,7 +49,7 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
             priority=body.priority,
             options=body.chat_template_kwargs,
             timeout=state.config.request_timeout_s,
-            names=DOCUMENT_NAMES if body.messages is None else DOCUMENT_NAMES._replace(prefix="messages"),
+            names=_names(body),
             is_allowed=is_allowed,
         ),
     )
@@ -112,6 +114,31 @@ async def delete(document_id: str, state: State, caller: CallerOf, cache_salt: S
         text = "the document is no longer listed; its K/V is forgotten as soon as the engine answers"
         raise ApiError(504, text, code="timeout") from None
     return {"id": document_id, "object": "cache.document.deleted", "deleted": True}
+
+
+@cache_router.post("/forget")
+async def forget(body: ForgetBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
+    """Forget the K/V of documents that were sent in prompts, in memory and on disk, unless a stored document uses it."""
+    state.check_model(body.model)
+    state.check_ready()
+    caller.take(1)
+    salt, options = caller.salt(body.cache_salt), body.chat_template_kwargs
+    forgetting = state.documents.forget(body.start(), body.texts(), cache_salt=salt, options=options, names=_names(body))
+    try:
+        async with asyncio.timeout(state.config.request_timeout_s):
+            found = await unless_gone(request, forgetting)
+    except TimeoutError:
+        raise ApiError(504, "the K/V is forgotten as soon as the engine answers", code="timeout") from None
+    entries = [
+        {"object": "cache.document.forgotten", "index": number, "tokens": count_ids(content[2]), "forgotten": done}
+        for number, (content, done) in enumerate(found)
+    ]
+    return {"object": "list", "data": entries}
+
+
+def _names(body: CacheBody | ForgetBody) -> Names:
+    """Return the request's own names of prefix and documents."""
+    return DOCUMENT_NAMES if body.messages is None else DOCUMENT_NAMES._replace(prefix="messages")
 
 
 async def _entries(state: ServerState, documents: Sequence[StoredDocument]) -> list[dict[str, Any]]:
