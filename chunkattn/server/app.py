@@ -83,7 +83,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app.state.server = state
     _ = state.documents  # opens the document store
     routers = [module.router for module in (generation, scoring, decisions, systemone, documents, tokens, status, page)]
-    routers += [documents.cache_router, *([reports.router] if state.config.report_documents else [])]
+    routers += [reports.router] if state.config.report_documents else []
     errors.install(app, RouteTable(routers).refusal)
     app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, config=state.config, metrics=state.metrics, keys=state.keys, shares=state.shares)
@@ -100,7 +100,6 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app.include_router(generation.router, responses=_STREAM | work)
     for module in (scoring, decisions, systemone, documents):
         app.include_router(module.router, responses=work)
-    app.include_router(documents.cache_router, responses=work)
     app.include_router(tokens.router, responses=errors.error_responses(400, 404, 503))
     if state.config.report_documents:
         app.include_router(reports.router, responses=errors.error_responses(400))

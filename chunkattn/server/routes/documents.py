@@ -1,4 +1,4 @@
-"""Routes of `/v1/cache/documents`: documents computed ahead of use, by id and salt."""
+"""Routes of `/v1/cache`: documents computed ahead of use, by id and salt, and contents that are forgotten."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from chunkattn.server.stored_document import StoredDocument, count_ids
 _SHOWN_TOKENS = 256
 """Tokens of a prefix that an entry shows as text."""
 
-router = APIRouter(route_class=JsonRoute, tags=["cache"], prefix="/v1/cache/documents")
-cache_router = APIRouter(route_class=JsonRoute, tags=["cache"], prefix="/v1/cache")
+router = APIRouter(route_class=JsonRoute, tags=["cache"], prefix="/v1/cache")
 
 Salt = Annotated[str | None, Query(description="Salt of the document.")]
 
 
-@router.post("")
+@router.post("/documents")
 async def add(body: CacheBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """Compute and store the K/V of documents after a prefix. A new document replaces the stored document with the same id."""
     state.check_model(body.model)
@@ -63,7 +62,7 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
     }
 
 
-@router.get("")
+@router.get("/documents")
 async def listed(
     state: State,
     caller: CallerOf,
@@ -77,14 +76,14 @@ async def listed(
     return {"object": "list", "data": await _entries(state, documents), "has_more": more}
 
 
-@router.get("/{document_id}")
+@router.get("/documents/{document_id}")
 async def one(document_id: str, state: State, caller: CallerOf, cache_salt: Salt = None) -> dict[str, Any]:
     """Return one document."""
     caller.take(1)
     return (await _entries(state, [state.documents.get(document_id, caller.salt(cache_salt))]))[0]
 
 
-@router.patch("/{document_id}")
+@router.patch("/documents/{document_id}")
 async def change(document_id: str, body: ChangeBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """Pin a document, computing evicted K/V again, or unpin it; set its lifetime."""
     state.check_model(body.model)
@@ -98,7 +97,7 @@ async def change(document_id: str, body: ChangeBody, request: Request, state: St
     return (await _entries(state, [document]))[0]
 
 
-@router.delete("/{document_id}")
+@router.delete("/documents/{document_id}")
 async def delete(document_id: str, state: State, caller: CallerOf, cache_salt: Salt = None) -> dict[str, Any]:
     """Delete a document: its K/V leaves memory when no request uses it any more, and the disk."""
     state.check_ready()
@@ -116,7 +115,7 @@ async def delete(document_id: str, state: State, caller: CallerOf, cache_salt: S
     return {"id": document_id, "object": "cache.document.deleted", "deleted": True}
 
 
-@cache_router.post("/forget")
+@router.post("/forget")
 async def forget(body: ForgetBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """Forget the K/V of documents that were sent in prompts, in memory and on disk, unless a stored document uses it."""
     state.check_model(body.model)

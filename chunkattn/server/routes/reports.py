@@ -16,6 +16,6 @@ async def report(
     state: State,
     since: Annotated[int, Query(ge=0, description="Version of an earlier report; only later findings are returned.")] = 0,
 ) -> dict[str, Any]:
-    """Return which documents the KV cache holds, by routing key, for a gateway that chooses among servers."""
+    """Return which documents the KV cache holds, by routing key; with the option `report_documents`."""
     assert state.reports is not None
     return {**await state.reports.report(since), "ready": state.readiness == "ready"}
