@@ -51,10 +51,10 @@ def metrics() -> list[Any]:
 
 def routes() -> list[tuple[str, str, str]]:
     """Return method, path and purpose of every route of the server."""
-    from chunkattn.server.routes import decisions, documents, generation, page, scoring, status, systemone, tokens
+    from chunkattn.server.routes import decisions, documents, generation, page, reports, scoring, status, systemone, tokens
 
     found = [("GET", "/openapi.json", "This API as an OpenAPI document.")]
-    for module in (generation, scoring, decisions, systemone, documents, tokens, status, page):
+    for module in (generation, scoring, decisions, systemone, documents, reports, tokens, status, page):
         for route in module.router.routes:
             path = re.sub(r":\w+}", "}", route.path)  # {name:path}
             found += [(method, path, _first_line(route.description)) for method in sorted(route.methods)]
@@ -75,6 +75,7 @@ def bodies() -> dict[str, Any]:
         decisions.DecisionsBody,
         systemone.SystemOneBody,
         documents.CacheBody,
+        documents.ForgetBody,
         documents.ChangeBody,
         tokens.TokenizeBody,
         tokens.DetokenizeBody,
