@@ -227,12 +227,20 @@ class Places:
                 logger.warning("documents cannot be stored at replica %s: %s", name, error)
                 continue
             if answer.status == 200:
-                self._placed |= {remote_id(record): name for record in records}
+                await asyncio.gather(*(self._move(record, name) for record in records))
             if answer.status not in _TRY_ELSEWHERE:
                 return answer
         if answer is None:
             raise ReplicaGoneError("no replica can store the documents now")
         return answer
+
+    async def _move(self, record: DocumentRecord, name: str) -> None:
+        """Note that a replica stores a document; another replica that stored it before deletes it."""
+        rid = remote_id(record)
+        before, self._placed[rid] = self._placed.get(rid), name
+        delete = self.about(record, "DELETE")
+        if before not in (None, "", name) and before in self._replicas.names() and delete is not None:
+            await self.tell(before or "", delete)
 
     async def tell(self, name: str, request: Outgoing) -> None:
         """Tell a replica something, or keep it until the replica can be reached."""
@@ -242,30 +250,41 @@ class Places:
                 return
         except ReplicaGoneError:
             pass
-        owed = self._owed.setdefault(name, [])
-        owed.append(request)
-        del owed[:-_MOST_OWED]
-        self._changed.set()
+        self._owe(name, request)
 
     async def forget(self, records: Sequence[DocumentRecord]) -> None:
         """Have every replica delete or forget removed documents. Replicas that cannot be reached are told later."""
         calls = []
         for record in records:
-            rid = remote_id(record)
-            kept = self._records.get(record.scope, record.id)
-            placed = self._placed.get(rid) if kept is not None else self._placed.pop(rid, None)
+            is_gone = self._records.get(record.scope, record.id) is None
+            if is_gone:
+                self._placed.pop(remote_id(record), None)
             delete = self.about(record, "DELETE")
             forget = self.request(record, "POST", FORGET, self.body([record]))
             if delete is None or forget is None:
                 logger.warning("the K/V of a removed document stays until evicted: its owner's API key is not known")
                 continue
-            for name in self._replicas.names():
-                # A new document of the id has replaced the former one at its replica.
-                is_there = name == placed and kept is None
-                calls.append(self.tell(name, delete if is_there else forget))
+            # A new document of the id has taken the place of the former one, whose content is to be forgotten alone.
+            calls += [self._erase(name, delete if is_gone else None, forget) for name in self._replicas.names()]
             if self.policy is not None:
                 self.policy.forget([self.key(record)])
         await asyncio.gather(*calls)
+
+    async def _erase(self, name: str, delete: Outgoing | None, forget: Outgoing) -> None:
+        """Have a replica delete a document that it may store, and forget its content if it does not."""
+        if delete is not None:
+            try:
+                if (await self.ask(name, delete)).status == 200:
+                    return
+            except ReplicaGoneError:
+                self._owe(name, delete)
+        await self.tell(name, forget)
+
+    def _owe(self, name: str, request: Outgoing) -> None:
+        owed = self._owed.setdefault(name, [])
+        owed.append(request)
+        del owed[:-_MOST_OWED]
+        self._changed.set()
 
     # Changes of the replicas
 
@@ -301,11 +320,11 @@ class Places:
             failures = 0 if all(done) else failures + 1
             if failures:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), _RETRY_S[min(failures, len(_RETRY_S)) - 1])
+                    async with asyncio.timeout(_RETRY_S[min(failures, len(_RETRY_S)) - 1]):
+                        await self._changed.wait()
 
     async def _pin(self, record: DocumentRecord) -> bool:
         """Pin one document at its owner. Return whether no further try is needed."""
-        before = self._placed.get(remote_id(record))
         left = {} if record.expires is None else {"ttl_s": max(0.001, record.expires - time.time())}
         try:
             answer = await self.store([record], pin=True, **left)
@@ -322,10 +341,6 @@ class Places:
             elif where is not None and request is not None:
                 await self.tell(where, request)
         after = self._placed.get(remote_id(record))
-        if answer.status == 200 and before is not None and before != after and before in self._replicas.names():
-            request = self.about(record, "PATCH", {"pinned": False})  # the former place may evict it
-            if request is not None:
-                await self.tell(before, request)
         if 400 <= answer.status < 500 and answer.status != 429:
             logger.warning("document %r cannot be pinned again: %s", record.id, answer.body)
             self._placed[remote_id(record)] = self.owner(record) or ""
@@ -337,5 +352,7 @@ class Places:
         if name not in self._replicas.names():
             return True
         for request in self._owed.pop(name, []):
-            await self.tell(name, request)
+            is_back = self._placed.get(request.path.rpartition("/")[2]) == name  # stored there again meanwhile
+            if request.method != "DELETE" or not is_back:
+                await self.tell(name, request)
         return name not in self._owed

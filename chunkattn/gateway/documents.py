@@ -421,4 +421,5 @@ class GatewayDocuments:
             next_ones = heapq.nsmallest(1, (r.expires for r in self._records if r.expires is not None and r.expires > now))
             sleep = min(_LONGEST_SLEEP_S, *(end - now for end in next_ones), _LONGEST_SLEEP_S)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._expiries.wait(), sleep)
+                async with asyncio.timeout(sleep):  # `wait_for` may lose a cancellation
+                    await self._expiries.wait()
