@@ -138,7 +138,7 @@ class CacheReports:
             "generation": f"{self._started:x}-{self._restarts}",
             "capacity": None if limits is None else limits.kv_tokens,
             "version": self._ledger.version,
-            "held": {str(key): size for key, size in held.items()},
+            "held": [[key, size] for key, size in held.items()],
             "gone": sorted(gone),
             "age_s": 0.0,
         }
