@@ -280,7 +280,7 @@ def _read_report(body: bytes) -> tuple[Report, int]:
     """
     try:
         told = msgspec.json.decode(body)
-        held = None if told.get("held") is None else {int(key): int(size) for key, size in told["held"].items()}
+        held = None if told.get("held") is None else {int(key): int(size) for key, size in told["held"]}
         gone = frozenset(int(key) for key in told.get("gone") or ())
         capacity = None if told.get("capacity") is None else int(told["capacity"])
         report = Report(str(told["generation"]), bool(told["ready"]), capacity, held, gone, float(told.get("age_s", 0.0)))
