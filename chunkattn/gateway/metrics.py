@@ -61,7 +61,9 @@ def merge(texts: Mapping[str, str], label: str = "replica") -> str:
 
 
 def _labelled(line: str, label: str) -> str:
-    """Return a sample with one label more."""
+    """Return a sample with one label more, unless it has one of that name."""
+    if f"{label.partition('=')[0]}=" in line.partition("} ")[0]:
+        return line
     place = min((n for n in (line.find("{"), line.find(" ")) if n >= 0), default=len(line))
     if line[place : place + 1] == "{":
         after = line[place + 1 :]

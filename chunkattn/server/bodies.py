@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from email.message import Message
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -99,7 +100,7 @@ async def _read(request: Request, field: Any) -> None:
     quick = len(body) <= SMALL_BODY and sum(_bounds(body)[:3]) <= _FEW_VALUES
     request._json, noted = read() if quick else await state.decoder.run(read)
     if reports is not None and noted is not None:
-        reports.note(noted)
+        caller.at_end.append(partial(reports.note, noted))  # the engine has computed them by then
 
 
 async def _received(request: Request, caller: Caller, config: ServerConfig) -> bytes:

@@ -234,6 +234,7 @@ class Caller:
         places: number of queue places that this request holds.
         num_bytes: number of bytes of its body that this request holds.
         tag: digest of the API key.
+        at_end: functions to call when the answer has ended.
     """
 
     name: str | None
@@ -242,6 +243,7 @@ class Caller:
     places: int = 0
     num_bytes: int = 0
     tag: str = ""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
 
     def salt(self, given: str | None) -> str | None:
         """Return the engine's cache salt: unique to the name, the key and the given salt.
@@ -311,7 +313,9 @@ class Caller:
             self.num_bytes = size
 
     def leave(self) -> None:
-        """Return all queue places and bytes of this request."""
+        """Return all queue places and bytes of this request, and call the functions of `at_end`."""
+        for call in self.at_end:
+            call()
         self.keep_bytes(0)
         if self.name is not None:
             self.shares.held[self.name] -= self.places

@@ -79,10 +79,14 @@ def test_what_is_sent_and_held_or_gone_is_reported_by_its_routing_key(llm, engin
             await post(http, STORED, salted)
             # The engine computes no prompt here; what a chat asks for is never held.
             waiting = asyncio.create_task(http.post("/v1/chat/completions", json=chat))
-            while len(http._transport.app.state.server.reports._ledger) < 6:
+            state = http._transport.app.state.server
+            while state.metrics.running < 1 or not state.llm.client._calls:
+                await asyncio.sleep(0)
+            assert (await http.get(REPORT)).json()["gone"] == []  # the engine may be about to compute them
+            waiting.cancel()
+            while len(state.reports._ledger) < 6:
                 await asyncio.sleep(0)
             report = (await http.get(REPORT)).json()
-            waiting.cancel()
         held = {**dict(keys_of(STORED, stored).pieces[-3:]), **dict(keys_of(STORED, salted).pieces[-1:])}
         assert dict(report["held"]) == held
         documents = {key for key, _ in keys_of("/v1/chat/completions", chat).pieces}
