@@ -1,4 +1,4 @@
-"""Replicas of the server on Ray Serve: `chunkattn serve --replicas N` on one machine, `serve run` and `serve deploy` on a cluster.
+"""Replicas of the server on Ray Serve: `chunkattn serve --replicas N` on one machine, `serve run` on a cluster.
 
 Importing this package imports neither Ray nor JAX. `check_ray` tells whether the installed Ray is supported.
 """

@@ -76,7 +76,7 @@ class AppOptions:
         Raises:
             ConfigError: an option is unknown or invalid.
         """
-        known = [name for name in cls.__dataclass_fields__]
+        known = list(cls.__dataclass_fields__)
         if unknown := sorted(map(str, args.keys() - set(known))):
             raise ConfigError(f"unknown option {unknown[0]!r} of the application; options are {', '.join(known)}")
         return cls(**args)

@@ -41,7 +41,7 @@ class Replica:
             the Host header.
     """
 
-    async def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:
+    async def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:  # type: ignore[misc]
         config = replace(ServerConfig(**server), host="0.0.0.0")  # a loopback host refuses other names
         os.environ[logs.VARIABLE] = config.log_format
         _set_up_logs()
@@ -57,13 +57,21 @@ class Replica:
         self._reloading = asyncio.create_task(self._reloader.run())
         self._reconfigured = False
 
+    async def ready_name(self) -> str | None:
+        """Return the name of the model once the application is ready, and warm with `ready_when_warm`; None before."""
+        return self._state.model_name if self._state.probe(warm=False) == "ready" else None
+
+    async def reload_keys(self) -> None:
+        """Read the key file again, as SIGHUP does for a server."""
+        self._reloader.ask()
+
     async def reconfigure(self, user_config: Any) -> None:
-        """Read the key file again, as SIGHUP does for a server. Ray calls this method at the start and for every change.
+        """Read the key file again. Ray calls this method at the start and for every change.
 
         Args:
             user_config: any JSON value; a changed value, such as a date, triggers the call.
         """
-        if self._reconfigured and self._state.keys.file is not None:
+        if self._reconfigured:
             self._reloader.ask()
         self._reconfigured = True
 
