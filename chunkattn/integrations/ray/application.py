@@ -16,8 +16,12 @@ from chunkattn.server.options import ServerConfig
 
 _GATEWAY_REQUESTS = 100_000
 """Requests at once that Ray sends to a gateway, in effect all: the gateway's and the replicas' own limits apply."""
-_DRAIN_LOOP_S = 0.2
-_HEALTH: dict[str, Any] = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0}
+_COMMON: dict[str, Any] = {
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_wait_loop_s": 0.2,
+    "logging_config": {"enable_access_log": False},  # the server's application logs its requests itself
+}
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -35,9 +39,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         num_replicas=options.gateways,
         max_ongoing_requests=_GATEWAY_REQUESTS,
         graceful_shutdown_timeout_s=options.graceful_shutdown_timeout_s,
-        graceful_shutdown_wait_loop_s=_DRAIN_LOOP_S,
         ray_actor_options={"num_cpus": 0},
-        **_HEALTH,
+        **_COMMON,
     )
     return gateway.bind(_engines(options), args)
 
@@ -54,9 +57,8 @@ def local_application(options: AppOptions, config: ServerConfig) -> serve.Applic
         num_replicas=1,
         max_ongoing_requests=_GATEWAY_REQUESTS,
         graceful_shutdown_timeout_s=5.0,
-        graceful_shutdown_wait_loop_s=_DRAIN_LOOP_S,
         ray_actor_options={"num_cpus": 0},
-        **_HEALTH,
+        **_COMMON,
     )
     return gateway.bind(_engines(options), asdict(options), config)
 
@@ -69,12 +71,11 @@ def _engines(options: AppOptions) -> serve.Application:
         name="Engine",
         max_ongoing_requests=options.max_ongoing_requests,
         graceful_shutdown_timeout_s=options.graceful_shutdown_timeout_s,
-        graceful_shutdown_wait_loop_s=_DRAIN_LOOP_S,
         ray_actor_options=dict(options.ray_actor_options),
         request_router_config=RequestRouterConfig(
             request_router_class="chunkattn.integrations.ray.router:NamedRouter", request_router_kwargs={"channel": CHANNEL}
         ),
-        **_HEALTH,
+        **_COMMON,
         **scale,
     )
     return made.bind(dict(options.engine), dict(options.server))

@@ -170,7 +170,7 @@ async def _end(gateway: Any, config: ServerConfig) -> None:
     with suppress(Exception):  # the gateway has died, or its requests are not over
         await asyncio.wait_for(gateway.drain.remote(), config.drain_timeout_s + _LAST_S)
     with suppress(TimeoutError):
-        await asyncio.wait_for(serve.shutdown_async(), _SHUTDOWN_S)
+        await asyncio.wait_for(asyncio.to_thread(serve.delete, APP), _SHUTDOWN_S)
 
 
 def _free_port(config: ServerConfig) -> int:
