@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from numbers import Integral
@@ -20,7 +19,7 @@ from chunkattn.calls.score_memory import ScoreMemory
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import ConfigError, RequestError, shown
-from chunkattn.focus import FocusLike, read_focus
+from chunkattn.focus import FocusLike
 from chunkattn.models.loader import ModelFiles
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
 from chunkattn.parsers.arguments import as_list, check_template_options, one_each
@@ -30,7 +29,6 @@ from chunkattn.parsers.encode import ControlTokens, PlainEncoder
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.parsers.state_template import StateTemplate
 
-_NEEDS = "chooses among documents, and the prompt has none"
 _MAX_TEMPLATES = 16
 """Maximum number of rendered chat templates that are kept."""
 
@@ -149,14 +147,7 @@ class Frontend:
             prompts = [prompts]
         listed = as_list(prompts, "prompts")
         parser = self.parser if add_special_tokens else self.parser.without_leading()
-        given = read_focus(focus)
-        parsed = [parser.parse(p, chunk_aware) for p in listed]
-        if given is not None:
-            for prompt, own in zip(listed, parsed, strict=True):
-                if not own.layout.num_chunks and isinstance(prompt, (str, Mapping)):
-                    raise RequestError(f"focus {_NEEDS}; enable chunk_aware and separate them", param="focus")
-            parsed = [own if own.focus else replace(own, focus=given) for own in parsed]
-        return parsed
+        return [parser.parse(prompt, chunk_aware, focus) for prompt in listed]
 
     def parse_chat(
         self,
@@ -180,10 +171,7 @@ class Frontend:
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
         options = check_template_options(template_options)
-        given = read_focus(focus)
-        if given is not None and documents is None:
-            raise RequestError(f"focus {_NEEDS}; give them as documents", param="focus")
-        return [replace(self.parser.parse_chat(m, documents, **options), focus=given) for m in conversations]
+        return [self.parser.parse_chat(m, documents, focus, **options) for m in conversations]
 
 
 def check_priorities(value: Any, count: int) -> list[int]:

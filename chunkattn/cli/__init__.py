@@ -1,4 +1,4 @@
-"""Commands: `serve | generate | score | decide | inspect | demo | cache | eval | calibrate | bench | flips | check | env`."""
+"""Commands: `serve | route | generate | score | decide | inspect | demo | cache | eval | calibrate | bench | flips | ...`."""
 
 from chunkattn.cli import (
     bench,
@@ -12,11 +12,12 @@ from chunkattn.cli import (
     evaluate,
     flips,
     prompts,
+    route,
     serve,
 )
 from chunkattn.cli.common import app
 
 __all__ = [
     "app", "bench", "bench_gen", "bench_score", "bench_serve", "cache", "check", "decide", "environment", "evaluate", "flips",
-    "prompts", "serve",
+    "prompts", "route", "serve",
 ]  # fmt: skip

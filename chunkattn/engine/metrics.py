@@ -45,6 +45,7 @@ class EngineMetrics:
         self.requests = self._counter("requests", "Requests ended, by outcome: finished, failed or aborted", "outcome")
         self.store = self._counter("kv_store_events", "Parts of prompts handled by the KV store, by event", "event")
         self.pages = Gauge(_PREFIX + "pages", "KV pages of the pool, by state", ["state"], registry=self.registry)
+        self.block_size = Gauge(_PREFIX + "block_size", "Token slots of a KV page", registry=self.registry)
         self.queue = Gauge(_PREFIX + "requests_now", "Requests in the engine, by state", ["state"], registry=self.registry)
         self.step_time = self._histogram("step_seconds", "Seconds per engine step")
         self.host_time = self._histogram("step_host_seconds", "Seconds per step for scheduling and metadata on the host")
@@ -108,6 +109,7 @@ class EngineMetrics:
         used = trie.num_pages - trie.num_available - pinned
         for state, pages in {"free": trie.pool.num_free, "cached": trie.num_cached, "used": used, "pinned": pinned}.items():
             self.pages.labels(state).set(pages)
+        self.block_size.set(scheduler.block_size)
         self.queue.labels("waiting").set(len(scheduler.waiting))
         self.queue.labels("running").set(len(scheduler.running))
         return generate_latest(self.registry).decode()

@@ -260,7 +260,7 @@ def usage(
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
     completion = sum(len(s.token_ids) for o in outputs for s in o.outputs) if generated is None else generated
     details: dict[str, object] = {"cached_tokens": sum(o.num_cached_tokens for o in outputs)}
-    if moved:
+    if moved := _shown(outputs, moved):
         details["other_prefix_documents"] = len(moved)
     if chunks:
         counts = [_chunk_counts(o, moved) for o in outputs]
@@ -274,6 +274,12 @@ def usage(
         "total_tokens": prompt + completion,
         "prompt_tokens_details": details,
     }
+
+
+def _shown(outputs: Sequence[RequestOutput], numbers: Collection[int]) -> Collection[int]:
+    """Return the numbers of the documents that the only prompt shows, of those given."""
+    focus = outputs[0].focus if numbers else None
+    return numbers if focus is None or focus.mode != "only" else set(numbers) & set(focus.shown)
 
 
 def _chunk_counts(output: RequestOutput, moved: Collection[int]) -> list[dict[str, int | bool]]:
@@ -299,6 +305,7 @@ def _choice(focus: FocusOutput) -> dict[str, object]:
         "mode": focus.mode,
         "score": focus.score,
         "documents": focus.documents,
+        "shown": focus.shown,
         "scores": scores,
         "computed_tokens": focus.computed_tokens,
     }

@@ -193,6 +193,27 @@ def test_only_fits_where_all_documents_do_not(llm):
     assert output.chunk_lens == (1800,)
 
 
+@pytest.mark.parametrize("form", ["documents", "chunks", "separated", "chat"])
+def test_texts_fit_under_only_where_all_of_them_do_not(form, llm):
+    texts = [f"{number} " + "word " * 440 for number in range(10)]  # one fits the pool, ten do not
+    separator = llm.config.chunk_separator
+    prompts = {
+        "documents": DocumentPrompt("Read. ", texts, "Where is it?"),
+        "chunks": ChunkedPrompt("Read. ", texts, "Where is it?"),
+        "separated": separator.join(["Read. ", *texts, "Where is it?"]),
+    }
+
+    def parse(focus):
+        if form == "chat":
+            return llm.frontend.parse_chat(MESSAGES, texts, None, focus)
+        return llm.frontend.parse(prompts[form], form == "separated", focus)
+
+    (parsed,) = parse(1)
+    assert parsed.layout.num_chunks == 10
+    for focus in (None, Focus(1, "reread")):
+        assert "send less" in str(refused(lambda focus=focus: parse(focus), CapacityError))
+
+
 def test_a_document_too_long_for_the_rerank_template(llm):
     prompt = DocumentPrompt("", ["word " * 505, "word"], "Where?", Focus(1, "only", "relevance"))
     error = refused(lambda: llm.generate(prompt, GREEDY), CapacityError)

@@ -10,6 +10,7 @@ from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server import run
 from chunkattn.server.app import create_app
+from chunkattn.server.listening import listen
 from chunkattn.server.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine"]
@@ -59,7 +60,7 @@ def test_the_line_comes_when_the_server_is_ready_in_this_sense(llm, monkeypatch,
     config = ServerConfig(ready_when_warm=option, port=0)
 
     async def main():
-        listening = run._listen(config)
+        listening = listen(config)
         serving = asyncio.create_task(run._serve(llm, config, listening))
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         shown = ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from tempfile import TemporaryFile
 from urllib.request import urlopen
 
@@ -17,12 +19,14 @@ START_S, END_S = 900, 60
 
 
 class Server:
-    """`chunkattn serve` on a free port, in a process of its own.
+    """`chunkattn serve`, or `chunkattn route`, on a free port, in a process of its own.
 
     Its log goes to a file, because a pipe would wake the reader at every line.
 
     Args:
         arguments: arguments of the command.
+        command: the command. A gateway is ready before its replicas are.
+        env: variables of the process beside those of this one.
 
     Attributes:
         url: base URL of the server.
@@ -32,15 +36,17 @@ class Server:
         EngineError: the server did not start.
     """
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "chunkattn", "serve", "--port=0", *arguments]
+    def __init__(self, *arguments: str, command: str = "serve", env: Mapping[str, str] | None = None) -> None:
+        line = [sys.executable, "-m", "chunkattn", command, "--port=0", *arguments]
         self._log = TemporaryFile("w+")  # noqa: SIM115, open for the server's lifetime
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        self.process = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=self._log, text=True, env={**os.environ, **(env or {})}
+        )
         late = threading.Timer(START_S, self.process.kill)
         late.start()
         try:
             self.url = self._ready()
-            while "--no-warmup" not in arguments and not self._is_warm():
+            while command == "serve" and "--no-warmup" not in arguments and not self._is_warm():
                 time.sleep(0.1)
         except BaseException:
             self.process.kill()

@@ -11,7 +11,6 @@ import vllm
 from vllm.sampling_params import RequestOutputKind
 
 from chunkattn.errors import RequestError
-from chunkattn.focus import FocusLike, read_focus
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, parts_of
 from chunkattn.integrations.vllm.composer import Answer, PromptTask
 from chunkattn.integrations.vllm.requests import PromptPlan
@@ -20,25 +19,6 @@ from chunkattn.parsers.choice import answered, behind_one, candidates_of, check_
 
 _SCORES = ("likelihood",)
 _MODES = ("raw_logprobs", "processed_logprobs")
-
-
-def with_focus(prompts: Sequence[ParsedPrompt], focus: FocusLike | None) -> list[ParsedPrompt]:
-    """Return prompts of which those without a focus have the given one.
-
-    Args:
-        prompts: parsed prompts.
-        focus: see `chunkattn.LLM.generate`; None leaves the prompts as they are.
-
-    Raises:
-        RequestError: the focus is malformed, or a prompt has no documents.
-    """
-    given = read_focus(focus)
-    if given is None:
-        return list(prompts)
-    if any(prompt.layout.is_plain for prompt in prompts):
-        text = "focus chooses among documents, and the prompt has none; give documents, or separate them and enable chunk_aware"
-        raise RequestError(text, param="focus")
-    return [prompt if prompt.focus else replace(prompt, focus=given) for prompt in prompts]
 
 
 class FocusReads:

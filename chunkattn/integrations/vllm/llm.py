@@ -20,7 +20,7 @@ from chunkattn.errors import ConfigError, RequestError
 from chunkattn.focus import FocusLike
 from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
 from chunkattn.integrations.vllm.composer import Answer, Composer, HeldKeys, PromptTask, Submission
-from chunkattn.integrations.vllm.focus import FocusReads, with_focus
+from chunkattn.integrations.vllm.focus import FocusReads
 from chunkattn.integrations.vllm.requests import EngineRequest, PromptPlan, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
@@ -117,8 +117,8 @@ class ChunkLLM:
         """
         if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
             prompts = [prompts]
-        parsed = [self.parser.parse(prompt, chunk_aware) for prompt in as_list(prompts, "prompts")]
-        return self._answer(with_focus(parsed, focus), sampling_params, cache_salt, priority, use_tqdm, lora_request)
+        parsed = [self.parser.parse(prompt, chunk_aware, focus) for prompt in as_list(prompts, "prompts")]
+        return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -153,8 +153,8 @@ class ChunkLLM:
         """
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
-        parsed = [self.parser.parse_chat(m, documents, **(chat_template_kwargs or {})) for m in conversations]
-        return self._answer(with_focus(parsed, focus), sampling_params, cache_salt, priority, use_tqdm, lora_request)
+        parsed = [self.parser.parse_chat(m, documents, focus, **(chat_template_kwargs or {})) for m in conversations]
+        return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def precompute(
         self,

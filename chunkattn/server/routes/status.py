@@ -65,7 +65,7 @@ async def readyz(state: State, warm: Warm = False) -> Response:
     """Return 200 when requests are accepted, else 503 with the reason; `warm` once every program has been compiled ahead."""
     status, client = state.probe(warm=warm), state.llm.client
     body: dict[str, Any] = {"status": status, "warm": client.is_warm}
-    body |= {"engine": client.state, "engine_restarts": client.restarts}
+    body |= {"engine": client.state, "engine_restarts": client.restarts, "started": state.started}
     if client.warmup is not None:
         body["warmup"] = dict(zip(("done", "total"), client.warmup))
     return JSONResponse(body, 200 if status == "ready" else 503)

@@ -1,0 +1,38 @@
+"""Command `chunkattn route`: the gateway in front of servers by URL."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from chunkattn.cli.common import app, command
+from chunkattn.cli.options import with_options
+from chunkattn.gateway.options import GatewayOptions
+from chunkattn.options import options_of
+from chunkattn.server.options import ServerConfig
+
+_SERVER = (
+    "host port api_key api_key_file metrics_key request_timeout_s max_body_bytes drain_timeout_s max_connections "
+    "header_timeout_s body_timeout_s write_timeout_s log_format"
+)
+
+
+@command(app)
+@with_options(
+    (GatewayOptions, "Gateway", " ".join(options_of(GatewayOptions))),
+    (ServerConfig, "Server", _SERVER),
+    from_environment=True,
+)
+def route(
+    urls: Annotated[list[str], typer.Argument(help="URLs of the replicas: servers of chunkattn, or of vLLM with its plugin.")],
+    **options: Any,
+) -> None:
+    """Route requests to the server that has their documents in its cache.
+
+    The gateway has the HTTP interface of the servers behind it.
+    """
+    from chunkattn.gateway.run import route as run
+
+    server = ServerConfig(**{name: options.pop(name) for name in _SERVER.split()})
+    run(urls, GatewayOptions(**options), server)

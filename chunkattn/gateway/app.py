@@ -1,0 +1,201 @@
+"""`Gateway`: the ASGI application in front of replicas, with its own routes, its watch and its stored documents."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, ProcessCollector, generate_latest
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from chunkattn.gateway.metrics import GatewayMetrics, merge
+from chunkattn.gateway.options import GatewayOptions
+from chunkattn.gateway.relay import Documents, Relay
+from chunkattn.gateway.replicas import ReplicaGoneError, Replicas
+from chunkattn.gateway.watch import TextMeasure, Watch
+from chunkattn.routing.policy import POLICIES
+from chunkattn.server.body_shares import BodyShares
+from chunkattn.server.errors import ApiError
+from chunkattn.server.keys import Keys, Shares
+from chunkattn.server.middleware import METRICS_PATH, Gate, HttpMetrics, route_path
+from chunkattn.server.options import ServerConfig
+
+_DOCUMENTS_PATH = "/v1/cache/documents"
+_MOST_PLACES = 1 << 30
+_MEASURE_S = 300.0
+"""Seconds after which bytes per token are measured again."""
+_KNOWN = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/score",
+    "/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/decisions",
+    "/v1/systemone",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+)
+"""Routes with a label of their own in the metrics; clients choose paths freely, so all others share one."""
+
+
+@dataclass
+class GatewayState:
+    """State that the HTTP server of the gateway drains by.
+
+    Attributes:
+        config: options of the HTTP server.
+        metrics: its metrics.
+        draining: True after SIGTERM: running requests finish, new ones are refused.
+    """
+
+    config: ServerConfig
+    metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    draining: bool = False
+
+
+class Gateway:
+    """Application in front of replicas. Call `open` before the first request and `close` after the last.
+
+    Args:
+        replicas: connection to the replicas.
+        options: options of the gateway.
+        config: options of the HTTP server: keys, limits, timeouts and the address, which decides on the accepted Host headers.
+        documents: stored documents over the replicas; None relays their routes and ids to any replica.
+
+    Attributes:
+        app: ASGI application.
+        state: state that drains.
+        watch: states of the replicas.
+        policy: policy that ranks them.
+
+    Raises:
+        ConfigError: the key file is invalid.
+    """
+
+    def __init__(
+        self, replicas: Replicas, options: GatewayOptions, config: ServerConfig, documents: Documents | None = None
+    ) -> None:
+        self.replicas, self.options, self.documents = replicas, options, documents
+        self.state = GatewayState(config)
+        self.keys = Keys(config.api_key, config.api_key_file, config.metrics_key)
+        registry = self.state.metrics.registry
+        ProcessCollector(registry=registry)
+        self.metrics = GatewayMetrics(registry)
+        self.policy = POLICIES[options.policy]()
+        self.watch = Watch(replicas, self.policy, options, getattr(replicas, "drop", lambda name: None))
+        self._measure = TextMeasure(self._count_tokens)
+        self._measuring: asyncio.Task[None] | None = None
+        self._relay = Relay(
+            replicas,
+            self.policy,
+            self.watch,
+            options,
+            self.metrics,
+            timeout_s=config.request_timeout_s,
+            max_body_bytes=config.max_body_bytes,
+            documents=documents,
+            measure=self._measure,
+        )
+        shares = Shares(_MOST_PLACES, BodyShares(config.max_body_bytes_per_client))
+        self.app: ASGIApp = Gate(self._route, config, self.state.metrics, self.keys, shares)
+
+    async def open(self) -> None:
+        """Connect to the replicas and start to watch them."""
+        await self.replicas.open()
+        await self.watch.open()
+        self._measuring = asyncio.create_task(self._keep_measuring())
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._measuring is not None:
+            self._measuring.cancel()
+        await self.watch.close()
+        await self.replicas.close()
+
+    # Routes
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = route_path(scope), scope["method"]
+        label = _DOCUMENTS_PATH if path.startswith(_DOCUMENTS_PATH) else path
+        known = path in (*_KNOWN, "/health", "/readyz", "/livez", METRICS_PATH) or label == _DOCUMENTS_PATH
+        scope["route"] = SimpleNamespace(path=label if known else "other")
+        own = {"/health": self._health, "/readyz": self._health, "/livez": _livez, METRICS_PATH: self._show_metrics}
+        try:
+            if (answer := own.get(path)) is not None:
+                if method not in ("GET", "HEAD"):
+                    raise ApiError(405, f"{path} takes GET or HEAD, not {method}", code="method_not_allowed", Allow="GET, HEAD")
+                response: Response = await answer()
+                if method == "HEAD":
+                    response.body = b""
+                await response(scope, receive, send)
+                return
+            if self.state.draining:
+                raise ApiError(503, "the gateway is draining; try another one", code="draining", **{"Retry-After": "1"})
+            routes: Any = getattr(self.documents, "app", None)
+            if routes is not None and (path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/")):
+                await routes(scope, receive, send)
+                return
+            await self._relay(scope, receive, send)
+        except ApiError as error:
+            if error.status == 499 or type(error) is not ApiError:
+                raise
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+
+    async def _health(self) -> Response:
+        """Return 200 if a replica takes requests, with the state of each."""
+        listed = {
+            name: {"ready": state.is_ready, "generation": None if state.report is None else state.report.generation}
+            for name, state in self.watch.states.items()
+        }
+        ready = any(state["ready"] for state in listed.values())
+        status = "draining" if self.state.draining else "ready" if ready else "no replica is ready"
+        return JSONResponse({"status": status, "replicas": listed}, 200 if status == "ready" else 503)
+
+    async def _show_metrics(self) -> Response:
+        """Return the gateway's metrics and those of every replica, with a label for each."""
+        names = self.watch.ready()
+
+        async def read(name: str) -> str:
+            try:
+                async with asyncio.timeout(self.options.report_timeout_s):
+                    return await self.replicas.metrics(name)
+            except (ReplicaGoneError, TimeoutError):
+                return ""
+
+        for name, state in self.watch.states.items():
+            self.metrics.ready.labels(name).set(state.is_ready)
+            self.metrics.queued.labels(name).set(self.policy.queued(name))
+            self.metrics.pieces.labels(name).set(self.policy.num_pieces(name))
+        self.metrics.bytes_per_token.set(self.watch.bytes_per_token)
+        texts = dict(zip(names, await asyncio.gather(*map(read, names)), strict=True))
+        own = generate_latest(self.state.metrics.registry).decode()
+        return Response(merge({"gateway": own, **texts}), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    # Bytes per token
+
+    async def _count_tokens(self, text: str) -> int | None:
+        count = getattr(self.replicas, "count_tokens", None)
+        ready = self.watch.ready()
+        return None if count is None or not ready else await count(ready[0], text)
+
+    async def _keep_measuring(self) -> None:
+        """Measure bytes per token once there are samples, and again from time to time."""
+        while True:
+            await asyncio.sleep(self.options.report_period_s)
+            if self._measure.num_samples < 4:
+                continue
+            with suppress(ReplicaGoneError):
+                if (found := await self._measure.bytes_per_token()) is not None:
+                    self.watch.bytes_per_token = found
+                    await asyncio.sleep(_MEASURE_S)
+
+
+async def _livez() -> Response:
+    return JSONResponse({"status": "alive"})

@@ -1,0 +1,298 @@
+"""`HttpReplicas`: replicas by URL. Each is a server of chunkattn, or of vLLM with chunkattn's plugin."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDict
+from yarl import URL
+
+from chunkattn.errors import ConfigError
+from chunkattn.gateway.replicas import Message, Outgoing, ReplicaGoneError, Report
+
+_RESOLVE_S = 5.0
+_METRICS_S = 30.0
+_MOST_REPORT = 16 << 20
+"""Bytes of a report or of metrics that the gateway reads at most."""
+_ERRORS = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, EOFError)
+_SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+"""Headers that aiohttp adds by itself; the client's own are relayed."""
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+def check_url(url: str) -> str:
+    """Return the base URL of a replica without a slash at its end.
+
+    Raises:
+        ConfigError: it is no http or https URL, or has credentials, a query or a fragment.
+    """
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  (raises where the port is no number)
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"a replica is given as http://host:port, got {url!r}")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ConfigError(f"{url!r} must have no credentials, query or fragment; give a key as --replica-key")
+    return url.rstrip("/")
+
+
+class HttpReplicas:
+    """Connection to replicas by URL. The URL is the name of a replica; `--resolve` puts the address into it.
+
+    Args:
+        urls: base URLs.
+        key: API key of the gateway's own requests.
+        resolve: take every address of a host as a replica.
+        connect_timeout_s: time limit of a connection in seconds.
+
+    Raises:
+        ConfigError: a URL is malformed or given twice, or there is none.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], *, key: str | None = None, resolve: bool = False, connect_timeout_s: float = 3.0
+    ) -> None:
+        self._urls = [check_url(url) for url in urls]
+        if not self._urls:
+            raise ConfigError("give the URL of at least one replica, such as http://127.0.0.1:8001")
+        if double := next((url for n, url in enumerate(self._urls) if url in self._urls[:n]), None):
+            raise ConfigError(f"the replica {double} is given twice")
+        if resolve and (secure := next((url for url in self._urls if url.startswith("https:")), None)):
+            raise ConfigError(f"--resolve cannot check the certificate of an address; {secure} needs http, or no --resolve")
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._resolve, self._connect_timeout_s = resolve, connect_timeout_s
+        self._names: dict[str, str] = {} if resolve else {url: url for url in self._urls}  # URL by name
+        self._running: dict[str, set[asyncio.Future[None]]] = {}
+        self._plain: dict[str, tuple[str, int | None, float]] = {}  # replicas without /v1/cache/report, see `_plain_report`
+        self._resolving: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Make the connection pool; resolve the host names once."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=_SKIPPED,
+        )
+        if self._resolve:
+            await self._look_up()
+            self._resolving = asyncio.create_task(self._keep_resolving())
+
+    async def close(self) -> None:
+        """Close all connections; running answers end with `ReplicaGoneError`."""
+        if self._resolving is not None:
+            self._resolving.cancel()
+        for name in list(self._running):
+            self.drop(name)
+        await self._session.close()
+
+    def names(self) -> Sequence[str]:
+        """Return the URLs of the replicas."""
+        return list(self._names)
+
+    def drop(self, name: str) -> None:
+        """End the running requests of a replica with `ReplicaGoneError`."""
+        for gone in list(self._running.get(name, ())):
+            if not gone.done():
+                gone.set_result(None)
+
+    async def send(self, name: str, request: Outgoing) -> AsyncIterator[Message]:
+        """Send a request and return its answer, message by message as they come; see `Replicas.send`.
+
+        Raises:
+            ReplicaGoneError: the replica is gone.
+        """
+        if name not in self._names:
+            raise ReplicaGoneError(f"{name} is no replica any more")
+        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running.setdefault(name, set()).add(gone)
+        answer: aiohttp.ClientResponse | None = None
+        complete = False
+        try:
+            answer = await self._or_gone(self._request(name, request), gone, name)
+            headers = [(key.lower(), value) for key, value in answer.raw_headers]
+            yield {"type": "http.response.start", "status": answer.status, "headers": headers}
+            while piece := await self._or_gone(answer.content.readany(), gone, name):
+                yield {"type": "http.response.body", "body": piece, "more_body": True}
+            complete = True
+            yield {"type": "http.response.body", "body": b"", "more_body": False}
+        except _ERRORS as error:
+            raise ReplicaGoneError(_told(name, error)) from error
+        finally:
+            self._running[name].discard(gone)
+            if not self._running[name]:
+                del self._running[name]
+            if answer is not None:
+                if complete:
+                    answer.release()
+                else:
+                    answer.close()  # the replica sees that nobody waits any more
+
+    async def _request(self, name: str, request: Outgoing) -> aiohttp.ClientResponse:
+        """Send a request; once more on a new connection if the replica had closed an idle one."""
+        query = b"?" + request.query if request.query else b""
+        url = URL(self._names[name] + request.path + query.decode("latin-1"), encoded=True)
+        headers: CIMultiDict[str] = CIMultiDict((k.decode("latin-1"), v.decode("latin-1")) for k, v in request.headers)
+        for last in (False, True):
+            try:
+                return await self._session.request(
+                    request.method, url, data=request.body or None, headers=headers, allow_redirects=False
+                )
+            except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+                if last:
+                    raise
+        raise AssertionError
+
+    async def _or_gone(self, waiting: Any, gone: asyncio.Future[None], name: str) -> Any:
+        """Return the result of a coroutine, unless `drop` ends it."""
+        task = asyncio.ensure_future(waiting)
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+            raise ReplicaGoneError(f"{name} hangs")
+        return task.result()
+
+    async def report(self, name: str) -> Report:
+        """Return the state of a replica, from `/v1/cache/report` or else from `/health` and `/metrics`.
+
+        Raises:
+            ReplicaGoneError: the replica cannot be asked.
+        """
+        try:
+            if name in self._plain:
+                return await self._plain_report(name)
+            status, body = await self._get(name, "/v1/cache/report")
+            return _read_report(body) if status == 200 else await self._plain_report(name)
+        except ReplicaGoneError:
+            self._plain.pop(name, None)
+            raise
+
+    async def _plain_report(self, name: str) -> Report:
+        """Return the state of a replica that has no `/v1/cache/report`. Its metrics are read when it appears, and each 30 s."""
+        status, body = await self._get(name, "/health")
+        generation = ""
+        with suppress(msgspec.DecodeError, TypeError, AttributeError):
+            told = msgspec.json.decode(body)
+            generation = f"{told.get('started', '')} {told.get('engine_restarts', '')}"
+        started, capacity, until = self._plain.get(name, ("", None, 0.0))
+        if status == 200 and time.monotonic() > until:
+            found, text = await self._get(name, "/metrics")
+            if found == 200:
+                started, capacity = _read_metrics(text.decode("utf-8", "replace"))
+            self._plain[name] = started, capacity, time.monotonic() + _METRICS_S
+        return Report(f"{generation} {started}", status == 200, capacity)
+
+    async def metrics(self, name: str) -> str:
+        """Return the metrics of a replica in Prometheus's text format.
+
+        Raises:
+            ReplicaGoneError: the replica cannot be asked, or refuses the gateway's key.
+        """
+        status, body = await self._get(name, "/metrics")
+        if status != 200:
+            raise ReplicaGoneError(f"{name} answers {status} to /metrics")
+        return body.decode("utf-8", "replace")
+
+    async def count_tokens(self, name: str, text: str) -> int | None:
+        """Return the number of tokens of a text, from `/tokenize` of a replica; None if it has no such route."""
+        with suppress(*_ERRORS, TimeoutError, msgspec.DecodeError, KeyError, TypeError):
+            body = msgspec.json.encode({"prompt": text, "add_special_tokens": False})
+            headers = {**self._headers, "Content-Type": "application/json"}
+            url = self._names[name] + "/tokenize"
+            async with asyncio.timeout(5), self._session.post(url, data=body, headers=headers) as answer:
+                told = msgspec.json.decode(await answer.read())
+                return int(told["count"]) if answer.status == 200 else None
+        return None
+
+    async def _get(self, name: str, path: str) -> tuple[int, bytes]:
+        try:
+            async with self._session.get(self._names[name] + path, headers=self._headers, allow_redirects=False) as answer:
+                body = await answer.content.read(_MOST_REPORT)
+                return answer.status, body
+        except KeyError:
+            raise ReplicaGoneError(f"{name} is no replica any more") from None
+        except _ERRORS as error:
+            raise ReplicaGoneError(_told(name, error)) from error
+
+    # Host names
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            await asyncio.sleep(_RESOLVE_S)
+            await self._look_up()
+
+    async def _look_up(self) -> None:
+        """Take every address of every host as a replica. A host that cannot be looked up keeps its addresses."""
+        found: dict[str, str] = {}
+        for base in self._urls:
+            parts = urlsplit(base)
+            try:
+                entries = await asyncio.get_running_loop().getaddrinfo(
+                    parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
+                )
+            except OSError:
+                found |= {name: url for name, url in self._names.items() if name.endswith(f"#{base}")}
+                continue
+            for address in sorted({str(entry[4][0]) for entry in entries}):
+                shown = f"[{address}]" if ":" in address else address
+                url = f"http://{shown}:{parts.port or 80}{parts.path}"
+                found[url] = url
+        self._names = found
+
+
+def _told(name: str, error: BaseException) -> str:
+    return f"{name}: {type(error).__name__}"
+
+
+def _read_report(body: bytes) -> Report:
+    """Return the report that `/v1/cache/report` answers with.
+
+    Raises:
+        ReplicaGoneError: it is malformed.
+    """
+    try:
+        told = msgspec.json.decode(body)
+        held = None if told.get("held") is None else {int(key): int(size) for key, size in told["held"]}
+        gone = frozenset(int(key) for key in told.get("gone") or ())
+        capacity = None if told.get("capacity") is None else int(told["capacity"])
+        return Report(str(told["generation"]), bool(told["ready"]), capacity, held, gone, float(told.get("age_s", 0.0)))
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReplicaGoneError(f"its report cannot be read: {type(error).__name__}") from None
+
+
+def _read_metrics(text: str) -> tuple[str, int | None]:
+    """Return the start time of a process and the tokens of its KV cache, from the metrics of chunkattn or vLLM."""
+    started, pages, block_size, capacity = "", 0.0, None, None
+    for name, labels, value in _SAMPLE.findall(text):
+        if name == "process_start_time_seconds":
+            started = value
+        elif name == "chunkattn_pages":
+            pages += float(value)
+        elif name == "chunkattn_block_size":
+            block_size = float(value)
+        elif name == "vllm:cache_config_info":
+            told = dict(_LABEL.findall(labels))
+            with suppress(KeyError, ValueError):
+                capacity = int(told["num_gpu_blocks"]) * int(told["block_size"])
+    if block_size is not None and pages:
+        capacity = int(pages * block_size)
+    return started, capacity

@@ -1,0 +1,320 @@
+"""`Relay`: ASGI application that sends each request to the replica with the most of it in its cache, and relays the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from chunkattn.gateway.metrics import GatewayMetrics
+from chunkattn.gateway.options import GatewayOptions
+from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
+from chunkattn.gateway.watch import TextMeasure, Watch
+from chunkattn.routing.keys import Keys, keys_of
+from chunkattn.routing.policy import Policy
+from chunkattn.server.content_codings import expanded
+from chunkattn.server.errors import ApiError
+
+REPLICA_HEADER = b"x-chunkattn-replica"
+_ONE_HOP = frozenset(b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade expect".split())
+_OWN = frozenset(b"host content-length date server".split())
+"""Headers that each end writes itself."""
+_ELSEWHERE = {503: None, 429: "queue_full"}
+"""Statuses after which another replica is tried, with the code that the error must have; None for any."""
+_MOST_REFUSAL = 1 << 16
+_RETRY_AFTER = {"Retry-After": "1"}
+
+
+class Documents(Protocol):
+    """Stored documents over all replicas, see `chunkattn.gateway.documents`."""
+
+    def resolve(self, path: str, body: Any, authorization: str) -> Any:
+        """Return a body with the texts of the documents that it names by id; the same object if it names none."""
+
+
+@dataclass
+class _Answering:
+    """Progress of one answer.
+
+    Attributes:
+        status: status sent to the client; 0 before.
+        is_stream: whether the answer is a stream of server-sent events.
+        complete: whether its last byte was sent.
+    """
+
+    status: int = 0
+    is_stream: bool = False
+    complete: bool = False
+
+
+class CutError(ApiError):
+    """An answer ended early; its status is sent, so the connection is closed."""
+
+
+class Relay:
+    """ASGI application in front of replicas.
+
+    Args:
+        replicas: connection to the replicas.
+        policy: policy that ranks them.
+        watch: their states.
+        options: options of the gateway.
+        metrics: metrics of the gateway.
+        timeout_s: time limit of a request in seconds.
+        max_body_bytes: limit on the bytes of a body.
+        documents: stored documents; None relays their ids.
+        measure: takes samples of documents.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        policy: Policy,
+        watch: Watch,
+        options: GatewayOptions,
+        metrics: GatewayMetrics,
+        *,
+        timeout_s: float,
+        max_body_bytes: int,
+        documents: Documents | None = None,
+        measure: TextMeasure | None = None,
+    ) -> None:
+        self._replicas, self._policy, self._watch, self._options = replicas, policy, watch, options
+        self._metrics, self._timeout_s, self._most = metrics, timeout_s, max_body_bytes
+        self._documents, self._measure = documents, measure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request. If the client leaves, the request to the replica is aborted."""
+        body = await read_body(receive)
+        relaying = asyncio.create_task(self._answer(scope, body, send))
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait({relaying, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not relaying.done():
+                relaying.cancel()
+        await asyncio.gather(relaying, return_exceptions=leaving.done() and not leaving.cancelled())
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        progress = _Answering()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                request, keys = self._read(scope, body)
+                await self._relay(request, keys, send, progress)
+        except TimeoutError:
+            text = f"the request took longer than request_timeout_s {self._timeout_s:g} of the gateway"
+            await _end(progress, ApiError(504, text, code="timeout"), send)
+
+    def _read(self, scope: Scope, body: bytes) -> tuple[Outgoing, Keys]:
+        """Return the request to a replica, and its routing keys.
+
+        Raises:
+            ApiError: the body cannot be read, or names a document that is not stored.
+        """
+        path, headers = scope["path"], dict(scope["headers"])
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        listed = outgoing_headers(scope)
+        keys = Keys()
+        if body and scope["method"] == "POST":
+            plain = body
+            if codings := headers.get(b"content-encoding", b"").decode("latin-1"):
+                plain = expanded(body, codings.lower(), self._most)
+            try:
+                given = msgspec.json.decode(plain)
+            except (msgspec.DecodeError, RecursionError):
+                given = None  # the replica answers with the proper error
+            if given is not None:
+                resolved = given if self._documents is None else self._documents.resolve(path, given, authorization)
+                if resolved is not given:
+                    body, given = msgspec.json.encode(resolved), resolved
+                    listed = [(name, value) for name, value in listed if name != b"content-encoding"]
+                keys = keys_of(path, given, authorization, separator=self._options.chunk_separator)
+                self._sample(given)
+        raw = scope.get("raw_path") or path.encode()
+        return Outgoing(scope["method"], raw.decode("latin-1"), scope.get("query_string", b""), listed, body), keys
+
+    def _sample(self, body: Any) -> None:
+        """Offer the first document of a body to the measure of bytes per token."""
+        if self._measure is None or not isinstance(body, Mapping):
+            return
+        parts = body.get("chunks") if isinstance(body.get("chunks"), Mapping) else body
+        documents = parts.get("documents") if isinstance(parts, Mapping) else None
+        if isinstance(documents, list) and documents:
+            first = documents[0]
+            self._measure.offer(first.get("text") if isinstance(first, Mapping) else first)
+
+    async def _relay(self, request: Outgoing, keys: Keys, send: Send, progress: _Answering) -> None:
+        """Send a request to one replica after the other until one answers.
+
+        Raises:
+            ApiError: no replica has answered, or an answer ended early.
+        """
+        tried, refusal, reason = set[str](), None, "no replica takes requests"
+        for number in range(self._options.max_tries):
+            names = [name for name in self._watch.ready() if name not in tried]
+            if not names:
+                break
+            began = time.perf_counter()
+            name = self._policy.rank(keys, names)[0]
+            self._metrics.decision.observe(time.perf_counter() - began)
+            tried.add(name)
+            more = number + 1 < self._options.max_tries and len(names) > 1
+            try:
+                refusal = await self._try(name, request, keys, send, progress, more)
+            except ReplicaGoneError as error:
+                self._watch.note_lost(name)
+                if progress.complete:
+                    return
+                if progress.status:
+                    self._metrics.cut.inc()
+                    text = "the replica of this answer is gone; send the request again"
+                    await _end(progress, ApiError(503, text, code="engine_not_ready"), send)
+                    return
+                reason, refusal = f"the replica is gone ({error})", None
+                self._metrics.retries.labels("gone").inc()
+                continue
+            if refusal is None:
+                return
+            self._metrics.retries.labels(str(refusal[0]["status"])).inc()
+        if refusal is not None:
+            for message in refusal:
+                await send(message)
+            return
+        code = "engine_not_ready" if tried else "no_replica"
+        raise ApiError(503, f"{reason}; try again", code=code, **_RETRY_AFTER)
+
+    async def _try(
+        self, name: str, request: Outgoing, keys: Keys, send: Send, progress: _Answering, more: bool
+    ) -> list[Message] | None:
+        """Relay the answer of one replica. Return the answer instead, unsent, if another replica should be tried.
+
+        Raises:
+            ReplicaGoneError: the replica is gone.
+        """
+        self._metrics.sent.labels(name).inc()
+        missing = self._policy.missing(name, keys)
+        self._metrics.asked.inc(sum(size for _, size in keys.pieces))
+        self._metrics.missing.inc(missing)
+        work = self._policy.sent(name, keys, time.monotonic())
+        computed = False
+        try:
+            async with aclosing(self._replicas.send(name, request)) as messages:  # type: ignore[type-var]
+                async for message in messages:
+                    if not progress.status:
+                        if more and message["status"] in _ELSEWHERE:
+                            kept: list[Message] = [_headed(message, name)]
+                            async for part in messages:
+                                kept.append(dict(part))
+                                if sum(len(p.get("body", b"")) for p in kept) > _MOST_REFUSAL:
+                                    break
+                            if _is_refusal(kept):
+                                return kept
+                            for held in kept:
+                                await send(held)
+                                _note(progress, held)
+                            continue
+                        message = _headed(message, name)
+                        computed = message["status"] < 400
+                    await send(message)  # type: ignore[arg-type]
+                    _note(progress, message)
+            return None
+        finally:
+            self._policy.done(name, work, computed=computed)
+
+
+async def read_body(receive: Receive) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        ApiError: the client left before its end.
+    """
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(499, "the client has left", code="client_closed_request")
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def outgoing_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Return the headers of the request to a replica: the client's, its address, and the id of the request."""
+    own = (b"x-request-id", b"x-forwarded-for", b"x-forwarded-proto", REPLICA_HEADER)
+    dropped = _ONE_HOP | _OWN | _named_by_connection(scope["headers"])
+    listed = [(name, value) for name, value in scope["headers"] if name not in dropped and name not in own]
+    if (request_id := scope.get("state", {}).get("request_id")) is not None:
+        listed.append((b"x-request-id", request_id.encode()))
+    if client := scope.get("client"):
+        listed += [(b"x-forwarded-for", client[0].encode()), (b"x-forwarded-proto", scope.get("scheme", "http").encode())]
+    return listed
+
+
+def _named_by_connection(headers: Any) -> set[bytes]:
+    """Return the headers that the Connection header declares to be of one hop."""
+    return {part.strip().lower() for name, value in headers if name == b"connection" for part in value.split(b",")}
+
+
+def _headed(message: Any, name: str) -> dict[str, Any]:
+    """Return the start of an answer with the headers to relay, and the replica's name."""
+    given = [(key.lower(), value) for key, value in message["headers"]]
+    dropped = _ONE_HOP | _named_by_connection(given) | _OWN - {b"content-length"}
+    listed = [(key, value) for key, value in given if key not in dropped]
+    return {**message, "headers": [*listed, (REPLICA_HEADER, name.encode("latin-1", "replace"))]}
+
+
+def _note(progress: _Answering, message: Any) -> None:
+    if message["type"] == "http.response.start":
+        progress.status = message["status"]
+        kind = next((value for key, value in message["headers"] if key == b"content-type"), b"")
+        progress.is_stream = kind.startswith(b"text/event-stream")
+    else:
+        progress.complete = not message.get("more_body", False)
+
+
+def _is_refusal(messages: list[Message]) -> bool:
+    """Return whether an answer means that another replica may answer better."""
+    code = _ELSEWHERE[messages[0]["status"]]
+    if code is None:
+        return True
+    try:
+        error = msgspec.json.decode(b"".join(m.get("body", b"") for m in messages))["error"]
+        return error.get("code") == code
+    except (msgspec.DecodeError, TypeError, KeyError, AttributeError):
+        return False
+
+
+async def _end(progress: _Answering, error: ApiError, send: Send) -> None:
+    """End an answer with an error: as the answer, as the last event of a stream, or by cutting the connection.
+
+    Raises:
+        ApiError: the answer has not begun, or is no stream.
+    """
+    if progress.complete:
+        return
+    if not progress.status:
+        raise error
+    if not progress.is_stream:
+        raise CutError(error.status, error.message, code=error.code)
+    events = b"data: " + msgspec.json.encode(error.body) + b"\n\ndata: [DONE]\n\n"
+    await send({"type": "http.response.body", "body": events, "more_body": False})
+
+
+async def _left(receive: Receive) -> None:
+    """Return once the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def with_key(request: Outgoing, key: str | None) -> Outgoing:
+    """Return a request of the gateway's own, with its API key."""
+    if key is None:
+        return request
+    return replace(request, headers=[*request.headers, (b"authorization", f"Bearer {key}".encode())])

@@ -1,0 +1,205 @@
+"""`Watch`: asks every replica for its state, and tells the policy what has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from chunkattn.gateway.options import GatewayOptions
+from chunkattn.gateway.replicas import ReplicaGoneError, Replicas, Report
+from chunkattn.routing.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+_LATE_S = 2.0
+"""Seconds before a report in which what was sent may not be computed yet, so the report may lack it."""
+DEFAULT_BYTES_PER_TOKEN = 4.0
+
+
+@dataclass
+class ReplicaState:
+    """State of a replica as last told.
+
+    Attributes:
+        report: last report; None before the first.
+        heard: time of the last report, in seconds of the monotonic clock.
+        lost: whether a connection failed since.
+        failures: reports that failed since the last one.
+    """
+
+    report: Report | None = None
+    heard: float = field(default_factory=time.monotonic)
+    lost: bool = False
+    failures: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the replica takes requests."""
+        return self.report is not None and self.report.ready and not self.lost
+
+
+class Watch:
+    """Watcher of all replicas.
+
+    Args:
+        replicas: connection to the replicas.
+        policy: policy that records what they hold.
+        options: options of the gateway.
+        drop: function that ends the running requests of a replica that hangs.
+
+    Attributes:
+        states: state of each replica by name.
+        bytes_per_token: bytes of text per token of KV cache.
+        on_change: functions that are called with the names of new and restarted replicas.
+    """
+
+    def __init__(
+        self, replicas: Replicas, policy: Policy, options: GatewayOptions, drop: Callable[[str], None] = lambda name: None
+    ) -> None:
+        self._replicas, self._policy, self._options, self._drop = replicas, policy, options, drop
+        self.states: dict[str, ReplicaState] = {}
+        self.bytes_per_token = DEFAULT_BYTES_PER_TOKEN
+        self.on_change: list[Callable[[Collection[str]], Awaitable[None] | None]] = []
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._heard = asyncio.Event()
+
+    async def open(self) -> None:
+        """Start to watch."""
+        self._update()
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop to watch."""
+        tasks = [t for t in (self._task, *self._asking.values()) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def ready(self) -> list[str]:
+        """Return the names of the replicas that take requests."""
+        return [name for name, state in self.states.items() if state.is_ready]
+
+    async def wait_for_report(self, timeout: float) -> None:
+        """Wait until any replica reports, or until the timeout in seconds."""
+        self._heard.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._heard.wait()
+
+    def note_lost(self, name: str) -> None:
+        """Note that a connection to a replica has failed: it gets no requests until it reports again."""
+        if (state := self.states.get(name)) is not None and not state.lost:
+            state.lost = True
+            logger.warning("replica %s is lost; it gets no requests until it reports again", name)
+            self._ask(name)
+
+    async def _run(self) -> None:
+        while True:
+            self._update()
+            for name in self.states:
+                self._ask(name)
+            await asyncio.sleep(self._options.report_period_s)
+
+    def _update(self) -> None:
+        """Take the replicas that exist now."""
+        names = list(dict.fromkeys(self._replicas.names()))
+        for name in self.states.keys() - set(names):
+            del self.states[name]
+            logger.info("replica %s has left", name)
+            if (task := self._asking.pop(name, None)) is not None:
+                task.cancel()
+        for name in names:
+            self.states.setdefault(name, ReplicaState())
+        self._policy.set_replicas(names)
+
+    def _ask(self, name: str) -> None:
+        if name not in self._asking:
+            task = self._asking[name] = asyncio.create_task(self._hear(name))
+            task.add_done_callback(lambda done: self._asking.pop(name, None) if self._asking.get(name) is done else None)
+
+    async def _hear(self, name: str) -> None:
+        """Ask a replica for its state and take the answer."""
+        try:
+            async with asyncio.timeout(self._options.report_timeout_s):
+                report = await self._replicas.report(name)
+        except (ReplicaGoneError, TimeoutError) as error:
+            self._note_failure(name, error)
+            return
+        except Exception:
+            logger.exception("the report of replica %s cannot be read", name)
+            self._note_failure(name, ReplicaGoneError("its report cannot be read"))
+            return
+        if (state := self.states.get(name)) is None:
+            return
+        before, was_ready = state.report, state.is_ready
+        state.report, state.heard, state.lost, state.failures = report, time.monotonic(), False, 0
+        restarted = before is not None and before.generation != report.generation
+        if restarted:
+            logger.warning("replica %s has restarted; its cache is empty", name)
+            self._policy.clear(name)
+        if report.capacity is not None:
+            self._policy.set_capacity(name, report.capacity * self.bytes_per_token)
+        if report.held is not None or report.gone:
+            self._policy.merge(name, report.held or {}, report.gone, time.monotonic() - report.age_s - _LATE_S)
+        if state.is_ready != was_ready:
+            logger.info("replica %s is %s", name, "ready" if state.is_ready else "not ready")
+        self._heard.set()
+        if restarted or (state.is_ready and not was_ready):
+            for call in self.on_change:
+                if (waiting := call([name])) is not None:
+                    await waiting
+
+    def _note_failure(self, name: str, error: BaseException) -> None:
+        if (state := self.states.get(name)) is None:
+            return
+        state.failures += 1
+        if state.is_ready and (state.failures > 1 or isinstance(error, ReplicaGoneError)):
+            logger.warning("replica %s does not report: %s", name, error or "it took too long")
+            state.lost = True
+        if time.monotonic() - state.heard > self._options.hang_timeout_s:
+            state.heard = time.monotonic()
+            self._drop(name)
+
+
+class TextMeasure:
+    """Measure of the bytes of text per slot of KV cache, from a few documents of requests.
+
+    Args:
+        count: function that returns the number of tokens of a text, or None if no replica tells it.
+        page: tokens of a page; a document fills whole pages.
+    """
+
+    _WANTED, _SHORTEST, _LONGEST = 16, 200, 20_000
+
+    def __init__(self, count: Callable[[str], Awaitable[int | None]], page: int = 16) -> None:
+        self._count, self._page = count, page
+        self._samples: list[str] = []
+        self._seen = 0
+
+    def offer(self, text: object) -> None:
+        """Take every 2^n-th document as a sample, until there are enough."""
+        if len(self._samples) >= self._WANTED or not isinstance(text, str) or not self._SHORTEST <= len(text) <= self._LONGEST:
+            return
+        self._seen += 1
+        if self._seen & (self._seen - 1) == 0 or self._seen <= self._WANTED // 2:
+            self._samples.append(text)
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples."""
+        return len(self._samples)
+
+    async def bytes_per_token(self) -> float | None:
+        """Return the bytes of text per slot, or None if it cannot be measured now."""
+        size = slots = 0
+        for text in list(self._samples):
+            tokens = await self._count(text)
+            if tokens:
+                size += len(text.encode("utf-8", "surrogatepass"))
+                slots += -(-tokens // self._page) * self._page
+        return size / slots if slots else None
