@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -85,16 +86,9 @@ class Processes:
     def kill(self) -> None:
         """Kill what is left, this test's processes alone."""
         for number in self.living():
-            with suppress_gone():
+            with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         self.main.wait(20)
-
-
-class suppress_gone:  # noqa: N801
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: object, trace: object) -> bool:
-        return isinstance(error, ProcessLookupError)
 
 
 def chunkattn(*arguments: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from chunkattn.integrations.ray.gateway import Ingress, Listener
+from chunkattn.integrations.ray.gateway import Ingress, Listening
 from chunkattn.integrations.ray.options import CHANNEL, AppOptions
 from chunkattn.integrations.ray.replica import Replica
 from chunkattn.server.options import ServerConfig
@@ -52,7 +52,7 @@ def local_application(options: AppOptions, config: ServerConfig) -> serve.Applic
         options: options of the application.
         config: options of the server: address and limits of the gateway.
     """
-    gateway = serve.deployment(Listener).options(
+    gateway = serve.deployment(Listening).options(
         name="Gateway",
         num_replicas=1,
         max_ongoing_requests=_GATEWAY_REQUESTS,

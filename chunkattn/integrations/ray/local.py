@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,11 +16,12 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from chunkattn import logs
 from chunkattn.config import make_config
 from chunkattn.errors import ConfigError, EngineDeadError
 from chunkattn.integrations.ray import check_ray
+from chunkattn.integrations.ray.logs import LogServer
 from chunkattn.integrations.ray.options import AppOptions, environment
+from chunkattn.server.listening import listen, run, set_up_logs, url_of
 from chunkattn.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -55,11 +55,13 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
     """
     check_ray()
     made = make_config(options.get("model"), {k: v for k, v in options.items() if k != "model"})
-    config = replace(config, port=_free_port(config))
-    _set_up_logs(config.log_format)
+    with listen(config) as listening:  # tells whether the gateway can listen
+        config, url = replace(config, port=listening.getsockname()[1]), url_of(listening)
+    set_up_logs(config.log_format)
     cpus = max(os.cpu_count() or 1, count)
     with tempfile.TemporaryDirectory(prefix="chunkattn-ray-", ignore_cleanup_errors=True) as folder:
         _set_environment(config, folder)
+        log = LogServer(folder)
         import ray
 
         try:
@@ -69,18 +71,20 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
                 num_cpus=cpus,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                logging_level="warning",
+                logging_level="error",
+                log_to_driver=False,
             )
             _stop_at_signals()  # Ray has set a handler of its own
             resources = _resources(count, cpus, ray.cluster_resources())
             engine = {**_absolute(options), "kv_cache_memory_bytes": _kv_bytes(made.kv_cache_memory_bytes, count, resources)}
             server = {n: v for n, v in asdict(config).items() if n not in ("host", "port", "drain_timeout_s")}
             application = AppOptions(engine=engine, server=_absolute(server), replicas=count, ray_actor_options=resources)
-            _serve(application, config)
+            _serve(application, config, url)
         except _Stopped:
             logger.warning("stopped before the replicas were ready")
         finally:
             ray.shutdown()
+            log.close()
 
 
 class _Stopped(BaseException):
@@ -95,21 +99,22 @@ def _stop_at_signals() -> None:
         signal.signal(number, stop)
 
 
-def _serve(options: AppOptions, config: ServerConfig) -> None:
+def _serve(options: AppOptions, config: ServerConfig, url: str) -> None:
     """Deploy the application, wait for a signal, drain and stop."""
     from ray import serve
 
     from chunkattn.integrations.ray.application import local_application
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled")
     try:
         serve.run(local_application(options, config), name=APP, route_prefix=None)
     except RuntimeError as error:
         raise EngineDeadError(f"the replicas did not start: {error}") from None
-    asyncio.run(_watch(config))
+    run(_watch(config, url))
 
 
-async def _watch(config: ServerConfig) -> None:
+async def _watch(config: ServerConfig, url: str) -> None:
     """Print that the application is ready, and wait for its end.
 
     Raises:
@@ -126,9 +131,9 @@ async def _watch(config: ServerConfig) -> None:
         loop.add_signal_handler(number, note)
     gateway = serve.get_deployment_handle("Gateway", APP)
     engines = serve.get_deployment_handle("Engine", APP)
-    loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(_reload(engines)))
+    loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(_reload(gateway, engines)))
     stopping, forced = (asyncio.ensure_future(e.wait()) for e in ends)
-    watching = asyncio.ensure_future(_watch_gateway(gateway, engines, config))
+    watching = asyncio.ensure_future(_watch_gateway(gateway, engines, url))
     await asyncio.wait({stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
     watching.cancel()
     if not stopping.done():
@@ -138,8 +143,7 @@ async def _watch(config: ServerConfig) -> None:
     ending.cancel()
 
 
-async def _watch_gateway(gateway: Any, engines: Any, config: ServerConfig) -> None:
-    shown = f"[{config.host}]" if ":" in config.host else config.host
+async def _watch_gateway(gateway: Any, engines: Any, url: str) -> None:
     heard, announced = time.monotonic(), False
     while True:
         try:
@@ -148,19 +152,20 @@ async def _watch_gateway(gateway: Any, engines: Any, config: ServerConfig) -> No
             if not announced:
                 names = await engines.broadcast("ready_name").results_async(timeout_s=_WATCH_S)
                 if announced := all(names):
-                    print(f"{names[0]} is ready at http://{shown}:{config.port}", flush=True)
+                    print(f"{names[0]} is ready at {url}", flush=True)
         except Exception as error:
             if time.monotonic() - heard > _SILENCE_S:
                 raise EngineDeadError(f"the gateway has not answered for {_SILENCE_S:g} s: {error!r}") from None
         await asyncio.sleep(_WATCH_S if announced else 0.1)
 
 
-async def _reload(engines: Any) -> None:
-    """Have every replica read the key file again, as SIGHUP does for one server."""
-    try:
-        await engines.broadcast("reload_keys").results_async(timeout_s=_WATCH_S)
-    except Exception:
-        logger.exception("SIGHUP has not reached every replica")
+async def _reload(*deployments: Any) -> None:
+    """Have the gateway and every replica read the key file again, as SIGHUP does for one server."""
+    for handle in deployments:
+        try:
+            await handle.broadcast("reload_keys").results_async(timeout_s=_WATCH_S)
+        except Exception:
+            logger.exception("SIGHUP has not reached every replica")
 
 
 async def _end(gateway: Any, config: ServerConfig) -> None:
@@ -171,16 +176,6 @@ async def _end(gateway: Any, config: ServerConfig) -> None:
         await asyncio.wait_for(gateway.drain.remote(), config.drain_timeout_s + _LAST_S)
     with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.to_thread(serve.delete, APP), _SHUTDOWN_S)
-
-
-def _free_port(config: ServerConfig) -> int:
-    """Return the port to listen on, after a test that this is possible."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        with socket.create_server((config.host, config.port), family=family) as listening:
-            return listening.getsockname()[1]
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from None
 
 
 def _set_environment(config: ServerConfig, folder: str) -> None:
@@ -252,9 +247,3 @@ def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
         if path.exists() or name in ("kv_store", "api_key_file"):
             made[name] = str(path.resolve())
     return made
-
-
-def _set_up_logs(log_format: str) -> None:
-    os.environ[logs.VARIABLE] = log_format
-    logging.basicConfig(handlers=[logs.make_handler()], level=logging.WARNING, force=True)
-    logging.getLogger("chunkattn").setLevel(logging.INFO)

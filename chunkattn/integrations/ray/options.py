@@ -10,6 +10,7 @@ from typing import Any
 
 from chunkattn.config import EngineConfig, make_config
 from chunkattn.errors import ConfigError
+from chunkattn.gateway.options import GatewayOptions
 from chunkattn.options import options_of
 from chunkattn.server.options import ServerConfig
 
@@ -21,6 +22,12 @@ _ELSEWHERE = {
     "drain_timeout_s": "a replica that is being stopped finishes its requests",
 }
 """Options of the server that mean nothing to a replica, and what takes their place."""
+_NOT_HERE = {
+    "replica_key": "the gateway asks the replicas without HTTP",
+    "resolve": "Ray Serve tells the gateway the replicas",
+    "connect_timeout_s": "Ray Serve connects to the replicas",
+}
+"""Options of the gateway that concern replicas by URL."""
 _MARGIN_S = 60.0
 """Seconds that a replica being stopped has beyond its longest request."""
 _MESSAGE_OVERHEAD = 1 << 20
@@ -34,13 +41,10 @@ class AppOptions:
     Attributes:
         engine: options of `AsyncLLM`, including `model`.
         server: options of `ServerConfig` for every replica, without `host`, `port` and `drain_timeout_s`.
-        gateway: options of the gateway.
+        gateway: options of `chunkattn.gateway.options.GatewayOptions`.
         replicas: number of replicas, or a mapping with the fields of Ray Serve's `autoscaling_config`.
         gateways: number of gateways.
         ray_actor_options: resources of one replica, such as `{"num_gpus": 1}`.
-        document_store: file of the documents stored by `/v1/cache/documents`, on the node of `document_node`; without one,
-            they are lost when the registry's process dies.
-        document_node: Ray resource of the node that runs the registry, the head node by default.
     """
 
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -49,8 +53,6 @@ class AppOptions:
     replicas: int | Mapping[str, Any] = 2
     gateways: int = 1
     ray_actor_options: Mapping[str, Any] = field(default_factory=lambda: {"num_cpus": 1})
-    document_store: str | None = None
-    document_node: str = "node:__internal_head__"
 
     def __post_init__(self) -> None:
         for name in ("engine", "server", "gateway", "ray_actor_options"):
@@ -59,12 +61,13 @@ class AppOptions:
         if not isinstance(self.replicas, Mapping):
             _check_count("replicas", self.replicas)
         _check_count("gateways", self.gateways)
-        for name, instead in _ELSEWHERE.items():
-            if name in self.server:
-                raise ConfigError(f"server.{name} has no effect behind Ray Serve; {instead}")
-        if unknown := sorted(self.server.keys() - options_of(ServerConfig).keys()):
-            raise ConfigError(f"unknown option server.{unknown[0]}; options are {', '.join(options_of(ServerConfig))}")
-        _ = self.engine_config, self.server_config
+        for part, cls, elsewhere in (("server", ServerConfig, _ELSEWHERE), ("gateway", GatewayOptions, _NOT_HERE)):
+            given, known = getattr(self, part), [name for name in options_of(cls) if name not in elsewhere]
+            for name in given.keys() & elsewhere.keys():
+                raise ConfigError(f"{part}.{name} has no effect on Ray Serve; {elsewhere[name]}")
+            if unknown := sorted(given.keys() - set(known)):
+                raise ConfigError(f"unknown option {part}.{unknown[0]}; options are {', '.join(known)}")
+        _ = self.engine_config, self.server_config, self.gateway_options
 
     @classmethod
     def of(cls, args: Mapping[str, Any]) -> AppOptions:
@@ -90,6 +93,12 @@ class AppOptions:
     def server_config(self) -> ServerConfig:
         """Return the options of the replicas' applications."""
         return ServerConfig(**self.server)
+
+    @property
+    def gateway_options(self) -> GatewayOptions:
+        """Return the options of the gateways. They split texts at the engines' separator."""
+        separator = self.engine_config.chunk_separator if self.engine_config.enable_chunk_aware else None
+        return GatewayOptions(**{"chunk_separator": separator, **self.gateway})
 
     @property
     def max_ongoing_requests(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import pickle
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+from urllib.parse import unquote
 
 from ray import serve
 
-from chunkattn import logs
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import EngineDeadError
 from chunkattn.gateway.replicas import Message, Report
+from chunkattn.integrations.ray.logs import set_up_logs
 from chunkattn.server.app import create_app
 from chunkattn.server.keys import KeyReloader
 from chunkattn.server.options import ServerConfig
@@ -43,8 +43,8 @@ class Replica:
 
     async def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:  # type: ignore[misc]
         config = replace(ServerConfig(**server), host="0.0.0.0")  # a loopback host refuses other names
-        os.environ[logs.VARIABLE] = config.log_format
-        _set_up_logs()
+        set_up_logs(config.log_format)
+        logging.getLogger("chunkattn.server.access").setLevel(logging.WARNING)  # the gateway logs every request
         options = dict(engine)
         if options.get("kv_store") is not None:
             options["kv_store"] = str(_own_folder(options["kv_store"]))
@@ -197,8 +197,6 @@ class _Answer:
 
 
 def _scope(method: str, path: str, query: bytes, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
-    from urllib.parse import unquote
-
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -220,11 +218,3 @@ def _own_folder(folder: str) -> Path:
     """Return the folder of this replica's KV store: replicas share no store, and a replica's successor has its rank."""
     rank = serve.get_replica_context().rank
     return Path(folder).expanduser() / f"replica-{0 if rank is None else rank.rank}"
-
-
-def _set_up_logs() -> None:
-    """Write the package's log lines to stderr, which Ray keeps in the files of its session and forwards to the driver."""
-    package = logging.getLogger("chunkattn")
-    package.handlers[:] = [logs.make_handler()]
-    package.setLevel(logging.INFO)
-    package.propagate = False
