@@ -72,7 +72,11 @@ class Ingress(_Served):
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application. Ray calls this method; an application given to `ingress` would be pickled."""
-        return self._answer
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a bound method for ASGI 2
+            await self._answer(scope, receive, send)
+
+        return app
 
     async def check_health(self) -> None:
         """Ray calls this method; its answer shows that the event loop runs."""
