@@ -40,21 +40,26 @@ def commands() -> dict[str, Any]:
     return dict(walk(typer.main.get_command(app)))
 
 
-def metrics() -> list[Any]:
-    """Return the Prometheus collectors of the engine and of the server."""
+def metrics(of: str = "server") -> list[Any]:
+    """Return the Prometheus collectors of engine and server, or of the gateway."""
+    from prometheus_client import CollectorRegistry
+
     from chunkattn.engine.metrics import EngineMetrics
+    from chunkattn.gateway.metrics import GatewayMetrics
     from chunkattn.server.middleware import HttpMetrics
 
-    holders = (EngineMetrics(), HttpMetrics())
+    holders: tuple[Any, ...] = (EngineMetrics(), HttpMetrics())
+    if of == "gateway":
+        holders = (GatewayMetrics(CollectorRegistry()),)
     return [value for holder in holders for value in vars(holder).values() if hasattr(value, "describe")]
 
 
 def routes() -> list[tuple[str, str, str]]:
     """Return method, path and purpose of every route of the server."""
-    from chunkattn.server.routes import decisions, documents, generation, page, scoring, status, systemone, tokens
+    from chunkattn.server.routes import decisions, documents, generation, page, reports, scoring, status, systemone, tokens
 
     found = [("GET", "/openapi.json", "This API as an OpenAPI document.")]
-    for module in (generation, scoring, decisions, systemone, documents, tokens, status, page):
+    for module in (generation, scoring, decisions, systemone, documents, reports, tokens, status, page):
         for route in module.router.routes:
             path = re.sub(r":\w+}", "}", route.path)  # {name:path}
             found += [(method, path, _first_line(route.description)) for method in sorted(route.methods)]
@@ -75,6 +80,7 @@ def bodies() -> dict[str, Any]:
         decisions.DecisionsBody,
         systemone.SystemOneBody,
         documents.CacheBody,
+        documents.ForgetBody,
         documents.ChangeBody,
         tokens.TokenizeBody,
         tokens.DetokenizeBody,
@@ -219,9 +225,9 @@ def _names_table() -> str:
     return _table(*rows)
 
 
-def _metrics_table() -> str:
+def _metrics_table(of: str) -> str:
     rows = [("metric", "type", "labels", "meaning")]
-    for collector in metrics():
+    for collector in metrics(of or "server"):
         (metric,) = collector.describe()
         name = metric.name + ("_total" if metric.type == "counter" else "")
         labels = ", ".join(f"`{label}`" for label in collector._labelnames)
@@ -364,7 +370,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "options": _options_table,
     "fields": _fields_table,
     "names": lambda _: _names_table(),
-    "metrics": lambda _: _metrics_table(),
+    "metrics": _metrics_table,
     "routes": lambda _: _routes_table(),
     "body": _body_table,
     "no-effect": lambda _: _no_effect_table(),

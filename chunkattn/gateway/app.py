@@ -6,17 +6,18 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, ProcessCollector, generate_latest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.gateway.relay import Documents, Relay
+from chunkattn.gateway.relay import Relay
 from chunkattn.gateway.replicas import ReplicaGoneError, Replicas
 from chunkattn.gateway.watch import TextMeasure, Watch
+from chunkattn.routing.document_records import DocumentRecords
 from chunkattn.routing.policy import POLICIES
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.errors import ApiError
@@ -67,9 +68,11 @@ class Gateway:
         replicas: connection to the replicas.
         options: options of the gateway.
         config: options of the HTTP server: keys, limits, timeouts and the address, which decides on the accepted Host headers.
-        documents: stored documents over the replicas; None relays their routes and ids to any replica.
+        records: records of stored documents; None opens the file of `document_store`.
 
     Attributes:
+        keys: API keys that the gateway checks.
+        documents: stored documents over the replicas.
         app: ASGI application.
         state: state that drains.
         watch: states of the replicas.
@@ -80,15 +83,23 @@ class Gateway:
     """
 
     def __init__(
-        self, replicas: Replicas, options: GatewayOptions, config: ServerConfig, documents: Documents | None = None
+        self, replicas: Replicas, options: GatewayOptions, config: ServerConfig, records: DocumentRecords | None = None
     ) -> None:
-        self.replicas, self.options, self.documents = replicas, options, documents
+        self.replicas, self.options = replicas, options
         self.state = GatewayState(config)
         self.keys = Keys(config.api_key, config.api_key_file, config.metrics_key)
         registry = self.state.metrics.registry
         ProcessCollector(registry=registry)
         self.metrics = GatewayMetrics(registry)
         self.policy = POLICIES[options.policy]()
+        self.documents = GatewayDocuments(
+            replicas,
+            self.policy,
+            DocumentRecords(options.document_store) if records is None else records,
+            config,
+            keys=self.keys if config.api_key_file is not None else None,
+            authorization=None if options.replica_key is None else f"Bearer {options.replica_key}".encode(),
+        )
         self.watch = Watch(replicas, self.policy, options, getattr(replicas, "drop", lambda name: None))
         self._measure = TextMeasure(self._count_tokens)
         self._measuring: asyncio.Task[None] | None = None
@@ -100,7 +111,7 @@ class Gateway:
             self.metrics,
             timeout_s=config.request_timeout_s,
             max_body_bytes=config.max_body_bytes,
-            documents=documents,
+            documents=self.documents,
             measure=self._measure,
         )
         shares = Shares(_MOST_PLACES, BodyShares(config.max_body_bytes_per_client))
@@ -110,12 +121,15 @@ class Gateway:
         """Connect to the replicas and start to watch them."""
         await self.replicas.open()
         await self.watch.open()
+        self.watch.on_change.append(self.documents.on_change)
+        await self.documents.open()
         self._measuring = asyncio.create_task(self._keep_measuring())
 
     async def close(self) -> None:
         """Disconnect."""
         if self._measuring is not None:
             self._measuring.cancel()
+        await self.documents.close()
         await self.watch.close()
         await self.replicas.close()
 
@@ -138,9 +152,8 @@ class Gateway:
                 return
             if self.state.draining:
                 raise ApiError(503, "the gateway is draining; try another one", code="draining", **{"Retry-After": "1"})
-            routes: Any = getattr(self.documents, "app", None)
-            if routes is not None and (path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/")):
-                await routes(scope, receive, send)
+            if path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/"):
+                await self.documents.app(scope, receive, send)
                 return
             await self._relay(scope, receive, send)
         except ApiError as error:

@@ -74,6 +74,7 @@ class HttpReplicas:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._resolve, self._connect_timeout_s = resolve, connect_timeout_s
         self._names: dict[str, str] = {} if resolve else {url: url for url in self._urls}  # URL by name
+        self._read: dict[str, tuple[str, int]] = {}  # generation and version of the last report
         self._running: dict[str, set[asyncio.Future[None]]] = {}
         self._plain: dict[str, tuple[str, int | None, float]] = {}  # replicas without /v1/cache/report, see `_plain_report`
         self._resolving: asyncio.Task[None] | None = None
@@ -180,8 +181,16 @@ class HttpReplicas:
         try:
             if name in self._plain:
                 return await self._plain_report(name)
-            status, body = await self._get(name, "/v1/cache/report")
-            return _read_report(body) if status == 200 else await self._plain_report(name)
+            generation, version = self._read.get(name, ("", 0))
+            status, body = await self._get(name, f"/v1/cache/report?since={version}")
+            if status != 200:
+                return await self._plain_report(name)
+            report, version = _read_report(body)
+            if report.generation != generation:  # all of it, since what was read before is of another cache
+                self._read[name] = report.generation, 0
+            else:
+                self._read[name] = generation, version
+            return report
         except ReplicaGoneError:
             self._plain.pop(name, None)
             raise
@@ -263,8 +272,8 @@ def _told(name: str, error: BaseException) -> str:
     return f"{name}: {type(error).__name__}"
 
 
-def _read_report(body: bytes) -> Report:
-    """Return the report that `/v1/cache/report` answers with.
+def _read_report(body: bytes) -> tuple[Report, int]:
+    """Return the report that `/v1/cache/report` answers with, and its version.
 
     Raises:
         ReplicaGoneError: it is malformed.
@@ -274,7 +283,8 @@ def _read_report(body: bytes) -> Report:
         held = None if told.get("held") is None else {int(key): int(size) for key, size in told["held"]}
         gone = frozenset(int(key) for key in told.get("gone") or ())
         capacity = None if told.get("capacity") is None else int(told["capacity"])
-        return Report(str(told["generation"]), bool(told["ready"]), capacity, held, gone, float(told.get("age_s", 0.0)))
+        report = Report(str(told["generation"]), bool(told["ready"]), capacity, held, gone, float(told.get("age_s", 0.0)))
+        return report, int(told.get("version", 0))
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReplicaGoneError(f"its report cannot be read: {type(error).__name__}") from None
 

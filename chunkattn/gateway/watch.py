@@ -54,7 +54,7 @@ class Watch:
     Attributes:
         states: state of each replica by name.
         bytes_per_token: bytes of text per token of KV cache.
-        on_change: functions that are called with the names of new and restarted replicas.
+        on_change: functions that are called with the names of replicas that came, went or restarted.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class Watch:
         self._replicas, self._policy, self._options, self._drop = replicas, policy, options, drop
         self.states: dict[str, ReplicaState] = {}
         self.bytes_per_token = DEFAULT_BYTES_PER_TOKEN
-        self.on_change: list[Callable[[Collection[str]], Awaitable[None] | None]] = []
+        self.on_change: list[Callable[[Collection[str]], None]] = []
+        self._changed: list[str] = []
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
         self._heard = asyncio.Event()
@@ -113,9 +114,14 @@ class Watch:
             logger.info("replica %s has left", name)
             if (task := self._asking.pop(name, None)) is not None:
                 task.cancel()
+            self._changed.append(name)
         for name in names:
             self.states.setdefault(name, ReplicaState())
         self._policy.set_replicas(names)
+        if self._changed:
+            for call in self.on_change:
+                call(self._changed)
+            self._changed = []
 
     def _ask(self, name: str) -> None:
         if name not in self._asking:
@@ -151,8 +157,7 @@ class Watch:
         self._heard.set()
         if restarted or (state.is_ready and not was_ready):
             for call in self.on_change:
-                if (waiting := call([name])) is not None:
-                    await waiting
+                call([name])
 
     def _note_failure(self, name: str, error: BaseException) -> None:
         if (state := self.states.get(name)) is None:

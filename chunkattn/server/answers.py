@@ -16,11 +16,11 @@ from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import DocumentPrompt, ParsedPrompt
 from chunkattn.parsers.choice import shortest
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody, focus_of, named_documents
 from chunkattn.server.state import ServerState, new_id
+from chunkattn.server.stored_document import StoredDocument
 from chunkattn.server.texts import (
     Entry,
     Offsets,

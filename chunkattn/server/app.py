@@ -13,7 +13,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.server import errors
 from chunkattn.server.middleware import METRICS_PATH, Gate, HeadAsGet
 from chunkattn.server.options import ServerConfig
-from chunkattn.server.routes import decisions, documents, generation, page, scoring, status, systemone, tokens
+from chunkattn.server.routes import decisions, documents, generation, page, reports, scoring, status, systemone, tokens
 from chunkattn.server.routing import RouteTable
 from chunkattn.server.state import ServerState
 
@@ -66,7 +66,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         config: options of the server. The app ignores `port`; `host` decides which Host headers it accepts.
 
     Raises:
-        ConfigError: the options of server and engine contradict each other, or the key file is invalid.
+        ConfigError: the options of server and engine contradict each other, the key file is invalid, or the document store
+            cannot be opened.
     """
     state = ServerState(llm, config or ServerConfig())
     if state.config.ready_when_warm and llm.config.warmup is False:
@@ -80,7 +81,9 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         responses=errors.error_responses(401, 403, 413, 500),
     )
     app.state.server = state
+    _ = state.documents  # opens the document store
     routers = [module.router for module in (generation, scoring, decisions, systemone, documents, tokens, status, page)]
+    routers += [reports.router] if state.config.report_documents else []
     errors.install(app, RouteTable(routers).refusal)
     app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, config=state.config, metrics=state.metrics, keys=state.keys, shares=state.shares)
@@ -98,6 +101,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     for module in (scoring, decisions, systemone, documents):
         app.include_router(module.router, responses=work)
     app.include_router(tokens.router, responses=errors.error_responses(400, 404, 503))
+    if state.config.report_documents:
+        app.include_router(reports.router, responses=errors.error_responses(400))
     for module in (status, page):
         app.include_router(module.router)
     return app

@@ -17,6 +17,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from chunkattn.server.cache_report import Noted
 from chunkattn.server.content_codings import expanded
 from chunkattn.server.errors import ApiError
 from chunkattn.server.json_shape import Shape, measure
@@ -82,16 +83,23 @@ async def _read(request: Request, field: Any) -> None:
         body = await threads.run(expanded, body, coding, config.max_body_bytes)
         caller.keep_bytes(len(body) if len(body) > SMALL_BODY else 0)
 
-    def read() -> Any:
+    reports, authorization = state.reports, request.headers.get("authorization", "")
+
+    def read() -> tuple[Any, Noted | None]:
         plain = _utf8(body)
         _check_shape(plain, state.llm.config.max_items_per_request)
-        value, errors = field.validate(_decoded(plain), {}, loc=("body",))
+        given = _decoded(plain)
+        value, errors = field.validate(given, {}, loc=("body",))
         if errors:
             raise RequestValidationError(errors)
-        return value
+        if reports is None or not isinstance(given, dict):
+            return value, None
+        return value, reports.find(given, value, authorization, caller.salt(given.get("cache_salt")))
 
     quick = len(body) <= SMALL_BODY and sum(_bounds(body)[:3]) <= _FEW_VALUES
-    request._json = read() if quick else await state.decoder.run(read)
+    request._json, noted = read() if quick else await state.decoder.run(read)
+    if reports is not None and noted is not None:
+        reports.note(noted)
 
 
 async def _received(request: Request, caller: Caller, config: ServerConfig) -> bytes:

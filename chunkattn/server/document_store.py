@@ -8,97 +8,30 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from chunkattn.calls.precompute import PrecomputeJob
-from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
 from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
+from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, RecordsError, Scope
+from chunkattn.server.contents import Contents
+from chunkattn.server.document_restore import pin_again, prefix_of, restore
 from chunkattn.server.errors import ApiError
+from chunkattn.server.keys import Keys
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.stored_document import Content, StoredDocument, as_bytes, count_ids
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
-    from chunkattn.engine.messages import PrecomputeRequest
-    from chunkattn.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
-_FORGET_RETRY_S = 1.0
-_MAX_CONCURRENT_FORGETS = 4
-"""Limit on concurrent forget calls to the engine, regardless of how many documents expire together."""
 _MAX_TOKENS_PER_POST = 1 << 21
 """Token limit of the documents that one POST adds, or that one request names by id. When documents are added, the prefix
 counts once per document, because every engine message repeats it."""
-_LOOKUP_BATCH = 100
-"""Documents per lookup message. The engine answers a message between two steps."""
 
-_ID_BYTES = 4
 _MAX_ID_CHARS = 128
-
-Content = tuple[str | None, bytes, bytes]
-"""Key of a document's K/V: salt, then the int32 token ids of prefix and document as bytes."""
-
-
-@dataclass(eq=False)
-class StoredDocument:
-    """Document after its prefix, as a client stored it.
-
-    Attributes:
-        id: name of the document, unique within its salt.
-        content: salt, prefix ids and document ids.
-        num_bytes: size in bytes of the document's K/V pages.
-        text: text of the document without the document template; None for a document given as token ids.
-        owner: holder of the API key that owns the document; None for a server without a key file.
-        created: creation time in seconds since the epoch.
-        expires: expiry time in seconds since the epoch; None for a document without a lifetime.
-        pin: pin id, and the engine's restart count when the pin was made. A restart of the engine drops all pins.
-        timer: scheduled expiry.
-    """
-
-    id: str
-    content: Content
-    num_bytes: int
-    text: str | None
-    owner: str | None = None
-    created: float = field(default_factory=time.time)
-    expires: float | None = None
-    pin: tuple[str, int] | None = None
-    timer: asyncio.TimerHandle | None = None
-
-    @property
-    def cache_salt(self) -> str | None:
-        """Return the salt; requests with the same salt share the document."""
-        return self.content[0]
-
-    @property
-    def chunk(self) -> np.ndarray:
-        """Return the int32 token ids of the document's chunk, with the document template."""
-        return np.frombuffer(self.content[2], np.int32)
-
-    def follows(self, output: RequestOutput) -> bool:
-        """Return whether the prompt of an output has the prefix that the document was stored after."""
-        prefix = self.content[1]
-        return len(prefix) == _ID_BYTES * output.prefix_len and prefix == _bytes(output.prompt_token_ids[: output.prefix_len])
-
-    @property
-    def source(self) -> str | np.ndarray:
-        """Return the document without the document template: its text, or the token ids it was given as."""
-        return self.chunk if self.text is None else self.text
-
-    @property
-    def prefix(self) -> np.ndarray:
-        """Return the int32 token ids of the prefix."""
-        return np.frombuffer(self.content[1], np.int32)
-
-    @property
-    def lens(self) -> tuple[int, int]:
-        """Return the token counts of the prefix and of the document."""
-        return len(self.content[1]) // _ID_BYTES, len(self.content[2]) // _ID_BYTES
+_RETRY_S = 5.0
 
 
 class Documents:
@@ -110,22 +43,74 @@ class Documents:
     Args:
         llm: engine that computes and caches the K/V.
         config: options with the limits on documents and pinned pages.
+        records: records that survive the process; None keeps documents in memory alone. The documents of records are restored
+            when the engine is ready; until then every call that needs a document is refused.
+        keys: API keys, whose holders own documents.
+
+    Attributes:
+        contents: contents that the engine computes and forgets.
+        unusable: records that this engine cannot use, with the reasons, by salt and id. They stay in the file.
     """
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
-        self.llm, self.config = llm, config
+    def __init__(
+        self, llm: AsyncLLM, config: ServerConfig, records: DocumentRecords | None = None, keys: Keys | None = None
+    ) -> None:
+        self.llm, self.config, self.records, self.keys = llm, config, records, keys
+        self.unusable: dict[tuple[str | None, str], tuple[DocumentRecord, str]] = {}
+        self._restored = records is None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stored: dict[tuple[str | None, str], StoredDocument] = {}
-        self._wanted: Counter[Content] = Counter()  # users per content: stored documents and calls in flight
-        self._owed: set[Content] = set()  # contents to forget when their last user leaves
+        self.contents = Contents(llm)
         self._coming: Counter[str | None] = Counter()  # documents in computation, by owner
         self._pinning: Counter[tuple[str | None, Content]] = Counter()  # pins in computation, by owner and content
-        self._turn = asyncio.Semaphore(_MAX_CONCURRENT_FORGETS)
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def _can_store(self) -> bool:
         """Return whether a document's K/V serves more than one prompt."""
         return self.llm.config.position_strategy == "shared"
+
+    @property
+    def restored(self) -> bool:
+        """Return whether all documents of the records are restored; start the restoring as soon as the engine is ready."""
+        if not self._restored and not self._tasks and self.llm.is_ready:
+            self._tasks["restore"] = asyncio.ensure_future(self._restore())
+        return self._restored
+
+    async def restore(self) -> None:
+        """Restore the documents of the records, once the engine is ready."""
+        if not self.restored and self._tasks:
+            await asyncio.wait([self._tasks["restore"]])
+
+    def close(self) -> None:
+        """Close the records. Restoring and pinning end."""
+        for task in self._tasks.values():
+            task.cancel()
+        if self.records is not None:
+            self.records.close()
+
+    async def _restore(self) -> None:
+        assert self.records is not None
+        while not self._restored:
+            try:
+                await restore(self, self.records, self.keys)
+                self._restored = True
+            except Exception:
+                logger.exception("the documents cannot be restored")
+                await asyncio.sleep(_RETRY_S)
+        if wanted := [d for d in self._stored.values() if d.record is not None and d.record.pinned]:
+            self._tasks["pin"] = asyncio.ensure_future(pin_again(self, wanted))
+
+    def _check_restored(self) -> None:
+        if not self.restored:
+            text = "the server restores its documents; try again"
+            raise ApiError(503, text, code="server_starting", **{"Retry-After": "1"})
+
+    def take(self, document: StoredDocument) -> None:
+        """Add a document of the records."""
+        self.contents.use([document.content])
+        self._stored[document.cache_salt, document.id] = document
+        if document.record is not None and document.record.expires is not None:
+            self._set_expiry(document, document.record.expires)
 
     def get(self, document_id: str, cache_salt: str | None) -> StoredDocument:
         """Return a document.
@@ -137,9 +122,10 @@ class Documents:
         Raises:
             ApiError: 404, no document has this id under this salt.
         """
+        self._check_restored()
         found = self._stored.get((cache_salt, document_id))
         if found is None:
-            raise _missing(document_id)
+            raise _missing(document_id, self.unusable.get((cache_salt, document_id)))
         return found
 
     def named(self, names: Mapping[int, str], cache_salt: str | None, *, field: str = "documents") -> dict[int, StoredDocument]:
@@ -153,10 +139,14 @@ class Documents:
         Raises:
             ApiError: 404, no document has one of the ids under this salt; 400, the documents together are too long.
         """
+        if names:
+            self._check_restored()
         found, tokens = dict[int, StoredDocument](), 0
         for number, name in names.items():
             document = self._stored.get((cache_salt, name))
             if document is None:
+                if (cache_salt, name) in self.unusable:
+                    raise _missing(name, self.unusable[cache_salt, name], "documents")
                 advice = "add it by POST /v1/cache/documents, or send its text"
                 if not self._can_store:
                     strategy = self.llm.config.position_strategy
@@ -183,6 +173,7 @@ class Documents:
         Raises:
             ApiError: 404, no document has the id `after`.
         """
+        self._check_restored()
         own = [d for d in self._stored.values() if d.cache_salt == cache_salt]
         first = 0 if after is None else own.index(self.get(after, cache_salt)) + 1
         return own[first : first + limit], first + limit < len(own)
@@ -224,12 +215,13 @@ class Documents:
 
         Raises:
             ApiError: 400, a document is empty, two share an id, or a limit on documents, tokens or pins is exceeded; 401,
-                the owner's key was removed meanwhile.
+                the owner's key was removed meanwhile; 503, the document store did not take the documents.
             ChunkAttnError: the documents could not be computed; no document is stored.
         """
         if not self._can_store:
             text = "documents can be cached one by one only under position_strategy 'shared'; else their K/V is of one prompt"
             raise ApiError(400, text, param="documents", code="unsupported_parameter")
+        self._check_restored()
         self.llm.limits.check_count(len(texts), "documents", names.chunks)
         keys, contents = await self.llm.threads.run(self._prepare, prefix, texts, ids, cache_salt, options, names)
         new = sum((cache_salt, key) not in self._stored for key in keys)
@@ -239,19 +231,26 @@ class Documents:
         pinning = [(owner, content) for content in contents] if pin else []
         self._pinning.update(pinning)
         self._coming[owner] += new
-        self._wanted.update(contents)
+        self.contents.use(contents)
         try:
             engine = self.llm.client.restarts
-            make = partial(self._job, contents, pin=pin, priority=priority, names=names)
+            make = partial(self.contents.job, contents, pin=pin, priority=priority, names=names)
             report = await self.llm.run(make, timeout)
-            if not is_allowed():
-                self._owed.update(contents)
+            try:
+                if not is_allowed():
+                    raise ApiError(401, "the API key was removed while the documents were computed", code="invalid_api_key")
+                until = None if ttl_s is None else time.time() + ttl_s
+                start, scope = prefix_of(prefix, texts, options), Scope(owner, cache_salt)
+                made = [DocumentRecord(scope, k, start, texts[n], expires=until, pinned=pin) for n, k in enumerate(keys)]
+                records = self._record(made)
+            except ApiError:
+                self.contents.forget_unused(contents)
                 if self._is_engine(engine):
                     self.llm.client.unpin(report.pin_ids)
-                raise ApiError(401, "the API key was removed while the documents were computed", code="invalid_api_key")
+                raise
         except BaseException:
             for content in contents:
-                self._let_go(content)
+                self.contents.let_go(content)
             raise
         finally:
             self._coming[owner] -= new
@@ -262,12 +261,14 @@ class Documents:
             given = texts[number]
             document = StoredDocument(key, content, cached.num_bytes, given if isinstance(given, str) else None, owner)
             document.pin = (report.pin_ids[number], engine) if pin else None
-            self._owed.discard(content)
+            self.contents.keep(content)
             before = self._stored.pop((cache_salt, key), None)
             if before is not None and (task := self._dismiss(before)):
                 forgetting.append(task)
+            self.unusable.pop((cache_salt, key), None)
             self._stored[cache_salt, key] = document
-            self.expire(document, ttl_s)
+            document.record = records[number]
+            self._set_expiry(document, until)
             added.append((document, cached.was_cached))
         if forgetting:
             await asyncio.wait(forgetting, timeout=timeout)
@@ -288,14 +289,14 @@ class Documents:
             ApiError: 400, a document is empty, repeats an id or a content, or the token limit is exceeded.
         """
         prefix_ids, chunks = self.llm.frontend.parser.parse_cache(prefix, texts, options, names)
-        start, seen = _bytes(prefix_ids), dict[str, int]()
+        start, seen = as_bytes(prefix_ids), dict[str, int]()
         digest = hashlib.blake2b(start, digest_size=12, person=b"prefix")
         contents: list[Content] = []
         size = 0
         for number, (given, chunk) in enumerate(zip(ids, chunks, strict=True)):
             if not chunk:
                 raise ApiError(400, f"documents.{number} is empty", param="documents", code="invalid_value")
-            contents.append((cache_salt, start, _bytes(chunk)))
+            contents.append((cache_salt, start, as_bytes(chunk)))
             if (size := size + len(prefix_ids) + len(chunk)) > _MAX_TOKENS_PER_POST:
                 text = f"documents, each with the prefix, have more than {_MAX_TOKENS_PER_POST} tokens; send fewer at once"
                 raise ApiError(400, text, param="documents", code="too_many_documents")
@@ -345,8 +346,10 @@ class Documents:
     def _pages(self, contents: set[Content]) -> int:
         """Return the KV pages of documents and their prefixes; a shared prefix counts once."""
         prefixes = {content[:2] for content in contents}
-        size = self.llm.limits.block_size * _ID_BYTES
-        return sum(-(-len(ids) // size) for _, ids in prefixes) + sum(-(-len(content[2]) // size) for content in contents)
+        size = self.llm.limits.block_size
+        return sum(-(-count_ids(ids) // size) for _, ids in prefixes) + sum(
+            -(-count_ids(content[2]) // size) for content in contents
+        )
 
     def is_pinned(self, document: StoredDocument) -> bool:
         """Return whether the present engine process holds the document's pin."""
@@ -368,24 +371,34 @@ class Documents:
             ApiError: 404, the document was deleted meanwhile; 400, the pins would exceed their share of the pool.
             ChunkAttnError: the documents could not be computed.
         """
+        if wanted:
+            await self.compute_pin(document, timeout)
+        try:
+            self._change(document, pinned=wanted)
+        except ApiError:
+            if wanted:
+                self.unpin(document)
+            raise
         if not wanted:
-            self._unpin(document)
-            return
+            self.unpin(document)
+
+    async def compute_pin(self, document: StoredDocument, timeout: float) -> None:
+        """Pin a document in the engine, and leave its record as it is; see `pin`."""
         engine = self.llm.client.restarts
         self._check_pins(document.owner, [document.content])
         pinning = document.owner, document.content
         self._pinning[pinning] += 1
-        self._wanted[document.content] += 1
+        self.contents.use([document.content])
         try:
-            report = await self.llm.run(partial(self._job, [document.content], pin=True), timeout)
-            self._unpin(document)
+            report = await self.llm.run(partial(self.contents.job, [document.content], pin=True), timeout)
+            self.unpin(document)
             document.pin = report.pin_ids[0], engine
-            if not self._is_stored(document):
-                self._unpin(document)
+            if not self.is_stored(document):
+                self.unpin(document)
                 raise _missing(document.id)
         finally:
             self._pinning -= Counter([pinning])
-            self._let_go(document.content)
+            self.contents.let_go(document.content)
 
     def expire(self, document: StoredDocument, ttl_s: float | None) -> None:
         """Set a document's lifetime, replacing an earlier one.
@@ -397,25 +410,39 @@ class Documents:
         Raises:
             ApiError: 404, the document was deleted meanwhile.
         """
-        if ttl_s is not None and not self._is_stored(document):
+        until = None if ttl_s is None else time.time() + ttl_s
+        if ttl_s is not None and not self.is_stored(document):
             raise _missing(document.id)
+        self._change(document, expires=until)
+        self._set_expiry(document, until)
+
+    def _set_expiry(self, document: StoredDocument, until: float | None) -> None:
         if document.timer is not None:
             document.timer.cancel()
-        document.expires = document.timer = None
-        if ttl_s is not None:
-            document.expires = time.time() + ttl_s
-            document.timer = asyncio.get_running_loop().call_later(ttl_s, self._expired, document)
+        document.expires, document.timer = until, None
+        if until is not None:
+            left = max(0.0, until - time.time())
+            document.timer = asyncio.get_running_loop().call_later(left, self._expired, document)
 
     def _expired(self, document: StoredDocument) -> None:
         del self._stored[document.cache_salt, document.id]
         self._dismiss(document)
+        self._remove([document.record])
 
     async def delete(self, document: StoredDocument) -> None:
         """Delete a document and have the engine forget its K/V.
 
         The engine frees the pages when no request uses them any more, and deletes the K/V on disk. The deletion continues if
         the caller is cancelled.
+
+        Raises:
+            ApiError: 503, the document store did not take the change; the document stays.
         """
+        if self.records is not None and document.record is not None:
+            try:
+                self.records.remove([document.record])
+            except RecordsError as error:
+                raise _not_taken(error) from None
         del self._stored[document.cache_salt, document.id]
         if forgetting := self._dismiss(document):
             await asyncio.shield(forgetting)
@@ -430,7 +457,66 @@ class Documents:
         for document in going:
             del self._stored[document.cache_salt, document.id]
             self._dismiss(document)
+        if self.records is not None:
+            self._remove(self.records.owned(owners))
         return len(going)
+
+    def delete_unusable(self, document_id: str, cache_salt: str | None) -> bool:
+        """Delete the record of a document that this engine cannot use. Return whether there was one.
+
+        Args:
+            document_id: id of the document.
+            cache_salt: salt of the document.
+
+        Raises:
+            ApiError: 503, the document store did not take the change.
+        """
+        if self.records is None or (cache_salt, document_id) not in self.unusable:
+            return False
+        try:
+            self.records.remove([self.unusable[cache_salt, document_id][0]])
+        except RecordsError as error:
+            raise _not_taken(error) from None
+        del self.unusable[cache_salt, document_id]
+        return True
+
+    async def forget(
+        self,
+        prefix: Any,
+        texts: list[str] | list[list[int]],
+        *,
+        cache_salt: str | None,
+        options: dict[str, Any],
+        names: Names = DOCUMENT_NAMES,
+    ) -> list[tuple[Content, bool]]:
+        """Have the engine forget the K/V of documents, in memory and on disk, unless a stored document or a call uses it.
+
+        The forgetting continues if the caller is cancelled.
+
+        Args:
+            prefix: see `add`.
+            texts: text or token ids of each document.
+            cache_salt: see `add`.
+            options: see `add`.
+            names: see `add`.
+
+        Returns:
+            Content of each document, and whether it was forgotten.
+
+        Raises:
+            ApiError: 400, a document is empty or repeated, or the documents are too long.
+            RequestError: a part cannot be tokenized.
+        """
+        self._check_restored()
+        self.llm.limits.check_count(len(texts), "documents", names.chunks)
+        given = [None] * len(texts)
+        _, contents = await self.llm.threads.run(self._prepare, prefix, texts, given, cache_salt, options, names)
+        unused = [content for content in contents if content not in self.contents]
+        self.contents.use(unused)
+        self.contents.forget_unused(unused)
+        if tasks := [task for content in unused if (task := self.contents.let_go(content))]:
+            await asyncio.wait(tasks)
+        return [(content, content in unused) for content in contents]
 
     async def cached(self, documents: Sequence[StoredDocument]) -> list[bool]:
         """Return for each document whether all of its K/V is in memory now.
@@ -438,89 +524,71 @@ class Documents:
         Args:
             documents: stored documents.
         """
-        found: dict[StoredDocument, bool] = {}
-        groups: dict[tuple[str | None, bytes], list[StoredDocument]] = {}
-        for document in documents:
-            groups.setdefault(document.content[:2], []).append(document)
-        parts = ((k, g[n : n + _LOOKUP_BATCH]) for k, g in groups.items() for n in range(0, len(g), _LOOKUP_BATCH))
-        for (salt, prefix), group in parts:
-            try:
-                report = await self.llm.lookup(_ids(prefix), [_ids(d.content[2]) for d in group], cache_salt=salt)
-                found |= {d: cached.was_cached for d, cached in zip(group, report.documents, strict=True)}
-            except (EngineDeadError, RequestError):  # a dead engine holds nothing; a new engine may refuse the ids
-                found |= dict.fromkeys(group, False)
-        return [found[document] for document in documents]
+        return await self.contents.cached([document.content for document in documents])
 
-    def _is_stored(self, document: StoredDocument) -> bool:
+    def _record(self, records: list[DocumentRecord]) -> Sequence[DocumentRecord | None]:
+        """Write new records, and return them as they are kept.
+
+        Raises:
+            ApiError: 503, the document store did not take them.
+        """
+        if self.records is None:
+            return [None] * len(records)
+        try:
+            return self.records.put(records)
+        except RecordsError as error:
+            raise _not_taken(error) from None
+
+    def _change(self, document: StoredDocument, **fields: Any) -> None:
+        """Change the record of a document.
+
+        Raises:
+            ApiError: 503, the document store did not take the change; 404, the document was deleted meanwhile.
+        """
+        if self.records is None or document.record is None:
+            return
+        try:
+            document.record = self.records.change(document.record, **fields)
+        except KeyError:
+            raise _missing(document.id) from None
+        except RecordsError as error:
+            raise _not_taken(error) from None
+
+    def _remove(self, records: Sequence[DocumentRecord | None]) -> None:
+        """Remove the records of documents that are gone; a record that stays is dropped at the next start."""
+        try:
+            if self.records is not None:
+                self.records.remove([record for record in records if record is not None])
+        except RecordsError as error:
+            logger.error("%s", error)
+
+    def is_stored(self, document: StoredDocument) -> bool:
+        """Return whether a document is still stored."""
         return self._stored.get((document.cache_salt, document.id)) is document
 
     def _dismiss(self, document: StoredDocument) -> asyncio.Task[None] | None:
         """Cancel the timer and the pin of a removed document; forget its K/V when the last user leaves."""
-        self.expire(document, None)
-        self._unpin(document)
-        self._owed.add(document.content)
-        return self._let_go(document.content)
+        self._set_expiry(document, None)
+        self.unpin(document)
+        self.contents.forget_unused([document.content])
+        return self.contents.let_go(document.content)
 
-    def _unpin(self, document: StoredDocument) -> None:
+    def unpin(self, document: StoredDocument) -> None:
+        """Let the engine evict a document, and leave its record as it is."""
         if document.pin is not None and self.is_pinned(document):
             self.llm.client.unpin([document.pin[0]])
         document.pin = None
 
-    def _let_go(self, content: Content) -> asyncio.Task[None] | None:
-        """Remove one user of a content; start the pending forget if it was the last."""
-        self._wanted[content] -= 1
-        if self._wanted[content]:
-            return None
-        del self._wanted[content]
-        if content not in self._owed:
-            return None
-        task = asyncio.ensure_future(self._forget(content))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
-    async def _forget(self, content: Content) -> None:
-        """Have the engine forget a content, unless it has a new user. Without an engine, retry until there is one."""
-        while content in self._owed and content not in self._wanted:
-            try:
-                async with self._turn:
-                    requests = await self.llm.threads.run(self._requests, content)
-                    if content in self._wanted or content not in self._owed:
-                        return
-                    # No await between this check and the sending, so a later request reaches the engine later.
-                    self._owed.discard(content)
-                    await self.llm.client.look_up(requests, forget=True)
-            except RequestError as error:
-                logger.warning("a document cannot be forgotten: %s", error)
-                self._owed.discard(content)
-            except ChunkAttnError:  # the engine is not running
-                self._owed.add(content)
-                await asyncio.sleep(_FORGET_RETRY_S)
-
-    def _requests(self, content: Content) -> list[PrecomputeRequest]:
-        """Return the engine requests of a document; the list is empty if document and prefix are empty."""
-        return next(self._job([content]).stages(), [])
-
-    def _job(self, contents: Sequence[Content], **options: Any) -> PrecomputeJob:
-        """Return the job of contents under one salt and prefix, whose ids need no parser.
-
-        Args:
-            contents: at least one content.
-            **options: options of `PrecomputeJob`.
-        """
-        salt, prefix, _ = contents[0]
-        documents = [_ids(chunk) for _, _, chunk in contents]
-        return PrecomputeJob(self.llm.frontend, _ids(prefix), documents, cache_salt=salt, **options)
+def _missing(document_id: str, unusable: tuple[DocumentRecord, str] | None = None, param: str = "document_id") -> ApiError:
+    text = f"there is no document {document_id[:_MAX_ID_CHARS]!r} under this salt"
+    if unusable is not None:
+        text = (
+            f"the document {document_id!r} is in the document store, but this server cannot use it: {unusable[1]}; add it "
+            "again, or delete it"
+        )
+    return ApiError(404, text, param=param, code="document_not_found")
 
 
-def _missing(document_id: str) -> ApiError:
-    text = f"there is no document {document_id!r} under this salt"
-    return ApiError(404, text, param="document_id", code="document_not_found")
-
-
-def _bytes(ids: Sequence[int]) -> bytes:
-    return np.asarray(ids, np.int32).tobytes()
-
-
-def _ids(content: bytes) -> list[int]:
-    return np.frombuffer(content, np.int32).tolist()
+def _not_taken(error: RecordsError) -> ApiError:
+    return ApiError(503, str(error), code="document_store_failed")

@@ -109,6 +109,11 @@ class Keys:
         name = None if digest is None else self._names.get(digest)
         return None if digest is None or name is None else _holder(name, digest)
 
+    @property
+    def salts(self) -> Set[str]:
+        """Return the cache salts of all holders."""
+        return {_holder(name, digest).salt for digest, name in self._names.items()}
+
     def salt_of(self, name: str) -> str:
         """Return the cache salt of the requests of a name that give no salt.
 

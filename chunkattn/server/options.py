@@ -65,6 +65,9 @@ class ServerConfig:
             every page. By default no page of another origin may.
         allowed_methods: methods that such pages may use.
         allowed_headers: request headers that such pages may send.
+        document_store: file in which the documents of `/v1/cache/documents` survive a restart of the server, made when absent.
+            It holds their texts. Each server needs a file of its own.
+        report_documents: answer `/v1/cache/report`, from which a gateway reads which documents the KV cache holds.
         allow_credentials: let such pages send the credentials that the browser keeps for the server. Needs origins by name.
     """
 
@@ -99,6 +102,8 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
+    document_store: str | None = None
+    report_documents: bool = False
     allow_credentials: bool = False
 
     def __post_init__(self) -> None:
@@ -111,7 +116,7 @@ class ServerConfig:
         if self.allow_credentials and "*" in self.allowed_origins:
             text = "allow_credentials with allowed_origins * would let every web page use the credentials of its visitors"
             raise ConfigError(f"{text}; name the origins")
-        for name in ("api_key", "api_key_file", "metrics_key"):
+        for name in ("api_key", "api_key_file", "metrics_key", "document_store"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; leave it out instead")
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):

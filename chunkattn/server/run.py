@@ -51,9 +51,8 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
 
 async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> int:
     """Serve, and return the number of threads that still work for clients that left."""
-    app = create_app(
-        llm, replace(config, host=listening.getsockname()[0])
-    )  # resolved, so the app knows whether it is a loopback address
+    address = listening.getsockname()[0]
+    app = create_app(llm, replace(config, host=address))  # resolved, so the app knows whether it is a loopback address
     reloader = KeyReloader(app.state.server.keys, app.state.server.documents.delete_owned)
     if hasattr(signal, "SIGHUP"):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
@@ -66,6 +65,8 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         if starting.done() and not starting.exception():
             gc.collect()
             gc.freeze()  # later collections skip the long-lived modules and model
+            restoring = asyncio.create_task(app.state.server.documents.restore())
+            await asyncio.wait({serving, restoring}, return_when=asyncio.FIRST_COMPLETED)
             if config.ready_when_warm:
                 warming = asyncio.create_task(_wait_until_warm(llm))
                 await asyncio.wait({serving, warming}, return_when=asyncio.FIRST_COMPLETED)
@@ -81,6 +82,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
             starting.cancel()
         ended = await asyncio.gather(starting, serving, return_exceptions=True)
         await llm.close()
+        app.state.server.documents.close()
     if isinstance(ended[0], Exception):
         raise ended[0]
     app.state.server.decoder.close()

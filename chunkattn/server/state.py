@@ -15,7 +15,9 @@ from fastapi import Depends, Request
 
 from chunkattn.fair_threads import FairThreads
 from chunkattn.parsers import PromptParser
+from chunkattn.routing.document_records import DocumentRecords
 from chunkattn.server.body_shares import BodyShares
+from chunkattn.server.cache_report import CacheReports
 from chunkattn.server.document_store import Documents
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller, Keys, Shares
@@ -70,7 +72,13 @@ class ServerState:
     @cached_property
     def documents(self) -> Documents:
         """Return the registry of stored documents."""
-        return Documents(self.llm, self.config)
+        path = self.config.document_store
+        return Documents(self.llm, self.config, None if path is None else DocumentRecords(path), self.keys)
+
+    @cached_property
+    def reports(self) -> CacheReports | None:
+        """Return the reports of the KV cache; None unless `report_documents` is set."""
+        return CacheReports(self.llm, self.documents.contents) if self.config.report_documents else None
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -150,10 +158,11 @@ class ServerState:
 
     @property
     def readiness(self) -> str:
-        """Return `"starting"`, `"ready"`, `"degraded"` (the engine is restarting) or `"draining"`."""
+        """Return `"starting"` (until documents are restored), `"ready"`, `"degraded"` (an engine restarts) or `"draining"`."""
         if self.draining:
             return "draining"
-        return {"starting": "starting", "ready": "ready"}.get(self.llm.state, "degraded")
+        state = {"starting": "starting", "ready": "ready"}.get(self.llm.state, "degraded")
+        return "starting" if state == "ready" and not self.documents.restored else state
 
     def probe(self, *, warm: bool) -> str:
         """Return the readiness for a health probe: `readiness`, or `"warming"` while programs are being compiled ahead.

@@ -333,7 +333,7 @@ def test_documents_of_a_request_are_laid_out_once(served, monkeypatch):
     async def add():
         documents = Documents(served, ServerConfig())
         names, contents = documents._prepare("Read.", ["one", "two"], [None, None], None, {}, DOCUMENT_NAMES)
-        return [*documents._job(contents).stages()], names
+        return [*documents.contents.job(contents).stages()], names
 
     stages, names = asyncio.run(add())
     assert (len(names), len(parsed), len(laid_out)) == (2, 1, 2)

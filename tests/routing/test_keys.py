@@ -204,6 +204,8 @@ def test_conversations_share_their_beginnings():
     assert shared(one, other) > 1500
     assert shared(one, talk(a, b, c, documents=["D1", "D3"])) < 100
     assert one.rest > len(c)
+    many = [f"document {n}" for n in range(100)]
+    assert set(talk(a, b, documents=many).pieces) == set(talk(a, b, documents=many[::-1]).pieces)
 
 
 def test_states_are_kept_and_their_questions_are_not():

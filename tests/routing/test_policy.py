@@ -79,8 +79,8 @@ def test_the_record_against_a_naive_model(seed):
             naive[name].capacity = capacity
             naive[name].shrink()
         elif action == 2:
-            reported, gone = {n: sizes[n] for n in numbers[:2]}, set(numbers[2:])
-            before = now - rng.randrange(20)
+            reported, gone = {n: sizes[n] for n in numbers[:2]}, {*range(30)} - {*numbers[:2]}
+            before = now - rng.randrange(12)
             policy.merge(name, reported, gone, before)
             if name in naive:
                 naive[name].merge(reported, gone, before)

@@ -201,7 +201,7 @@ def test_documents_under_way_of_a_removed_key_are_not_stored(llm):
             await asyncio.sleep(0.001)
         assert told.count("unpin") == told.count("forget") == 1
         assert documents.page("ana:1", None, 9) == ([], False)
-        assert not documents._wanted or set(documents._wanted) == {kept[0][0].content}
+        assert not documents.contents._wanted or set(documents.contents._wanted) == {kept[0][0].content}
 
     asyncio.run(main())
 

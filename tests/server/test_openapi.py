@@ -43,6 +43,7 @@ SOUND = {
     "/v1/decisions": {"input": "Ana.", "questions": [{"type": "predicate", "instructions": "Is it Ana?"}]},
     "/v1/systemone": {"state": "Ana.", "questions": {"ana": {"type": "noul", "instructions": "Is it Ana?"}}},
     "/v1/cache/documents": {"prefix": "Read.", "documents": ["Ana", "Ben"]},
+    "/v1/cache/forget": {"prefix": "Read.", "documents": ["Ana", "Ben"]},
     "/tokenize": {"prompt": "Ana"},
     "/detokenize": {"tokens": [5, 6]},
     "/inspect": {"prompt": "Read. # # Ana # # Ben # # Who?"},

@@ -17,7 +17,7 @@ import uvloop
 from fastapi.testclient import TestClient
 
 from chunkattn.calls.precompute import PrecomputeJob
-from chunkattn.server import document_store
+from chunkattn.server import contents
 from chunkattn.server.app import create_app
 from chunkattn.server.bodies import json_answer
 from chunkattn.server.document_store import Documents
@@ -38,7 +38,7 @@ def add(documents, name="a", text="A text.", **options):
 def test_a_late_forget_spares_a_document_added_again(llm, monkeypatch):
     """The forgetting is held where its request has been decided on and not yet sent."""
     entered, go, slow = threading.Event(), threading.Event(), False
-    precompute = document_store.PrecomputeJob
+    precompute = contents.PrecomputeJob
 
     def held(*args, **options):
         if slow and not entered.is_set():
@@ -46,7 +46,7 @@ def test_a_late_forget_spares_a_document_added_again(llm, monkeypatch):
             assert go.wait(60)
         return precompute(*args, **options)
 
-    monkeypatch.setattr(document_store, "PrecomputeJob", held)
+    monkeypatch.setattr(contents, "PrecomputeJob", held)
 
     async def main():
         nonlocal slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -23,8 +23,8 @@ def _check_ttl(value: float) -> float:
 Seconds = Annotated[float, AfterValidator(_check_ttl), Field(description="Seconds until the document is deleted.")]
 
 
-class CacheBody(Body):
-    """Documents to compute ahead of use, after a prefix."""
+class _Parts(Body):
+    """Documents after a prefix."""
 
     prefix: Annotated[str | TokenIds, Field(description="Prefix of the prompts that will use the documents.")] = ""
     messages: Annotated[
@@ -32,14 +32,11 @@ class CacheBody(Body):
         Field(description="Messages before the first user message, for chats; instead of prefix. Empty for chats without any."),
     ] = None
     documents: Annotated[list[str | TokenIds | Document], Field(fail_fast=True)]
-    pin: Annotated[bool, Field(description="Protect the documents' K/V from eviction.")] = False
-    ttl_s: Seconds | None = None
-    priority: Annotated[int, Field(description="Lower values are scheduled first. The default is after generation.")] = 1
     cache_salt: CacheSalt = None
     chat_template_kwargs: TemplateOptions
 
     @model_validator(mode="after")
-    def _check(self) -> CacheBody:
+    def _check(self) -> Self:
         if self.messages is not None and self.prefix:
             raise ValueError("prefix and messages exclude each other")
         if not self.documents:
@@ -64,6 +61,18 @@ class CacheBody(Body):
         if self.messages is not None:
             return [m.plain() for m in self.messages]
         return self.prefix or ([] if isinstance(self.documents[0], list) else "")
+
+
+class CacheBody(_Parts):
+    """Documents to compute ahead of use, after a prefix."""
+
+    pin: Annotated[bool, Field(description="Protect the documents' K/V from eviction.")] = False
+    ttl_s: Seconds | None = None
+    priority: Annotated[int, Field(description="Lower values are scheduled first. The default is after generation.")] = 1
+
+
+class ForgetBody(_Parts):
+    """Documents whose K/V the engine forgets, after a prefix."""
 
 
 class ChangeBody(Body):

@@ -1,4 +1,4 @@
-"""Routes of `/v1/cache/documents`: documents computed ahead of use, by id and salt."""
+"""Routes of `/v1/cache`: documents computed ahead of use, by id and salt, and contents that are forgotten."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.server.bodies import JsonRoute
-from chunkattn.server.document_store import StoredDocument
 from chunkattn.server.errors import ApiError
-from chunkattn.server.protocol.documents import CacheBody, ChangeBody
+from chunkattn.server.protocol.documents import CacheBody, ChangeBody, ForgetBody
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
+from chunkattn.server.stored_document import StoredDocument, count_ids
 
 _SHOWN_TOKENS = 256
 """Tokens of a prefix that an entry shows as text."""
 
-router = APIRouter(route_class=JsonRoute, tags=["cache"], prefix="/v1/cache/documents")
+router = APIRouter(route_class=JsonRoute, tags=["cache"], prefix="/v1/cache")
 
 Salt = Annotated[str | None, Query(description="Salt of the document.")]
 
 
-@router.post("")
+@router.post("/documents")
 async def add(body: CacheBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """Compute and store the K/V of documents after a prefix. A new document replaces the stored document with the same id."""
     state.check_model(body.model)
@@ -47,7 +48,7 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
             priority=body.priority,
             options=body.chat_template_kwargs,
             timeout=state.config.request_timeout_s,
-            names=DOCUMENT_NAMES if body.messages is None else DOCUMENT_NAMES._replace(prefix="messages"),
+            names=_names(body),
             is_allowed=is_allowed,
         ),
     )
@@ -61,7 +62,7 @@ async def add(body: CacheBody, request: Request, state: State, caller: CallerOf)
     }
 
 
-@router.get("")
+@router.get("/documents")
 async def listed(
     state: State,
     caller: CallerOf,
@@ -75,14 +76,14 @@ async def listed(
     return {"object": "list", "data": await _entries(state, documents), "has_more": more}
 
 
-@router.get("/{document_id}")
+@router.get("/documents/{document_id}")
 async def one(document_id: str, state: State, caller: CallerOf, cache_salt: Salt = None) -> dict[str, Any]:
     """Return one document."""
     caller.take(1)
     return (await _entries(state, [state.documents.get(document_id, caller.salt(cache_salt))]))[0]
 
 
-@router.patch("/{document_id}")
+@router.patch("/documents/{document_id}")
 async def change(document_id: str, body: ChangeBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """Pin a document, computing evicted K/V again, or unpin it; set its lifetime."""
     state.check_model(body.model)
@@ -96,12 +97,15 @@ async def change(document_id: str, body: ChangeBody, request: Request, state: St
     return (await _entries(state, [document]))[0]
 
 
-@router.delete("/{document_id}")
+@router.delete("/documents/{document_id}")
 async def delete(document_id: str, state: State, caller: CallerOf, cache_salt: Salt = None) -> dict[str, Any]:
     """Delete a document: its K/V leaves memory when no request uses it any more, and the disk."""
     state.check_ready()
-    document = state.documents.get(document_id, caller.salt(cache_salt))
+    salt = caller.salt(cache_salt)
     caller.take(1)
+    if state.documents.delete_unusable(document_id, salt):
+        return {"id": document_id, "object": "cache.document.deleted", "deleted": True}
+    document = state.documents.get(document_id, salt)
     try:
         async with asyncio.timeout(state.config.request_timeout_s):
             await state.documents.delete(document)
@@ -109,6 +113,31 @@ async def delete(document_id: str, state: State, caller: CallerOf, cache_salt: S
         text = "the document is no longer listed; its K/V is forgotten as soon as the engine answers"
         raise ApiError(504, text, code="timeout") from None
     return {"id": document_id, "object": "cache.document.deleted", "deleted": True}
+
+
+@router.post("/forget")
+async def forget(body: ForgetBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
+    """Forget the K/V of documents that were sent in prompts, in memory and on disk, unless a stored document uses it."""
+    state.check_model(body.model)
+    state.check_ready()
+    caller.take(1)
+    salt, options = caller.salt(body.cache_salt), body.chat_template_kwargs
+    forgetting = state.documents.forget(body.start(), body.texts(), cache_salt=salt, options=options, names=_names(body))
+    try:
+        async with asyncio.timeout(state.config.request_timeout_s):
+            found = await unless_gone(request, forgetting)
+    except TimeoutError:
+        raise ApiError(504, "the K/V is forgotten as soon as the engine answers", code="timeout") from None
+    entries = [
+        {"object": "cache.document.forgotten", "index": number, "tokens": count_ids(content[2]), "forgotten": done}
+        for number, (content, done) in enumerate(found)
+    ]
+    return {"object": "list", "data": entries}
+
+
+def _names(body: CacheBody | ForgetBody) -> Names:
+    """Return the request's own names of prefix and documents."""
+    return DOCUMENT_NAMES if body.messages is None else DOCUMENT_NAMES._replace(prefix="messages")
 
 
 async def _entries(state: ServerState, documents: Sequence[StoredDocument]) -> list[dict[str, Any]]:

@@ -1,0 +1,116 @@
+"""Contents that the engine computes, looks up and forgets for the stored documents."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from chunkattn.calls.precompute import PrecomputeJob
+from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
+from chunkattn.server.stored_document import Content, as_ids
+
+if TYPE_CHECKING:
+    from chunkattn.async_llm import AsyncLLM
+    from chunkattn.engine.messages import PrecomputeRequest
+
+logger = logging.getLogger(__name__)
+
+_FORGET_RETRY_S = 1.0
+_MAX_CONCURRENT_FORGETS = 4
+"""Limit on concurrent forget calls to the engine, regardless of how many documents expire together."""
+_LOOKUP_BATCH = 100
+"""Documents per lookup message. The engine answers a message between two steps."""
+
+
+class Contents:
+    """Contents of stored documents, with the number of their users. The engine forgets a content with its last user.
+
+    Args:
+        llm: engine that computes and caches the K/V.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.llm = llm
+        self._wanted: Counter[Content] = Counter()  # users per content: stored documents and calls in flight
+        self._owed: set[Content] = set()  # contents to forget when their last user leaves
+        self._turn = asyncio.Semaphore(_MAX_CONCURRENT_FORGETS)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __contains__(self, content: Content) -> bool:
+        return content in self._wanted
+
+    def use(self, contents: Iterable[Content]) -> None:
+        """Add one user to each content."""
+        self._wanted.update(contents)
+
+    def keep(self, content: Content) -> None:
+        """Cancel the pending forget of a content."""
+        self._owed.discard(content)
+
+    def forget_unused(self, contents: Iterable[Content]) -> None:
+        """Have the engine forget contents when their last user leaves; see `let_go`."""
+        self._owed.update(contents)
+
+    def let_go(self, content: Content) -> asyncio.Task[None] | None:
+        """Remove one user of a content. Return the started forget if one was pending and the user was the last."""
+        self._wanted[content] -= 1
+        if self._wanted[content]:
+            return None
+        del self._wanted[content]
+        if content not in self._owed:
+            return None
+        task = asyncio.ensure_future(self._forget(content))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _forget(self, content: Content) -> None:
+        """Have the engine forget a content, unless it has a new user. Without an engine, retry until there is one."""
+        while content in self._owed and content not in self._wanted:
+            try:
+                async with self._turn:
+                    requests = await self.llm.threads.run(self._requests, content)
+                    if content in self._wanted or content not in self._owed:
+                        return
+                    # No await between this check and the sending, so a later request reaches the engine later.
+                    self._owed.discard(content)
+                    await self.llm.client.look_up(requests, forget=True)
+            except RequestError as error:
+                logger.warning("a document cannot be forgotten: %s", error)
+                self._owed.discard(content)
+            except ChunkAttnError:  # the engine is not running
+                self._owed.add(content)
+                await asyncio.sleep(_FORGET_RETRY_S)
+
+    def _requests(self, content: Content) -> list[PrecomputeRequest]:
+        """Return the engine requests of a document; the list is empty if document and prefix are empty."""
+        return next(self.job([content]).stages(), [])
+
+    def job(self, contents: Sequence[Content], **options: Any) -> PrecomputeJob:
+        """Return the job of contents under one salt and prefix, whose ids need no parser.
+
+        Args:
+            contents: at least one content.
+            **options: options of `PrecomputeJob`.
+        """
+        salt, prefix, _ = contents[0]
+        documents = [as_ids(chunk) for _, _, chunk in contents]
+        return PrecomputeJob(self.llm.frontend, as_ids(prefix), documents, cache_salt=salt, **options)
+
+    async def cached(self, contents: Sequence[Content]) -> list[bool]:
+        """Return for each content whether all of its K/V is in memory now."""
+        found: dict[Content, bool] = {}
+        groups: dict[tuple[str | None, bytes], list[Content]] = {}
+        for content in dict.fromkeys(contents):
+            groups.setdefault(content[:2], []).append(content)
+        parts = ((k, g[n : n + _LOOKUP_BATCH]) for k, g in groups.items() for n in range(0, len(g), _LOOKUP_BATCH))
+        for (salt, prefix), group in parts:
+            try:
+                report = await self.llm.lookup(as_ids(prefix), [as_ids(chunk) for _, _, chunk in group], cache_salt=salt)
+                found |= {own: cached.was_cached for own, cached in zip(group, report.documents, strict=True)}
+            except (EngineDeadError, RequestError):  # a dead engine holds nothing; a new engine may refuse the ids
+                found |= dict.fromkeys(group, False)
+        return [found[content] for content in contents]

@@ -1,0 +1,211 @@
+"""Records of stored documents: what a file of them survives, and what it refuses."""
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from chunkattn.errors import ConfigError
+from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
+
+SCOPE = Scope("ana", "salt")
+PREFIXES = [
+    Prefix("Read the notes."),
+    Prefix([5, 2**31 - 1]),
+    Prefix([{"role": "system", "content": "Lone \ud800 surrogate."}], is_chat=True, template_options={"thinking": False}),
+    Prefix([], is_chat=True),
+    Prefix([]),
+]
+WRITER = """
+import sys
+from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, Scope
+records = DocumentRecords(sys.argv[1])
+print("open", flush=True)
+for number, line in enumerate(sys.stdin):
+    made = records.put([DocumentRecord(Scope(), f"{number}-{n}", Prefix("Read."), line) for n in range(3)])
+    if number % 3 == 2:
+        records.remove(made)
+    print(number, flush=True)
+"""
+
+
+def record(name, document="A text.", **fields):
+    return DocumentRecord(**{"scope": SCOPE, "id": name, "prefix": PREFIXES[0], "document": document, **fields})
+
+
+def plain(found):
+    """All that a record says, for comparisons."""
+    prefix = found.prefix.source, found.prefix.is_chat, found.prefix.template_options
+    rest = found.created, found.expires, found.pinned, found.tokens, found.prefix_tokens, found.num_bytes
+    return found.scope, found.id, prefix, found.source, rest
+
+
+def test_a_new_process_has_every_field(tmp_path):
+    records = DocumentRecords(tmp_path / "documents")
+    made = [
+        record(f"doc-{n}", document, scope=Scope(owner, salt), prefix=prefix, expires=2e9 + n, pinned=n % 2 == 1, tokens=n)
+        for n, (prefix, document, owner, salt) in enumerate(
+            (prefix, document, owner, salt)
+            for prefix in PREFIXES
+            for document in ("Ein Text. \ud800 \x00", [1, 2, 3])
+            for owner, salt in ((None, None), ("", None), (None, ""))
+        )
+    ]
+    records.put(made)
+    records.change(records.get(made[4].scope, "doc-4"), pinned=True, expires=None, prefix_tokens=7, num_bytes=2**40)
+    made[4] = replace(made[4], pinned=True, expires=None, prefix_tokens=7, num_bytes=2**40)
+    records.close()
+    again = DocumentRecords(tmp_path / "documents")
+    for own in made:
+        assert plain(again.get(own.scope, own.id)) == plain(own)
+    assert len(again) == len(made)
+    assert again.count("") == 10
+    assert again.get(Scope(None, ""), "doc-0") is None
+    again.close()
+
+
+def test_random_changes_against_a_dictionary(tmp_path):
+    rng, model = random.Random(0), {}
+    records = DocumentRecords(tmp_path / "documents")
+    for step in range(400):
+        key = Scope(None, rng.choice("ab")), str(rng.randrange(12))
+        match rng.randrange(5):
+            case 0 | 1:
+                new = [
+                    record(key[1], f"{step}", scope=key[0], prefix=rng.choice(PREFIXES)),
+                    record("x", f"{step}", scope=key[0]),
+                ]
+                for own in records.put(new):
+                    model.pop((own.scope, own.id), None)
+                    model[own.scope, own.id] = plain(own)
+            case 2 if key in model:
+                own = records.change(records.get(*key), pinned=rng.random() < 0.5, expires=float(step))
+                model[key] = plain(own)
+            case 3 if key in model:
+                records.remove([records.get(*key)])
+                del model[key]
+            case 4 if step % 20 == 4:
+                records.close()
+                records = DocumentRecords(tmp_path / "documents")
+        for salt in "ab":
+            scope = Scope(None, salt)
+            own = [name for at, name in model if at == scope]
+            after = rng.choice([None, *own])
+            start = 0 if after is None else own.index(after) + 1
+            found, more = records.page(scope, after, 3)
+            assert [plain(r) for r in found] == [model[scope, name] for name in own[start : start + 3]]
+            assert more == (len(own) > start + 3)
+        assert records.count(None) == len(records) == len(model)
+    assert {r.id for r in records.expired(300.0)} == {name for (_, name), own in model.items() if (own[4][1] or 301) <= 300}
+    records.remove(records)
+    records.close()
+    with sqlite3.connect(tmp_path / "documents") as file:
+        assert list(file.execute("SELECT count(*) FROM prefixes")) == [(0,)]
+    file.close()
+
+
+def test_what_returned_survives_a_kill_and_frees_the_file(tmp_path):
+    path = tmp_path / "documents"
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "open\n"
+    with pytest.raises(ConfigError, match="in use by another process"):
+        DocumentRecords(path)
+    for number in range(20):
+        process.stdin.write(f"text of {number}\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == f"{number}\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+    records = DocumentRecords(path)
+    assert {r.id: r.source for r in records} == {
+        f"{n}-{i}": f"text of {n}\n" for n in range(20) if n % 3 != 2 for i in range(3)
+    }
+    with pytest.raises(ConfigError, match="in use by another process"):
+        DocumentRecords(path)
+    records.close()
+
+
+def foreign(path):
+    with sqlite3.connect(path) as file:
+        file.execute("CREATE TABLE notes (text TEXT)")
+    file.close()
+
+
+def newer(path):
+    DocumentRecords(path).close()
+    with sqlite3.connect(path) as file:
+        file.execute("PRAGMA user_version = 99")
+    file.close()
+
+
+def scrambled(path):
+    records = DocumentRecords(path)
+    records.put([record(str(n), "text " * 500) for n in range(50)])
+    records.close()
+    content = bytearray(path.read_bytes())
+    content[8192:] = random.Random(1).randbytes(len(content) - 8192)
+    path.write_bytes(content)
+
+
+def unreadable_row(path):
+    records = DocumentRecords(path)
+    records.put([record("a")])
+    records.close()
+    with sqlite3.connect(path) as file:
+        file.execute("UPDATE documents SET document = CAST('{' AS BLOB)")
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (foreign, "another program"),
+        (newer, "version 99"),
+        (scrambled, "is damaged"),
+        (unreadable_row, "is damaged"),
+        (lambda path: path.write_text("ana:a\n" * 99), "another kind, or damaged"),
+        (os.mkfifo, "not a regular file"),
+    ],
+)
+def test_other_files_are_refused_and_stay_as_they_are(tmp_path, spoil, message):
+    path = tmp_path / "documents"
+    spoil(path)
+    before = path.read_bytes() if path.is_file() else None
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            DocumentRecords(path)
+    assert before is None or path.read_bytes() == before
+    with pytest.raises(ConfigError, match="folder must exist"):
+        DocumentRecords(tmp_path / "absent" / "documents")
+
+
+def test_a_change_that_the_file_does_not_take_changes_nothing(tmp_path):
+    records = DocumentRecords(tmp_path / "documents")
+    (kept,) = records.put([record("a")])
+    ((pages,),) = records._file.rows.execute("PRAGMA page_count")
+    records._file.rows.execute(f"PRAGMA max_page_count = {pages + 2}")  # SQLite answers as on a full disk
+    for _ in range(2):
+        with pytest.raises(RecordsError, match="full"):
+            records.put([record("b"), record("a", "long " * 9000)])
+        assert records.get(SCOPE, "a") is kept
+        assert len(records) == 1
+    records.change(kept, pinned=True)
+    records.close()
+    (kept,) = DocumentRecords(tmp_path / "documents")
+    assert kept.pinned
+    assert kept.source == "A text."
+
+
+def test_records_without_a_file_are_in_memory():
+    records = DocumentRecords()
+    records.remove(records.put([record("a"), record("b", [5])])[:1])
+    assert [(r.id, r.source) for r in records] == [("b", [5])]
