@@ -82,8 +82,8 @@ def serve(
         int,
         typer.Option(
             min=1,
-            help="Number of engines behind one address, which share the work by the documents they hold. More than 1 needs Ray: "
-            "pip install 'chunkattn[ray]'.",
+            help="Number of engines behind one address, which share the work by the documents they hold. More than 1 needs "
+            "Ray: pip install 'chunkattn[ray]'.",
             envvar="CHUNKATTN_REPLICAS",
             show_envvar=False,
         ),
