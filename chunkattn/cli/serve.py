@@ -78,6 +78,16 @@ def serve(
     config: Annotated[
         Path | None, typer.Option(help="YAML file of options.", callback=_read_config, is_eager=True, envvar="CHUNKATTN_CONFIG")
     ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Number of engines behind one address, which share the work by the documents they hold. More than 1 needs "
+            "Ray: pip install 'chunkattn[ray]'.",
+            envvar="CHUNKATTN_REPLICAS",
+            show_envvar=False,
+        ),
+    ] = 1,
     **options: Any,
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's clients.
@@ -85,10 +95,15 @@ def serve(
     Every option can also be set by an environment variable, CHUNKATTN_ and its name in capitals, or in the YAML file of
     --config. The command line overrides the environment, and the environment overrides the file.
     """
-    from chunkattn.server.run import serve as run
-
     for name in ("api_key", "api_key_file", "metrics_key"):
         if os.environ.get(variable := f"CHUNKATTN_{name.upper()}") == "" and options[name] is None:
             raise ConfigError(f"{variable} is set but empty, so every client would be accepted; unset it if that is meant")
     server = {name: options.pop(name) for name in options_of(ServerConfig)}
-    run({"model": model, **options}, ServerConfig(**server))
+    if replicas > 1:
+        from chunkattn.integrations.ray.local import serve_replicas
+
+        serve_replicas({"model": model, **options}, ServerConfig(**server), replicas)
+    else:
+        from chunkattn.server.run import serve as run
+
+        run({"model": model, **options}, ServerConfig(**server))

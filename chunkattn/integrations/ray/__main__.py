@@ -1,0 +1,23 @@
+"""Print the environment variables of a cluster as shell commands: `eval "$(python -m chunkattn.integrations.ray)"`."""
+
+from __future__ import annotations
+
+import argparse
+
+from chunkattn.integrations.ray.options import environment
+from chunkattn.server.options import ServerConfig
+
+
+def main() -> None:
+    """Print one `export` per variable."""
+    parser = argparse.ArgumentParser(prog="python -m chunkattn.integrations.ray", description=main.__doc__)
+    parser.add_argument("--max-body-bytes", type=int, default=ServerConfig.max_body_bytes, help="the server's option")
+    parser.add_argument("--run-folder", help="folder of HAProxy's files")
+    parser.add_argument("--first-port", type=int, default=8400, help="first of the 64 ports used on a node")
+    given = parser.parse_args()
+    for name, value in environment(given.max_body_bytes, run_folder=given.run_folder, first_port=given.first_port).items():
+        print(f"export {name}={value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""`Replica`: one engine and the unchanged server application, as a deployment of Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+from urllib.parse import unquote
+
+from ray import serve
+
+from chunkattn.async_llm import AsyncLLM
+from chunkattn.errors import EngineDeadError
+from chunkattn.gateway.replicas import Message, Report
+from chunkattn.integrations.ray.logs import set_up_logs
+from chunkattn.server.app import create_app
+from chunkattn.server.keys import KeyReloader
+from chunkattn.server.options import ServerConfig
+from chunkattn.server.routes import status
+
+_HIGH_WATER = 1 << 16
+"""Bytes of an answer that wait for the gateway before the application's `send` waits, as uvicorn's limit for a connection."""
+_ABORT_S = 5.0
+"""Seconds that the application has to end a request whose client has left."""
+
+
+class Replica:
+    """Engine with the server application. The gateway calls `call` with a request and relays the messages.
+
+    The application's own limits apply at the gateway or here: see the guide "Replicas on Ray Serve".
+
+    Args:
+        engine: options of `AsyncLLM`, including the model.
+        server: options of `ServerConfig`. `host` and `port` are ignored: the replica listens nowhere, and the gateway checks
+            the Host header.
+    """
+
+    async def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:  # type: ignore[misc]
+        config = replace(ServerConfig(**server), host="0.0.0.0")  # a loopback host refuses other names
+        set_up_logs(config.log_format)
+        logging.getLogger("chunkattn.server.access").setLevel(logging.WARNING)  # the gateway logs every request
+        options = dict(engine)
+        if options.get("kv_store") is not None:
+            options["kv_store"] = str(_own_folder(options["kv_store"]))
+        self.llm = AsyncLLM(**options)
+        await self.llm.open()
+        self._app = create_app(self.llm, config)
+        self._state = self._app.state.server
+        self._start = token_hex(8)
+        self._reloader = KeyReloader(self._state.keys, self._state.documents.delete_owned)
+        self._reloading = asyncio.create_task(self._reloader.run())
+        self._reconfigured = False
+
+    async def ready_name(self) -> str | None:
+        """Return the name of the model once the application is ready, and warm with `ready_when_warm`; None before."""
+        return self._state.model_name if self._state.probe(warm=False) == "ready" else None
+
+    async def reload_keys(self) -> None:
+        """Read the key file again, as SIGHUP does for a server."""
+        self._reloader.ask()
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Read the key file again. Ray calls this method at the start and for every change.
+
+        Args:
+            user_config: any JSON value; a changed value, such as a date, triggers the call.
+        """
+        if self._reconfigured:
+            self._reloader.ask()
+        self._reconfigured = True
+
+    async def check_health(self) -> None:
+        """Raise if the engine cannot come back. An engine that is starting again is healthy: its requests get 503.
+
+        Raises:
+            EngineDeadError: three starts of the engine have failed, or its supervisor has.
+        """
+        if self.llm.state in ("failed", "closed"):
+            raise EngineDeadError(f"the engine has {self.llm.state}: {self.llm.client.reason}")
+
+    async def __del__(self) -> None:
+        """Close the engine. Ray calls this method after the running requests, or when their time is over."""
+        with suppress(AttributeError):  # the constructor failed
+            self._reloading.cancel()
+        with suppress(AttributeError):
+            await self.llm.close()
+        with suppress(AttributeError):
+            self._state.decoder.close()
+
+    async def report(self, to: Any = None) -> Report:
+        """Return the state of this replica.
+
+        Args:
+            to: the router's argument.
+        """
+        limits = self.llm.client.limits
+        return Report(
+            generation=f"{self._start}-{self.llm.client.restarts}",
+            ready=self._state.probe(warm=False) == "ready",
+            capacity=None if limits is None else limits.kv_tokens,
+        )
+
+    async def metrics(self, to: Any = None) -> str:
+        """Return the metrics of engine and application in Prometheus's text format.
+
+        Args:
+            to: the router's argument.
+        """
+        return bytes((await status.metrics(self._state)).body).decode()
+
+    async def call(
+        self, request: tuple[str, str, bytes, Sequence[tuple[bytes, bytes]], bytes], to: Any = None
+    ) -> AsyncIterator[bytes]:
+        """Run the application on a request, and yield pickled lists of ASGI messages: those that wait together in one list.
+
+        Closing the iterator, which Ray does when the gateway cancels the call, disconnects the application's client.
+
+        Args:
+            request: method, path, query, headers and body; see `chunkattn.gateway.replicas.Outgoing`.
+            to: the router's argument.
+        """
+        method, path, query, headers, body = request
+        answer = _Answer(body)
+        scope = _scope(method, path, query, headers)
+        running = asyncio.create_task(self._app(scope, answer.receive, answer.send))
+        running.add_done_callback(answer.end)
+        try:
+            while batch := await answer.take():
+                yield pickle.dumps(batch, protocol=5)
+            await running
+        finally:
+            answer.disconnect()
+            if not running.done():
+                await asyncio.wait({running}, timeout=_ABORT_S)
+                running.cancel()
+
+
+class _Answer:
+    """The ASGI channels of one request: its whole body in, its messages out in batches."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self._gone = asyncio.Event()
+        self._waiting: list[dict[str, Any]] = []
+        self._size, self._ended = 0, False
+        self._filled, self._room = asyncio.Event(), asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        """Return the body, then wait for the client to leave."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Add a message, and wait while too much of the answer waits."""
+        last = self._waiting[-1] if self._waiting else None
+        if last is not None and last["type"] == message["type"] == "http.response.body":
+            last["body"] += message.get("body", b"")
+            last["more_body"] = message.get("more_body", False)
+        else:
+            added = dict(message)
+            if added["type"] == "http.response.body":
+                added["body"] = bytes(added.get("body", b""))
+            self._waiting.append(added)
+        self._size += len(message.get("body", b""))
+        self._filled.set()
+        while self._size > _HIGH_WATER and not self._gone.is_set():
+            self._room.clear()
+            await self._room.wait()
+
+    def end(self, _: Any) -> None:
+        """Note that no message follows."""
+        self._ended = True
+        self._filled.set()
+
+    def disconnect(self) -> None:
+        """Tell the application that the client has left."""
+        self._gone.set()
+        self._room.set()
+
+    async def take(self) -> list[dict[str, Any]]:
+        """Return the waiting messages, at least one; an empty list at the end."""
+        while not self._waiting and not self._ended:
+            self._filled.clear()
+            await self._filled.wait()
+        taken, self._waiting, self._size = self._waiting, [], 0
+        self._room.set()
+        return taken
+
+
+def _scope(method: str, path: str, query: bytes, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": unquote(path),
+        "raw_path": path.encode("latin-1"),
+        "query_string": query,
+        "root_path": "",
+        "headers": list(headers),
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+
+
+def _own_folder(folder: str) -> Path:
+    """Return the folder of this replica's KV store: replicas share no store, and a replica's successor has its rank."""
+    rank = serve.get_replica_context().rank
+    return Path(folder).expanduser() / f"replica-{0 if rank is None else rank.rank}"

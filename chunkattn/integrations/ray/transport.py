@@ -1,0 +1,147 @@
+"""`ServeReplicas`: the connection of the gateway to the replicas, over a handle of Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator, Sequence
+from itertools import count
+from typing import Any
+
+import grpc
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from chunkattn.gateway.replicas import Message, Outgoing, ReplicaGoneError, Report
+from chunkattn.integrations.ray.membership import Ticket, membership
+
+_ANSWER_S = 5.0
+"""Seconds within which a replica must tell its state or its metrics."""
+_GONE = (RayError, RayServeException, BackPressureError, DeploymentUnavailableError, grpc.RpcError)
+"""Errors of a call whose replica has died, is being stopped or cannot be reached."""
+
+
+class ServeReplicas:
+    """`Replicas` over a deployment of `Replica` with a `NamedRouter`.
+
+    Args:
+        handle: handle of the deployment.
+        channel: the `channel` of the router's options.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], channel: str) -> None:
+        options = {"request_serialization": "pickle", "response_serialization": "pickle"}
+        self._calls = handle.options(method_name="call", stream=True, **options)
+        self._reports = handle.options(method_name="report", **options)
+        self._metrics = handle.options(method_name="metrics", **options)
+        self._handle, self._members = handle, membership(channel)
+        self._numbers = count()
+        self._running: set[asyncio.Future[Any]] = set()
+        self._closed = False
+
+    async def open(self) -> None:
+        """Connect. The handle connects by itself when it is made."""
+
+    async def close(self) -> None:
+        """Disconnect; running answers end with `ReplicaGoneError`."""
+        self._closed = True
+        for gone in list(self._running):
+            if not gone.done():
+                gone.set_exception(ReplicaGoneError("the gateway is closing"))
+        await self._handle.shutdown_async()
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the replicas that exist now, ready or not."""
+        return self._members.names
+
+    async def send(self, name: str, request: Outgoing) -> AsyncIterator[Message]:
+        """Send a request and return its answer, message by message as they come. Closing the iterator aborts the request.
+
+        Args:
+            name: one of `names()`.
+            request: the request.
+
+        Raises:
+            ReplicaGoneError: the replica is gone.
+        """
+        number, gone = self._enter(name)
+        fields = (request.method, request.path, request.query, list(request.headers), request.body)
+        answer = self._calls.remote(fields, to=(name, number))
+        reading: asyncio.Future[bytes] | None = None
+        ended = False
+        try:
+            while True:
+                reading = asyncio.ensure_future(anext(answer))
+                await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done():
+                    gone.result()  # raises
+                try:
+                    batch = reading.result()
+                except StopAsyncIteration:
+                    ended = True
+                    return
+                except _GONE as error:
+                    raise ReplicaGoneError(f"the replica {name} is gone: {type(error).__name__}") from error
+                except asyncio.CancelledError:
+                    raise ReplicaGoneError(f"the replica {name} has cancelled the request") from None
+                for message in pickle.loads(batch):
+                    yield message
+        finally:
+            self._leave(name, number, gone)
+            if not ended:
+                answer.cancel()
+                if reading is not None and not reading.done():
+                    reading.cancel()
+
+    async def report(self, name: str) -> Report:
+        """Return the state of a replica.
+
+        Raises:
+            ReplicaGoneError: the replica cannot be asked.
+        """
+        return await self._ask(self._reports, name)
+
+    async def metrics(self, name: str) -> str:
+        """Return the metrics of a replica in Prometheus's text format.
+
+        Raises:
+            ReplicaGoneError: the replica cannot be asked.
+        """
+        return await self._ask(self._metrics, name)
+
+    async def _ask(self, method: DeploymentHandle[Any], name: str) -> Any:
+        number, gone = self._enter(name)
+        answer = method.remote(to=(name, number))
+        reading = asyncio.ensure_future(_result(answer))
+        try:
+            await asyncio.wait({reading, gone}, timeout=_ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                gone.result()
+            if not reading.done():
+                raise ReplicaGoneError(f"the replica {name} does not answer within {_ANSWER_S:g} s")
+            return reading.result()
+        except _GONE as error:
+            raise ReplicaGoneError(f"the replica {name} is gone: {type(error).__name__}") from error
+        finally:
+            self._leave(name, number, gone)
+            if not reading.done():
+                answer.cancel()
+                reading.cancel()
+
+    def _enter(self, name: str) -> tuple[int, asyncio.Future[Any]]:
+        if self._closed:
+            raise ReplicaGoneError("the gateway is closing")
+        number, gone = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._members.wait(number, Ticket(name, gone))
+        self._running.add(gone)
+        return number, gone
+
+    def _leave(self, name: str, number: int, gone: asyncio.Future[Any]) -> None:
+        self._members.settle(name, number)
+        self._running.discard(gone)
+        gone.cancel()
+
+
+async def _result(answer: Any) -> Any:
+    return await answer

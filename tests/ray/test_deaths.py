@@ -1,0 +1,89 @@
+"""Processes die under load: every request is answered or ended by an error, and the service is whole again without a hand."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from tests.ray.cluster import wait_for
+from tests.ray.requests import Load, ask
+
+WHOLE_S = 30
+"""Seconds until everything serves again. A loaded machine gets a multiple."""
+PROMPTS = [
+    f"{name} is a {job}. What is the job of {name}? Answer:" for name in ("Rumi", "Ada", "Ben") for job in ("poet", "nurse")
+]
+ALLOWED = {
+    "replica": {"complete", "error event", "503"},
+    "engine": {"complete", "error event", "503"},
+    "gateway": {"complete", "closed", "503"},
+}
+
+
+def is_whole(service, kind, count, killed):
+    """Return whether as many processes of a kind run as before, and all replicas are ready."""
+    living = service.processes.living(kind)
+    if len(living) != count or killed in living:
+        return False
+    try:
+        states = service.ask("/health").json["replicas"]
+    except OSError:
+        return False
+    return len(states) == 3 and all(s["ready"] for s in states.values())
+
+
+@pytest.mark.parametrize("kind", ["replica", "engine", "gateway"])
+def test_a_death_under_load(kind, replicas, bare):
+    body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    load = Load({prompt: bare.ask("/v1/completions", body | {"prompt": prompt}).text for prompt in PROMPTS})
+    before = replicas.processes.living(kind)
+    killed = before[0]
+
+    async def under_load(session):
+        clients = [asyncio.create_task(load.client(session, seed)) for seed in range(8)]
+        while load.outcomes["complete"] < 30:
+            await asyncio.sleep(0.05)
+            for client in clients:
+                assert not client.done(), client.exception()
+        began = time.monotonic()
+        os.kill(killed, signal.SIGKILL)
+        while not await asyncio.to_thread(is_whole, replicas, kind, len(before), killed):
+            assert time.monotonic() - began < 4 * WHOLE_S
+            await asyncio.sleep(0.2)
+        took = time.monotonic() - began
+        count = load.outcomes["complete"]
+        while load.outcomes["complete"] < count + 30:
+            await asyncio.sleep(0.05)
+        load.stopped = True
+        await asyncio.gather(*clients)  # every request ends
+        return took
+
+    took = replicas.run(under_load)
+    print(f"{kind}: whole after {took:.1f} s, {dict(load.outcomes)}")
+    assert not load.wrong
+    assert set(load.outcomes) <= ALLOWED[kind], load.outcomes
+    failed = load.outcomes.total() - load.outcomes["complete"]
+    assert failed <= {"replica": 8, "engine": 8, "gateway": 1000}[kind], load.outcomes
+
+
+def test_sigterm_finishes_running_streams(replicas):
+    """The last test of the file: it stops the service."""
+    body = {"prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+
+    async def drained(session):
+        tasks = [asyncio.create_task(ask(session, "/v1/completions", body)) for _ in range(6)]
+        async with session.post("/v1/completions", json=body) as running:
+            await running.content.readuntil(b"\n\n")
+            replicas.processes.main.terminate()
+            rest = (await running.read()).decode()
+        return rest, await asyncio.gather(*tasks)
+
+    rest, answers = replicas.run(drained)
+    assert rest.endswith("data: [DONE]\n\n")
+    for answer in answers:
+        assert answer.status in (200, 503), answer
+        assert answer.status == 503 or (answer.events[-1] == "[DONE]" and not any("error" in e for e in answer.events[:-1]))
+    assert replicas.processes.main.wait(90) == 0
+    wait_for(lambda: not replicas.processes.living(), 20, "ended")
