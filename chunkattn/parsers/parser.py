@@ -157,7 +157,6 @@ class PromptParser:
         messages: Sequence[Mapping[str, Any]],
         documents: Sequence[str | TokenIds] | None = None,
         focus: FocusLike | None = None,
-        /,
         **template_options: Any,
     ) -> ParsedPrompt:
         """Parse chat messages. Contents are not split at separators.

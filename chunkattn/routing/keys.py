@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 
 _FIRST_BLOCK = 512
 """Bytes of the first piece of a long text. Each further piece ends at twice the bytes, so a text has few pieces."""
+MAX_PIECES = 4096
+"""Pieces of one request, as many as the chunks that an engine takes by default. A request with more has no keys: to hash and to
+record them would hold up all other requests."""
 _SMALLEST = 64
 """Bytes below which a message of a conversation shares the piece of the next one."""
 _UNSHARED = ("enable_thinking", "thinking")
@@ -106,8 +109,14 @@ class _Pieces:
         return state.digest()
 
     def _add(self, digest: bytes, size: int) -> int:
-        """Add a piece, and return the size of the next one, which is empty."""
+        """Add a piece, and return the size of the next one, which is empty.
+
+        Raises:
+            ValueError: there are too many pieces.
+        """
         self.found[int.from_bytes(digest[:8], "big")] = size
+        if len(self.found) > MAX_PIECES:
+            raise ValueError("too many pieces")
         return 0
 
     def text(self, given: Any, *, plain: bool = True) -> bytes:

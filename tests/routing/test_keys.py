@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PlainEncoder
 from chunkattn.parsers.state_template import StateTemplate
-from chunkattn.routing.keys import _ROUTES, Keys, keys_of
+from chunkattn.routing.keys import _ROUTES, MAX_PIECES, Keys, keys_of
 from chunkattn.server.protocol.decisions import DecisionsBody
 from chunkattn.server.protocol.documents import CacheBody
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
@@ -318,3 +318,19 @@ def test_deep_bodies_do_not_raise():
         assert keys_of(path, {**dict.fromkeys(names, value), "chunks": parts}) == Keys()
         for name in names:
             keys_of(path, {"query": "q", "messages": [USER], "documents": ["d"], "input": "x", "state": "x", name: value})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/cache/documents", "/v1/rerank"])
+def test_a_request_of_too_many_pieces_has_no_keys(path):
+    def keys(count):
+        texts = [f"document {n}" for n in range(count)]
+        parts = {"prefix": "", "documents": texts, "question": "Who?"}
+        bodies = {
+            "/v1/completions": {"chunks": parts},
+            "/v1/cache/documents": {"documents": texts},
+            "/v1/rerank": {"query": "Who?", "documents": texts, "order": "document_first"},
+        }
+        return keys_of(path, bodies[path])
+
+    assert len(keys(MAX_PIECES - 1).pieces) >= MAX_PIECES - 1
+    assert keys(MAX_PIECES + 1) == Keys()
