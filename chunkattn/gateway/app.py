@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from chunkattn.gateway.documents import GatewayDocuments
+from chunkattn.gateway.forget import FORGET, forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.relay import Relay
@@ -37,6 +38,7 @@ _KNOWN = (
     "/v1/rerank",
     "/v2/rerank",
     "/rerank",
+    "/v1/cache/forget",
     "/v1/decisions",
     "/v1/systemone",
     "/v1/models",
@@ -154,6 +156,11 @@ class Gateway:
                 raise ApiError(503, "the gateway is draining; try another one", code="draining", **{"Retry-After": "1"})
             if path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/"):
                 await self.documents.app(scope, receive, send)
+                return
+            if path == FORGET and method == "POST":
+                timeout_s = self.state.config.request_timeout_s
+                response = await forget(scope, receive, self.replicas, self.policy, timeout_s)
+                await response(scope, receive, send)
                 return
             await self._relay(scope, receive, send)
         except ApiError as error:
