@@ -25,9 +25,13 @@ VERSION = "1.30"
 """Release of Kubernetes whose schemas the manifests are checked with, the oldest that they are meant for."""
 
 
-@pytest.fixture(params=FILES, ids=lambda file: file.stem)
+def read(file):
+    return list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module", params=FILES, ids=lambda file: file.stem)
 def manifest(request):
-    return list(yaml.safe_load_all(request.param.read_text(encoding="utf-8")))
+    return read(request.param)
 
 
 def of_kind(manifest, *kinds):
@@ -119,7 +123,7 @@ def test_schemas(manifest):
 
 
 def test_both_files_can_be_applied_to_one_namespace():
-    names = [{(e["kind"], e["metadata"]["name"]) for e in yaml.safe_load_all(f.read_text(encoding="utf-8"))} for f in FILES]
+    names = [{(entry["kind"], entry["metadata"]["name"]) for entry in read(file)} for file in FILES]
     assert not set.intersection(*names)
 
 
@@ -139,7 +143,7 @@ def test_the_gateway_is_started_with_valid_options(manifest, monkeypatch):
 
 
 def test_our_servers_are_started_with_valid_options(monkeypatch):
-    manifest = list(yaml.safe_load_all(FILES[0].read_text(encoding="utf-8")))
+    manifest = read(FILES[0])
     both = workloads(manifest)
     result, taken = parsed(monkeypatch, manifest, both["server"], SECRET)
     assert result.exit_code == 0, result.output
@@ -155,7 +159,7 @@ def test_our_servers_are_started_with_valid_options(monkeypatch):
 
 
 def test_vllm_is_started_with_options_of_the_guide():
-    server = workloads(list(yaml.safe_load_all(FILES[1].read_text(encoding="utf-8"))))["server"]
+    server = workloads(read(FILES[1]))["server"]
     given, rest = chunk_arguments().parse_known_args(container(server)["args"])
     assert container(server)["command"][1:] == ["-m", "chunkattn.integrations.vllm.serve"]
     assert given.max_store_bytes == 8 << 30
@@ -198,16 +202,14 @@ def test_probes_ask_routes_without_a_key(manifest):
 def test_selectors_match(manifest):
     for component, workload in workloads(manifest).items():
         assert matched(manifest, workload["spec"]["selector"]["matchLabels"]) == {component}
-        for entry in of_kind(manifest, "Service"):
-            if entry["metadata"]["name"] == workload["spec"].get("serviceName"):
-                assert matched(manifest, entry["spec"]["selector"]) == {component}
-                break
-        else:
-            assert workload["kind"] == "Deployment"
+    services = {entry["metadata"]["name"]: entry["spec"] for entry in of_kind(manifest, "Service")}
+    governing = services.pop(workloads(manifest)["server"]["spec"]["serviceName"])
+    assert governing["clusterIP"] == "None"
+    assert matched(manifest, governing["selector"]) == {"server"}
+    (front,) = services.values()
+    assert matched(manifest, front["selector"]) == {"gateway"}
     (budget,) = of_kind(manifest, "PodDisruptionBudget")
     assert matched(manifest, budget["spec"]["selector"]["matchLabels"]) == {"server"}
-    (reached,) = {s["metadata"]["labels"]["app.kubernetes.io/component"] for s in of_kind(manifest, "Service")} - {"server"}
-    assert reached == "gateway"
 
 
 def test_only_the_gateway_reaches_the_servers(manifest):
