@@ -182,7 +182,8 @@ class Gateway:
         self.metrics.bytes_per_token.set(self.watch.bytes_per_token)
         texts = dict(zip(names, await asyncio.gather(*map(read, names)), strict=True))
         own = generate_latest(self.state.metrics.registry).decode()
-        return Response(merge(own, texts), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        merged = await asyncio.to_thread(merge, own, texts)  # about 5 us a sample
+        return Response(merged, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     # Bytes per token
 

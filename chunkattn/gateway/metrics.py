@@ -72,7 +72,7 @@ def merge(own: str, texts: Mapping[str, str]) -> str:
 def _labelled(sample: re.Match[str], label: str, *, keep: bool) -> str:
     """Return a sample with one label more; one that has the label stays as it is, or has it renamed."""
     name, labels, rest = sample.groups("")
-    found = list(_LABEL.finditer(labels))
+    found = list(_LABEL.finditer(labels)) if "replica" in labels else ()
     if any(own[1] == "replica" for own in found):
         if keep:
             return sample[0]
