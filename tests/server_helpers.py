@@ -19,12 +19,15 @@ class ServerProcess:
     """`chunkattn serve` on a free port.
 
     Attributes:
+        command: command of chunkattn that runs.
         url: of the server.
         log: what it has written so far.
     """
 
+    command = "serve"
+
     def __init__(self, *options: str, python: str = sys.executable, **environment: str) -> None:
-        command = [python, "-m", "chunkattn", "serve", "--port=0", *options]
+        command = [python, "-m", "chunkattn", self.command, "--port=0", *options]
         variables = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(CACHE), **environment}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | variables

@@ -138,6 +138,10 @@ class Gateway:
     # Routes
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+            return
         path, method = route_path(scope), scope["method"]
         label = _DOCUMENTS_PATH if path.startswith(_DOCUMENTS_PATH) else path
         known = path in (*_KNOWN, "/health", "/readyz", "/livez", METRICS_PATH) or label == _DOCUMENTS_PATH
@@ -158,8 +162,9 @@ class Gateway:
                 await self.documents.app(scope, receive, send)
                 return
             if path == FORGET and method == "POST":
-                timeout_s = self.state.config.request_timeout_s
-                response = await forget(scope, receive, self.replicas, self.policy, timeout_s)
+                config = self.state.config
+                limits = config.max_body_bytes, config.request_timeout_s
+                response = await forget(scope, receive, self.replicas, self.policy, *limits)
                 await response(scope, receive, send)
                 return
             await self._relay(scope, receive, send)
@@ -189,6 +194,8 @@ class Gateway:
             except (ReplicaGoneError, TimeoutError):
                 return ""
 
+        for gauge in (self.metrics.ready, self.metrics.queued, self.metrics.pieces):
+            gauge.clear()  # of replicas that have left
         for name, state in self.watch.states.items():
             self.metrics.ready.labels(name).set(state.is_ready)
             self.metrics.queued.labels(name).set(self.policy.queued(name))
@@ -196,7 +203,8 @@ class Gateway:
         self.metrics.bytes_per_token.set(self.watch.bytes_per_token)
         texts = dict(zip(names, await asyncio.gather(*map(read, names)), strict=True))
         own = generate_latest(self.state.metrics.registry).decode()
-        return Response(merge({"gateway": own, **texts}), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        merged = await asyncio.to_thread(merge, own, texts)  # about 5 us a sample
+        return Response(merged, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     # Bytes per token
 

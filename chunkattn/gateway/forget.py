@@ -20,7 +20,9 @@ FORGET = "/v1/cache/forget"
 _STORED = "/v1/cache/documents"
 
 
-async def forget(scope: Scope, receive: Receive, replicas: Replicas, policy: Policy, timeout_s: float) -> Response:
+async def forget(
+    scope: Scope, receive: Receive, replicas: Replicas, policy: Policy, max_body_bytes: int, timeout_s: float
+) -> Response:
     """Send a request to all replicas, and return the answer of the first one.
 
     Args:
@@ -28,12 +30,13 @@ async def forget(scope: Scope, receive: Receive, replicas: Replicas, policy: Pol
         receive: ASGI channel of its body.
         replicas: connection to the replicas.
         policy: policy whose record drops the documents.
+        max_body_bytes: limit on the bytes of its body.
         timeout_s: time limit in seconds.
 
     Raises:
         ApiError: a replica has refused the request, or 503 with the names of those that cannot be reached.
     """
-    body = await read_body(receive)
+    body = await read_body(scope, receive, max_body_bytes, timeout_s)
     request = Outgoing(scope["method"], FORGET, scope.get("query_string", b""), outgoing_headers(scope), body)
     names = list(replicas.names())
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -19,11 +20,20 @@ from yarl import URL
 from chunkattn.errors import ConfigError
 from chunkattn.gateway.replicas import Message, Outgoing, ReplicaGoneError, Report
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 _RESOLVE_S = 5.0
 _METRICS_S = 30.0
 _MOST_REPORT = 16 << 20
 """Bytes of a report or of metrics that the gateway reads at most."""
+_KEEP_ALIVE_S = 4.0
+"""Time in seconds after which an idle connection is closed, before uvicorn closes it by default: 5 s."""
+_LONGEST_HEAD = 1 << 16
+"""Bytes of one header of an answer."""
 _ERRORS = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, EOFError)
+_PORTS = {"http": 80, "https": 443}
 _SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 """Headers that aiohttp adds by itself; the client's own are relayed."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
@@ -41,11 +51,46 @@ def check_url(url: str) -> str:
         parts.port  # noqa: B018  (raises where the port is no number)
     except ValueError as error:
         raise ConfigError(f"{url!r} is no URL: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in _PORTS or not parts.hostname or re.search(r"[\s\x00-\x1f\x7f]", url):
         raise ConfigError(f"a replica is given as http://host:port, got {url!r}")
     if parts.username is not None or parts.query or parts.fragment:
         raise ConfigError(f"{url!r} must have no credentials, query or fragment; give a key as --replica-key")
     return url.rstrip("/")
+
+
+def _place(url: str) -> tuple[object, ...]:
+    """Return what two URLs of one replica have in common."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or _PORTS[parts.scheme], parts.path
+
+
+class _Running:
+    """Running request, which `drop` ends.
+
+    A timeout without a time interrupts the waiting. Another task around every wait would cost more than the wait itself.
+    """
+
+    def __init__(self) -> None:
+        self._dropped = False
+        self._waiting: asyncio.Timeout | None = None
+
+    async def wait(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine.
+
+        Raises:
+            TimeoutError: the request was dropped.
+        """
+        async with asyncio.timeout(0 if self._dropped else None) as self._waiting:
+            try:
+                return await waiting
+            finally:
+                self._waiting = None
+
+    def drop(self, closed: object = None) -> None:
+        """End the request. aiohttp leaves a reader waiting if a chunked body is malformed, and only closes the connection."""
+        self._dropped = True
+        if self._waiting is not None:
+            self._waiting.reschedule(0)
 
 
 class HttpReplicas:
@@ -67,26 +112,30 @@ class HttpReplicas:
         self._urls = [check_url(url) for url in urls]
         if not self._urls:
             raise ConfigError("give the URL of at least one replica, such as http://127.0.0.1:8001")
-        if double := next((url for n, url in enumerate(self._urls) if url in self._urls[:n]), None):
+        places = list(map(_place, self._urls))
+        if double := next((url for n, url in enumerate(self._urls) if places[n] in places[:n]), None):
             raise ConfigError(f"the replica {double} is given twice")
         if resolve and (secure := next((url for url in self._urls if url.startswith("https:")), None)):
             raise ConfigError(f"--resolve cannot check the certificate of an address; {secure} needs http, or no --resolve")
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._resolve, self._connect_timeout_s = resolve, connect_timeout_s
         self._names: dict[str, str] = {} if resolve else {url: url for url in self._urls}  # URL by name
+        self._found: dict[str, list[str]] = {}  # URLs of the addresses of each host, for `resolve`
         self._read: dict[str, tuple[str, int]] = {}  # generation and version of the last report
-        self._running: dict[str, set[asyncio.Future[None]]] = {}
+        self._running: dict[str, set[_Running]] = {}
         self._plain: dict[str, tuple[str, int | None, float]] = {}  # replicas without /v1/cache/report, see `_plain_report`
         self._resolving: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Make the connection pool; resolve the host names once."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=_SKIPPED,
+            max_line_size=_LONGEST_HEAD,
+            max_field_size=_LONGEST_HEAD,
         )
         if self._resolve:
             await self._look_up()
@@ -106,9 +155,8 @@ class HttpReplicas:
 
     def drop(self, name: str) -> None:
         """End the running requests of a replica with `ReplicaGoneError`."""
-        for gone in list(self._running.get(name, ())):
-            if not gone.done():
-                gone.set_result(None)
+        for running in list(self._running.get(name, ())):
+            running.drop()
 
     async def send(self, name: str, request: Outgoing) -> AsyncIterator[Message]:
         """Send a request and return its answer, message by message as they come; see `Replicas.send`.
@@ -118,24 +166,30 @@ class HttpReplicas:
         """
         if name not in self._names:
             raise ReplicaGoneError(f"{name} is no replica any more")
-        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._running.setdefault(name, set()).add(gone)
+        running = _Running()
+        self._running.setdefault(name, set()).add(running)
         answer: aiohttp.ClientResponse | None = None
+        closed: asyncio.Future[None] | None = None
         complete = False
         try:
-            answer = await self._or_gone(self._request(name, request), gone, name)
+            answer = await running.wait(self._request(name, request))
+            protocol = None if answer.connection is None else answer.connection.protocol
+            if protocol is not None and (closed := protocol.closed) is not None:
+                closed.add_done_callback(running.drop)
             headers = [(key.lower(), value) for key, value in answer.raw_headers]
             yield {"type": "http.response.start", "status": answer.status, "headers": headers}
-            while piece := await self._or_gone(answer.content.readany(), gone, name):
+            while piece := await running.wait(answer.content.readany()):
                 yield {"type": "http.response.body", "body": piece, "more_body": True}
             complete = True
             yield {"type": "http.response.body", "body": b"", "more_body": False}
         except _ERRORS as error:
             raise ReplicaGoneError(_told(name, error)) from error
         finally:
-            self._running[name].discard(gone)
+            self._running[name].discard(running)
             if not self._running[name]:
                 del self._running[name]
+            if closed is not None:
+                closed.remove_done_callback(running.drop)
             if answer is not None:
                 if complete:
                     answer.release()
@@ -156,21 +210,6 @@ class HttpReplicas:
                 if last:
                     raise
         raise AssertionError
-
-    async def _or_gone(self, waiting: Any, gone: asyncio.Future[None], name: str) -> Any:
-        """Return the result of a coroutine, unless `drop` ends it."""
-        task = asyncio.ensure_future(waiting)
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if not task.done():
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-            raise ReplicaGoneError(f"{name} hangs")
-        return task.result()
 
     async def report(self, name: str) -> Report:
         """Return the state of a replica, from `/v1/cache/report` or else from `/health` and `/metrics`.
@@ -223,7 +262,7 @@ class HttpReplicas:
 
     async def count_tokens(self, name: str, text: str) -> int | None:
         """Return the number of tokens of a text, from `/tokenize` of a replica; None if it has no such route."""
-        with suppress(*_ERRORS, TimeoutError, msgspec.DecodeError, KeyError, TypeError):
+        with suppress(*_ERRORS, TimeoutError, msgspec.DecodeError, KeyError, TypeError, ValueError):
             body = msgspec.json.encode({"prompt": text, "add_special_tokens": False})
             headers = {**self._headers, "Content-Type": "application/json"}
             url = self._names[name] + "/tokenize"
@@ -235,8 +274,7 @@ class HttpReplicas:
     async def _get(self, name: str, path: str) -> tuple[int, bytes]:
         try:
             async with self._session.get(self._names[name] + path, headers=self._headers, allow_redirects=False) as answer:
-                body = await answer.content.read(_MOST_REPORT)
-                return answer.status, body
+                return answer.status, await _whole(answer.content)
         except KeyError:
             raise ReplicaGoneError(f"{name} is no replica any more") from None
         except _ERRORS as error:
@@ -251,21 +289,38 @@ class HttpReplicas:
 
     async def _look_up(self) -> None:
         """Take every address of every host as a replica. A host that cannot be looked up keeps its addresses."""
-        found: dict[str, str] = {}
         for base in self._urls:
             parts = urlsplit(base)
             try:
                 entries = await asyncio.get_running_loop().getaddrinfo(
                     parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
                 )
-            except OSError:
-                found |= {name: url for name, url in self._names.items() if name.endswith(f"#{base}")}
+            except (OSError, UnicodeError) as error:
+                logger.warning("%s cannot be looked up, and keeps its addresses: %s", parts.hostname, error)
                 continue
+            found = []
             for address in sorted({str(entry[4][0]) for entry in entries}):
                 shown = f"[{address}]" if ":" in address else address
-                url = f"http://{shown}:{parts.port or 80}{parts.path}"
-                found[url] = url
-        self._names = found
+                found.append(f"http://{shown}:{parts.port or 80}{parts.path}")
+            self._found[base] = found
+        self._names = {url: url for found in self._found.values() for url in found}
+        for known in (self._read, self._plain):
+            for name in known.keys() - self._names.keys():
+                known.pop(name)
+
+
+async def _whole(content: aiohttp.StreamReader) -> bytes:
+    """Return the body of an answer of the gateway's own.
+
+    Raises:
+        ReplicaGoneError: it is too long.
+    """
+    body = bytearray()
+    while piece := await content.readany():
+        body += piece
+        if len(body) > _MOST_REPORT:
+            raise ReplicaGoneError(f"its report or metrics exceed {_MOST_REPORT} bytes")
+    return bytes(body)
 
 
 def _told(name: str, error: BaseException) -> str:

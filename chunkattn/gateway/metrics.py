@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_SAMPLE = re.compile(
+    rf"([a-zA-Z_:][\w:]*)[ \t]*(?:\{{((?:[^\"}}]|{_QUOTED})*)\}})?[ \t]*([-+]?(?:[\d.]+(?:e[-+]?\d+)?|Inf|NaN)(?:[ \t].*)?)$",
+    re.ASCII | re.IGNORECASE,
+)
+"""Name, labels, and value with what follows it."""
+_LABEL = re.compile(rf"(\w+)[ \t]*=[ \t]*({_QUOTED})", re.ASCII)
 _SECONDS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03)
 
 
@@ -33,39 +41,40 @@ class GatewayMetrics:
         self.bytes_per_token = Gauge(prefix + "bytes_per_token", "Bytes of text per token of KV cache", registry=registry)
 
 
-def merge(texts: Mapping[str, str], label: str = "replica") -> str:
-    """Return several metrics texts as one, each sample with the name of its text as a label.
+def merge(own: str, texts: Mapping[str, str]) -> str:
+    """Return several metrics texts as one, each sample with the label `replica`.
+
+    The gateway's own samples that have the label keep it. A replica's label of that name becomes `exported_replica`, as in
+    Prometheus.
 
     Args:
-        texts: texts in Prometheus's format, by the name of their process.
-        label: name of the label.
+        own: metrics of the gateway in Prometheus's text format; their label is `gateway`.
+        texts: metrics of replicas, by the name of the replica.
     """
-    families: dict[str, tuple[list[str], list[str]]] = {}
-    for name, text in texts.items():
+    families: dict[str, tuple[dict[str, str], list[str]]] = {}
+    for name, text in (("", own), *texts.items()):
         escaped = name.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-        own = f'{label}="{escaped}"'
-        current, described = ([], []), set[str]()  # type: tuple[list[str], list[str]], set[str]
-        for line in text.splitlines():
-            if line.startswith("# "):
-                kind, _, rest = line[2:].partition(" ")
-                family = rest.partition(" ")[0]
-                if kind not in ("HELP", "TYPE"):
-                    continue
-                current = families.setdefault(family, ([], []))
-                if not any(known.startswith(f"# {kind} ") for known in current[0]):
-                    current[0].append(line)
-                described.add(family)
-            elif line.strip():
-                current[1].append(_labelled(line, own))
-    return "".join(f"{line}\n" for head, samples in families.values() for line in (*head, *samples))
+        label, family = f'replica="{escaped or "gateway"}"', ""
+        for line in text.split("\n"):  # labels may hold other line separators
+            if line.startswith("#"):
+                mark, _, rest = line[1:].strip().partition(" ")
+                if mark in ("HELP", "TYPE"):
+                    family = rest.partition(" ")[0]
+                    families.setdefault(family, ({}, []))[0].setdefault(mark, line)
+            elif found := _SAMPLE.match(line):
+                if not found[1].startswith(family):  # a sample without a description
+                    family = found[1]
+                families.setdefault(family, ({}, []))[1].append(_labelled(found, label, keep=not name))
+    lines = [line for head, samples in families.values() for line in (*head.values(), *samples)]
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _labelled(line: str, label: str) -> str:
-    """Return a sample with one label more, unless it has one of that name."""
-    if f"{label.partition('=')[0]}=" in line.partition("} ")[0]:
-        return line
-    place = min((n for n in (line.find("{"), line.find(" ")) if n >= 0), default=len(line))
-    if line[place : place + 1] == "{":
-        after = line[place + 1 :]
-        return f"{line[:place]}{{{label}{'' if after.startswith('}') else ','}{after}"
-    return f"{line[:place]}{{{label}}}{line[place:]}"
+def _labelled(sample: re.Match[str], label: str, *, keep: bool) -> str:
+    """Return a sample with one label more; one that has the label stays as it is, or has it renamed."""
+    name, labels, rest = sample.groups("")
+    found = list(_LABEL.finditer(labels)) if "replica" in labels else ()
+    if any(own[1] == "replica" for own in found):
+        if keep:
+            return sample[0]
+        labels = ",".join(f"{'exported_' * (own[1] == 'replica')}{own[1]}={own[2]}" for own in found)
+    return f"{name}{{{label}{',' if labels else ''}{labels}}} {rest}"

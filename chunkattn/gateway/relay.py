@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +20,7 @@ from chunkattn.routing.keys import Keys, keys_of
 from chunkattn.routing.policy import Policy
 from chunkattn.server.content_codings import expanded
 from chunkattn.server.errors import ApiError
+from chunkattn.server.keys import Caller
 
 REPLICA_HEADER = b"x-chunkattn-replica"
 _ONE_HOP = frozenset(b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade expect".split())
@@ -27,7 +28,13 @@ _OWN = frozenset(b"host content-length date server".split())
 """Headers that each end writes itself."""
 _ELSEWHERE = {503: None, 429: "queue_full"}
 """Statuses after which another replica is tried, with the code that the error must have; None for any."""
+_BODILESS = (204, 304)
+"""Statuses without a body. The length that a 304 may tell is that of another answer, which uvicorn would wait for."""
+_SMALL_BODY = 1 << 16
+"""Size in bytes up to which a body does not count in `max_body_bytes_per_client`."""
 _MOST_REFUSAL = 1 << 16
+"""Bytes of a refusal that is kept until another replica answers; longer ones are relayed."""
+_DONE = b"data: [DONE]\n\n"
 _RETRY_AFTER = {"Retry-After": "1"}
 
 
@@ -45,11 +52,13 @@ class _Answering:
     Attributes:
         status: status sent to the client; 0 before.
         is_stream: whether the answer is a stream of server-sent events.
+        end: last bytes sent.
         complete: whether its last byte was sent.
     """
 
     status: int = 0
     is_stream: bool = False
+    end: bytes = b""
     complete: bool = False
 
 
@@ -90,25 +99,34 @@ class Relay:
         self._documents, self._measure = documents, measure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request. If the client leaves, the request to the replica is aborted."""
-        body = await read_body(receive)
-        relaying = asyncio.create_task(self._answer(scope, body, send))
-        leaving = asyncio.create_task(_left(receive))
-        try:
-            await asyncio.wait({relaying, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            if not relaying.done():
-                relaying.cancel()
-        await asyncio.gather(relaying, return_exceptions=leaving.done() and not leaving.cancelled())
+        """Answer one HTTP request. If the client leaves, the request to the replica is aborted.
 
-    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        progress = _Answering()
+        Raises:
+            ApiError: the request is refused, no replica has answered, or an answer ended early.
+        """
+        body = await read_body(scope, receive, self._most, self._timeout_s)
+        progress, left = _Answering(), False
+
+        async def watch_client() -> None:
+            nonlocal left
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left = True
+            limit.reschedule(0)  # ends the request without a task of its own for it
+
         try:
-            async with asyncio.timeout(self._timeout_s):
-                request, keys = self._read(scope, body)
-                await self._relay(request, keys, send, progress)
+            async with asyncio.timeout(self._timeout_s) as limit:
+                leaving = asyncio.create_task(watch_client())
+                try:
+                    request, keys = self._read(scope, body)
+                    await self._relay(request, keys, send, progress)
+                finally:
+                    leaving.cancel()
         except TimeoutError:
+            if not limit.expired():
+                raise
+            if left:
+                return
             text = f"the request took longer than request_timeout_s {self._timeout_s:g} of the gateway"
             await _end(progress, ApiError(504, text, code="timeout"), send)
 
@@ -116,9 +134,11 @@ class Relay:
         """Return the request to a replica, and its routing keys.
 
         Raises:
-            ApiError: the body cannot be read, or names a document that is not stored.
+            ApiError: the target is no path, or the body cannot be read or names a document that is not stored.
         """
         path, headers = scope["path"], dict(scope["headers"])
+        if not path.startswith("/"):
+            raise ApiError(400, f"the target of a request must be a path, got {path[:100]!r}", code="invalid_path")
         authorization = headers.get(b"authorization", b"").decode("latin-1")
         listed = outgoing_headers(scope)
         keys = Keys()
@@ -137,8 +157,8 @@ class Relay:
                     listed = [(name, value) for name, value in listed if name != b"content-encoding"]
                 keys = keys_of(path, given, authorization, separator=self._options.chunk_separator)
                 self._sample(given)
-        raw = scope.get("raw_path") or path.encode()
-        return Outgoing(scope["method"], raw.decode("latin-1"), scope.get("query_string", b""), listed, body), keys
+        raw = (scope.get("raw_path") or path.encode()).decode("latin-1")
+        return Outgoing(scope["method"], raw, scope.get("query_string", b""), listed, body), keys
 
     def _sample(self, body: Any) -> None:
         """Offer the first document of a body to the measure of bytes per token."""
@@ -158,7 +178,7 @@ class Relay:
         """
         tried, refusal, reason = set[str](), None, "no replica takes requests"
         for number in range(self._options.max_tries):
-            names = [name for name in self._watch.ready() if name not in tried]
+            names = [name for name in self._watch.candidates() if name not in tried]
             if not names:
                 break
             began = time.perf_counter()
@@ -210,11 +230,12 @@ class Relay:
                     if not progress.status:
                         if more and message["status"] in _ELSEWHERE:
                             kept: list[Message] = [_headed(message, name)]
+                            size = 0
                             async for part in messages:
                                 kept.append(dict(part))
-                                if sum(len(p.get("body", b"")) for p in kept) > _MOST_REFUSAL:
+                                if (size := size + len(part.get("body", b""))) > _MOST_REFUSAL:
                                     break
-                            if _is_refusal(kept):
+                            if size <= _MOST_REFUSAL and _is_refusal(kept):
                                 return kept
                             for held in kept:
                                 await send(held)
@@ -229,20 +250,40 @@ class Relay:
             self._policy.done(name, work, computed=computed)
 
 
-async def read_body(receive: Receive) -> bytes:
-    """Return the body of a request.
+async def read_body(scope: Scope, receive: Receive, most: int, timeout_s: float) -> bytes:
+    """Return the body of a request. A large body is read when its client has room for it.
+
+    Args:
+        scope: ASGI scope of the request, with its caller.
+        receive: source of its messages.
+        most: limit on the bytes of a body.
+        timeout_s: time limit in seconds.
 
     Raises:
-        ApiError: the client left before its end.
+        ApiError: the client left before the end, the body takes too long, or the client's other bodies take the room.
     """
+    caller: Caller = scope["state"]["caller"]
+    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    if length.isdigit() and int(length) > _SMALL_BODY:
+        await caller.hold_bytes(int(length), timeout_s)
     parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(499, "the client has left", code="client_closed_request")
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(499, "the client has left", code="client_closed_request")
+                parts.append(message.get("body", b""))
+                size, more = size + len(parts[-1]), message.get("more_body", False)
+                if size > _SMALL_BODY and not caller.num_bytes:  # of unknown length, so it takes the room of the longest
+                    limit.reschedule(None)
+                    await caller.hold_bytes(most, timeout_s)
+                    limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
+    except TimeoutError:
+        raise ApiError(408, f"the body took longer than request_timeout_s {timeout_s:g}", code="timeout") from None
+    caller.keep_bytes(size if size > _SMALL_BODY else 0)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def outgoing_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
@@ -265,7 +306,9 @@ def _named_by_connection(headers: Any) -> set[bytes]:
 def _headed(message: Any, name: str) -> dict[str, Any]:
     """Return the start of an answer with the headers to relay, and the replica's name."""
     given = [(key.lower(), value) for key, value in message["headers"]]
-    dropped = _ONE_HOP | _named_by_connection(given) | _OWN - {b"content-length"}
+    dropped = _ONE_HOP | _named_by_connection(given) | _OWN
+    if message["status"] not in _BODILESS:
+        dropped -= {b"content-length"}
     listed = [(key, value) for key, value in given if key not in dropped]
     return {**message, "headers": [*listed, (REPLICA_HEADER, name.encode("latin-1", "replace"))]}
 
@@ -277,6 +320,7 @@ def _note(progress: _Answering, message: Any) -> None:
         progress.is_stream = kind.startswith(b"text/event-stream")
     else:
         progress.complete = not message.get("more_body", False)
+        progress.end = (progress.end + message.get("body", b"")[-len(_DONE) :])[-len(_DONE) :]
 
 
 def _is_refusal(messages: list[Message]) -> bool:
@@ -303,18 +347,9 @@ async def _end(progress: _Answering, error: ApiError, send: Send) -> None:
         raise error
     if not progress.is_stream:
         raise CutError(error.status, error.message, code=error.code)
-    events = b"data: " + msgspec.json.encode(error.body) + b"\n\ndata: [DONE]\n\n"
+    events = b"data: " + msgspec.json.encode(error.body) + b"\n\n" + _DONE
+    if progress.end == _DONE:
+        events = b""
+    elif not progress.end.endswith(b"\n\n"):
+        events = b"\n\n" + events  # ends the event that has begun
     await send({"type": "http.response.body", "body": events, "more_body": False})
-
-
-async def _left(receive: Receive) -> None:
-    """Return once the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def with_key(request: Outgoing, key: str | None) -> Outgoing:
-    """Return a request of the gateway's own, with its API key."""
-    if key is None:
-        return request
-    return replace(request, headers=[*request.headers, (b"authorization", f"Bearer {key}".encode())])

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from chunkattn.gateway.options import GatewayOptions
@@ -27,13 +26,15 @@ class ReplicaState:
     Attributes:
         report: last report; None before the first.
         heard: time of the last report, in seconds of the monotonic clock.
-        lost: whether a connection failed since.
+        lost: whether a connection, or two reports, failed since.
+        down: whether the replica refused or broke the connection of a report since, or has hung.
         failures: reports that failed since the last one.
     """
 
     report: Report | None = None
     heard: float = field(default_factory=time.monotonic)
     lost: bool = False
+    down: bool = False
     failures: int = 0
 
     @property
@@ -67,7 +68,6 @@ class Watch:
         self._changed: list[str] = []
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
-        self._heard = asyncio.Event()
 
     async def open(self) -> None:
         """Start to watch."""
@@ -85,12 +85,13 @@ class Watch:
         """Return the names of the replicas that take requests."""
         return [name for name, state in self.states.items() if state.is_ready]
 
-    async def wait_for_report(self, timeout: float) -> None:
-        """Wait until any replica reports, or until the timeout in seconds."""
-        self._heard.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._heard.wait()
+    def candidates(self) -> list[str]:
+        """Return the names of the replicas to send to: the ready ones, or else those that may be alive.
+
+        A replica may report late because it has much to do, and one failed connection tells little.
+        """
+        states = self.states.items()
+        return self.ready() or [n for n, s in states if not s.down and s.report is not None and s.report.ready]
 
     def note_lost(self, name: str) -> None:
         """Note that a connection to a replica has failed: it gets no requests until it reports again."""
@@ -143,7 +144,7 @@ class Watch:
         if (state := self.states.get(name)) is None:
             return
         before, was_ready = state.report, state.is_ready
-        state.report, state.heard, state.lost, state.failures = report, time.monotonic(), False, 0
+        state.report, state.heard, state.lost, state.down, state.failures = report, time.monotonic(), False, False, 0
         restarted = before is not None and before.generation != report.generation
         if restarted:
             logger.warning("replica %s has restarted; its cache is empty", name)
@@ -154,7 +155,6 @@ class Watch:
             self._policy.merge(name, report.held or {}, report.gone, time.monotonic() - report.age_s - _LATE_S)
         if state.is_ready != was_ready:
             logger.info("replica %s is %s", name, "ready" if state.is_ready else "not ready")
-        self._heard.set()
         if restarted or (state.is_ready and not was_ready):
             for call in self.on_change:
                 call([name])
@@ -163,11 +163,12 @@ class Watch:
         if (state := self.states.get(name)) is None:
             return
         state.failures += 1
-        if state.is_ready and (state.failures > 1 or isinstance(error, ReplicaGoneError)):
+        state.down |= isinstance(error, ReplicaGoneError)
+        if state.is_ready and (state.failures > 1 or state.down):
             logger.warning("replica %s does not report: %s", name, error or "it took too long")
             state.lost = True
         if time.monotonic() - state.heard > self._options.hang_timeout_s:
-            state.heard = time.monotonic()
+            state.heard, state.down = time.monotonic(), True
             self._drop(name)
 
 

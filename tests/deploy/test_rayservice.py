@@ -21,8 +21,12 @@ FIELDS = {
     "cluster": {"rayVersion": str, "headGroupSpec": dict, "workerGroupSpecs": list},
     "head": {"rayStartParams": dict, "template": dict},
     "worker": {
-        **{"groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int},
-        **{"rayStartParams": dict, "template": dict},
+        "groupName": str,
+        "replicas": int,
+        "minReplicas": int,
+        "maxReplicas": int,
+        "rayStartParams": dict,
+        "template": dict,
     },
 }
 """Names and types of the fields in use, from the API reference of KubeRay, `ray.io/v1`."""
