@@ -190,3 +190,16 @@ def test_another_answer_whose_replica_dies_is_cut(length):
             assert (await made.http.post(COMPLETE, json=ask(["one"]))).status_code == 200
 
     run(case)
+
+
+def test_every_replica_forgets():
+    """Copies may be anywhere. A replica that cannot be reached is named."""
+
+    async def case():
+        replicas = Replica("a"), Replica("b"), Replica("c")
+        async with rig(*replicas) as made:
+            body = {"prefix": "Read.", "documents": ["Ana", "Bo"]}
+            assert (await made.http.post("/v1/cache/forget", json=body)).status_code == 200
+            assert [[(call.method, call.path) for call in r.calls] for r in replicas] == [[("POST", "/v1/cache/forget")]] * 3
+
+    run(case)
