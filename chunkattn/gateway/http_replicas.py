@@ -223,6 +223,7 @@ class HttpReplicas:
             generation, version = self._read.get(name, ("", 0))
             status, body = await self._get(name, f"/v1/cache/report?since={version}")
             if status != 200:
+                self._warn_refused(name, status)
                 return await self._plain_report(name)
             report, version = _read_report(body)
             if report.generation != generation:  # all of it, since what was read before is of another cache
@@ -233,6 +234,13 @@ class HttpReplicas:
         except ReplicaGoneError:
             self._plain.pop(name, None)
             raise
+
+    def _warn_refused(self, name: str, status: int) -> None:
+        """Tell once that a replica refuses the gateway's key: without its state, capacity and metrics are unknown."""
+        if status in (401, 403) and name not in self._plain:
+            logger.warning(
+                "replica %s answers %d to the gateway's own requests; set --replica-key to one of its keys", name, status
+            )
 
     async def _plain_report(self, name: str) -> Report:
         """Return the state of a replica that has no `/v1/cache/report`. Its metrics are read when it appears, and each 30 s."""

@@ -96,7 +96,7 @@ def test_replicas_are_chosen_by_a_label_that_names_them():
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
     metrics.ready.labels("http://10.0.0.1:8000").set(1)
-    text = merge({"gateway": generate_latest(registry).decode()})
+    text = merge(generate_latest(registry).decode(), {})
     (variable,) = [entry for entry in DASHBOARD["templating"]["list"] if entry["type"] == "query"]
     name, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"]).groups()
     assert f'{name}{{{label}="http://10.0.0.1:8000"}} 1.0' in text

@@ -120,7 +120,7 @@ def test_head_has_the_length_and_no_body():
     "target",
     [
         "/a%2Fb//c/../d%20e?x=%2F&y=a+b&z",
-        "/v1/cache/documents/%C3%BC%F0%9F%98%80",
+        "/v1/models/%C3%BC%F0%9F%98%80",
         "//evil.example/x",
         "/a;b=1,c@d:e?u=http://x/?y",
         "/%00%0d%0a?%00",

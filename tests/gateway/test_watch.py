@@ -86,7 +86,7 @@ def test_reports_correct_the_record(monkeypatch):
         async with rig(a) as made:
             await made.http.post(COMPLETE, json=ask(DOCUMENTS))
             pieces, before = lambda: made.gateway.policy.num_pieces(a.url), len(a.asked)
-            a.report = {**a.report, "held": {"7": 100}, "gone": keys[1:3]}
+            a.report = {**a.report, "held": [[7, 100]], "gone": keys[1:3]}
             await until(lambda: len(a.asked) > before + 3)
             assert pieces() == len(keys) + 1, "pieces sent just before the report are forgotten"
             monkeypatch.setattr(watch, "_LATE_S", -1.0)
@@ -101,7 +101,7 @@ def test_reports_correct_the_record(monkeypatch):
     "report",
     [
         *(b"", b"[]", b"{}", b'{"generation": 1}', b'{"generation": "1", "ready": true, "held": [1]}'),
-        *(b'{"generation": "1", "ready": true, "held": {"x": 1}}', b'{"generation": "1", "ready": true, "capacity": "x"}'),
+        *(b'{"generation": "1", "ready": true, "held": [["x", 1]]}', b'{"generation": "1", "ready": true, "capacity": "x"}'),
     ],
 )
 def test_a_report_that_cannot_be_read_takes_the_replica_away(report):
