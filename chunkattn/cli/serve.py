@@ -95,9 +95,7 @@ def serve(
     Every option can also be set by an environment variable, CHUNKATTN_ and its name in capitals, or in the YAML file of
     --config. The command line overrides the environment, and the environment overrides the file.
     """
-    for name in ("api_key", "api_key_file", "metrics_key"):
-        if os.environ.get(variable := f"CHUNKATTN_{name.upper()}") == "" and options[name] is None:
-            raise ConfigError(f"{variable} is set but empty, so every client would be accepted; unset it if that is meant")
+    check_keys(options, "api_key", "api_key_file", "metrics_key")
     server = {name: options.pop(name) for name in options_of(ServerConfig)}
     if replicas > 1:
         from chunkattn.integrations.ray.local import serve_replicas

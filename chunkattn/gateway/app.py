@@ -100,7 +100,6 @@ class Gateway:
             DocumentRecords(options.document_store) if records is None else records,
             config,
             keys=self.keys if config.api_key_file is not None else None,
-            authorization=None if options.replica_key is None else f"Bearer {options.replica_key}".encode(),
         )
         self.watch = Watch(replicas, self.policy, options, getattr(replicas, "drop", lambda name: None))
         self._measure = TextMeasure(self._count_tokens)

@@ -16,18 +16,12 @@ SERVE = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])
 CLUSTER = SERVICE["spec"]["rayClusterConfig"]
 GROUPS = [CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"]]
 CONTAINERS = [container for group in GROUPS for container in group["template"]["spec"]["containers"]]
+POD = {"rayStartParams": dict, "template": dict}
 FIELDS = {
     "service": {"serveConfigV2": str, "rayClusterConfig": dict, "excludeHeadPodFromServeSvc": bool},
     "cluster": {"rayVersion": str, "headGroupSpec": dict, "workerGroupSpecs": list},
-    "head": {"rayStartParams": dict, "template": dict},
-    "worker": {
-        "groupName": str,
-        "replicas": int,
-        "minReplicas": int,
-        "maxReplicas": int,
-        "rayStartParams": dict,
-        "template": dict,
-    },
+    "head": POD,
+    "worker": POD | {"groupName": str} | dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), int),
 }
 """Names and types of the fields in use, from the API reference of KubeRay, `ray.io/v1`."""
 
