@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -47,6 +48,21 @@ def _parameter(option: Option, panel: str | None, from_environment: bool) -> ins
     default = list(option.default) if option.kind is tuple else option.default
     wanted = kind | None if option.is_optional else kind
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[wanted, info])
+
+
+def check_keys(options: Mapping[str, Any], *names: str) -> None:
+    """Check that no variable of a key is set but empty, as a secret that was not filled in would be.
+
+    Args:
+        options: values by the names of the options.
+        *names: options that hold keys.
+
+    Raises:
+        ConfigError: a variable is empty, and the command line does not set the option.
+    """
+    for name in names:
+        if os.environ.get(variable := f"CHUNKATTN_{name.upper()}") == "" and options[name] is None:
+            raise ConfigError(f"{variable} is set but empty, so every client would be accepted; unset it if that is meant")
 
 
 def check_positive(options: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from chunkattn.cli.common import app, command
-from chunkattn.cli.options import with_options
+from chunkattn.cli.options import check_keys, with_options
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.options import options_of
 from chunkattn.server.options import ServerConfig
@@ -34,5 +34,6 @@ def route(
     """
     from chunkattn.gateway.run import route as run
 
+    check_keys(options, "api_key", "api_key_file", "metrics_key", "replica_key")
     server = ServerConfig(**{name: options.pop(name) for name in _SERVER.split()})
     run(urls, GatewayOptions(**options), server)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +9,8 @@ import typer
 import yaml
 
 from chunkattn.cli.common import app, command
-from chunkattn.cli.options import with_options
+from chunkattn.cli.options import check_keys, with_options
 from chunkattn.config import EngineConfig
-from chunkattn.errors import ConfigError
 from chunkattn.options import options_of
 from chunkattn.server.options import ServerConfig
 
