@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
 import chunkattn
@@ -22,6 +22,8 @@ from chunkattn.calls.decide_files import read_questions
 from chunkattn.cli import app
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.metrics import EngineMetrics
+from chunkattn.gateway.metrics import GatewayMetrics
+from chunkattn.gateway.options import GatewayOptions
 from chunkattn.server.middleware import HttpMetrics
 from chunkattn.server.options import ServerConfig
 
@@ -290,7 +292,9 @@ def test_every_option_is_on_its_page(config):
 
 def test_types_and_defaults_are_on_the_page_of_options():
     rows = re.findall(r"^\| `(\w+)`(?:<br>[^|]*)? \| ([^|]*) \| ([^|]*) \| [^|]", reference("options"), flags=re.MULTILINE)
-    options = [f for cls in (ServerConfig, EngineConfig, SamplingParams) for f in fields(cls) if f.name != "model"]
+    options = [
+        f for cls in (ServerConfig, EngineConfig, SamplingParams, GatewayOptions) for f in fields(cls) if f.name != "model"
+    ]
     assert len(rows) == len(options)
     for option in options:
         default = {} if option.name == "logit_bias" else option.default
@@ -320,8 +324,10 @@ def test_every_script_is_on_its_page():
 
 def test_every_metric_is_on_its_page():
     page = reference("metrics")
-    for holder in (EngineMetrics(), HttpMetrics()):
-        types = re.findall(r"^# TYPE (\w+) (\w+)$", generate_latest(holder.registry).decode(), flags=re.MULTILINE)
+    gateway = CollectorRegistry()
+    GatewayMetrics(gateway)
+    for registry in (EngineMetrics().registry, HttpMetrics().registry, gateway):
+        types = re.findall(r"^# TYPE (\w+) (\w+)$", generate_latest(registry).decode(), flags=re.MULTILINE)
         names = [name for name, _ in types if not name.endswith("_created")]
         assert names
         for name in names:

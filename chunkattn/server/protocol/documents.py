@@ -31,7 +31,10 @@ class _Parts(Body):
         Messages | None,
         Field(description="Messages before the first user message, for chats; instead of prefix. Empty for chats without any."),
     ] = None
-    documents: Annotated[list[str | TokenIds | Document], Field(fail_fast=True)]
+    documents: Annotated[
+        list[str | TokenIds | Document],
+        Field(fail_fast=True, description="Texts, token ids, or objects with a text, and perhaps a title."),
+    ]
     cache_salt: CacheSalt = None
     chat_template_kwargs: TemplateOptions
 
