@@ -71,6 +71,7 @@ class Gateway:
         options: options of the gateway.
         config: options of the HTTP server: keys, limits, timeouts and the address, which decides on the accepted Host headers.
         records: records of stored documents; None opens the file of `document_store`.
+        stores_documents: whether documents are stored by id; False where other gateways would not know them.
 
     Attributes:
         keys: API keys that the gateway checks.
@@ -85,9 +86,15 @@ class Gateway:
     """
 
     def __init__(
-        self, replicas: Replicas, options: GatewayOptions, config: ServerConfig, records: DocumentRecords | None = None
+        self,
+        replicas: Replicas,
+        options: GatewayOptions,
+        config: ServerConfig,
+        records: DocumentRecords | None = None,
+        *,
+        stores_documents: bool = True,
     ) -> None:
-        self.replicas, self.options = replicas, options
+        self.replicas, self.options, self._stores_documents = replicas, options, stores_documents
         self.state = GatewayState(config)
         self.keys = Keys(config.api_key, config.api_key_file, config.metrics_key)
         registry = self.state.metrics.registry
@@ -158,6 +165,9 @@ class Gateway:
             if self.state.draining:
                 raise ApiError(503, "the gateway is draining; try another one", code="draining", **{"Retry-After": "1"})
             if path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/"):
+                if not self._stores_documents:
+                    text = "several gateways store no documents by id; send their texts, or run one gateway"
+                    raise ApiError(400, text, code="unsupported_parameter")
                 await self.documents.app(scope, receive, send)
                 return
             if path == FORGET and method == "POST":

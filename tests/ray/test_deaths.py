@@ -22,8 +22,12 @@ ALLOWED = {
 }
 
 
-def is_whole(service, kind, count, killed):
-    """Return whether as many processes of a kind run as before, and all replicas are ready."""
+def generations(service):
+    return {state["generation"] for state in service.ask("/health").json["replicas"].values()}
+
+
+def is_whole(service, kind, count, killed, before):
+    """Return whether as many processes of a kind run as before, all replicas are ready, and a new engine has told so."""
     living = service.processes.living(kind)
     if len(living) != count or killed in living:
         return False
@@ -31,7 +35,8 @@ def is_whole(service, kind, count, killed):
         states = service.ask("/health").json["replicas"]
     except OSError:
         return False
-    return len(states) == 3 and all(s["ready"] for s in states.values())
+    new = {state["generation"] for state in states.values()} - before
+    return len(states) == 3 and all(s["ready"] for s in states.values()) and len(new) == (kind != "gateway")
 
 
 @pytest.mark.parametrize("kind", ["replica", "engine", "gateway"])
@@ -39,7 +44,9 @@ def test_a_death_under_load(kind, replicas, bare):
     body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
     load = Load({prompt: bare.ask("/v1/completions", body | {"prompt": prompt}).text for prompt in PROMPTS})
     before = replicas.processes.living(kind)
-    killed = before[0]
+    killed, engines = before[0], generations(replicas)
+    document = {"id": f"kept through {kind}".replace(" ", "-"), "text": "Rumi is a poet."}
+    assert replicas.ask("/v1/cache/documents", {"prefix": "Read. ", "documents": [document]}).status == 200
 
     async def under_load(session):
         clients = [asyncio.create_task(load.client(session, seed)) for seed in range(8)]
@@ -49,7 +56,7 @@ def test_a_death_under_load(kind, replicas, bare):
                 assert not client.done(), client.exception()
         began = time.monotonic()
         os.kill(killed, signal.SIGKILL)
-        while not await asyncio.to_thread(is_whole, replicas, kind, len(before), killed):
+        while not await asyncio.to_thread(is_whole, replicas, kind, len(before), killed, engines):
             assert time.monotonic() - began < 4 * WHOLE_S
             await asyncio.sleep(0.2)
         took = time.monotonic() - began
@@ -63,6 +70,8 @@ def test_a_death_under_load(kind, replicas, bare):
     took = replicas.run(under_load)
     print(f"{kind}: whole after {took:.1f} s, {dict(load.outcomes)}")
     assert not load.wrong
+    chunks = {"prefix": "Read. ", "documents": [{"id": document["id"]}], "question": "Who?"}
+    assert replicas.ask("/v1/completions", {"chunks": chunks, "max_tokens": 1}).status == 200, "a stored id is lost"
     assert set(load.outcomes) <= ALLOWED[kind], load.outcomes
     failed = load.outcomes.total() - load.outcomes["complete"]
     assert failed <= {"replica": 8, "engine": 8, "gateway": 1000}[kind], load.outcomes

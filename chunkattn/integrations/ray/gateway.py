@@ -11,16 +11,18 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message, Receive, Scope, Send
 
+from chunkattn.errors import ConfigError
 from chunkattn.gateway.app import Gateway
 from chunkattn.integrations.ray.logs import set_up_logs
 from chunkattn.integrations.ray.options import CHANNEL, AppOptions, check_environment
 from chunkattn.integrations.ray.transport import ServeReplicas
+from chunkattn.routing.document_records import DocumentRecords
 from chunkattn.server.keys import KeyReloader
 from chunkattn.server.listening import Listener, listen
 from chunkattn.server.options import ServerConfig
 
 _START_S = 30.0
-"""Seconds that a new gateway waits for the port of its predecessor."""
+"""Seconds that a new gateway waits for the port and the records of its predecessor."""
 
 
 class _Served:
@@ -32,8 +34,11 @@ class _Served:
         options = AppOptions.of(args)
         check_environment(options)
         set_up_logs(config.log_format)
-        self._gateway = Gateway(ServeReplicas(engine, CHANNEL), options.gateway_options, config)
-        self._reloader = KeyReloader(self._gateway.keys, lambda owners: 0)
+        made = options.gateway_options
+        records = await _open_records(made.document_store)
+        stores = options.gateways == 1
+        self._gateway = Gateway(ServeReplicas(engine, CHANNEL), made, config, records, stores_documents=stores)
+        self._reloader = KeyReloader(self._gateway.keys, self._gateway.documents.delete_owned)
         self._reloading = asyncio.create_task(self._reloader.run())
         self._reconfigured = False
         await self._gateway.open()
@@ -139,6 +144,22 @@ class Listening(_Served):
         if hasattr(self, "_listener"):
             self._listener.stop()
             await self._close()
+
+
+async def _open_records(path: str | None) -> DocumentRecords:
+    """Open the records of stored documents, when the predecessor of this gateway has closed them.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+    until = asyncio.get_running_loop().time() + _START_S
+    while True:
+        try:
+            return await asyncio.to_thread(DocumentRecords, path)
+        except ConfigError:
+            if asyncio.get_running_loop().time() > until:
+                raise
+            await asyncio.sleep(0.2)
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

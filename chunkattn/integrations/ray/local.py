@@ -20,7 +20,7 @@ from chunkattn.config import make_config
 from chunkattn.errors import ConfigError, EngineDeadError
 from chunkattn.integrations.ray import check_ray
 from chunkattn.integrations.ray.logs import LogServer
-from chunkattn.integrations.ray.options import AppOptions, environment
+from chunkattn.integrations.ray.options import ELSEWHERE, AppOptions, environment
 from chunkattn.server.listening import listen, run, set_up_logs, url_of
 from chunkattn.server.options import ServerConfig
 
@@ -77,8 +77,11 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
             _stop_at_signals()  # Ray has set a handler of its own
             resources = _resources(count, cpus, ray.cluster_resources())
             engine = {**_absolute(options), "kv_cache_memory_bytes": _kv_bytes(made.kv_cache_memory_bytes, count, resources)}
-            server = {n: v for n, v in asdict(config).items() if n not in ("host", "port", "drain_timeout_s")}
-            application = AppOptions(engine=engine, server=_absolute(server), replicas=count, ray_actor_options=resources)
+            server = {n: v for n, v in asdict(config).items() if n not in ELSEWHERE}
+            gateway = {"document_store": str(Path(config.document_store or f"{folder}/documents").resolve())}
+            application = AppOptions(
+                engine=engine, server=_absolute(server), gateway=gateway, replicas=count, ray_actor_options=resources
+            )
             _serve(application, config, url)
         except _Stopped:
             logger.warning("stopped before the replicas were ready")

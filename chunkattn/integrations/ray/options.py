@@ -16,10 +16,12 @@ from chunkattn.server.options import ServerConfig
 
 CHANNEL = "chunkattn"
 """Name that the router and the transport share in the gateway's process."""
-_ELSEWHERE = {
+ELSEWHERE = {
     "host": "set http_options.host of the Serve configuration",
     "port": "set http_options.port of the Serve configuration",
     "drain_timeout_s": "a replica that is being stopped finishes its requests",
+    "document_store": "the gateway stores documents: set gateway.document_store",
+    "report_documents": "replicas always report",
 }
 """Options of the server that mean nothing to a replica, and what takes their place."""
 _NOT_HERE = {
@@ -61,13 +63,15 @@ class AppOptions:
         if not isinstance(self.replicas, Mapping):
             _check_count("replicas", self.replicas)
         _check_count("gateways", self.gateways)
-        for part, cls, elsewhere in (("server", ServerConfig, _ELSEWHERE), ("gateway", GatewayOptions, _NOT_HERE)):
+        for part, cls, elsewhere in (("server", ServerConfig, ELSEWHERE), ("gateway", GatewayOptions, _NOT_HERE)):
             given, known = getattr(self, part), [name for name in options_of(cls) if name not in elsewhere]
             for name in given.keys() & elsewhere.keys():
                 raise ConfigError(f"{part}.{name} has no effect on Ray Serve; {elsewhere[name]}")
             if unknown := sorted(given.keys() - set(known)):
                 raise ConfigError(f"unknown option {part}.{unknown[0]}; options are {', '.join(known)}")
-        _ = self.engine_config, self.server_config, self.gateway_options
+        if self.gateways > 1 and self.gateway_options.document_store is not None:
+            raise ConfigError("gateway.document_store needs gateways 1: several gateways store no documents by id")
+        _ = self.engine_config, self.server_config
 
     @classmethod
     def of(cls, args: Mapping[str, Any]) -> AppOptions:

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 from urllib.parse import unquote
 
@@ -42,7 +41,8 @@ class Replica:
     """
 
     async def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:  # type: ignore[misc]
-        config = replace(ServerConfig(**server), host="0.0.0.0")  # a loopback host refuses other names
+        # A loopback host refuses other names.
+        config = replace(ServerConfig(**server), host="0.0.0.0", report_documents=True)
         set_up_logs(config.log_format)
         logging.getLogger("chunkattn.server.access").setLevel(logging.WARNING)  # the gateway logs every request
         options = dict(engine)
@@ -52,7 +52,6 @@ class Replica:
         await self.llm.open()
         self._app = create_app(self.llm, config)
         self._state = self._app.state.server
-        self._start = token_hex(8)
         self._reloader = KeyReloader(self._state.keys, self._state.documents.delete_owned)
         self._reloading = asyncio.create_task(self._reloader.run())
         self._reconfigured = False
@@ -93,18 +92,18 @@ class Replica:
         with suppress(AttributeError):
             self._state.decoder.close()
 
-    async def report(self, to: Any = None) -> Report:
-        """Return the state of this replica.
+    async def report(self, since: int = 0, to: Any = None) -> tuple[Report, int]:
+        """Return the state of this replica, and its version.
 
         Args:
+            since: version of an earlier report of this replica; only later findings are returned.
             to: the router's argument.
         """
-        limits = self.llm.client.limits
-        return Report(
-            generation=f"{self._start}-{self.llm.client.restarts}",
-            ready=self._state.probe(warm=False) == "ready",
-            capacity=None if limits is None else limits.kv_tokens,
-        )
+        assert self._state.reports is not None
+        told = await self._state.reports.report(since)
+        ready = self._state.probe(warm=False) == "ready"
+        report = Report(told["generation"], ready, told["capacity"], dict(told["held"]), frozenset(told["gone"]))
+        return report, told["version"]
 
     async def metrics(self, to: Any = None) -> str:
         """Return the metrics of engine and application in Prometheus's text format.

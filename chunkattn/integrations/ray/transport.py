@@ -37,6 +37,7 @@ class ServeReplicas:
         self._metrics = handle.options(method_name="metrics", **options)
         self._handle, self._members = handle, membership(channel)
         self._numbers = count()
+        self._read: dict[str, tuple[str, int]] = {}  # generation and version of the last report
         self._running: set[asyncio.Future[Any]] = set()
         self._closed = False
 
@@ -100,7 +101,11 @@ class ServeReplicas:
         Raises:
             ReplicaGoneError: the replica cannot be asked.
         """
-        return await self._ask(self._reports, name)
+        generation, version = self._read.get(name, ("", 0))
+        report, version = await self._ask(self._reports, name, version)
+        # All of it the next time, if what was read before is of another cache.
+        self._read[name] = report.generation, version if report.generation == generation else 0
+        return report
 
     async def metrics(self, name: str) -> str:
         """Return the metrics of a replica in Prometheus's text format.
@@ -110,9 +115,9 @@ class ServeReplicas:
         """
         return await self._ask(self._metrics, name)
 
-    async def _ask(self, method: DeploymentHandle[Any], name: str) -> Any:
+    async def _ask(self, method: DeploymentHandle[Any], name: str, *given: Any) -> Any:
         number, gone = self._enter(name)
-        answer = method.remote(to=(name, number))
+        answer = method.remote(*given, to=(name, number))
         reading = asyncio.ensure_future(_result(answer))
         try:
             await asyncio.wait({reading, gone}, timeout=_ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
