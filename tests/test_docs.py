@@ -180,7 +180,8 @@ def environment():
 @cache
 def script_flags(module):
     """Flags that a script of the repository adds to its parser."""
-    file = ROOT / (module.replace(".", "/") + ".py")
+    folder = ROOT / module.replace(".", "/")
+    file = folder / "__main__.py" if folder.is_dir() else folder.with_suffix(".py")
     assert file.exists(), f"there is no {module}"
     calls = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call)]
     added = [c.args for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument"]

@@ -34,7 +34,7 @@ def server_options(key_file):
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory, server_options):
     """One server without Ray, with the options of the replicas."""
-    service = start(tmp_path_factory.mktemp("bare"), ENGINE | server_options)
+    service = start(tmp_path_factory.mktemp("bare"), ENGINE | server_options | {"report_documents": True})
     yield service
     stop(service)
 

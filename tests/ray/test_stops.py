@@ -1,4 +1,4 @@
-"""Processes die under load: every request is answered or ended by an error, and the service is whole again without a hand."""
+"""Processes die or stop under load, and every request ends. The last file: it stops the service of the others."""
 
 import asyncio
 import os
