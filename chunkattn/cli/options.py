@@ -62,7 +62,7 @@ def check_keys(options: Mapping[str, Any], *names: str) -> None:
     """
     for name in names:
         if os.environ.get(variable := f"CHUNKATTN_{name.upper()}") == "" and options[name] is None:
-            raise ConfigError(f"{variable} is set but empty, so every client would be accepted; unset it if that is meant")
+            raise ConfigError(f"{variable} is set but empty, as if there were no such key; unset it if that is meant")
 
 
 def check_positive(options: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from chunkattn.routing.policy import POLICIES
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Keys, Shares
-from chunkattn.server.middleware import METRICS_PATH, Gate, HttpMetrics, route_path
+from chunkattn.server.middleware import METRICS_PATH, REPORT_PATH, Gate, HttpMetrics, route_path
 from chunkattn.server.options import ServerConfig
 
 _DOCUMENTS_PATH = "/v1/cache/documents"
@@ -109,6 +109,7 @@ class Gateway:
             keys=self.keys if config.api_key_file is not None else None,
         )
         self.watch = Watch(replicas, self.policy, options, getattr(replicas, "drop", lambda name: None))
+        self.documents.places.is_ready = lambda name: name in self.watch.states and self.watch.states[name].is_ready
         self._measure = TextMeasure(self._count_tokens)
         self._measuring: asyncio.Task[None] | None = None
         self._relay = Relay(
@@ -164,6 +165,8 @@ class Gateway:
                 return
             if self.state.draining:
                 raise ApiError(503, "the gateway is draining; try another one", code="draining", **{"Retry-After": "1"})
+            if path == REPORT_PATH or path.startswith(f"{METRICS_PATH}/"):
+                raise ApiError(404, f"the gateway has no route {path}", code="not_found")
             if path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/"):
                 if not self._stores_documents:
                     text = "several gateways store no documents by id; send their texts, or run one gateway"

@@ -85,7 +85,7 @@ def decoded(body: bytes) -> Any:
     """
     try:
         return json.loads(body or b"null")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 DOCUMENTS = "/v1/cache/documents"
 FORGET = "/v1/cache/forget"
 _CONCURRENT = 8
-"""Requests about documents that are under way at once."""
+"""Requests about documents that are under way at one replica at once."""
 _RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 _MOST_OWED = 10_000
 """Requests kept for a replica that cannot be reached; the oldest go first."""
@@ -83,6 +83,11 @@ class Credentials:
         self._seen[owner] = header
         return is_first
 
+    def drop(self, owner: str | None) -> None:
+        """Forget the header of an owner without documents."""
+        if owner is not None:
+            self._seen.pop(owner, None)
+
     def of(self, owner: str | None) -> bytes | None:
         """Return the header for an owner's documents; b"" for none, None if it is not known yet."""
         if self.own is not None:
@@ -140,7 +145,8 @@ class Places:
         self._placed: dict[str, str] = {}  # replica by remote id
         self._owed: dict[str, list[Outgoing]] = {}
         self._keys: WeakKeyDictionary[DocumentRecord, int] = WeakKeyDictionary()
-        self._turn = asyncio.Semaphore(_CONCURRENT)
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        self.is_ready: Callable[[str], bool] = lambda name: True
         self._changed = asyncio.Event()
 
     # Keys and places
@@ -195,14 +201,19 @@ class Places:
             record, method, f"{DOCUMENTS}/{remote_id(record)}", None if body is None else {**salt, **body}, query
         )
 
-    async def ask(self, name: str, request: Outgoing) -> Answer:
-        """Return the answer of a replica; few requests are under way at once.
+    async def ask(self, name: str, request: Outgoing, timeout: float | None = None) -> Answer:
+        """Return the answer of a replica; few requests to it are under way at once.
+
+        Args:
+            name: the replica.
+            request: the request.
+            timeout: time limit in seconds; None takes that of a client's request.
 
         Raises:
             ReplicaGoneError: the replica is gone.
         """
-        async with self._turn:
-            return await ask(self._replicas, name, request, self._timeout)
+        async with self._turns.setdefault(name, asyncio.Semaphore(_CONCURRENT)):
+            return await ask(self._replicas, name, request, timeout or self._timeout)
 
     async def store(self, records: Sequence[DocumentRecord], **fields: Any) -> Answer:
         """Post documents of one scope, prefix and owner to their owner, or to another replica if it cannot take them.
@@ -218,7 +229,8 @@ class Places:
         if request is None:
             raise ReplicaGoneError("the owner of the documents has sent no request since the gateway started")
         first = self.owner(records[0])
-        names = [*([first] if first is not None else []), *(n for n in self._replicas.names() if n != first)][:3]
+        names = [*([first] if first is not None else []), *(n for n in self._replicas.names() if n != first)]
+        names = sorted(names, key=lambda name: not self.is_ready(name))[:3]
         answer: Answer | None = None
         for name in names:
             try:
@@ -303,7 +315,10 @@ class Places:
         for record in self._records:
             if record.pinned and self._credentials.of(record.scope.owner) is not None:
                 owner = self.owner(record)
-                if owner is not None and self._placed.get(remote_id(record)) != owner:
+                place = self._placed.get(remote_id(record))
+                if owner is None or place == owner:
+                    continue
+                if self.is_ready(owner) or place is None or not self.is_ready(place):  # else it waits for its owner there
                     found.append(record)
         return found
 

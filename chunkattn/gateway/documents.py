@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_SLEEP_S = 60.0
 _MAX_PAGE = 100
+_ENTRY_S = 5.0
+"""Seconds that a replica has to tell whether it holds a document."""
 
 
 class GatewayDocuments:
@@ -78,7 +80,12 @@ class GatewayDocuments:
         self.places.policy = policy
 
     async def open(self) -> None:
-        """Start expiry and repinning. The replicas must be open."""
+        """Start expiry and repinning; delete the documents of keys that were removed meanwhile. The replicas must be open."""
+        if self._keys is not None and self._keys.file is not None:
+            removed = {record.scope.owner for record in self._records} - self._keys.salts - {None}
+            if removed:
+                logger.warning("the documents of %d removed API keys are deleted", len(removed))
+                self.delete_owned({owner for owner in removed if owner is not None})
         self._tasks |= {asyncio.create_task(self._expire()), asyncio.create_task(self.places.run())}
         self.on_change(self._replicas.names())
 
@@ -161,11 +168,15 @@ class GatewayDocuments:
         owner = self._owner(authorization)
         query = {name: values[-1] for name, values in parse_qs(request.query.decode("latin-1")).items()}
         scope = Scope(owner, query.get("cache_salt"))
-        self._note(scope, authorization)
+        self._note(scope, authorization, is_post=request.method == "POST")
         name = request.path.removeprefix(DOCUMENTS).removeprefix("/")
         match request.method, bool(name):
             case "POST", False:
-                return await self._post(owner, decoded(request.body))
+                try:
+                    return await self._post(owner, decoded(request.body))
+                finally:
+                    if not self._records.count(owner) and not self._coming[owner]:
+                        self._credentials.drop(owner)
             case "GET" | "HEAD", False:
                 return await self._list(scope, query)
             case "GET" | "HEAD", True:
@@ -192,7 +203,10 @@ class GatewayDocuments:
             return None
         return blake2b(authorization.encode("latin-1", "replace"), digest_size=16, person=b"owner").hexdigest()
 
-    def _note(self, scope: Scope, authorization: str) -> None:
+    def _note(self, scope: Scope, authorization: str, *, is_post: bool = False) -> None:
+        """Remember the header of an owner with documents: headers of all others would fill the memory."""
+        if not is_post and not self._records.count(scope.owner):
+            return
         if self._credentials.note(scope.owner, authorization.encode("latin-1", "replace")):
             self.places.wake()
 
@@ -220,12 +234,17 @@ class GatewayDocuments:
             answers = await self._stored(records, body)
         finally:
             self._coming[owner] -= new
+            if not self._coming[owner]:
+                del self._coming[owner]
         entries = []
         for number, record in enumerate(records):
             told = answers[number] or {}
             sizes = told.get("tokens"), told.get("prefix_tokens"), told.get("bytes")
             records[number] = replace(record, tokens=sizes[0], prefix_tokens=sizes[1], num_bytes=sizes[2])
         before = [old for record in records if (old := self._records.get(scope, record.id)) is not None]
+        if self._keys is not None and self._keys.file is not None and owner not in self._keys.salts:
+            await self._withdraw(records)
+            raise ApiError(401, "the API key was removed while the documents were computed", code="invalid_api_key")
         try:
             kept = self._records.put(records)
         except RecordsError:
@@ -355,11 +374,12 @@ class GatewayDocuments:
             if answer.status != 200 and not answer.is_unknown_route:
                 raise RefusedError(answer)
         if fields:
-            try:
-                record = self._records.change(record, **fields)
-            except KeyError:
+            # Another PATCH may have changed the record meanwhile, or a POST its content.
+            current = self._records.get(record.scope, record.id)
+            if current is None or self.places.key(current) != self.places.key(record):
                 await self.places.forget([record])
-                raise self._gone(record) from None
+                raise self._gone(record)
+            record = self._records.change(current, **fields)
         self._expiries.set()
         change = {"ttl_s": body.ttl_s} | ({"pinned": False} if body.pinned is False else {})
         told = self.places.about(record, "PATCH", {n: v for n, v in change.items() if v is not None})
@@ -401,7 +421,7 @@ class GatewayDocuments:
             found: Mapping[str, Any] = {}
             if name is not None and request is not None:
                 with suppress(ReplicaGoneError):
-                    answer = await self.places.ask(name, request)
+                    answer = await self.places.ask(name, request, _ENTRY_S)
                     if answer.status == 200 and isinstance(answer.body, Mapping):
                         found = answer.body
             return entry(record, found, cached=bool(found.get("cached")), pinned=bool(found.get("pinned")))

@@ -51,7 +51,7 @@ async def forget(
     answers = dict(zip(names, await asyncio.gather(*map(tell, names)), strict=True))
     try:
         given: Any = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError, RecursionError):
         given = None
     authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
     if isinstance(given, dict):

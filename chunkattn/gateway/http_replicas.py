@@ -33,6 +33,7 @@ _KEEP_ALIVE_S = 4.0
 _LONGEST_HEAD = 1 << 16
 """Bytes of one header of an answer."""
 _ERRORS = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, EOFError)
+_WITHOUT_REPORT = (401, 403, 404, 405)
 _PORTS = {"http": 80, "https": 443}
 _SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 """Headers that aiohttp adds by itself; the client's own are relayed."""
@@ -222,9 +223,11 @@ class HttpReplicas:
                 return await self._plain_report(name)
             generation, version = self._read.get(name, ("", 0))
             status, body = await self._get(name, f"/v1/cache/report?since={version}")
-            if status != 200:
+            if status in _WITHOUT_REPORT:
                 self._warn_refused(name, status)
                 return await self._plain_report(name)
+            if status != 200:
+                raise ReplicaGoneError(f"{name} answers {status} to its report")
             report, version = _read_report(body)
             if report.generation != generation:  # all of it, since what was read before is of another cache
                 self._read[name] = report.generation, 0

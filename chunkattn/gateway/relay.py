@@ -148,7 +148,7 @@ class Relay:
                 plain = expanded(body, codings.lower(), self._most)
             try:
                 given = msgspec.json.decode(plain)
-            except (msgspec.DecodeError, RecursionError):
+            except (msgspec.DecodeError, ValueError, RecursionError):
                 given = None  # the replica answers with the proper error
             if given is not None:
                 resolved = given if self._documents is None else self._documents.resolve(path, given, authorization)

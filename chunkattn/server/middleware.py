@@ -23,7 +23,8 @@ logger = logging.getLogger("chunkattn.server.access")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN_PATHS = ("/health", "/livez", "/readyz")
 """Routes open without a key, because health probes have no key."""
-METRICS_PATH = "/metrics"
+METRICS_PATH, REPORT_PATH = "/metrics", "/v1/cache/report"
+"""Routes about all clients; `metrics_key` alone opens them if it is set."""
 _TYPESAFE_PATHS = ("/v1/systemone", "/v1/models")
 """Routes of TypeSafe's clients, which read the request id from a header of their own."""
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
@@ -121,10 +122,10 @@ class Gate:
         if len(headers.getlist("host")) > 1:
             return ApiError(400, "the request has several Host headers; send one", code="invalid_host")
         path = route_path(scope)
-        if path == METRICS_PATH:
+        if path in (METRICS_PATH, REPORT_PATH):
             known = self.keys.open_metrics(headers.get("authorization", ""))
-        if not known and path not in OPEN_PATHS and (self.keys.needed or path == METRICS_PATH):
-            kind = "metrics key" if path == METRICS_PATH and self.config.metrics_key is not None else "API key"
+        if not known and path not in OPEN_PATHS and (self.keys.needed or path in (METRICS_PATH, REPORT_PATH)):
+            kind = "metrics key" if path in (METRICS_PATH, REPORT_PATH) and self.config.metrics_key is not None else "API key"
             text = f"a valid {kind} is needed: send 'Authorization: Bearer KEY'"
             return ApiError(401, text, code="invalid_api_key", **{"WWW-Authenticate": 'Basic realm="chunkattn"'})
         if self._local_only and not _names_this_machine(headers.get("host", "")):
