@@ -124,3 +124,27 @@ def test_a_client_that_stops_sending_still_gets_its_answer():
             writer.close()
 
     run(case)
+
+
+def test_routes_about_all_clients_are_not_relayed():
+    async def case():
+        a = Replica()
+        async with rig(a) as made:
+            for path in ("/v1/cache/report", "/metrics/", "/metrics/other"):
+                assert (await made.http.get(path)).status_code == 404
+        assert a.calls == []
+
+    run(case)
+
+
+def test_bodies_that_no_json_has_reach_the_replica_as_they_are():
+    async def case():
+        a = Replica()
+        async with rig(a) as made:
+            for body in (b'{"prompt": "\xff"}', b"[" * 100_000):
+                headers = {"content-type": "application/json"}
+                assert (await made.http.post(COMPLETE, content=body, headers=headers)).status_code == 200
+                assert a.calls[-1].body == body
+                assert (await made.http.post("/v1/cache/documents", content=body, headers=headers)).status_code == 400
+
+    run(case)

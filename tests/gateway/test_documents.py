@@ -461,3 +461,47 @@ def test_text_of_a_record_is_found_once_for_each_place():
     body = {"documents": [{"id": "a"}, {"id": "a"}]}
     assert with_texts("/v1/score", body, {"a": record}.get)["documents"] == ["text", "text"]
     assert body == {"documents": [{"id": "a"}, {"id": "a"}]}
+
+
+def test_documents_of_keys_removed_while_the_gateway_was_away_are_deleted(llm, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("ana:ana\nben:ben\n")
+
+    async def main():
+        options = {"path": tmp_path / "documents", "replicas": Apps(llm, ["a", "b", "c"])}
+        async with Cluster(llm, **options, keys=Keys(None, str(keys))) as cluster:
+            await cluster.post({"id": "a", "text": TEXTS[0]}, auth=ANA)
+            await cluster.post({"id": "b", "text": TEXTS[1]}, auth=BEN)
+        keys.write_text("ana:ana\n")
+        async with Cluster(llm, **options, keys=Keys(None, str(keys))) as cluster:
+            await until(lambda: len(cluster.records) == 1)
+            assert await cluster.listed(auth=ANA) == ["a"]
+
+    asyncio.run(main())
+
+
+def test_headers_without_documents_take_no_memory(llm):
+    async def main():
+        async with Cluster(llm) as cluster:
+            for number in range(20):
+                cluster.documents.resolve("/v1/completions", {"prompt": "a"}, f"Bearer {number}")
+                await cluster.call("POST", body={"documents": []}, auth=f"Bearer {number}")
+            assert len(cluster.documents._credentials._seen) == 0
+            await cluster.post({"id": "a", "text": TEXTS[0]}, auth=ANA)
+            assert len(cluster.documents._credentials._seen) == 1
+
+    asyncio.run(main())
+
+
+def test_changes_at_once_keep_each_other(llm):
+    async def main():
+        async with Cluster(llm) as cluster:
+            await cluster.post({"id": "a", "text": TEXTS[0]})
+            changes = {"pinned": True}, {"ttl_s": 100.0}
+            answers = await asyncio.gather(*(cluster.call("PATCH", f"{URL}/a", body=change) for change in changes))
+            assert [answer.status for answer in answers] == [200, 200]
+            (record,) = cluster.records
+            assert record.pinned
+            assert record.expires is not None
+
+    asyncio.run(main())

@@ -193,23 +193,6 @@ def test_ours_without_reports_is_read_by_its_metrics():
     ) == ("", 128)
 
 
-def test_a_slow_change_does_not_stop_the_reports():
-    async def case():
-        a = Replica()
-        async with rig(a) as made:
-
-            async def slow(names):
-                await asyncio.Event().wait()
-
-            made.gateway.watch.on_change.append(slow)
-            a.report = {**a.report, "generation": "2"}
-            await until(lambda: made.gateway.watch.states[a.url].report.generation == "2")
-            a.report = {**a.report, "ready": False}
-            await made.ready()
-
-    run(case)
-
-
 def test_one_late_report_is_forgiven_and_two_are_not():
     class Late:
         late = 0
