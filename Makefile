@@ -18,7 +18,7 @@ PARALLEL := -n 2 --dist loadfile
 APART := not tpu and not browser
 QUICK := $(PARALLEL) -m "not ci and not slow and not exhaustive and $(APART)"
 FIRST := $(addprefix tests/,backends bench cache calls cli) chunkattn
-SECOND := $(addprefix tests/,engine evaluation models parsers remote rope server) $(wildcard tests/test_*.py)
+SECOND := $(addprefix tests/,deploy engine evaluation gateway models parsers remote rope routing server) $(wildcard tests/test_*.py)
 # Most of the time goes to compiling, so the quick tests compile with fewer optimisations; `test-all` runs them with all.
 test: export XLA_FLAGS := --xla_backend_optimization_level=1 $(XLA_FLAGS)
 test: .venv/.installed-test  ## the quick tests; TEST_COSTS=1 prints what each file costs

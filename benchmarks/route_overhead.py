@@ -22,6 +22,7 @@ from typing import Any
 import uvicorn
 
 from benchmarks.serving import PATH
+from chunkattn.cli.progress import timed
 
 _ANSWER = json.dumps({"choices": [{"text": "one"}], "usage": {"completion_tokens": 1}}).encode()
 _EVENT = b'data: {"choices": [{"index": 0, "text": "one"}]}\n\n'
@@ -115,7 +116,8 @@ def main() -> None:
         for name, stream in (("one token", False), (f"{args.events} events", True)):
             asked = args.asked // (4 if stream else 1)
             before, began = cpu_s(gateway.pid), time.perf_counter()
-            asyncio.run(_ask(args.port + 1, args.clients, asked, stream=stream))
+            with timed(name):
+                asyncio.run(_ask(args.port + 1, args.clients, asked, stream=stream))
             spent, took = cpu_s(gateway.pid) - before, time.perf_counter() - began
             print(f"{name}: {1000 * spent / asked:.2f} CPU-ms per request, {asked / took:.0f} requests/s", flush=True)
     finally:

@@ -33,7 +33,7 @@ def kernel(request):
 
 
 @pytest.mark.skipif(library.refusal() is not None, reason="no native library")
-@pytest.mark.parametrize(("depth", "outputs"), [(1024, 300), (96, 43), (3072, 96), (8192 + 32, 33)])
+@pytest.mark.parametrize(("depth", "outputs"), [(1024, 300), (96, 43), (3072, 96), (8192 + 32, 65)])
 def test_few_rows_have_the_bits_of_many(kernel, depth, outputs):
     rng = np.random.default_rng(depth)
     weight = jnp.asarray(0.02 * rng.standard_normal((outputs, depth)), jnp.bfloat16)
@@ -43,6 +43,14 @@ def test_few_rows_have_the_bits_of_many(kernel, depth, outputs):
     multiply = jax.jit(few_rows.multiply)
     for rows in range(1, few_rows.MAX_ROWS + 1):
         np.testing.assert_array_equal(multiply(x[:rows], weight), expected[:rows])
+
+
+@pytest.mark.skipif(library.refusal() is not None, reason="no native library")
+def test_deep_products_of_few_outputs_are_left_to_xla():
+    x, found = jnp.zeros((2, 8192 + 32), jnp.bfloat16), few_rows.order()
+    blocks = found.block < x.shape[1]
+    assert few_rows.serves(x, jnp.zeros((64, x.shape[1]), jnp.bfloat16))
+    assert few_rows.serves(x, jnp.zeros((63, x.shape[1]), jnp.bfloat16)) == (not blocks)
 
 
 def test_another_order_is_noticed(monkeypatch):

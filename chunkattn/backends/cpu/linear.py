@@ -18,6 +18,8 @@ MAX_ROWS = 16
 IN_STEP = 32
 LEAST_OUTPUTS = 32
 """Outputs below which XLA computes the product, which then has another order of additions."""
+LEAST_DEEP_OUTPUTS = 64
+"""Outputs below which XLA may add up a product that is deeper than a block in other blocks, as it does with AVX2 and 33."""
 _ONE_BLOCK = 1 << 30
 """Depth of a block that holds everything."""
 _BLOCKS = (2048, _ONE_BLOCK, 1024, 4096, 512, 256)
@@ -49,7 +51,8 @@ def serves(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> bool:
     fits = fits and x.shape[1] % IN_STEP == 0 and len(weight) >= LEAST_OUTPUTS
     if not fits or library.refusal() is not None or jax.default_backend() != "cpu":
         return False
-    return order() is not None
+    found = order()
+    return found is not None and (x.shape[1] <= found.block or len(weight) >= LEAST_DEEP_OUTPUTS)
 
 
 @cache
