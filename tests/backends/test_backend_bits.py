@@ -27,7 +27,7 @@ ON_AVX512 = pytest.mark.xfail(
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param("xla", marks=ON_AVX512), pytest.param("reference", marks=[pytest.mark.ci, ON_AVX512]), "cpu"]
+    "backend", [pytest.param("xla", marks=ON_AVX512), pytest.param("reference", marks=pytest.mark.ci), "cpu"]
 )
 @pytest.mark.parametrize("options", [OPTIONS[0], *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS[1:])], ids=str)
 def test_bits_do_not_depend_on_the_company(backend, options):
