@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from chunkattn.errors import ConfigError
-from chunkattn.parsers.prompt import PromptParser
+from chunkattn.parsers import PromptParser
 from chunkattn.server.app import create_app
 from chunkattn.server.options import ServerConfig
 from tests.server_helpers import SMALL, ServerProcess, wait_until

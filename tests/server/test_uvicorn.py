@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from chunkattn.server import http, run
+from chunkattn.server import http, listening
 
 ROOT = Path(__file__).parents[2]
 REQUEST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n"
@@ -70,7 +70,7 @@ def test_what_the_protocol_reads_exists():
 
 @pytest.mark.parametrize(
     ("module", "name", "base", "ours"),
-    [(http, "BoundedHttp", HttpToolsProtocol, {"check_time"} | HTTPTOOLS), (run, "Server", uvicorn.Server, set())],
+    [(http, "BoundedHttp", HttpToolsProtocol, {"check_time"} | HTTPTOOLS), (listening, "Server", uvicorn.Server, set())],
 )
 def test_what_is_overridden_exists(module, name, base, ours):
     overridden = {method for method in methods(class_of(module, name)) if not method.startswith("_")} - ours
