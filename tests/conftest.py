@@ -120,13 +120,3 @@ def demo_server():
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run."""
     return np.random.default_rng(0)
-
-
-def pytest_collection_modifyitems(items):
-    """Without AVX-512, XLA rounds some rows of the backend xla's attention by the rows beside them: no same bits there."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists() or "avx512f" in info.read_text():
-        return
-    for item in items:
-        if item.path.name in ("test_focus_bits.py", "test_same_bits.py") and "xla" in item.nodeid:
-            item.add_marker(pytest.mark.xfail(reason="backend xla keeps same bits with AVX-512 only"))

@@ -14,7 +14,7 @@ Source: FlashAttention, arXiv:2205.14135.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +26,10 @@ from chunkattn.backends.base import on_cpu
 
 _COLUMNS = 64
 """Divisor of the columns of a product whose right side has its depth first, on CPUs."""
-_ONES = 8
-"""Columns of ones in the product that adds up weights, on CPUs; XLA:CPU adds up fewer columns in another order."""
+_ONES = (8, 16, 32, 64)
+"""Columns of ones that the product that adds up weights may have, on CPUs."""
+_PROBED_ROWS = (16, 32, 80, 256, 1024)
+_PROBED_SLOTS = 128
 _TINY = np.finfo(np.float32).tiny
 _MASKED = -1e30
 """Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
@@ -99,15 +101,13 @@ def update(
         present: slots that hold a token; other slots may be NaN.
         scale: factor of the products.
     """
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     head_dim, slots = q.shape[-1], mask.shape[-1]
-    columns, ones = (_COLUMNS, _ONES) if on_cpu() else (1, 1)
+    columns, ones = (_COLUMNS, _ones()) if on_cpu() else (1, 1)
     if on_cpu():  # the copy is faster than a product of keys in another order
         keys = barrier(keys.transpose(2, 0, 1, 3))
-        scores = multiply("gbrd,gbnd->gbrn", q, keys)
+        scores = _product("gbrd,gbnd->gbrn", q, keys)
     else:
-        scores = multiply("gbrd,bngd->gbrn", q, keys)
+        scores = _product("gbrd,bngd->gbrn", q, keys)
     by_row = scores.reshape(*scores.shape[:2], mask.shape[1], -1, slots)
     scores = jnp.where(mask[:, :, None], by_row * scale, -jnp.inf).reshape(scores.shape)
     maximum = jnp.maximum(state.maximum, scores.max(-1))
@@ -116,9 +116,37 @@ def update(
     decay = jnp.exp(state.maximum - maximum)
     values = jnp.where(present[..., None, None], values, 0)
     values = jnp.pad(values, (*3 * [(0, 0)], (0, -head_dim % columns)))
-    added = multiply("gbrn,bngd->gbrd", weights, values)[..., :head_dim]
-    total = multiply("gbrn,cn->gbrc", weights, jnp.ones((ones, slots), weights.dtype))[..., 0]
+    added = _product("gbrn,bngd->gbrd", weights, values)[..., :head_dim]
+    total = _add_up(weights, ones)
     return Softmax(maximum, state.total * decay + total, state.values * decay[..., None] + added)
+
+
+@cache
+def _ones() -> int:
+    """Return the fewest columns of ones whose product adds up a row in one order, whatever the number of rows.
+
+    The number depends on the processor's vectors: 8 columns are too few with AVX2. It is found by products of several sizes,
+    bit by bit.
+    """
+    rng = np.random.default_rng(0)
+    weights = rng.random((1, 1, _PROBED_ROWS[-1], _PROBED_SLOTS), np.float32)
+    with jax.ensure_compile_time_eval():
+        for columns in _ONES:
+            parts = [np.asarray(_add_up(jnp.asarray(weights[:, :, :rows]), columns)) for rows in _PROBED_ROWS]
+            if all(np.array_equal(part, parts[-1][:, :, : part.shape[-1]]) for part in parts):
+                return columns
+    return _ONES[-1]
+
+
+@partial(jax.jit, static_argnums=1)
+def _add_up(weights: Float[Array, "Hkv B R N"], columns: int) -> Float32[Array, "Hkv B R"]:
+    ones = jnp.ones((columns, weights.shape[-1]), weights.dtype)
+    return _product("gbrn,cn->gbrc", weights, ones)[..., 0]
+
+
+def _product(equation: str, x: Float[Array, "*x"], y: Float[Array, "*y"]) -> Float32[Array, "*out"]:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def barrier(x: Any) -> Any:

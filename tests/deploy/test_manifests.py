@@ -88,7 +88,7 @@ def environment(manifest, workload, secret):
 
 
 def parsed(monkeypatch, manifest, workload, secret):
-    """What a command of ours is called with, for the arguments and variables of its container."""
+    """Return the parameters of a `chunkattn` command, parsed from the arguments and variables of its container."""
     taken = {}
     monkeypatch.setattr("chunkattn.server.run.serve", lambda engine, server: taken.update(engine=engine, server=server))
     monkeypatch.setattr(

@@ -101,7 +101,7 @@ ONE_DOCUMENT = [
 
 
 def content(parser, path, body):
-    """What the K/V of the only document depends on: salt, prefix and chunk, as the server's bodies and the parser read them."""
+    """Return salt, prefix ids and chunk ids of the only document, as the server's bodies and the parser read them."""
     if path == "/v1/completions":
         read = CompletionBody.model_validate(body)
         own = parser if read.add_special_tokens else parser.without_leading()

@@ -240,7 +240,7 @@ def test_decisions_and_memory_are_bounded_at_1024_replicas(monkeypatch):
     for key in range(10_000, 10_100):
         policy.owner(key)
     assert len(policy._owners) <= 10
-    # Those least recently sent a piece come first, so all holders of a common one take turns.
+    # Holders are compared in the order in which the piece was last sent to them, so all of them take turns.
     taken = set()
     for now in range(200):
         best = policy.rank(keys(1), names)[0]

@@ -13,11 +13,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from chunkattn.errors import ConfigError
 from chunkattn.gateway.app import Gateway
+from chunkattn.integrations.ray.keys import ReloadsKeys
 from chunkattn.integrations.ray.logs import set_up_logs
 from chunkattn.integrations.ray.options import CHANNEL, AppOptions, check_environment
 from chunkattn.integrations.ray.transport import ServeReplicas
 from chunkattn.routing.document_records import DocumentRecords
-from chunkattn.server.keys import KeyReloader
 from chunkattn.server.listening import Listener, listen
 from chunkattn.server.options import ServerConfig
 
@@ -25,7 +25,7 @@ _START_S = 30.0
 """Seconds that a new gateway waits for the port and the records of its predecessor."""
 
 
-class _Served:
+class _Served(ReloadsKeys):
     """The gateway's application over the replicas of a deployment."""
 
     _gateway: Gateway
@@ -38,27 +38,11 @@ class _Served:
         records = await _open_records(made.document_store)
         stores = options.gateways == 1
         self._gateway = Gateway(ServeReplicas(engine, CHANNEL), made, config, records, stores_documents=stores)
-        self._reloader = KeyReloader(self._gateway.keys, self._gateway.documents.delete_owned)
-        self._reloading = asyncio.create_task(self._reloader.run())
-        self._reconfigured = False
+        self.start_reloading(self._gateway.keys, self._gateway.documents.delete_owned)
         await self._gateway.open()
 
-    async def reload_keys(self) -> None:
-        """Read the key file again, as SIGHUP does for a server."""
-        self._reloader.ask()
-
-    async def reconfigure(self, user_config: Any) -> None:
-        """Read the key file again. Ray calls this method at the start and for every change.
-
-        Args:
-            user_config: any JSON value; a changed value, such as a date, triggers the call.
-        """
-        if self._reconfigured:
-            self._reloader.ask()
-        self._reconfigured = True
-
     async def _close(self) -> None:
-        self._reloading.cancel()
+        self.stop_reloading()
         await self._gateway.close()
 
 

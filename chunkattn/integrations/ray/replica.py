@@ -17,9 +17,9 @@ from ray import serve
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import EngineDeadError
 from chunkattn.gateway.replicas import Message, Report
+from chunkattn.integrations.ray.keys import ReloadsKeys
 from chunkattn.integrations.ray.logs import set_up_logs
 from chunkattn.server.app import create_app
-from chunkattn.server.keys import KeyReloader
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.routes import status
 
@@ -29,7 +29,7 @@ _ABORT_S = 5.0
 """Seconds that the application has to end a request whose client has left."""
 
 
-class Replica:
+class Replica(ReloadsKeys):
     """Engine with the server application. The gateway calls `call` with a request and relays the messages.
 
     The application's own limits apply at the gateway or here: see the guide "Replicas on Ray Serve".
@@ -52,27 +52,11 @@ class Replica:
         await self.llm.open()
         self._app = create_app(self.llm, config)
         self._state = self._app.state.server
-        self._reloader = KeyReloader(self._state.keys, self._state.documents.delete_owned)
-        self._reloading = asyncio.create_task(self._reloader.run())
-        self._reconfigured = False
+        self.start_reloading(self._state.keys, self._state.documents.delete_owned)
 
     async def ready_name(self) -> str | None:
         """Return the name of the model once the application is ready, and warm with `ready_when_warm`; None before."""
         return self._state.model_name if self._state.probe(warm=False) == "ready" else None
-
-    async def reload_keys(self) -> None:
-        """Read the key file again, as SIGHUP does for a server."""
-        self._reloader.ask()
-
-    async def reconfigure(self, user_config: Any) -> None:
-        """Read the key file again. Ray calls this method at the start and for every change.
-
-        Args:
-            user_config: any JSON value; a changed value, such as a date, triggers the call.
-        """
-        if self._reconfigured:
-            self._reloader.ask()
-        self._reconfigured = True
 
     async def check_health(self) -> None:
         """Raise if the engine cannot come back. An engine that is starting again is healthy: its requests get 503.
@@ -86,7 +70,7 @@ class Replica:
     async def __del__(self) -> None:
         """Close the engine. Ray calls this method after the running requests, or when their time is over."""
         with suppress(AttributeError):  # the constructor failed
-            self._reloading.cancel()
+            self.stop_reloading()
         with suppress(AttributeError):
             await self.llm.close()
         with suppress(AttributeError):
