@@ -17,7 +17,8 @@ from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.relay import Relay
 from chunkattn.gateway.replicas import ReplicaGoneError, Replicas
-from chunkattn.gateway.watch import TextMeasure, Watch
+from chunkattn.gateway.text_measure import TextMeasure
+from chunkattn.gateway.watch import Watch
 from chunkattn.routing.document_records import DocumentRecords
 from chunkattn.routing.policy import POLICIES
 from chunkattn.server.body_shares import BodyShares

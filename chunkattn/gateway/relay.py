@@ -15,7 +15,8 @@ from starlette.types import Message, Receive, Scope, Send
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
-from chunkattn.gateway.watch import TextMeasure, Watch
+from chunkattn.gateway.text_measure import TextMeasure
+from chunkattn.gateway.watch import Watch
 from chunkattn.routing.keys import Keys, keys_of
 from chunkattn.routing.policy import Policy
 from chunkattn.server.content_codings import expanded

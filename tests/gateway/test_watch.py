@@ -11,7 +11,8 @@ from chunkattn.gateway import http_replicas, watch
 from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.replicas import Report
-from chunkattn.gateway.watch import TextMeasure, Watch
+from chunkattn.gateway.text_measure import TextMeasure
+from chunkattn.gateway.watch import Watch
 from chunkattn.routing.keys import keys_of
 from chunkattn.routing.policy import POLICIES, DocumentPolicy
 from tests.gateway.rig import COMPLETE, Replica, answered_by, ask, rig, run, until
