@@ -43,7 +43,7 @@ class EngineConfig:
         kv_cache_dtype: dtype of the KV pool. `"auto"` is `dtype`; `"fp8"` and `"fp8_e4m3"` store one byte per value, at
             scale 1.
         attention_backend: name of a registered attention backend: `"cpu"`, `"pallas_gpu"`, `"pallas_tpu"`, `"xla"`,
-            `"reference"` or another one; `"auto"` chooses by platform.
+            `"reference"` or another one; `"auto"` chooses by platform, and compares a kernel for GPUs or TPUs with `xla` first.
         enable_chunk_aware: split text and token id prompts at `chunk_separator`.
         chunk_separator: text between prefix, chunks and question.
         document_template: text of a document's chunk, with `{document}` once where the document's text goes. The engine adds it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -27,12 +28,33 @@ _MAX_VALUE = 3**0.5
 
 
 @dataclass
-class _Sequence(Prompt):
+class PlannedPrompt(Prompt):
     """Prompt with the slots and row starts of its generated tokens, too, its pages, and the rows computed so far."""
 
     prompt_len: int = 0
     pages: list[int] = field(default_factory=list)
     done: int = 0
+
+    @classmethod
+    def of(cls, layout: ChunkLayout, block_size: int, *, aligned: bool, decodes: int) -> PlannedPrompt:
+        """Lay out a prompt in slots, and some generated tokens after it.
+
+        Args:
+            layout: the prompt.
+            block_size: slots per page.
+            aligned: whether every part begins on a page.
+            decodes: number of generated tokens.
+        """
+        plan = plan_slots(layout, block_size, aligned=aligned)
+        slots = [*plan.slots.tolist(), *range(plan.end, plan.end + decodes)]
+        row_start = plan.row_start.tolist() + [0] * decodes
+        return cls([], slots, row_start, plan.prefix_end, list(plan.page_len), prompt_len=len(plan.slots))
+
+    def take(self, count: int, number: int) -> list[Row]:
+        """Return the next `count` rows, of the prompt `number` of a step."""
+        picked = slice(self.done, self.done + count)
+        self.done += count
+        return [(number, slot, start) for slot, start in zip(self.slots[picked], self.row_start[picked], strict=True)]
 
 
 def random_layout(rng: np.random.Generator, *, most_chunks: int = 6, longest: int = 20, scoring: bool = False) -> ChunkLayout:
@@ -65,7 +87,7 @@ def random_steps(
         scale: factor of the lengths of sequences and steps.
         weighs: whether batches weigh chunks anew in some of the questions.
     """
-    sequences: list[_Sequence] = []
+    sequences: list[PlannedPrompt] = []
     width, most_rows = scale * _WIDTH, scale * _ROWS
     pool = rng.permutation(_SEQS * width).tolist()
     for _ in range(rng.integers(1, _SEQS + 1)):
@@ -73,14 +95,12 @@ def random_steps(
             layout = make_layout([], [], rng.integers(0, 1000, rng.integers(1, width * block_size // 2)))
         else:
             layout = random_layout(rng, longest=5 * scale * block_size // 2, scoring=bool(rng.integers(2)))
-        plan = plan_slots(layout, block_size, aligned=bool(rng.integers(2)))
         decodes = _DECODES if layout.question_len else 0
-        if plan.end + decodes <= width * block_size:
-            slots = [*plan.slots.tolist(), *range(plan.end, plan.end + decodes)]
-            sequence = _Sequence([], slots, plan.row_start.tolist() + [0] * decodes, plan.prefix_end, list(plan.page_len))
-            sequence.prompt_len, sequence.pages = len(plan.slots), [pool.pop() for _ in range(width)]
+        sequence = PlannedPrompt.of(layout, block_size, aligned=bool(rng.integers(2)), decodes=decodes)
+        if sequence.slots[-1] < width * block_size:
+            sequence.pages = [pool.pop() for _ in range(width)]
             if weighs and layout.question_len and any(layout.chunk_lens) and rng.random() < 0.8:
-                sequence.question = int(plan.slots[layout.question_start])
+                sequence.question = sequence.slots[layout.question_start]
                 sequence.weighing = (float(rng.uniform(0.3, 2)), float(rng.uniform(0.3, 2)))
             sequences.append(sequence)
     tables = np.zeros((_SEQS, width), np.int32)
@@ -92,9 +112,7 @@ def random_steps(
             prompt = seq.prompt_len - seq.done
             most = min(prompt if prompt > 0 else min(1, len(seq.slots) - seq.done), most_rows - len(rows))
             span = int(rng.integers(0, most + 1))
-            picked = slice(seq.done, seq.done + span)
-            rows += [(index, slot, start) for slot, start in zip(seq.slots[picked], seq.row_start[picked], strict=True)]
-            seq.done += span
+            rows += seq.take(span, index)
         steps.append(batch_of(sequences, tables, rows, most_rows, block_size, weighs=weighs))
     return steps
 
@@ -103,6 +121,54 @@ def _full_of_nan(pool: jax.Array) -> jax.Array:
     """Return an array of NaN like `pool`. All bits set is NaN in every float format that is stored as integers."""
     is_float = jnp.issubdtype(pool.dtype, jnp.floating)
     return jnp.full_like(pool, jnp.nan if is_float else np.iinfo(pool.dtype).max)
+
+
+class Comparison:
+    """Two backends that compute the same steps.
+
+    Args:
+        judged: backend to judge.
+        oracle: backend of the same spec whose results are right.
+        rng: source of the random queries, keys and values.
+        window: sliding window in tokens; None for full attention.
+
+    Attributes:
+        stretch: float `[head_dim]` factors of keys and values. In FP8 one lane is far beyond the format's range; the inverse
+            factors keep its weight in scores and differences at 1.
+    """
+
+    def __init__(
+        self, judged: AttentionBackend, oracle: AttentionBackend, rng: np.random.Generator, window: int | None
+    ) -> None:
+        self._spec, self._rng, self._window = judged.spec, rng, window
+        self._pair = [(b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (judged, oracle)]
+        self.stretch = np.ones(judged.spec.head_dim)
+        self.stretch[0] = _STRETCH if judged.spec.cache_dtype == FP8 else 1
+
+    def differences(self, steps: Sequence[AttentionBatch]) -> Iterator[float]:
+        """Compute consecutive steps over a pool that starts full of NaN.
+
+        Args:
+            steps: the steps, whose page tables have one size and hold pages below that size.
+
+        Yields:
+            The largest absolute difference of each step; NaN if a value of the judged backend is not finite.
+        """
+        spec, options = self._spec, {"scale": self._spec.head_dim**-0.5, "window": self._window}
+        caches = [jax.tree.map(_full_of_nan, b.allocate(steps[0].block_tables.size)) for b, _ in self._pair]
+        for batch in steps:
+            rows, results = len(batch.row_seq), []
+            shapes = ((rows, spec.num_heads, spec.head_dim), *2 * [(rows, spec.num_kv_heads, spec.head_dim)])
+            drawn = (*map(self._rng.standard_normal, shapes[:2]), self._rng.uniform(-_MAX_VALUE, _MAX_VALUE, shapes[2]))
+            factors = (1 / self.stretch, self.stretch, self.stretch)
+            q, k, v = (jnp.asarray(x * by, spec.dtype) for x, by in zip(drawn, factors, strict=True))
+            for i, (backend, forward) in enumerate(self._pair):
+                out, caches[i] = forward(q, k, v, caches[i], backend.build_metadata(batch), **options)
+                results.append(np.asarray(out, np.float32) / self.stretch)
+            if np.isfinite(results[0]).all():
+                yield float(np.abs(np.subtract(*results)[: batch.num_rows]).max(initial=0.0))
+            else:
+                yield float("nan")
 
 
 def check_backend(
@@ -161,37 +227,18 @@ def check_backend(
     judged_backend = cls(spec)
     judged_backend.batch_invariant = bits
     rng, worst = np.random.default_rng(seed), 0.0
-    (values,) = rng.spawn(1)
-    # Stretch one lane far beyond FP8's range; the inverse factors keep its weight in scores and differences at 1.
-    stretch = np.ones(head_dim)
-    stretch[0] = _STRETCH if kept == FP8 else 1
-    judged, oracle = (
-        (b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (judged_backend, get_backend("reference")(spec))
-    )
+    comparison = Comparison(judged_backend, get_backend("reference")(spec), rng.spawn(1)[0], window)
     for case in range(cases):
-        caches = [jax.tree.map(_full_of_nan, b.allocate(scale * _SEQS * _WIDTH)) for b, _ in (judged, oracle)]
         steps = random_steps(rng, plain=window is not None, block_size=block_size, scale=scale, weighs=weighs)
-        for number, batch in enumerate(steps):
-            rows = scale * _ROWS
-            shapes = ((rows, num_heads, head_dim), *2 * [(rows, num_kv_heads, head_dim)])
-            drawn = (*map(values.standard_normal, shapes[:2]), values.uniform(-_MAX_VALUE, _MAX_VALUE, shapes[2]))
-            q, k, v = (jnp.asarray(x * by, dtype) for x, by in zip(drawn, (1 / stretch, stretch, stretch)))
-            results = []
-            for i, (instance, forward) in enumerate((judged, oracle)):
-                metadata = instance.build_metadata(batch)
-                out, caches[i] = forward(q, k, v, caches[i], metadata, scale=head_dim**-0.5, window=window)
-                results.append(np.asarray(out, np.float32) / stretch)
-            if not np.isfinite(results[0]).all():
-                raise AssertionError(f"backend {cls.name!r}, seed {seed}, case {case}, step {number}: NaN or infinity came out")
-            difference = float(np.abs(np.subtract(*results)[: batch.num_rows]).max(initial=0.0))
-            if not difference <= TOLERANCE[dtype]:
-                raise AssertionError(
-                    f"backend {cls.name!r}, seed {seed}, case {case}, step {number}: differs from reference by "
-                    f"{difference:.3g}, allowed {TOLERANCE[dtype]:.0e}"
-                )
+        for number, difference in enumerate(comparison.differences(steps)):
+            where = f"backend {cls.name!r}, seed {seed}, case {case}, step {number}"
+            if not np.isfinite(difference):
+                raise AssertionError(f"{where}: NaN or infinity came out")
+            if difference > TOLERANCE[dtype]:
+                raise AssertionError(f"{where}: differs from reference by {difference:.3g}, allowed {TOLERANCE[dtype]:.0e}")
             worst = max(worst, difference)
     if bits:
-        _check_bits(judged_backend, cases, seed, scale, stretch, weighs, window)
+        _check_bits(judged_backend, cases, seed, scale, comparison.stretch, weighs, window)
     return worst
 
 

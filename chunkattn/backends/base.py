@@ -182,6 +182,7 @@ class AttentionBackend(ABC):
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
         heads_first: whether a page of the default cache holds the tokens of a KV head side by side.
+        checked_by_auto: whether an engine with `attention_backend="auto"` first compares the backend with `xla` on its device.
         smallest_step: rows to which smaller steps are padded.
         max_rows: maximum number of rows of a step; the engine sets it for the backends of `ON_REQUEST`.
     """
@@ -191,6 +192,7 @@ class AttentionBackend(ABC):
     weighs: ClassVar[bool] = False
     any_table_width: bool = False
     heads_first: ClassVar[bool] = False
+    checked_by_auto: ClassVar[bool] = False
     smallest_step: ClassVar[int] = 8
     max_pages: ClassVar[int] = 1 << 31
     max_table_pages: ClassVar[int] = 1 << 31

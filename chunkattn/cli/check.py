@@ -44,9 +44,12 @@ def check(
     backend: Annotated[str, typer.Option(help="auto, or the backend to check.")] = "auto",
     cases: Annotated[int, typer.Option(help="Number of random cases per setting.")] = 3,
 ) -> None:
-    """Compare the attention that this device would run with the reference, then answer and score with the demo model."""
+    """Compare the attention that this device would run with the reference, then answer and score with the demo model.
+
+    The verdicts follow by which engines with `auto` took or left a kernel on this device.
+    """
     began = time.perf_counter()
-    failures = [*_kernels(backend, cases), *_demo(backend)]
+    failures = [*_kernels(backend, cases), *_demo(backend), *_verdicts()]
     console.print(f"{time.perf_counter() - began:.0f} s")
     if failures:
         console.print("[red]The attention of this device is wrong.[/] Use attention_backend='xla' or 'reference' until it is")
@@ -105,3 +108,20 @@ def _demo(backend: str) -> list[str]:
     if right:
         return []
     return [f"demo model: {answers[0]!r} instead of {answers[1]!r}, scores differ by {difference:.1e}"]
+
+
+def _verdicts() -> list[str]:
+    """Print what engines with `auto` found on this device when they started, and return the failures."""
+    from chunkattn.engine.build import enable_compile_cache
+    from chunkattn.engine.verdicts import verdict_folder, verdicts_here
+
+    enable_compile_cache()
+    failures, verdicts = [], list(verdicts_here())
+    console.print(f"verdicts of engines with attention_backend='auto', in {verdict_folder()}:", markup=False, soft_wrap=True)
+    for settings, verdict, file in verdicts:
+        console.print("  [red]wrong[/]" if verdict.faults else "  [green]right[/]", end=" ")
+        console.print(f"{settings}: {verdict} ({file.name})", markup=False, soft_wrap=True)
+        failures += [f"{settings}: {fault}" for fault in verdict.faults]
+    if not verdicts:
+        console.print("  none: no engine has compared a kernel with xla on this device and with these versions")
+    return failures

@@ -17,6 +17,8 @@ from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
+from chunkattn.engine.self_check import checked
+from chunkattn.engine.verdicts import user_cache
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.spec import DecoderSpec
@@ -52,6 +54,8 @@ def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
         raise ConfigError(f"chunk_position_gap {gap} leaves no position for a chunk; max_model_len is {max_model_len}")
     spec = attention_spec(config, files.spec, files.dtype)
     backend = make_backend(config.attention_backend, spec, weighs=config.calibration.weighs)
+    if config.attention_backend == "auto" and backend.checked_by_auto:
+        backend = checked(backend, weighs=config.calibration.weighs, batch_invariant=bool(config.batch_invariant))
     store = _open_store(config)
     decoder = files.load()
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
@@ -121,7 +125,7 @@ def enable_compile_cache() -> None:
 
     Options set by `JAX_COMPILATION_CACHE_DIR` and JAX's other environment variables or by `jax.config` take precedence.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkattn" / "jax"
+    folder = user_cache() / "jax"
     options = {
         "jax_compilation_cache_dir": (None, str(folder)),
         "jax_persistent_cache_min_compile_time_secs": (_JAX_SHORTEST_COMPILE_S, 0.0),

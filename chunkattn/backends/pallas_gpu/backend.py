@@ -102,6 +102,7 @@ class PallasGpuBackend(AttentionBackend):
     """
 
     weighs = True
+    checked_by_auto = True
     heads_first = True
     can_keep_bits = True
     any_table_width = True

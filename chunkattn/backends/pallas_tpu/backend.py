@@ -92,6 +92,7 @@ class PallasTpuBackend(AttentionBackend):
     """
 
     weighs = True
+    checked_by_auto = True
     can_keep_bits = True
     max_pages = 1 << (31 - LENGTH_BITS)
     max_table_pages = 1 << 15  # the megabyte of scalar memory holds four rows of the page table
