@@ -43,6 +43,11 @@ class Verdict:
     found: dict[str, float | str]
 
     @property
+    def raised(self) -> bool:
+        """Return whether a kind of step has raised an error."""
+        return any(isinstance(by, str) for by in self.found.values())
+
+    @property
     def faults(self) -> list[str]:
         """Return a text for every kind of step that is wrong."""
         faults = []

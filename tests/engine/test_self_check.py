@@ -140,12 +140,14 @@ def test_a_kernel_that_raises_or_gives_nan_is_left(start, monkeypatch):
         return np.float32("nan")
 
     monkeypatch.setattr(Kernel, "fault", staticmethod(fault))
-    name, lines, _ = start()
-    (warning,) = warnings(lines)
-    assert name == "xla"
+    for _ in range(2):  # an error may pass, so it is not kept
+        name, lines, built = start()
+        (warning,) = warnings(lines)
+        assert name == "xla"
+        assert built
+        assert not verdicts.verdict_folder().exists()
     assert "prefill with chunks differs by nan, allowed 1e-05; decode differs by nan" in warning
-    assert "packed scores raised ValueError: no such register" in warning
-    assert start()[::2] == ("xla", 0)
+    assert "packed scores raised ValueError: no such register; the next start compares again" in warning
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,11 @@ def test_an_engine_that_cannot_start_again_is_tried_again(loop, doomed, fault):
 
 def children():
     """The processes that this one has started."""
-    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # the thread has ended meanwhile
+            found.update((task / "children").read_text().split())
+    return found
 
 
 def test_a_start_that_fails_says_why(loop, checkpoint, fault, tmp_path):
