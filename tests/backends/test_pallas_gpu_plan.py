@@ -137,7 +137,7 @@ def expected(batch, row, window):
     return set(slots[seen & (slots > slot - (window or 1 << 30))].tolist())
 
 
-@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.ci), 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize(
     ("window", "weighs"),
     [(None, False), pytest.param(50, False, marks=pytest.mark.ci), pytest.param(None, True, marks=pytest.mark.ci)],

@@ -44,7 +44,7 @@ def small_tiles(monkeypatch):
         pytest.param({"window": 19}, marks=pytest.mark.ci),
         pytest.param({"kv_dtype": "float8_e4m3fn", "dtype": "bfloat16", "scale": 4}, marks=pytest.mark.slow),
         pytest.param({"weighs": True, "scale": 4}, marks=pytest.mark.ci),
-        pytest.param({"bits": True}, marks=pytest.mark.ci),
+        pytest.param({"bits": True}, marks=pytest.mark.slow),
         pytest.param({"bits": True, "weighs": True, "head_dim": 64, "dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param({"bits": True, "window": 50}, marks=pytest.mark.slow),
     ],

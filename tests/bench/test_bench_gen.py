@@ -235,7 +235,7 @@ def test_table_and_json(tmp_path):
     assert report["facts"]["processor"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_json_alone_of_one_case():
     result = CliRunner().invoke(app, ["bench", "gen", *SMALL, "--case", "decode", "--json", "-"])
     report = json.loads(result.stdout)

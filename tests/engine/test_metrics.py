@@ -62,7 +62,7 @@ def test_warm_up_compiles_every_step(fresh, rng):
     assert llm.core.metrics.value("compiles_after_warmup_total") > 0
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_warm_up_compiles_what_moves_pages_to_disk(fresh, rng, tmp_path):
     llm = fresh(warmup=True, kv_store=tmp_path / "kv")
     before = dict(llm.core.runner.compiles)
