@@ -18,12 +18,12 @@ from urllib.parse import parse_qs
 from starlette.types import Receive, Send
 from starlette.types import Scope as ASGIScope
 
+from chunkattn.gateway.bodies import expanded_body, read_body
 from chunkattn.gateway.document_answers import RefusedError, decoded, entry, renumbered, settled, unavailable, validated
 from chunkattn.gateway.document_ids import salt_of, with_texts
 from chunkattn.gateway.document_places import DOCUMENTS, Answer, Credentials, Owners, Places
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
-from chunkattn.server.content_codings import expanded
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Keys
 from chunkattn.server.middleware import route_path
@@ -127,19 +127,17 @@ class GatewayDocuments:
         return path == DOCUMENTS or path.startswith(f"{DOCUMENTS}/")
 
     async def app(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
-        """Answer a request of a client, as an ASGI application for the paths of `handles`."""
-        body, more = bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
+        """Answer a request of a client, as an ASGI application for the paths of `handles`.
+
+        Raises:
+            ApiError: the body cannot be read, or the client has left.
+        """
+        body = await read_body(scope, receive, self._config.max_body_bytes, self._config.request_timeout_s)
         headers = dict(scope["headers"])
-        if coding := headers.get(b"content-encoding", b"").decode("latin-1").lower():
-            body = bytearray(await asyncio.to_thread(expanded, bytes(body), coding, self._config.max_body_bytes))
+        if b"content-encoding" in headers:
+            body = await asyncio.to_thread(expanded_body, body, headers, self._config.max_body_bytes)
         query = scope.get("query_string", b"")
-        request = Outgoing(scope["method"], route_path(scope), query, scope["headers"], bytes(body))
+        request = Outgoing(scope["method"], route_path(scope), query, scope["headers"], body)
         answer = await self.answer(request)
         content = b"" if scope["method"] == "HEAD" else json.dumps(answer.body).encode()
         listed = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()), *answer.headers]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import Any
 
-import msgspec
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope
 
-from chunkattn.gateway.relay import outgoing_headers, read_body
+from chunkattn.gateway.bodies import decoded_json, expanded_body, read_body
+from chunkattn.gateway.relay import outgoing_headers
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.routing.keys import keys_of
 from chunkattn.routing.policy import Policy
@@ -49,10 +48,7 @@ async def forget(
             return None
 
     answers = dict(zip(names, await asyncio.gather(*map(tell, names)), strict=True))
-    try:
-        given: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        given = None
+    given = decoded_json(expanded_body(body, dict(scope["headers"]), max_body_bytes))
     authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
     if isinstance(given, dict):
         documents, own = given.get("documents"), keys_of(_STORED, given, authorization).pieces

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from chunkattn.gateway.bodies import decoded_json, expanded_body, read_body
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
@@ -19,9 +20,7 @@ from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
 from chunkattn.routing.keys import Keys, keys_of
 from chunkattn.routing.policy import Policy
-from chunkattn.server.content_codings import expanded
 from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Caller
 
 REPLICA_HEADER = b"x-chunkattn-replica"
 _ONE_HOP = frozenset(b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade expect".split())
@@ -31,8 +30,6 @@ _ELSEWHERE = {503: None, 429: "queue_full"}
 """Statuses after which another replica is tried, with the code that the error must have; None for any."""
 _BODILESS = (204, 304)
 """Statuses without a body. The length that a 304 may tell is that of another answer, which uvicorn would wait for."""
-_SMALL_BODY = 1 << 16
-"""Size in bytes up to which a body does not count in `max_body_bytes_per_client`."""
 _MOST_REFUSAL = 1 << 16
 """Bytes of a refusal that is kept until another replica answers; longer ones are relayed."""
 _DONE = b"data: [DONE]\n\n"
@@ -144,13 +141,7 @@ class Relay:
         listed = outgoing_headers(scope)
         keys = Keys()
         if body and scope["method"] == "POST":
-            plain = body
-            if codings := headers.get(b"content-encoding", b"").decode("latin-1"):
-                plain = expanded(body, codings.lower(), self._most)
-            try:
-                given = msgspec.json.decode(plain)
-            except (msgspec.DecodeError, ValueError, RecursionError):
-                given = None  # the replica answers with the proper error
+            given = decoded_json(expanded_body(body, headers, self._most))  # None: the replica answers with the proper error
             if given is not None:
                 resolved = given if self._documents is None else self._documents.resolve(path, given, authorization)
                 if resolved is not given:
@@ -249,42 +240,6 @@ class Relay:
             return None
         finally:
             self._policy.done(name, work, computed=computed)
-
-
-async def read_body(scope: Scope, receive: Receive, most: int, timeout_s: float) -> bytes:
-    """Return the body of a request. A large body is read when its client has room for it.
-
-    Args:
-        scope: ASGI scope of the request, with its caller.
-        receive: source of its messages.
-        most: limit on the bytes of a body.
-        timeout_s: time limit in seconds.
-
-    Raises:
-        ApiError: the client left before the end, the body takes too long, or the client's other bodies take the room.
-    """
-    caller: Caller = scope["state"]["caller"]
-    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
-    if length.isdigit() and int(length) > _SMALL_BODY:
-        await caller.hold_bytes(int(length), timeout_s)
-    parts: list[bytes] = []
-    size, more = 0, True
-    try:
-        async with asyncio.timeout(timeout_s) as limit:
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ApiError(499, "the client has left", code="client_closed_request")
-                parts.append(message.get("body", b""))
-                size, more = size + len(parts[-1]), message.get("more_body", False)
-                if size > _SMALL_BODY and not caller.num_bytes:  # of unknown length, so it takes the room of the longest
-                    limit.reschedule(None)
-                    await caller.hold_bytes(most, timeout_s)
-                    limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
-    except TimeoutError:
-        raise ApiError(408, f"the body took longer than request_timeout_s {timeout_s:g}", code="timeout") from None
-    caller.keep_bytes(size if size > _SMALL_BODY else 0)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def outgoing_headers(scope: Scope) -> list[tuple[bytes, bytes]]:

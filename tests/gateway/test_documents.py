@@ -14,8 +14,9 @@ from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError
 from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, Scope
 from chunkattn.server.app import create_app
+from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Keys
+from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine"]
@@ -442,7 +443,13 @@ def test_a_new_text_under_an_id_replaces_the_former_everywhere(llm):
 def test_the_application_answers_like_a_server(llm):
     async def main():
         async with Cluster(llm) as cluster:
-            transport = httpx.ASGITransport(cluster.documents.app)
+            caller = Caller(None, Shares(8, BodyShares(1 << 20)))
+
+            async def app(scope, receive, send):
+                scope["state"] = {"caller": caller}
+                await cluster.documents.app(scope, receive, send)
+
+            transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 answer = await http.post(URL, json={"prefix": "Read.", "documents": named(*TEXTS)})
                 assert answer.status_code == 200

@@ -182,6 +182,11 @@ def test_encoded_bodies_have_the_keys_of_plain_ones():
                 assert a.calls[-1].body == content
                 assert a.calls[-1].header("content-encoding") == [coding]
             assert made.gateway.policy.num_pieces(a.url) == pieces
+            await made.http.post(COMPLETE, content=json.dumps(ask(["three " * 50])).encode("utf-16"))  # a server reads it, too
+            assert made.gateway.policy.num_pieces(a.url) == pieces + 1
+            forgotten = gzip.compress(json.dumps({"prefix": "Read.", "documents": ["one " * 50]}).encode())
+            await made.http.post("/v1/cache/forget", content=forgotten, headers={"content-encoding": "gzip"})
+            assert made.gateway.policy.num_pieces(a.url) == pieces
             for coding, status in {"br": 415, "gzip": 400}.items():
                 answer = await made.http.post(COMPLETE, content=b"no", headers={"content-encoding": coding})
                 assert answer.status_code == status
