@@ -113,8 +113,19 @@ def _serve(options: AppOptions, config: ServerConfig, url: str) -> None:
     try:
         serve.run(local_application(options, config), name=APP, route_prefix=None)
     except RuntimeError as error:
-        raise EngineDeadError(f"the replicas did not start: {error}") from None
+        raise EngineDeadError(f"the replicas did not start: {_reason() or error}") from None
     run(_watch(config, url))
+
+
+def _reason() -> str:
+    """Return why the engines did not start, if they have told so."""
+    from ray import serve
+
+    from chunkattn.integrations.ray.replica import NOT_STARTED
+
+    application = serve.status().applications.get(APP)
+    messages = [] if application is None else [deployment.message for deployment in application.deployments.values()]
+    return next((message.rpartition(NOT_STARTED)[2].strip() for message in messages if NOT_STARTED in message), "")
 
 
 async def _watch(config: ServerConfig, url: str) -> None:
