@@ -46,6 +46,10 @@ class RecordsError(ChunkAttnError, OSError):
     """Change of the records that the file did not take, for example because the disk is full. Nothing was changed."""
 
 
+class RecordsInUseError(ConfigError):
+    """File of records that another process has open."""
+
+
 class Scope(NamedTuple):
     """Namespace of document ids.
 
@@ -127,8 +131,8 @@ class DocumentRecords:
         path: file of the records, made when absent; None keeps the records in memory alone.
 
     Raises:
-        ConfigError: the file is damaged, is no file of records, has another version, or is open in another process. It is
-            left as it is.
+        ConfigError: the file is damaged, is no file of records, or has another version. It is left as it is.
+        RecordsInUseError: the file is open in another process.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -150,6 +154,11 @@ class DocumentRecords:
         if self._file is not None:
             self._file.rows.close()
             self._file = None
+
+    def hand_over(self) -> None:
+        """Close the file so that another process can open it. Reads still work; changes raise `RecordsError`."""
+        if self._file is not None:
+            self._file.hand_over()
 
     def __len__(self) -> int:
         return self._owners.total()
@@ -292,6 +301,12 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows = _open(path)
+        self._handed_over = False
+
+    def hand_over(self) -> None:
+        """Close the file, and refuse later changes."""
+        self._handed_over = True
+        self.rows.close()
 
     def read(self) -> Iterator[DocumentRecord]:
         """Yield the records in order of creation.
@@ -317,6 +332,8 @@ class _File:
         Raises:
             RecordsError: the file did not take the changes.
         """
+        if self._handed_over:
+            raise RecordsError(f"document store {self.path} is in use by a new process; nothing was changed, try again")
         try:
             self.rows.execute("BEGIN IMMEDIATE")
             try:
@@ -391,23 +408,23 @@ def _open(path: Path) -> sqlite3.Connection:
             raise ConfigError(f"{name} is damaged: {found}; restore a copy, or name another file")
     except sqlite3.Error as error:
         file.close()
-        raise ConfigError(_explain(name, error)) from None
+        raise _explain(name, error) from None
     except ConfigError:
         file.close()
         raise
     return file
 
 
-def _explain(name: str, error: sqlite3.Error) -> str:
-    """Return why a file cannot be opened."""
+def _explain(name: str, error: sqlite3.Error) -> ConfigError:
+    """Return the error of a file that cannot be opened."""
     match getattr(error, "sqlite_errorname", "").split("_")[:2]:
         case ["SQLITE", "BUSY" | "LOCKED"]:
-            return f"{name} is in use by another process; give each server a file of its own"
+            return RecordsInUseError(f"{name} is in use by another process; give each server a file of its own")
         case ["SQLITE", "NOTADB"]:
-            return f"{name} is a file of another kind, or damaged; name another file"
+            return ConfigError(f"{name} is a file of another kind, or damaged; name another file")
         case ["SQLITE", "CORRUPT"]:
-            return f"{name} is damaged: {error}; restore a copy, or name another file"
-    return f"{name} cannot be opened: {error}; the folder must exist and be writable"
+            return ConfigError(f"{name} is damaged: {error}; restore a copy, or name another file")
+    return ConfigError(f"{name} cannot be opened: {error}; the folder must exist and be writable")
 
 
 def _compact(content: Any) -> Any:

@@ -18,11 +18,24 @@ logger = logging.getLogger(__name__)
 
 LONGEST_HEAD = 1 << 16
 """Size limit in bytes of a request line with its headers, and of a body's trailers; longer input is answered with 400."""
+HEAD_TOO_LONG = f"The request line and headers exceed {LONGEST_HEAD} bytes."
 LOWEST_RATE = 256
 """Lowest rate in bytes per second at which a client must send a body, and read an answer."""
 _CHECK_S = 0.25
 _PROBE_S, _LONGEST_PROBE_S = 0.1, 5.0
 _LOG_EVERY_S = 10.0
+
+
+def error_body(status: int, text: str, code: str) -> bytes:
+    """Return the JSON body of an error that is answered before the application sees the request.
+
+    Args:
+        status: HTTP status.
+        text: message of the error.
+        code: code of the error.
+    """
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return json.dumps({"error": {"message": text, "type": kind, "param": None, "code": code}}).encode()
 
 
 @dataclass
@@ -90,7 +103,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().data_received(data)
         self._fed = 0 if self._moved else self._fed + len(data)
         if self._fed > LONGEST_HEAD and not self.transport.is_closing():
-            self.send_400_response(f"The request line and headers exceed {LONGEST_HEAD} bytes.")
+            self.send_400_response(HEAD_TOO_LONG)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Handle the client's end of sending. The client may have left, or may wait for its answer.
@@ -165,8 +178,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse(self, status: int, text: str, code: str) -> None:
         """Answer with an error and close; close alone if another answer has begun."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            kind = "invalid_request_error" if status < 500 else "server_error"
-            body = json.dumps({"error": {"message": text, "type": kind, "param": None, "code": code}}).encode()
+            body = error_body(status, text, code)
             line = {
                 400: b"HTTP/1.1 400 Bad Request\r\n",
                 408: b"HTTP/1.1 408 Request Timeout\r\n",

@@ -67,7 +67,8 @@ def test_the_application_exists_and_takes_its_arguments():
 
 def test_every_node_has_the_environment():
     (application,) = SERVE["applications"]
-    needed = environment(AppOptions.of(application["args"]).server_config.max_body_bytes)
+    server = AppOptions.of(application["args"]).server_config
+    needed = environment(server.max_body_bytes, request_timeout_s=server.request_timeout_s)
     for container in CONTAINERS:
         assert {entry["name"]: entry["value"] for entry in container["env"]} == needed
 

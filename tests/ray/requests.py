@@ -85,7 +85,8 @@ class Load:
     """Clients that ask one question after the other until they are told to stop.
 
     Attributes:
-        outcomes: number of requests by outcome: `complete`, `error event`, `503` and other statuses, `closed`.
+        outcomes: number of requests by outcome: `complete`, `error event`, `503` and other statuses, `closed`, and
+            `500 of HAProxy`.
         wrong: answers that differ from the expected ones, and streams that ended without a sign.
     """
 
@@ -111,7 +112,9 @@ class Load:
                 await asyncio.sleep(0.1)
 
     def note(self, prompt: str, stream: bool, answer: Answer) -> None:
-        if answer.status != 200:
+        if answer.status == 500 and answer.headers["Content-Type"] == "text/plain":
+            self.outcomes["500 of HAProxy"] += 1
+        elif answer.status != 200:
             assert answer.json["error"]["message"], answer
             self.outcomes[str(answer.status)] += 1
         elif not stream:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.ray.cluster import wait_for
+from tests.ray.cluster import Processes, chunkattn, free_port, wait_for
 from tests.ray.requests import Load, ask
 
 WHOLE_S = 30
@@ -96,3 +96,14 @@ def test_sigterm_finishes_running_streams(replicas):
         assert answer.status == 503 or (answer.events[-1] == "[DONE]" and not any("error" in e for e in answer.events[:-1]))
     assert replicas.processes.main.wait(90) == 0
     wait_for(lambda: not replicas.processes.living(), 20, "ended")
+
+
+def test_a_model_that_cannot_be_read_ends_the_command(tmp_path):
+    processes = Processes(chunkattn("serve", "/nowhere/model", "--replicas", "2", "--port", str(free_port())), tmp_path / "log")
+    try:
+        assert processes.main.wait(60) == 2
+        assert not processes.living()
+    finally:
+        processes.kill()
+    assert "/nowhere/model" in processes.text().strip().splitlines()[-1]
+    assert "Traceback" not in processes.text()

@@ -205,6 +205,23 @@ def test_a_change_that_the_file_does_not_take_changes_nothing(tmp_path):
     assert kept.source == "A text."
 
 
+def test_after_a_handover_another_opens_the_file_and_changes_are_refused(tmp_path):
+    former = DocumentRecords(tmp_path / "records")
+    (first,) = former.put([record("first")])
+    former.hand_over()
+    new = DocumentRecords(tmp_path / "records")
+    try:
+        for change in (lambda: former.put([record("second")]), lambda: former.remove([first])):
+            with pytest.raises(RecordsError, match="in use by a new process"):
+                change()
+        assert former.get(SCOPE, "first") is first
+        assert [found.id for found in new] == ["first"]
+        new.put([record("second")])
+    finally:
+        former.close()
+        new.close()
+
+
 def test_records_without_a_file_are_in_memory():
     records = DocumentRecords()
     records.remove(records.put([record("a"), record("b", [5])])[:1])

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from chunkattn.errors import ConfigError
 from chunkattn.gateway.app import Gateway
+from chunkattn.integrations.ray.handover import Handover, open_records
 from chunkattn.integrations.ray.keys import ReloadsKeys
 from chunkattn.integrations.ray.logs import set_up_logs
 from chunkattn.integrations.ray.options import CHANNEL, AppOptions, check_environment
 from chunkattn.integrations.ray.transport import ServeReplicas
-from chunkattn.routing.document_records import DocumentRecords
+from chunkattn.server.http import HEAD_TOO_LONG, LONGEST_HEAD, error_body
 from chunkattn.server.listening import Listener, listen
 from chunkattn.server.options import ServerConfig
 
+logger = logging.getLogger(__name__)
+
 _START_S = 30.0
-"""Seconds that a new gateway waits for the port and the records of its predecessor."""
+"""Seconds that a new gateway waits for the port of its predecessor."""
+_RELOAD_S = 5.0
+_FIRST_S = 10.0
+"""Seconds that a new gateway waits for the first replica, because Ray sends it requests as soon as it has started."""
 
 
 class _Served(ReloadsKeys):
@@ -31,18 +38,24 @@ class _Served(ReloadsKeys):
     _gateway: Gateway
 
     async def _open(self, engine: DeploymentHandle[Any], args: Mapping[str, Any], config: ServerConfig) -> None:
-        options = AppOptions.of(args)
+        self._engine, options = engine, AppOptions.of(args)
         check_environment(options)
         set_up_logs(config.log_format)
         made = options.gateway_options
-        records = await _open_records(made.document_store)
+        records = await open_records(made.document_store)
+        self._handover = Handover(records)
         stores = options.gateways == 1
         self._gateway = Gateway(ServeReplicas(engine, CHANNEL), made, config, records, stores_documents=stores)
         self.start_reloading(self._gateway.keys, self._gateway.documents.delete_owned)
         await self._gateway.open()
+        self._handover.start()
+        until = asyncio.get_running_loop().time() + _FIRST_S
+        while not self._gateway.watch.ready() and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.05)
 
     async def _close(self) -> None:
         self.stop_reloading()
+        self._handover.stop()
         await self._gateway.close()
 
 
@@ -67,11 +80,29 @@ class Ingress(_Served):
 
         return app
 
+    async def reconfigure(self, user_config: Any) -> None:
+        """Read the key file again here and at every replica.
+
+        Ray takes a replica whose own `user_config` changes out of the routing for a moment, so only the gateway has one.
+
+        Args:
+            user_config: see `ReloadsKeys.reconfigure`.
+        """
+        await super().reconfigure(user_config)
+        try:
+            await self._engine.broadcast("reload_keys").results_async(timeout_s=_RELOAD_S)
+        except Exception:
+            logger.exception("the keys are not read again at every replica")
+
     async def check_health(self) -> None:
-        """Ray calls this method; its answer shows that the event loop runs."""
+        """Note that this gateway is still wanted. Ray calls this method until it stops the gateway."""
+        self._handover.note_wanted()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, and leave the header with the request's id to Ray, which adds the same one."""
+        """Answer one request, and leave the header with the request's id to Ray, which adds the same one.
+
+        A server's own HTTP front refuses long heads; Ray's accepts them.
+        """
 
         async def relayed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -80,6 +111,9 @@ class Ingress(_Served):
 
         if scope["type"] == "lifespan":
             await _answer_lifespan(receive, send)
+        elif scope["type"] == "http" and _head_size(scope) > LONGEST_HEAD:
+            body, headers = error_body(400, HEAD_TOO_LONG, "invalid_http"), {"X-Content-Type-Options": "nosniff"}
+            await Response(body, 400, headers, "application/json")(scope, receive, send)
         else:
             await self._gateway.app(scope, receive, relayed)
 
@@ -112,6 +146,7 @@ class Listening(_Served):
         Raises:
             RuntimeError: it has.
         """
+        self._handover.note_wanted()
         if self._listener.serving is None or self._listener.serving.done():
             raise RuntimeError("the gateway's HTTP server has ended")
 
@@ -130,20 +165,15 @@ class Listening(_Served):
             await self._close()
 
 
-async def _open_records(path: str | None) -> DocumentRecords:
-    """Open the records of stored documents, when the predecessor of this gateway has closed them.
-
-    Raises:
-        ConfigError: the file cannot be opened.
-    """
-    until = asyncio.get_running_loop().time() + _START_S
-    while True:
-        try:
-            return await asyncio.to_thread(DocumentRecords, path)
-        except ConfigError:
-            if asyncio.get_running_loop().time() > until:
-                raise
-            await asyncio.sleep(0.2)
+def _head_size(scope: Scope) -> int:
+    """Return the bytes of the request line and the headers, as the client sent them."""
+    target = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
+    return (
+        len(scope["method"])
+        + target
+        + len("  HTTP/1.1\r\n")
+        + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
+    )
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

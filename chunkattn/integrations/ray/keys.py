@@ -21,7 +21,6 @@ class ReloadsKeys:
         """
         self._reloader = KeyReloader(keys, delete_owned)
         self._reloading = asyncio.create_task(self._reloader.run())
-        self._reconfigured = False
 
     def stop_reloading(self) -> None:
         """Stop to wait."""
@@ -32,11 +31,9 @@ class ReloadsKeys:
         self._reloader.ask()
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Read the key file again. Ray calls this method at the start and for every change.
+        """Read the key file again. Ray calls this method at the start, unless the value is null, and for every change.
 
         Args:
-            user_config: any JSON value; a changed value, such as a date, triggers the call.
+            user_config: any mapping; a changed value, such as a date, triggers the call.
         """
-        if self._reconfigured:
-            self._reloader.ask()
-        self._reconfigured = True
+        await self.reload_keys()

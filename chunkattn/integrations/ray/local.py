@@ -21,6 +21,7 @@ from chunkattn.errors import ConfigError, EngineDeadError
 from chunkattn.integrations.ray import check_ray
 from chunkattn.integrations.ray.logs import LogServer
 from chunkattn.integrations.ray.options import ELSEWHERE, AppOptions, environment
+from chunkattn.models.loader import open_files
 from chunkattn.server.listening import listen, run, set_up_logs, url_of
 from chunkattn.server.options import ServerConfig
 
@@ -51,6 +52,7 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
 
     Raises:
         ConfigError: an option is invalid, Ray is missing, or the address cannot be bound.
+        ModelError: the model cannot be found or read, or is not supported.
         EngineDeadError: a replica failed at its start, or Ray died.
     """
     check_ray()
@@ -58,6 +60,7 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
     with listen(config) as listening:  # tells whether the gateway can listen
         config, url = replace(config, port=listening.getsockname()[1]), url_of(listening)
     set_up_logs(config.log_format)
+    open_files(made)  # tells in seconds whether the model can be read
     cpus = max(os.cpu_count() or 1, count)
     with tempfile.TemporaryDirectory(prefix="chunkattn-ray-", ignore_cleanup_errors=True) as folder:
         _set_environment(config, folder)
@@ -113,8 +116,19 @@ def _serve(options: AppOptions, config: ServerConfig, url: str) -> None:
     try:
         serve.run(local_application(options, config), name=APP, route_prefix=None)
     except RuntimeError as error:
-        raise EngineDeadError(f"the replicas did not start: {error}") from None
+        raise EngineDeadError(f"the replicas did not start: {_reason() or error}") from None
     run(_watch(config, url))
+
+
+def _reason() -> str:
+    """Return why the engines did not start, if they have told so."""
+    from ray import serve
+
+    from chunkattn.integrations.ray.replica import NOT_STARTED
+
+    application = serve.status().applications.get(APP)
+    messages = [] if application is None else [deployment.message for deployment in application.deployments.values()]
+    return next((message.rpartition(NOT_STARTED)[2].strip() for message in messages if NOT_STARTED in message), "")
 
 
 async def _watch(config: ServerConfig, url: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,16 @@ _SINGLE_LOOP = {
 }
 """Ray Serve's settings for throughput, without those that need HAProxy."""
 _MESSAGE = "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
+_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+_HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+"""Seconds that a former HAProxy process has for its running requests when a new process takes over, at every update."""
 
 
 def environment(
     max_body_bytes: int = ServerConfig.max_body_bytes,
     *,
     haproxy: bool = True,
+    request_timeout_s: float = ServerConfig.request_timeout_s,
     run_folder: str | None = None,
     first_port: int = 8400,
     drain_s: float = 5.0,
@@ -149,23 +154,25 @@ def environment(
     Args:
         max_body_bytes: the server's option.
         haproxy: whether HAProxy receives the requests; without it, the gateway listens itself.
+        request_timeout_s: the server's option.
         run_folder: folder of HAProxy's files, one per node; None takes `/tmp/haproxy-serve`, Ray's own default.
         first_port: first of the 64 ports that HAProxy, its statistics and the gateways use on a node.
         drain_s: seconds that a gateway being stopped stays reachable, so that HAProxy's processes learn of it.
     """
     made = {**_SINGLE_LOOP, _MESSAGE: str(max_body_bytes + _MESSAGE_OVERHEAD), "RAY_USAGE_STATS_ENABLED": "0"}
     if not haproxy:
-        return made | {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+        return made | {_HAPROXY: "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
     folder = Path(run_folder or "/tmp/haproxy-serve")
     return made | {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        _HAPROXY: "1",
+        _HARD_STOP: str(ceil(request_timeout_s + _MARGIN_S)),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(first_port),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(first_port + 1),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(first_port + 2),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(first_port + 3),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port + 8),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_port + 63),
-        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(1 << 17),  # longer heads get HAProxy's 400; ours at 64 KiB comes first
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(1 << 17),  # longer heads get HAProxy's 400; the gateway refuses those over 64 KiB
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
@@ -191,6 +198,9 @@ def check_environment(options: AppOptions) -> None:
     given = os.environ.get(_MESSAGE, "")
     if not given.isdecimal() or int(given) < options.max_message_bytes:
         wrong.append(_MESSAGE)
+    stop = os.environ.get(_HARD_STOP, "")
+    if os.environ.get(_HAPROXY) == "1" and (not stop.isdecimal() or int(stop) < options.graceful_shutdown_timeout_s):
+        wrong.append(_HARD_STOP)
     if wrong:
         text = "set the variables of `python -m chunkattn.integrations.ray` before Ray starts on every node"
         raise ConfigError(f"the environment variable {wrong[0]} is missing or wrong ({os.environ.get(wrong[0])!r}); {text}")

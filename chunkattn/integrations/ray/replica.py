@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from ray import serve
 
 from chunkattn.async_llm import AsyncLLM
-from chunkattn.errors import EngineDeadError
+from chunkattn.errors import ChunkAttnError, EngineDeadError
 from chunkattn.gateway.replicas import Message, Report
 from chunkattn.integrations.ray.keys import ReloadsKeys
 from chunkattn.integrations.ray.logs import set_up_logs
@@ -28,6 +28,9 @@ _HIGH_WATER = 1 << 16
 _ABORT_S = 5.0
 """Seconds that the application has to end a request whose client has left."""
 
+NOT_STARTED = "the engine did not start: "
+"""Text before the reason why a replica could not start."""
+
 
 class Replica(ReloadsKeys):
     """Engine with the server application. The gateway calls `call` with a request and relays the messages.
@@ -38,6 +41,9 @@ class Replica(ReloadsKeys):
         engine: options of `AsyncLLM`, including the model.
         server: options of `ServerConfig`. `host` and `port` are ignored: the replica listens nowhere, and the gateway checks
             the Host header.
+
+    Raises:
+        EngineDeadError: the engine cannot start, for example because its model cannot be loaded.
     """
 
     async def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:  # type: ignore[misc]
@@ -49,7 +55,10 @@ class Replica(ReloadsKeys):
         if options.get("kv_store") is not None:
             options["kv_store"] = str(_own_folder(options["kv_store"]))
         self.llm = AsyncLLM(**options)
-        await self.llm.open()
+        try:
+            await self.llm.open()
+        except ChunkAttnError as error:  # Ray shows the whole traceback, with all causes
+            raise EngineDeadError(f"{NOT_STARTED}{error}") from None
         self._app = create_app(self.llm, config)
         self._state = self._app.state.server
         self.start_reloading(self._state.keys, self._state.documents.delete_owned)

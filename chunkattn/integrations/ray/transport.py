@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import AsyncIterator, Sequence
+from contextvars import Context
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -68,7 +70,7 @@ class ServeReplicas:
         """
         number, gone = self._enter(name)
         fields = (request.method, request.path, request.query, list(request.headers), request.body)
-        answer = self._calls.remote(fields, to=(name, number))
+        answer = _apart(self._calls, fields, to=(name, number))
         reading: asyncio.Future[bytes] | None = None
         ended = False
         try:
@@ -117,7 +119,7 @@ class ServeReplicas:
 
     async def _ask(self, method: DeploymentHandle[Any], name: str, *given: Any) -> Any:
         number, gone = self._enter(name)
-        answer = method.remote(*given, to=(name, number))
+        answer = _apart(method, *given, to=(name, number))
         reading = asyncio.ensure_future(_result(answer))
         try:
             await asyncio.wait({reading, gone}, timeout=_ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
@@ -146,6 +148,15 @@ class ServeReplicas:
         self._members.settle(name, number)
         self._running.discard(gone)
         gone.cancel()
+
+
+def _apart(method: DeploymentHandle[Any], *given: Any, **options: Any) -> Any:
+    """Call a method outside of the request that is being answered.
+
+    Ray tells calls that wait for a replica apart by the request in which they were made, so that a second one at the same time
+    would wait for ever.
+    """
+    return Context().run(partial(method.remote, *given, **options))
 
 
 async def _result(answer: Any) -> Any:
