@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-ray test-vllm test-vllm-ci test-llama test-clients test-all lint reference docs eval clean
+.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-ray test-ray-all test-vllm test-vllm-ci test-llama test-clients test-all lint reference docs eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -53,8 +53,12 @@ test-gpu-all: $(GPU_READY)  ## every setting, whole models, and long runs of the
 
 # Ray comes last in the environment of the tests. RAY_PYTHON names the interpreter of an environment that exists already.
 RAY_PYTHON ?= $(BIN)/python
-test-ray: $(if $(filter $(BIN)/python,$(RAY_PYTHON)),.venv/.installed-ray)  ## replicas on Ray Serve, on the loopback interface
+RAY_READY := $(if $(filter $(BIN)/python,$(RAY_PYTHON)),.venv/.installed-ray)
+test-ray: $(RAY_READY)  ## replicas on Ray Serve, on the loopback interface
 	$(RAY_PYTHON) -m pytest tests/ray -m "not slow"
+
+test-ray-all: $(RAY_READY)  ## with updates that replace every replica
+	$(RAY_PYTHON) -m pytest tests/ray
 
 # vLLM pins versions of its own, so its tests run in an environment of its own; VLLM_ENV names one that exists already.
 # One process per file: an engine leaves settings in its process.
@@ -82,7 +86,7 @@ test-all: .venv/.installed-test  ## lint and every test there is
 	$(MAKE) lint
 	$(BIN)/python -m pytest $(QUICK) $(FIRST)
 	$(BIN)/python -m pytest $(QUICK) $(SECOND)
-	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-ray test-vllm test-llama test-clients
+	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-ray-all test-vllm test-llama test-clients
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
 	$(BIN)/python -m pytest -m browser tests/server/browser

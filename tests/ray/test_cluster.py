@@ -242,6 +242,7 @@ def test_deletion_finishes_running_streams(cluster, config):
     wait_for(lambda: not any(cluster.processes.living(kind) for kind in ("replica", "gateway", "engine")), 90, "ended")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_load_fails_the_deployment(cluster, config):
     """The last test of the cluster: it leaves no application."""
     changed = copy.deepcopy(config)
