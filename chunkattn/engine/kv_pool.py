@@ -33,7 +33,7 @@ class KVPool:
     Args:
         backend: attention backend that allocates the cache, of the heads of one device.
         num_layers: number of layers.
-        num_pages: number of pages.
+        num_pages: number of pages. With 0, nothing is allocated, and programs can only be lowered.
         compiles: counter of traced programs by name, to which this pool adds its programs.
         shards: devices that share the pool. Each holds the same pages, of its own KV heads.
 
@@ -66,11 +66,13 @@ class KVPool:
         self._copy = jax.jit(copy, donate_argnums=0)
         self._fetch = jax.jit(shards.map(self._trace_fetch, [self.partitions], self.partitions))
         self._store = jax.jit(store, donate_argnums=0)
-        self.reset()
+        self.caches: list[KVCache] = []
+        if num_pages:
+            self.reset()
 
     def reset(self) -> None:
         """Allocate new, empty pages."""
-        self.caches: list[KVCache] = []  # frees the old pool before the new pool is allocated
+        self.caches = []  # frees the old pool before the new pool is allocated
         self.caches = [self._allocate() for _ in range(self._num_layers)]
 
     @property

@@ -133,21 +133,28 @@ class Runner:
         """Return the bytes of the parameters, over all devices once. Tied embeddings count once."""
         return sum(leaf.nbytes for leaf in self._params)
 
-    def lower(self, arrays: StepArrays, num_pages: int, where: jax.sharding.Sharding) -> jax.stages.Lowered:
-        """Lower the step's program for a device that may be absent, to compile it ahead of time.
+    def lower(self, arrays: StepArrays, num_pages: int, where: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
+        """Lower the step's program for devices that may be absent, to compile it ahead of time.
 
         Args:
             arrays: arrays of the step.
             num_pages: number of pages of the KV pool.
-            where: sharding of all arrays on the device.
+            where: sharding of all arrays on one device; None for the devices of the model.
         """
-        caches = [jax.eval_shape(lambda: self.backend.allocate(num_pages)) for _ in range(self.spec.num_layers)]
-        inputs = (self._params, caches, arrays.token_ids, arrays.positions, arrays.metadata)
 
-        def there(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # type: ignore[no-untyped-call]
+        def there(x: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where or sharding)  # type: ignore[no-untyped-call]
 
-        return self._step.lower(*jax.tree.map(there, inputs))
+        caches = jax.eval_shape(
+            lambda: [self.shards.map(lambda: self.backend.allocate(num_pages), outputs=of)() for of in self.pool.partitions]
+        )
+        params = [
+            there(leaf, self.shards.placed(self.shards.partition(name)))
+            for name, leaf in zip(self._names, self._params, strict=True)
+        ]
+        pool = jax.tree.map(lambda x, of: there(x, self.shards.placed(of)), caches, self.pool.partitions)
+        inputs = jax.tree.map(lambda x: there(x, self.shards.placed(WHOLE)), arrays[:-1])
+        return self._step.lower(params, pool, *inputs)
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""

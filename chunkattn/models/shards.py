@@ -106,6 +106,20 @@ class Shards:
             return divided(None, _ALL)
         return _OUTPUTS.get(module, WHOLE)
 
+    def held(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of a parameter that a device holds.
+
+        Args:
+            name: name of the parameter in checkpoints.
+            shape: shape of the whole tensor.
+        """
+        sharding = self.placed(self.partition(name))
+        return shape if sharding is None else sharding.shard_shape(self._padded(name, shape))
+
+    def _padded(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a tensor, whose axis 0 is filled up to a multiple of the devices where it is the vocabulary."""
+        return (-(-shape[0] // self.size) * self.size, *shape[1:]) if _is_table(name) else shape
+
     def load(self, name: str, shape: tuple[int, ...], read: Read) -> jax.Array:
         """Return a parameter on the devices. Each distinct part is read once.
 
@@ -118,8 +132,9 @@ class Shards:
         """
         if self.mesh is None:
             return jnp.array(read(()))  # a copy on the device, independent of the file
-        sharding = NamedSharding(self.mesh, self.partition(name))
-        padded = (-(-shape[0] // self.size) * self.size, *shape[1:]) if _is_table(name) else shape
+        sharding = self.placed(self.partition(name))
+        assert sharding is not None
+        padded = self._padded(name, shape)
         holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(padded).items():
             bounds = tuple(part.indices(length)[:2] for part, length in zip(index or (), padded, strict=True))
@@ -137,7 +152,11 @@ class Shards:
 
     def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
         """Return an array on every device, as results of programs are; the array itself for one device."""
-        return array if self.mesh is None else jax.device_put(array, NamedSharding(self.mesh, WHOLE))
+        return array if self.mesh is None else jax.device_put(array, self.placed(WHOLE))
+
+    def placed(self, partition: PartitionSpec) -> NamedSharding | None:
+        """Return the placement of an array on the devices, or None for one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, partition)
 
     def map(self, function: Function, inputs: Sequence[Any] = (), outputs: Any = WHOLE) -> Function:
         """Return a function that runs on every device on its own parts of the arrays; the function itself for one device.
