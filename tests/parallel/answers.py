@@ -33,24 +33,28 @@ class Answers:
 
     Args:
         llm: the engine.
-        algorithms: algorithms of scoring to ask for; none for a model with sliding windows.
+        algorithms: algorithms of scoring to ask for; a model with sliding windows is asked for none.
+        sampling: parameters under which every prompt is answered.
 
     Attributes:
-        tokens: greedy and drawn tokens of every prompt.
+        tokens: tokens of every answer.
         logprobs: their log-probabilities and those of the prompts, by token.
         scores: log-probabilities of the labels, by algorithm.
     """
 
-    def __init__(self, llm: LLM, algorithms: tuple[str, ...] = ALGORITHMS) -> None:
+    def __init__(
+        self, llm: LLM, algorithms: tuple[str, ...] = ("prefill_extend",), sampling: tuple[SamplingParams, ...] = (GREEDY,)
+    ) -> None:
         chunked = llm.limits.sliding_window is None
-        outputs = [o for p in (GREEDY, DRAWN) for o in llm.generate(prompts(chunked=chunked), p, use_tqdm=False)]
+        outputs = [o for p in sampling for o in llm.generate(prompts(chunked=chunked), p, use_tqdm=False)]
         samples = [output.outputs[0] for output in outputs]
         self.tokens = [sample.token_ids for sample in samples]
         self.logprobs = [[at[t].logprob for at, t in zip(s.logprobs, s.token_ids, strict=True)] for s in samples]
         self.logprobs += [[x.logprob for at in o.prompt_logprobs or () if at for x in at.values()] for o in outputs]
         query, *items = _tokens(np.random.default_rng(1), 30, 4, 9, 1, 17)
         self.scores = [
-            llm.score(query, items, label_token_ids=[7, 8, 9], algorithm=name, use_tqdm=False).logprobs for name in algorithms
+            llm.score(query, items, label_token_ids=[7, 8, 9], algorithm=name, use_tqdm=False).logprobs
+            for name in (algorithms if chunked else ())
         ]
 
     def check(self, other: "Answers", tolerance: float = 1e-4) -> None:

@@ -1,6 +1,7 @@
 """Engines over several devices, for tests that run in a process of eight virtual devices: see `test_parallel.py`."""
 
 import copy
+import gc
 
 import jax
 import numpy as np
@@ -35,9 +36,8 @@ def wide(tmp_path_factory):
     return get
 
 
-@pytest.fixture(scope="module")
-def start():
-    """Starts engines, and closes them at the end, with every page free."""
+def _engines():
+    """Yield a function that starts engines; then close them, with every page free."""
     made = []
 
     def get(folder, size=1, **options):
@@ -49,6 +49,20 @@ def start():
         llm.core.scheduler.check()
         assert llm.reset_prefix_cache(), "pages leaked"
         llm.close()
+    made.clear()
+    gc.collect()  # engines hold many programs, and a process can map only so many
+
+
+@pytest.fixture
+def start():
+    """Starts engines that end with the test."""
+    yield from _engines()
+
+
+@pytest.fixture(scope="module")
+def start_for_module():
+    """Starts engines that end with the module."""
+    yield from _engines()
 
 
 @pytest.fixture

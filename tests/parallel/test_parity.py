@@ -3,7 +3,7 @@
 import pytest
 
 from tests.checkpoints import CHECKPOINTS
-from tests.parallel.answers import ALGORITHMS, Answers
+from tests.parallel.answers import ALGORITHMS, DRAWN, GREEDY, Answers
 
 SIZES = (2, 4, 8)
 """Numbers of devices. Most checkpoints have two KV heads, so that groups of two and four devices share one."""
@@ -26,22 +26,21 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(scope="module")
+_KNOWN = {}
+"""Answers of one device, by checkpoint, backend and options."""
+
+
+@pytest.fixture
 def expected(wide, start):
     """The answers of one device, by checkpoint, backend and options."""
-    made = {}
 
     def get(name, backend, changes=(), **options):
         key = (name, backend, changes, *options.items())
-        if key not in made:
-            made[key] = answers(start(wide(name, **dict(changes)), attention_backend=backend, **options))
-        return made[key]
+        if key not in _KNOWN:
+            _KNOWN[key] = Answers(start(wide(name, **dict(changes)), attention_backend=backend, **options))
+        return _KNOWN[key]
 
     return get
-
-
-def answers(llm):
-    return Answers(llm, () if llm.limits.sliding_window else ALGORITHMS)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def answers(llm):
 def test_answers_are_those_of_one_device(wide, start, expected, name, backend, size):
     llm = start(wide(name), size, attention_backend=backend)
     assert llm.core.runner.backend.spec.num_heads == 8 // size
-    answers(llm).check(expected(name, backend))
+    Answers(llm).check(expected(name, backend))
 
 
 @pytest.mark.parametrize(
@@ -69,16 +68,23 @@ def test_answers_are_those_of_one_device(wide, start, expected, name, backend, s
     ],
 )
 def test_options(wide, start, expected, size, tolerance, options):
-    answers(start(wide("qwen3"), size, attention_backend="cpu", **options)).check(
+    Answers(start(wide("qwen3"), size, attention_backend="cpu", **options)).check(
         expected("qwen3", "cpu", **options), tolerance
     )
+
+
+@pytest.mark.ci
+def test_every_algorithm_and_drawn_tokens(wide, start):
+    engines = [start(wide("qwen3"), size, attention_backend="cpu") for size in (1, 2)]
+    one, two = (Answers(llm, ALGORITHMS, (GREEDY, DRAWN)) for llm in engines)
+    two.check(one)
 
 
 @pytest.mark.ci
 def test_a_vocabulary_that_the_devices_do_not_divide(wide, start, expected):
     changes = (("vocab_size", 131), ("tie_word_embeddings", False))
     llm = start(wide("llama", **dict(changes)), 8, attention_backend="xla")
-    answers(llm).check(expected("llama", "xla", changes))
+    Answers(llm).check(expected("llama", "xla", changes))
 
 
 @pytest.mark.slow
@@ -87,5 +93,5 @@ def test_the_interpreted_tpu_kernel(wide, start, expected):
     options = {"max_num_batched_tokens": 16, "max_num_seqs": 2, "max_model_len": 128}
     changes = (("head_dim", 64), ("num_attention_heads", 4), ("num_hidden_layers", 2))
     folder = wide("qwen3", **dict(changes))
-    interpreted = Answers(start(folder, 2, attention_backend="pallas_tpu", **options), ("prefill_extend",))
-    interpreted.check(Answers(start(folder, attention_backend="xla", **options), ("prefill_extend",)))
+    interpreted = Answers(start(folder, 2, attention_backend="pallas_tpu", **options))
+    interpreted.check(Answers(start(folder, attention_backend="xla", **options)))

@@ -16,9 +16,9 @@ MODEL = {"intermediate_size": 512, "hidden_size": 256, "num_key_value_heads": 2}
 
 
 @pytest.fixture(scope="module")
-def llm(wide, start):
+def llm(wide, start_for_module):
     """An engine over four devices, two of which share a KV head."""
-    return start(wide("qwen3", **MODEL), 4, attention_backend="cpu")
+    return start_for_module(wide("qwen3", **MODEL), 4, attention_backend="cpu")
 
 
 def check_step(llm):
