@@ -149,11 +149,11 @@ class Runner:
             lambda: [self.shards.map(lambda: self.backend.allocate(num_pages), outputs=of)() for of in self.pool.partitions]
         )
         params = [
-            there(leaf, self.shards.placed(self.shards.partition(name)))
+            there(leaf, self.shards.sharding(self.shards.partition(name)))
             for name, leaf in zip(self._names, self._params, strict=True)
         ]
-        pool = jax.tree.map(lambda x, of: there(x, self.shards.placed(of)), caches, self.pool.partitions)
-        inputs = jax.tree.map(lambda x: there(x, self.shards.placed(WHOLE)), arrays[:-1])
+        pool = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), caches, self.pool.partitions)
+        inputs = jax.tree.map(lambda x: there(x, self.shards.sharding(WHOLE)), arrays[:-1])
         return self._step.lower(params, pool, *inputs)
 
     def warm_picks(self, hidden: jax.Array) -> None:

@@ -113,7 +113,7 @@ class Shards:
             name: name of the parameter in checkpoints.
             shape: shape of the whole tensor.
         """
-        sharding = self.placed(self.partition(name))
+        sharding = self.sharding(self.partition(name))
         return shape if sharding is None else sharding.shard_shape(self._padded(name, shape))
 
     def _padded(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ class Shards:
         """
         if self.mesh is None:
             return jnp.array(read(()))  # a copy on the device, independent of the file
-        sharding = self.placed(self.partition(name))
+        sharding = self.sharding(self.partition(name))
         assert sharding is not None
         padded = self._padded(name, shape)
         holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
@@ -152,10 +152,10 @@ class Shards:
 
     def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
         """Return an array on every device, as results of programs are; the array itself for one device."""
-        return array if self.mesh is None else jax.device_put(array, self.placed(WHOLE))
+        return array if self.mesh is None else jax.device_put(array, self.sharding(WHOLE))
 
-    def placed(self, partition: PartitionSpec) -> NamedSharding | None:
-        """Return the placement of an array on the devices, or None for one device."""
+    def sharding(self, partition: PartitionSpec) -> NamedSharding | None:
+        """Return the sharding of an array of a partition, or None for one device."""
         return None if self.mesh is None else NamedSharding(self.mesh, partition)
 
     def map(self, function: Function, inputs: Sequence[Any] = (), outputs: Any = WHOLE) -> Function:

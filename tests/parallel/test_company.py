@@ -27,9 +27,9 @@ SUBJECT = SUBJECTS["auto"]
 def test_results_in_company(wide, start, tmp_path, dtype, size):
     if not rows_agree(jnp.dtype(dtype), 2176, 131):
         pytest.skip("XLA's sums follow the number of rows on this machine")
-    sizes = {"max_position_embeddings": 8192, "intermediate_size": 2176, "vocab_size": 131, "num_hidden_layers": 2}
+    sizes = {"max_position_embeddings": 8192, "intermediate_size": 2176, "vocab_size": 131}
     options = {"max_model_len": 8192, "max_num_batched_tokens": 512, "max_num_seqs": 8, "kv_cache_memory_bytes": 4 << 20}
-    llm = start(wide("qwen3", **sizes), size, dtype=dtype, kv_store=str(tmp_path), max_logprobs=4, **options)
+    llm = start(wide("qwen3-64", **sizes), size, dtype=dtype, kv_store=str(tmp_path), max_logprobs=4, **options)
     assert llm.limits.batch_invariant
     party = Party(llm, 1, QUERY["qwen3"])
     alone, answers = party.scores("serial"), [party.answer(p, s) for p in party.prompts for s in party.sampling]

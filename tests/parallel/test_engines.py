@@ -34,7 +34,7 @@ def test_an_engine_in_a_process_of_its_own(wide, start):
 
     async def ask():
         async with AsyncLLM(folder, tensor_parallel_size=2, warmup=False, **OPTIONS) as llm:
-            return (await last(llm.generate(prompt, GREEDY, "one"))).outputs[0]
+            return (await last(llm.generate(prompt, GREEDY))).outputs[0]
 
     found = asyncio.run(ask())
     assert found.token_ids == expected.token_ids
@@ -50,7 +50,7 @@ async def refused(folder):
 
 @pytest.mark.ci
 def test_the_command_line():
-    command = ["generate", "Ana lives in Oslo. # # Where does Ana live?", "--max-tokens", "2", "--json"]
+    command = ["generate", "Ana lives in Oslo. # # Where does Ana live?", "--max-tokens", "2"]
     found = [CliRunner().invoke(app, [*command, "--tensor-parallel-size", size]) for size in ("1", "2", "16")]
     assert [done.exit_code for done in found] == [0, 0, 2]
     assert found[0].stdout == found[1].stdout
