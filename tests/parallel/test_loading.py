@@ -60,7 +60,8 @@ def test_slices_of_safetensors(wide, monkeypatch):
     assert not np.asarray(table)[131:].any()
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_1, pytest.param(Kind.Q6_K, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q6_K])
 def test_slices_of_gguf(tmp_path, monkeypatch, kind):
     """Of 256 columns, four devices hold 64: two blocks of Q4_1, and a quarter of one block of Q6_K."""
     path = Written(tmp_path / "model.gguf", CONFIGS["llama-bias"], kind).path

@@ -18,7 +18,7 @@ MODEL = {"intermediate_size": 512, "hidden_size": 256, "num_key_value_heads": 2}
 @pytest.fixture(scope="module")
 def llm(wide, start_for_module):
     """An engine over four devices, two of which share a KV head."""
-    return start_for_module(wide("qwen3", **MODEL), 4, attention_backend="cpu")
+    return start_for_module(wide("qwen3-64", **MODEL), 4, attention_backend="cpu")
 
 
 def check_step(llm):
@@ -43,6 +43,7 @@ def test_sums_of_other_steps(wide, start, backend, dtype, size):
     check_step(start(wide("llama-bias", **MODEL), size, attention_backend=backend, dtype=dtype))
 
 
+@pytest.mark.ci
 def test_readouts_gather_the_logits_once(llm):
     for name, program in compiled_readouts(llm, llm.core.runner.row_sizes[0]).items():
         assert collectives(program) == {"all-gather": 1}, name
@@ -59,7 +60,7 @@ def test_the_pool_stays_where_it_is(llm, wide):
     assert buffers(llm) == before
     assert all(array.is_deleted() for array in old)
     layout = make_layout(prompt.prefix, prompt.chunks, prompt.question)
-    logits = Oracle(wide("qwen3", **MODEL)).chunked(layout, sample.token_ids)[-4:-1]
+    logits = Oracle(wide("qwen3-64", **MODEL)).chunked(layout, sample.token_ids)[-4:-1]
     assert sample.token_ids == logits.argmax(-1).tolist()
     found = [at[token].logprob for at, token in zip(sample.logprobs, sample.token_ids, strict=True)]
     np.testing.assert_allclose(found, jax.nn.log_softmax(logits).max(-1), atol=1e-4)
