@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.step import StepBuilder
 from chunkattn.models.decoder import Decoder
+from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import spec_from_config
 
 MIB = 2**20
@@ -140,21 +142,24 @@ def decoder(model: str, layers: int | None = None) -> Decoder:
     return Decoder(spec, {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in spec.parameters().items()})
 
 
-def weight_bytes(model: str) -> int:
-    """Return the bytes of a model's weights."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in decoder(model).weights.values())
+def weight_bytes(model: str, shards: Shards = ONE_DEVICE) -> int:
+    """Return the bytes of a model's weights on each of its devices."""
+    return sum(math.prod(shards.held(name, leaf.shape)) * leaf.dtype.itemsize for name, leaf in decoder(model).weights.items())
 
 
 def lower_step(
-    step: Step, backend: Callable[[AttentionSpec], AttentionBackend], memory_bytes: int, where: jax.sharding.Sharding
+    step: Step,
+    backend: Callable[[AttentionSpec], AttentionBackend],
+    memory_bytes: int,
+    where: jax.sharding.Sharding | Sequence[jax.Device],
 ) -> tuple[dict[str, Any], Callable[[], jax.stages.Lowered]]:
     """Return the sizes of a step beside the pool that the engine would allocate, and a function that lowers the step.
 
     Args:
         step: step to lower.
         backend: makes the attention backend.
-        memory_bytes: memory of the device in bytes.
-        where: sharding of all arrays on the device.
+        memory_bytes: memory of a device in bytes.
+        where: sharding of all arrays on one device, or the devices that share the model.
     """
     config = EngineConfig(
         max_num_seqs=step.max_num_seqs,
@@ -162,11 +167,13 @@ def lower_step(
         block_size=step.block_size,
         kv_cache_dtype=step.kv_cache_dtype,
     )
-    model = decoder(step.model, step.layers)
-    attention = backend(attention_spec(config, model.spec, jnp.dtype("bfloat16")))
-    weights = weight_bytes(step.model)
+    model, sharding = decoder(step.model, step.layers), where if isinstance(where, jax.sharding.Sharding) else None
+    shards = ONE_DEVICE if isinstance(where, jax.sharding.Sharding) else Shards.over(where, model.spec)
+    model = replace(model, shards=shards)
+    attention = backend(attention_spec(config, model.spec, jnp.dtype("bfloat16"), shards))
+    weights = weight_bytes(step.model, shards)
     pages = int(memory_bytes * SHARE - weights) // page_bytes(attention, MODELS[step.model].num_hidden_layers)
-    runner = Runner(model, attention, 1, config.max_logprobs)
+    runner = Runner(model, attention, 0, config.max_logprobs)
     builder = StepBuilder(
         runner.backends,
         token_buckets=(step.rows,),
@@ -175,4 +182,4 @@ def lower_step(
         block_size=step.block_size,
     )
     sizes = {"pages": pages, "weights_mib": round(weights / MIB)}
-    return sizes, lambda: runner.lower(builder.empty(step.rows, step.width), pages, where)
+    return sizes, lambda: runner.lower(builder.empty(step.rows, step.width), pages, sharding)

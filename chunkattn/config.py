@@ -72,7 +72,9 @@ class EngineConfig:
         max_num_seqs: number of sequences that run at once. Each of a request's `n` samples counts.
         max_num_batched_tokens: token budget of one step.
         block_size: tokens per KV page, a power of two; by default 64 on GPUs and 16 elsewhere.
-        kv_cache_memory_bytes: size of the KV pool in bytes; by default chosen by platform.
+        kv_cache_memory_bytes: size of the KV pool on each device in bytes; by default chosen by platform.
+        tensor_parallel_size: number of devices that share the model: its heads, its MLP and its KV pool are divided over the
+            first devices that JAX sees.
         enable_prefix_caching: keep the K/V of prefixes, chunks and questions for later requests.
         long_prefill_token_threshold: prompt tokens that a step computes of one sequence before other sequences get
             their turn; the first sequence gets the rest of the budget. By default half of the budget is for the first
@@ -126,6 +128,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
+    tensor_parallel_size: int = 1
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int | None = None
     batch_invariant: bool | None = None

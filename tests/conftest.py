@@ -24,6 +24,8 @@ from tests.reranker_files import CHAT_OPTIONS, SHAPE, add_tokenizer
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
 collect_ignore = ["gpu", "vllm", "clients"]  # need environments with a newer JAX, with vLLM, and with many clients
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    collect_ignore.append("parallel")  # needs eight devices; run by tests/engine/test_tensor_parallel.py
 
 
 # Fixed seeds, and no time limit for an example.

@@ -62,7 +62,10 @@ DocumentFiles = Annotated[
 System = Annotated[str | None, typer.Option(help="Content of a system message before the state.")]
 CacheSalt = Annotated[str | None, typer.Option(help="Salt of the cache; calls of one salt share cached K/V.")]
 _CALIBRATE = {"off": False, "on": True, "fitted": "fitted"}
-_ENGINE = "tokenizer chunk_calibration dtype kv_cache_dtype attention_backend kv_cache_memory_bytes max_model_len kv_store"
+_ENGINE = (
+    "tokenizer chunk_calibration dtype kv_cache_dtype attention_backend tensor_parallel_size kv_cache_memory_bytes "
+    "max_model_len kv_store"
+)
 
 
 @command(app)

@@ -35,7 +35,7 @@ from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.picture import layout_summary, layout_table, plot_layout
 
 _CHUNKS = "document_template chunk_separator position_strategy chunk_position_gap chunk_calibration"
-_DEVICE = "dtype kv_cache_dtype attention_backend"
+_DEVICE = "dtype kv_cache_dtype attention_backend tensor_parallel_size"
 _EXCERPT = 80
 """Characters of a chosen document that `generate` prints."""
 

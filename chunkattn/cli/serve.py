@@ -15,7 +15,7 @@ from chunkattn.options import options_of
 from chunkattn.server.options import ServerConfig
 
 _PANELS = {
-    "Model": "tokenizer revision skip_tokenizer_init dtype attention_backend seed max_logprobs",
+    "Model": "tokenizer revision skip_tokenizer_init dtype attention_backend tensor_parallel_size seed max_logprobs",
     "Prompts and scoring": (
         "enable_chunk_aware chunk_separator document_template rerank_template special_tokens_in_documents "
         "special_tokens_in_prompts "

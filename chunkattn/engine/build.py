@@ -21,6 +21,7 @@ from chunkattn.engine.self_check import checked
 from chunkattn.engine.verdicts import user_cache
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import ModelFiles
+from chunkattn.models.shards import ONE_DEVICE, Shards, indivisible, one_of
 from chunkattn.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
@@ -52,15 +53,16 @@ def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
     max_model_len = _max_model_len(config, files.spec)
     if (gap := config.calibration.chunk_position_gap) >= max_model_len:
         raise ConfigError(f"chunk_position_gap {gap} leaves no position for a chunk; max_model_len is {max_model_len}")
-    spec = attention_spec(config, files.spec, files.dtype)
+    shards = make_shards(config, files.spec)
+    spec = attention_spec(config, files.spec, files.dtype, shards)
     backend = make_backend(config.attention_backend, spec, weighs=config.calibration.weighs)
     if config.attention_backend == "auto" and backend.checked_by_auto:
         backend = checked(backend, weighs=config.calibration.weighs, batch_invariant=bool(config.batch_invariant))
     store = _open_store(config)
-    decoder = files.load()
+    decoder = files.load(shards)
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
     per_page = page_bytes(backend, files.spec.num_layers)
-    num_pages = min(_num_pages(config, per_page, spec.block_size), backend.max_pages)
+    num_pages = min(_num_pages(config, per_page, spec.block_size, shards), backend.max_pages)
     runner = Runner(decoder, backend, num_pages, config.max_logprobs, config.batch_invariant)
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None)
 
@@ -80,17 +82,36 @@ def _max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
     return config.max_model_len or limit
 
 
-def attention_spec(config: EngineConfig, model: DecoderSpec, dtype: jnp.dtype) -> AttentionSpec:
-    """Return what a configuration requires of the attention backend of a model of `dtype`.
+def make_shards(config: EngineConfig, model: DecoderSpec) -> Shards:
+    """Return the devices that share the model, the first `tensor_parallel_size` that JAX sees.
+
+    Args:
+        config: options of the engine.
+        model: shape of the decoder.
+
+    Raises:
+        ConfigError: there are fewer devices, or the model cannot be divided over that many.
+    """
+    devices, size = jax.devices(), config.tensor_parallel_size
+    if size > len(devices):
+        sizes = [n for n in range(1, len(devices) + 1) if not indivisible(n, model)]
+        here = f"{len(devices)} {devices[0].platform} device" + "s" * (len(devices) > 1)
+        raise ConfigError(f"tensor_parallel_size={size} needs as many devices, and JAX sees {here}; use {one_of(sizes)}")
+    return Shards.over(devices[:size], model)
+
+
+def attention_spec(config: EngineConfig, model: DecoderSpec, dtype: jnp.dtype, shards: Shards = ONE_DEVICE) -> AttentionSpec:
+    """Return what a configuration requires of the attention backend of a model of `dtype`, on each of its devices.
 
     Args:
         config: options of the engine.
         model: shape of the decoder.
         dtype: dtype of weights and activations.
+        shards: devices that share the model.
     """
     return AttentionSpec(
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
+        num_heads=model.num_heads // shards.size,
+        num_kv_heads=model.num_kv_heads // shards.kv_size,
         head_dim=model.head_dim,
         dtype=dtype,
         block_size=config.block_size or _BLOCK_SIZES.get(jax.default_backend(), _BLOCK_SIZE),
@@ -99,24 +120,26 @@ def attention_spec(config: EngineConfig, model: DecoderSpec, dtype: jnp.dtype) -
     )
 
 
-def _num_pages(config: EngineConfig, per_page: int, block_size: int) -> int:
-    """Return the number of pages that fit the memory of the KV pool."""
-    memory = config.kv_cache_memory_bytes or _default_kv_bytes(per_page, block_size)
+def _num_pages(config: EngineConfig, per_page: int, block_size: int, shards: Shards) -> int:
+    """Return the number of pages that fit the memory of the KV pool on each device; `per_page` counts one device's bytes."""
+    memory = config.kv_cache_memory_bytes or _default_kv_bytes(per_page, block_size, shards)
     if memory < per_page:
         raise ConfigError(f"kv_cache_memory_bytes {memory} is less than one page of {per_page} bytes")
     num_pages = memory // per_page
-    logger.info("KV pool: %d pages of %d tokens, %.2f GiB", num_pages, block_size, num_pages * per_page / 2**30)
+    devices = f" on each of {shards.size} devices" if shards.size > 1 else ""
+    logger.info("KV pool: %d pages of %d tokens, %.2f GiB%s", num_pages, block_size, num_pages * per_page / 2**30, devices)
     return num_pages
 
 
-def _default_kv_bytes(per_page: int, block_size: int) -> int:
-    """Return the default size of the KV pool in bytes.
+def _default_kv_bytes(per_page: int, block_size: int, shards: Shards) -> int:
+    """Return the default size of the KV pool on each device in bytes.
 
-    An accelerator gives 85% of its memory less the bytes in use. A CPU gives 1 GiB, but no more than 256K tokens need.
+    An accelerator gives 85% of its memory less the bytes in use; of several, the one with the least to give decides. A CPU
+    gives 1 GiB, but no more than 256K tokens need.
     """
-    stats = jax.devices()[0].memory_stats() or {}
-    if jax.default_backend() != "cpu" and "bytes_limit" in stats:
-        return int(stats["bytes_limit"] * _ACCELERATOR_SHARE) - stats.get("bytes_in_use", 0)
+    found = [device.memory_stats() or {} for device in shards.devices]
+    if jax.default_backend() != "cpu" and all("bytes_limit" in stats for stats in found):
+        return min(int(stats["bytes_limit"] * _ACCELERATOR_SHARE) - stats.get("bytes_in_use", 0) for stats in found)
     return max(min(_DEFAULT_KV_BYTES, _DEFAULT_KV_TOKENS // block_size * per_page), per_page)
 
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
+from jax.sharding import PartitionSpec
 
 from chunkattn.backends.base import AttentionBackend, KVCache
 from chunkattn.engine.sampling import READ_ROWS, ROW_BUCKETS
 from chunkattn.engine.step import bucket_for, buckets
+from chunkattn.errors import BackendError
+from chunkattn.models.shards import KV_HEADS, ONE_DEVICE, WHOLE, Shards, divided
 
 KV_VERSION = 3
 """Version of the code that computes and caches K/V. Raise it with any change that may invalidate K/V on disk."""
@@ -27,29 +31,49 @@ class KVPool:
     """Owner of the KV cache of all layers.
 
     Args:
-        backend: attention backend that allocates the cache.
+        backend: attention backend that allocates the cache, of the heads of one device.
         num_layers: number of layers.
-        num_pages: number of pages.
+        num_pages: number of pages. With 0, nothing is allocated, and programs can only be lowered.
         compiles: counter of traced programs by name, to which this pool adds its programs.
+        shards: devices that share the pool. Each holds the same pages, of its own KV heads.
 
     Attributes:
         caches: cache of each layer. A step takes the arrays as a donation and gives new ones back.
+        partitions: partition of every array of the pool.
+
+    Raises:
+        BackendError: there are several devices, and the backend's cache has no axis of KV heads.
     """
 
-    def __init__(self, backend: AttentionBackend, num_layers: int, num_pages: int, compiles: Counter[str]) -> None:
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        num_layers: int,
+        num_pages: int,
+        compiles: Counter[str],
+        shards: Shards = ONE_DEVICE,
+    ) -> None:
         self.num_pages = num_pages
         self._backend, self._num_layers, self._compiles = backend, num_layers, compiles
         self._sizes = buckets(8, READ_ROWS, 2)
+        self.partitions = [_partition(backend, shards)] * num_layers
+        self._allocate: Callable[[], KVCache] = partial(backend.allocate, num_pages)
+        if shards.mesh is not None:  # compiled, so that no device holds more than its part
+            self._allocate = jax.jit(shards.map(self._allocate, outputs=self.partitions[0]))
         # The pool is donated, so that writing a page does not copy the pool.
-        self._copy = jax.jit(self._trace_copy, donate_argnums=0)
-        self._fetch = jax.jit(self._trace_fetch)
-        self._store = jax.jit(self._trace_store, donate_argnums=0)
-        self.reset()
+        copy = shards.map(self._trace_copy, [self.partitions], self.partitions)
+        store = shards.map(self._trace_store, [self.partitions, WHOLE, self.partitions], self.partitions)
+        self._copy = jax.jit(copy, donate_argnums=0)
+        self._fetch = jax.jit(shards.map(self._trace_fetch, [self.partitions], self.partitions))
+        self._store = jax.jit(store, donate_argnums=0)
+        self.caches: list[KVCache] = []
+        if num_pages:
+            self.reset()
 
     def reset(self) -> None:
         """Allocate new, empty pages."""
-        self.caches: list[KVCache] = []  # frees the old pool before the new pool is allocated
-        self.caches = [self._backend.allocate(self.num_pages) for _ in range(self._num_layers)]
+        self.caches = []  # frees the old pool before the new pool is allocated
+        self.caches = [self._allocate() for _ in range(self._num_layers)]
 
     @property
     def page_shapes(self) -> list[tuple[tuple[int, ...], np.dtype]]:
@@ -58,7 +82,7 @@ class KVPool:
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of one page over all layers."""
+        """Return the bytes of one page over all layers and all KV heads, whatever device holds them."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.page_shapes)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -133,8 +157,36 @@ class KVPool:
         return jax.tree.map(lambda pool, new: pool.at[pages].set(new, mode="drop"), caches, values)
 
 
+def _partition(backend: AttentionBackend, shards: Shards) -> Any:
+    """Return the partition of every array of one layer's cache: the axis that grows with the number of KV heads is divided.
+
+    Args:
+        backend: attention backend of the heads of one device.
+        shards: devices that share the pool.
+
+    Raises:
+        BackendError: an array does not have one such axis.
+    """
+    own = jax.eval_shape(lambda: backend.allocate(1))
+    if shards.kv_size == 1:
+        return jax.tree.map(lambda _: WHOLE, own)
+    spec, times = backend.spec, shards.kv_size
+    whole = type(backend)(replace(spec, num_heads=spec.num_heads * times, num_kv_heads=spec.num_kv_heads * times))
+
+    def of(part: jax.ShapeDtypeStruct, array: jax.ShapeDtypeStruct) -> PartitionSpec:
+        axes = [KV_HEADS if size == held * times else None for held, size in zip(part.shape, array.shape, strict=True)]
+        if axes.count(KV_HEADS) != 1:
+            raise BackendError(
+                f"attention_backend {backend.name!r}: its cache {part.shape} of {spec.num_kv_heads} KV heads and "
+                f"{array.shape} of {whole.spec.num_kv_heads} cannot be divided by KV heads; use tensor_parallel_size=1"
+            )
+        return divided(*axes)
+
+    return jax.tree.map(of, own, jax.eval_shape(lambda: whole.allocate(1)))
+
+
 def page_bytes(backend: AttentionBackend, num_layers: int) -> int:
-    """Return the bytes of one page over all layers.
+    """Return the bytes of one page over all layers, on one device.
 
     Args:
         backend: attention backend that allocates the pool.

@@ -26,7 +26,7 @@ class EngineLimits:
     Attributes:
         num_pages: pages of the KV pool.
         block_size: tokens per page.
-        page_bytes: bytes of one page over all layers.
+        page_bytes: bytes of one page over all layers and KV heads, whatever device holds them.
         max_model_len: limit on the highest position id + 1.
         max_logprobs: limit on the log-probabilities per token.
         vocab_size: number of token ids.

@@ -36,6 +36,8 @@ from chunkattn.engine.sampling import (
 )
 from chunkattn.engine.step import StepArrays, bucket_for
 from chunkattn.models.decoder import Decoder
+from chunkattn.models.shards import WHOLE
+from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD
 
 Program = Callable[[], Any]
 """Call that runs one compiled program, or a few small ones, on zeros, and returns its values."""
@@ -54,7 +56,8 @@ class Runner:
 
     Attributes:
         spec: shape of the decoder.
-        backend: attention backend.
+        shards: devices of the model. The programs run on all of them.
+        backend: attention backend of the heads of one device.
         backends: attention backends by the name that a request gives; None names `backend`.
         pool: pages of the KV cache.
         max_logprobs: number of likeliest tokens that the readouts return, at most the vocabulary size.
@@ -72,12 +75,12 @@ class Runner:
         max_logprobs: int,
         batch_invariant: bool | None = None,
     ) -> None:
-        self.spec, self.backend = model.spec, backend
+        self.spec, self.shards, self.backend = model.spec, model.shards, backend
         self.backends: dict[str | None, AttentionBackend] = {n: get_backend(n)(backend.spec) for n in ON_REQUEST}
         self.backends[None] = backend
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
         self.compiles: Counter[str] = Counter()
-        self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles)
+        self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles, self.shards)
         self._names, self._params = list(model.weights), list(model.weights.values())
         self.dtype = model.dtype
         self.invariance = Invariance.of(batch_invariant, backend, model.spec, model.dtype)
@@ -85,17 +88,19 @@ class Runner:
         backend.any_table_width &= not self.invariance.own_pages  # every part of a step gets a table of its own
         self.row_sizes = ROW_BUCKETS[-1:] if self.invariance.one_size else ROW_BUCKETS
         self._read_sizes = ROW_BUCKETS[-1:] if self.invariance.one_size else READ_BUCKETS
+        params, pool, on_shards = [self.shards.partition(name) for name in self._names], self.pool.partitions, self.shards.map
+        step = on_shards(self._trace_step, [params, pool], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
-        self._step = jax.jit(self._trace_step, donate_argnums=1, static_argnames="backend")
-        self._gather = jax.jit(self._trace_gather)
-        self._sample = jax.jit(self._trace_sample, static_argnames="with_logprobs")
-        self._logits = jax.jit(self._trace_logits)
-        self._edit = jax.jit(self._trace_edit)
-        self._choose = jax.jit(self._trace_choose, static_argnames="with_logprobs")
-        self._read = jax.jit(self._trace_read)
-        self._read_labels = jax.jit(self._trace_read_labels)
-        self._read_vocabulary = jax.jit(self._trace_read_vocabulary)
-        self._classify = jax.jit(self._trace_classify)
+        self._step = jax.jit(step, donate_argnums=1, static_argnames="backend")
+        self._gather = jax.jit(on_shards(self._trace_gather))
+        self._sample = jax.jit(on_shards(self._trace_sample, [params]), static_argnames="with_logprobs")
+        self._logits = jax.jit(on_shards(self._trace_logits, [params]))
+        self._edit = jax.jit(on_shards(self._trace_edit))
+        self._choose = jax.jit(on_shards(self._trace_choose), static_argnames="with_logprobs")
+        self._read = jax.jit(on_shards(self._trace_read, [params]))
+        self._read_labels = jax.jit(on_shards(self._trace_read_labels, [params]))
+        self._read_vocabulary = jax.jit(on_shards(self._trace_read_vocabulary, [params]))
+        self._classify = jax.jit(on_shards(self._trace_classify, [params]))
 
     def forward(self, arrays: StepArrays) -> tuple[jax.Array, jax.Array]:
         """Run the layers of one step, without waiting for the device.
@@ -113,39 +118,43 @@ class Runner:
 
     @property
     def row_flops(self) -> float:
-        """Return the floating-point operations of the layers' matrices per row, without the head."""
-        return 2.0 * sum(leaf.size for leaf in self._params if leaf.ndim == 2) - 2.0 * self._embedding_size
+        """Return the floating-point operations of the layers' matrices per row and device, without the head."""
+        shapes, heads = self.spec.parameters(), (EMBEDDING, HEAD, CLASSES)
+        matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and name not in heads]
+        return 2.0 * sum(map(math.prod, matrices)) / self.shards.size
 
     @property
     def pair_flops(self) -> float:
-        """Return the floating-point operations of attention per row and slot, over all layers."""
-        return 4.0 * self.spec.num_layers * self.spec.num_heads * self.spec.head_dim
+        """Return the floating-point operations of attention per row, slot and device, over all layers."""
+        return 4.0 * self.spec.num_layers * self.spec.num_heads * self.spec.head_dim / self.shards.size
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the parameters. Tied embeddings count once."""
+        """Return the bytes of the parameters, over all devices once. Tied embeddings count once."""
         return sum(leaf.nbytes for leaf in self._params)
 
-    @property
-    def _embedding_size(self) -> int:
-        tables = 1 if self.spec.tie_embeddings or self.spec.num_labels is not None else 2
-        return tables * self.spec.vocab_size * self.spec.hidden_size
-
-    def lower(self, arrays: StepArrays, num_pages: int, where: jax.sharding.Sharding) -> jax.stages.Lowered:
-        """Lower the step's program for a device that may be absent, to compile it ahead of time.
+    def lower(self, arrays: StepArrays, num_pages: int, where: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
+        """Lower the step's program for devices that may be absent, to compile it ahead of time.
 
         Args:
             arrays: arrays of the step.
             num_pages: number of pages of the KV pool.
-            where: sharding of all arrays on the device.
+            where: sharding of all arrays on one device; None for the devices of the model.
         """
-        caches = [jax.eval_shape(lambda: self.backend.allocate(num_pages)) for _ in range(self.spec.num_layers)]
-        inputs = (self._params, caches, arrays.token_ids, arrays.positions, arrays.metadata)
 
-        def there(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # type: ignore[no-untyped-call]
+        def there(x: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where or sharding)  # type: ignore[no-untyped-call]
 
-        return self._step.lower(*jax.tree.map(there, inputs))
+        caches = jax.eval_shape(
+            lambda: [self.shards.map(lambda: self.backend.allocate(num_pages), outputs=of)() for of in self.pool.partitions]
+        )
+        params = [
+            there(leaf, self.shards.sharding(self.shards.partition(name)))
+            for name, leaf in zip(self._names, self._params, strict=True)
+        ]
+        pool = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), caches, self.pool.partitions)
+        inputs = jax.tree.map(lambda x: there(x, self.shards.sharding(WHOLE)), arrays[:-1])
+        return self._step.lower(params, pool, *inputs)
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
@@ -160,11 +169,12 @@ class Runner:
         """
         if self.spec.num_labels is not None:
             size = max(size, self._read_sizes[0])
-        params, picked = self._params, np.zeros((size, self.spec.hidden_size), np.float32)
+        # Results of programs lie on every device; a program compiles again for an argument that lies elsewhere.
+        params, picked = self._params, self.shards.put(np.zeros((size, self.spec.hidden_size), np.float32))
         if self.spec.num_labels is not None:
             return [partial(self._classify, params, picked)]
         vocab = self.spec.vocab_size
-        logits = np.zeros((size, vocab), np.float32)
+        logits = self.shards.put(np.zeros((size, vocab), np.float32))
         samples = [(given, logprobs) for logprobs in (False, True) for given in (None, empty_input(size, vocab))]
         programs: list[Program] = [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
         if size in self._read_sizes:
@@ -175,7 +185,7 @@ class Runner:
         programs += [partial(self._choose, logits, logits, g, with_logprobs=w) for g, w in samples]
         return programs + [partial(self._edit_nothing, logits, width) for width in edit_widths(vocab)]
 
-    def _edit_nothing(self, logits: np.ndarray, width: int) -> jax.Array:
+    def _edit_nothing(self, logits: np.ndarray | jax.Array, width: int) -> jax.Array:
         """Compile the edits of `width`; the large arrays are made and dropped here."""
         return self._edit(logits, empty_edits(len(logits), width, logits.shape[1]))
 
@@ -294,7 +304,7 @@ class Runner:
         return self._gather(hidden, padded)
 
     def _model(self, params: Params) -> Decoder:
-        return Decoder(self.spec, dict(zip(self._names, params, strict=True)))
+        return Decoder(self.spec, dict(zip(self._names, params, strict=True)), self.shards)
 
     # Traced functions. They run only while JAX traces them, so the counters count compilations.
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkattn.models.linear import multiply, rms_norm
+from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, DecoderSpec
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
@@ -30,10 +31,12 @@ class Decoder:
         spec: shape of the decoder.
         weights: parameters by the names of `DecoderSpec.parameters`, all of one dtype. Each layer has arrays of its own
             instead of a slice for a scan: XLA:CPU copies the slice of a stacked bf16 weight at every use.
+        shards: devices that share the parameters. On several, the methods run inside `Shards.map`, on one device's part.
     """
 
     spec: DecoderSpec
     weights: dict[str, jax.Array]
+    shards: Shards = ONE_DEVICE
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -49,7 +52,7 @@ class Decoder:
             attend: attention callback, called once per layer, in order.
         """
         tables = rotary_tables(self.spec.rotary, positions)
-        x = jnp.take(self.weights[EMBEDDING], token_ids, axis=0).astype(jnp.float32)
+        x = self.shards.embed(self.weights[EMBEDDING], token_ids)
         for index in range(self.spec.num_layers):
             layer = f"model.layers.{index}."
             normed = self._norm(x, f"{layer}input_layernorm")
@@ -63,8 +66,10 @@ class Decoder:
         Args:
             hidden: float32 `[N, hidden]` states after the final norm.
         """
-        name = CLASSES if self.spec.num_labels is not None else EMBEDDING if self.spec.tie_embeddings else HEAD
-        return multiply(hidden, self.weights[name])
+        if self.spec.num_labels is not None:
+            return multiply(hidden, self.weights[CLASSES])
+        name = EMBEDDING if self.spec.tie_embeddings else HEAD
+        return self.shards.gather(multiply(hidden, self.weights[name]), self.spec.vocab_size)
 
     def _attention(
         self,
@@ -80,16 +85,16 @@ class Decoder:
             q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         out = attend(q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype))
-        return self._linear(out.reshape(len(x), -1), f"{name}o_proj")
+        return self._linear(out.reshape(len(x), -1), f"{name}o_proj", self.shards.total)
 
     def _mlp(self, x: jax.Array, name: str) -> jax.Array:
         """Return the output of a SwiGLU layer (arXiv:2002.05202), float32 `[T, hidden]`, from such an input."""
         gate, up = self._linear(x, f"{name}gate_proj"), self._linear(x, f"{name}up_proj")
-        return self._linear(jax.nn.silu(gate) * up, f"{name}down_proj")
+        return self._linear(jax.nn.silu(gate) * up, f"{name}down_proj", self.shards.total)
 
-    def _linear(self, x: jax.Array, name: str) -> jax.Array:
-        """Return float32 `[N, out]` from `[N, in]`."""
-        y, bias = multiply(x, self.weights[f"{name}.weight"]), self.weights.get(f"{name}.bias")
+    def _linear(self, x: jax.Array, name: str, total: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+        """Return float32 `[N, out]` from `[N, in]`; `total` adds up the products of devices that divide the inputs."""
+        y, bias = total(multiply(x, self.weights[f"{name}.weight"])), self.weights.get(f"{name}.bias")
         return y if bias is None else y + bias.astype(jnp.float32)
 
     def _norm(self, x: jax.Array, name: str) -> jax.Array:

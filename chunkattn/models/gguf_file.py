@@ -5,6 +5,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from chunkattn.models.gguf_metadata import VERSIONS, GGUFMetadata, StoredArray, 
 
 GGUF_SUFFIX = ".gguf"
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_EVERY = slice(None)
 _PIECE = 1 << 22
 """Elements that are dequantised at a time: 16 MiB of float32."""
 
@@ -116,13 +118,14 @@ class GGUFFile:
         """
         return self.tensors[name].shape
 
-    def read(self, name: str, dtype: np.dtype, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return a tensor, dequantised and cast piece by piece.
+    def read(self, name: str, dtype: np.dtype, rows: np.ndarray | slice = _EVERY, columns: slice = _EVERY) -> np.ndarray:
+        """Return a tensor or a part of it, dequantised and cast piece by piece.
 
         Args:
             name: GGUF name of the tensor.
             dtype: dtype of the returned array.
-            rows: int `[out]`, the stored row of each row; None keeps the order.
+            rows: stored row of each returned row, int `[out]` or a slice.
+            columns: columns of a matrix to return. Only the blocks that hold them are dequantised.
 
         Raises:
             ModelError: the tensor's type cannot be dequantised, or the tensor holds infinite values or NaN.
@@ -130,11 +133,14 @@ class GGUFFile:
         from gguf.quants import dequantize
 
         stored, shape = self.tensors[name], self.shape(name)
-        out = np.empty(shape, dtype)
-        step = max(1, _PIECE // int(np.prod(shape[1:], dtype=np.int64)))
-        for start in range(0, len(stored.data), step):
+        places = np.arange(shape[0])[rows] if isinstance(rows, slice) else rows
+        held, cut = _blocks(stored, columns) if len(shape) > 1 else ((), ())
+        width = len(range(*columns.indices(shape[1]))) if len(shape) > 1 else 1
+        out = np.empty((len(places), *[width] * (len(shape) > 1), *shape[2:]), dtype)
+        step = max(1, _PIECE // max(1, math.prod(shape[1:])))
+        for start in range(0, len(places), step):
             piece = slice(start, start + step)
-            data = np.asarray(stored.data[piece if rows is None else rows[piece]])
+            data = np.asarray(stored.data[(_run(places[piece]), *held)])
             try:
                 with np.errstate(all="ignore"):
                     values = dequantize(data, stored.tensor_type)
@@ -147,8 +153,26 @@ class GGUFFile:
                 raise ModelError(
                     f"{self.path}: tensor {name!r} holds NaN or infinite values; the file is damaged, get it again"
                 )
-            out[piece] = values
+            out[piece] = values[(slice(None), *cut)]
         return out
+
+
+def _run(places: np.ndarray) -> np.ndarray | slice:
+    """Return ascending neighbours as a slice, which copies nothing out of the file; other indices as they are."""
+    is_run = len(places) and np.array_equal(places, np.arange(places[0], places[0] + len(places)))
+    return slice(int(places[0]), int(places[0]) + len(places)) if is_run else places
+
+
+def _blocks(stored: StoredTensor, columns: slice) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Return the stored elements or bytes of a row that hold some columns, and the place of the columns among their values."""
+    from gguf import GGML_QUANT_SIZES
+
+    if columns == _EVERY:
+        return (), ()
+    first, last, _ = columns.indices(stored.shape[1])
+    block, size = GGML_QUANT_SIZES[stored.tensor_type] if stored.data.dtype == np.uint8 else (1, 1)
+    begin, end = first // block, -(-last // block)
+    return (slice(begin * size, end * size),), (slice(first - begin * block, last - begin * block),)
 
 
 def open_gguf(path: Path) -> GGUFFile:

@@ -269,14 +269,17 @@ class GGUFTensors:
         """
         return self._file.shape(self._names[name])
 
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Return a tensor, dequantised, with its rows in the checkpoint's order.
+    def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Return a tensor or a part of it, dequantised, with its rows in the checkpoint's order.
 
         Args:
             name: checkpoint name.
             dtype: dtype of the returned array.
+            index: slices of the first axes; only the blocks of this part are read.
         """
-        return self._file.read(self._names[name], dtype, self._rows(name))
+        rows, columns = (*index, slice(None), slice(None))[:2]
+        order = self._rows(name)
+        return self._file.read(self._names[name], dtype, rows if order is None else order[rows], columns)
 
     def why_missing(self, name: str) -> str:
         """Return the likely cause of a missing tensor: the file is incomplete.

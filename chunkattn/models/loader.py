@@ -15,6 +15,7 @@ from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, find_gguf, open_gg
 from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
 from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
+from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import FAMILIES, DecoderSpec, spec_from_config, unsupported
 from chunkattn.models.tokenizer import check_rows, load_tokenizer
 
@@ -53,15 +54,18 @@ class ModelFiles:
     gguf: GGUFFile | None = None
     reranker: RerankerTraits = field(default_factory=RerankerTraits)
 
-    def load(self) -> Decoder:
+    def load(self, shards: Shards = ONE_DEVICE) -> Decoder:
         """Return the decoder with its weights.
+
+        Args:
+            shards: devices that share the weights.
 
         Raises:
             ModelError: a file or tensor is missing, unreadable or of the wrong shape.
         """
         from chunkattn.models.weights import load_weights  # imports kernels, which a server's process does not need
 
-        return load_weights(self.spec, self.gguf or self.path, self.dtype)
+        return load_weights(self.spec, self.gguf or self.path, self.dtype, shards)
 
 
 def open_files(options: EngineConfig) -> ModelFiles:

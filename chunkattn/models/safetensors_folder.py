@@ -97,16 +97,18 @@ class SafetensorsFolder:
             raise ModelError(f"{self.path}: tensor {stored_name!r} is {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
         return tuple(stored.get_shape())
 
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Return a tensor, cast to `dtype` on the host. Numbers that `dtype` cannot hold become infinite.
+    def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Return a tensor or a part of it, cast to `dtype` on the host. Numbers that `dtype` cannot hold become infinite.
 
         Args:
             name: name of the tensor.
             dtype: dtype of the returned array.
+            index: slices of the first axes; only this part is read.
         """
         handle, stored_name = self._stored[name]
+        stored = handle.get_slice(stored_name)[index] if index else handle.get_tensor(stored_name)
         with np.errstate(over="ignore", invalid="ignore"):
-            return np.asarray(handle.get_tensor(stored_name), dtype=dtype)
+            return np.asarray(stored, dtype=dtype)
 
     def why_missing(self, name: str) -> str:
         """Return the prefix under which the folder holds a missing tensor, and the likely cause, as far as they can be told.

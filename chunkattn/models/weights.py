@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,24 +18,29 @@ from chunkattn.models.decoder import Decoder
 from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
+from chunkattn.models.shards import ONE_DEVICE, Index, Shards
 from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
 
 logger = logging.getLogger(__name__)
 
 
+_ROWS = 4096
+"""Rows of the embedding and of the head that are compared at a time."""
 TensorSource = SafetensorsFolder | GGUFTensors
 """Tensors of one checkpoint, by their names in Hugging Face checkpoints."""
 
 
-def load_weights(spec: DecoderSpec, source: Path | GGUFFile, dtype: jnp.dtype) -> Decoder:
+def load_weights(spec: DecoderSpec, source: Path | GGUFFile, dtype: jnp.dtype, shards: Shards = ONE_DEVICE) -> Decoder:
     """Return a decoder with a checkpoint's weights, read tensor by tensor and cast to `dtype`.
 
-    Host memory holds at most one tensor beside the finished tensors.
+    Host memory holds at most one tensor beside the finished tensors. Of a tensor that devices divide, each part is read
+    alone.
 
     Args:
         spec: shape of the decoder.
         source: local folder of the checkpoint, or its GGUF file, opened or not.
         dtype: dtype of the loaded weights.
+        shards: devices that share the weights.
 
     Raises:
         ModelError: a file or tensor is missing, unreadable, of the wrong shape or not finite.
@@ -42,18 +48,19 @@ def load_weights(spec: DecoderSpec, source: Path | GGUFFile, dtype: jnp.dtype) -
     if isinstance(source, Path) and source.suffix.lower() == GGUF_SUFFIX and source.is_file():
         source = open_gguf(source)
     if isinstance(source, GGUFFile):
-        return fill(spec, GGUFTensors(source, spec), dtype)
+        return fill(spec, GGUFTensors(source, spec), dtype, shards)
     with ExitStack() as stack:
-        return fill(spec, SafetensorsFolder(source, stack), dtype)
+        return fill(spec, SafetensorsFolder(source, stack), dtype, shards)
 
 
-def fill(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> Decoder:
+def fill(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype, shards: Shards = ONE_DEVICE) -> Decoder:
     """Return a decoder with the tensors of a source; see `load_weights`.
 
     Args:
         spec: shape of the decoder. A head in the source that is not the embedding overrides `tie_embeddings`.
         source: tensors of the checkpoint.
         dtype: dtype of the loaded weights.
+        shards: devices that share the weights.
 
     Raises:
         ModelError: a tensor is missing, unreadable, of the wrong shape or not finite.
@@ -67,11 +74,15 @@ def fill(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> Decoder:
         expected, found = shapes[parameter], source.shape(name)
         if found != expected:
             raise ModelError(f"{source.path}: tensor {name!r} has shape {list(found)}, the configuration says {list(expected)}")
-        values = source.read(name, dtype)
-        if not _is_finite(values):
-            raise _not_finite(source, name, dtype)
-        weights[parameter] = jnp.array(values)  # a copy on the device, independent of the file
-    return Decoder(spec, weights)
+        weights[parameter] = shards.load(parameter, expected, partial(_read_finite, source, name, dtype))
+    return Decoder(spec, weights, shards)
+
+
+def _read_finite(source: TensorSource, name: str, dtype: jnp.dtype, index: Index) -> np.ndarray:
+    values = source.read(name, dtype, index)
+    if not _is_finite(values):
+        raise _not_finite(source, name, dtype, index)
+    return values
 
 
 def _tied(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> tuple[DecoderSpec, str]:
@@ -85,7 +96,11 @@ def _tied(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype) -> tuple[De
         return spec, EMBEDDING
     if EMBEDDING not in names:
         return spec, HEAD
-    if np.array_equal(source.read(EMBEDDING, dtype), source.read(HEAD, dtype)):
+    shape = source.shape(EMBEDDING)
+    pieces = [(slice(first, min(first + _ROWS, shape[0])),) for first in range(0, shape[0], _ROWS)]
+    if shape == source.shape(HEAD) and all(
+        np.array_equal(source.read(EMBEDDING, dtype, piece), source.read(HEAD, dtype, piece)) for piece in pieces
+    ):
         return spec, EMBEDDING
     logger.warning(
         "%s: %r differs from the embedding, so the head is read although tie_word_embeddings is true", source.path, HEAD
@@ -106,8 +121,8 @@ def _is_finite(values: np.ndarray) -> bool:
     return bool(bits.view(signed).max() < largest and bits.view(unsigned).max() < smallest)
 
 
-def _not_finite(source: TensorSource, name: str, dtype: jnp.dtype) -> ModelError:
-    if dtype.itemsize < 4 and _is_finite(source.read(name, jnp.dtype(np.float32))):
+def _not_finite(source: TensorSource, name: str, dtype: jnp.dtype, index: Index) -> ModelError:
+    if dtype.itemsize < 4 and _is_finite(source.read(name, jnp.dtype(np.float32), index)):
         return ModelError(
             f"{source.path}: tensor {name!r} holds numbers beyond the range of {dtype}; pass dtype='bfloat16' or 'float32'"
         )

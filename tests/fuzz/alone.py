@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +28,12 @@ class Alone:
     Args:
         model: folder of `rig.make_model`.
         subject: backend and sizes.
+        changes: other options of the engines.
     """
 
-    def __init__(self, model: Path, subject: Subject) -> None:
-        self._rig = Rig(
-            model, subject, pages=_PAGES, enable_prefix_caching=False, max_num_batched_tokens=_STEPS * subject.block
-        )
+    def __init__(self, model: Path, subject: Subject, **changes: Any) -> None:
+        sizes = {"pages": _PAGES, "max_num_batched_tokens": _STEPS * subject.block}
+        self._rig = Rig(model, subject, enable_prefix_caching=False, **sizes, **changes)
         self._caching = self._rig.caching()  # decisions keep documents in the cache
 
     def check(self, call: Call) -> None:

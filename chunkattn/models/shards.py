@@ -1,0 +1,239 @@
+"""`Shards`: the devices that share one model, and the part of each parameter that each device holds.
+
+Query heads, the MLP and the vocabulary are divided over all devices. KV heads are divided as well; where there are fewer KV
+heads than devices, a group of devices shares one. A step runs whole under one `shard_map`: each device computes its own
+heads and its own columns of the MLP, and the devices add up the two results of a layer.
+
+Source: Megatron-LM, arXiv:1909.08053.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from chunkattn.errors import ConfigError
+from chunkattn.models.spec import DecoderSpec
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Index = tuple[slice, ...]
+"""Part of a tensor, one slice an axis. The empty tuple is the whole tensor."""
+Read = Callable[[Index], np.ndarray]
+"""Function that reads a part of a tensor."""
+
+KV_HEADS = "kv_heads"
+"""Axis of the mesh that divides the KV heads."""
+_ALL = (KV_HEADS, "same_kv_head")
+"""Both axes of the mesh. The devices along the second one share their KV heads."""
+
+
+def divided(*axes: str | tuple[str, ...] | None) -> PartitionSpec:
+    """Return a partition: for each axis of an array, the axes of the mesh that divide it, or None."""
+    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
+
+
+WHOLE = divided()
+"""Partition of an array that every device holds."""
+_OUTPUTS = {
+    **dict.fromkeys(("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), divided(_ALL)),
+    **dict.fromkeys(("k_proj", "v_proj"), divided(KV_HEADS)),
+}
+"""Partition of the modules that are divided along axis 0 of their weight, and of their bias."""
+_INPUTS = ("o_proj", "down_proj")
+"""Modules whose weight is divided along its inputs. Their products are added up over the devices before the bias."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The devices of one model.
+
+    Attributes:
+        mesh: the devices, `[KV heads, devices that share one]`; None for one device, which runs plain programs.
+    """
+
+    mesh: Mesh | None = None
+
+    @classmethod
+    def over(cls, devices: Sequence[jax.Device], spec: DecoderSpec) -> Shards:
+        """Return the shards of a decoder over devices.
+
+        Args:
+            devices: one device or more.
+            spec: shape of the decoder.
+
+        Raises:
+            ConfigError: the heads, KV heads or MLP cannot be divided by the number of devices.
+        """
+        size = len(devices)
+        if reason := indivisible(size, spec):
+            sizes = [n for n in range(1, spec.num_heads + 1) if not indivisible(n, spec)]
+            raise ConfigError(f"{reason} tensor_parallel_size={size}; use {one_of(sizes)}")
+        if size == 1:
+            return cls()
+        kv_heads = min(size, spec.num_kv_heads)
+        return cls(Mesh(np.asarray(devices).reshape(kv_heads, size // kv_heads), _ALL))
+
+    @property
+    def size(self) -> int:
+        """Return the number of devices."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def kv_size(self) -> int:
+        """Return the number of parts that the KV heads are divided into."""
+        return 1 if self.mesh is None else self.mesh.shape[KV_HEADS]
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """Return the devices; the default device if there is no mesh."""
+        return [jax.devices()[0]] if self.mesh is None else list(self.mesh.devices.flat)
+
+    def partition(self, name: str) -> PartitionSpec:
+        """Return the partition of a parameter.
+
+        Args:
+            name: name of the parameter in checkpoints, of a module and `weight` or `bias`.
+        """
+        module, leaf = name.split(".")[-2:]
+        if module in _INPUTS and leaf == "weight":
+            return divided(None, _ALL)
+        return _OUTPUTS.get(module, WHOLE)
+
+    def held(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of a parameter that a device holds.
+
+        Args:
+            name: name of the parameter in checkpoints.
+            shape: shape of the whole tensor.
+        """
+        sharding = self.sharding(self.partition(name))
+        return shape if sharding is None else sharding.shard_shape(self._padded(name, shape))
+
+    def _padded(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a tensor, whose axis 0 is filled up to a multiple of the devices where it is the vocabulary."""
+        return (-(-shape[0] // self.size) * self.size, *shape[1:]) if _is_table(name) else shape
+
+    def load(self, name: str, shape: tuple[int, ...], read: Read) -> jax.Array:
+        """Return a parameter on the devices. Each distinct part is read once.
+
+        Rows of zeros fill up a vocabulary that the number of devices does not divide.
+
+        Args:
+            name: name of the parameter in checkpoints.
+            shape: shape of the whole tensor.
+            read: reads a part of the tensor.
+        """
+        if self.mesh is None:
+            return jnp.array(read(()))  # a copy on the device, independent of the file
+        sharding = self.sharding(self.partition(name))
+        assert sharding is not None
+        padded = self._padded(name, shape)
+        holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+        for device, index in sharding.addressable_devices_indices_map(padded).items():
+            bounds = tuple(part.indices(length)[:2] for part, length in zip(index or (), padded, strict=True))
+            holders.setdefault(bounds, []).append(device)
+        parts = []
+        for ((first, last), *others), devices in holders.items():
+            end = min(last, shape[0])
+            values = read((slice(min(first, end), end), *(slice(*other) for other in others)))
+            if missing := last - first - len(values):
+                values = np.pad(values, ((0, missing), *[(0, 0)] * len(others)))
+            parts += [jax.device_put(values, device) for device in devices]
+        # The host keeps a part until the device has it.
+        jax.block_until_ready(parts)  # type: ignore[no-untyped-call]
+        return jax.make_array_from_single_device_arrays(padded, sharding, parts)
+
+    def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
+        """Return an array on every device, as results of programs are; the array itself for one device."""
+        return array if self.mesh is None else jax.device_put(array, self.sharding(WHOLE))
+
+    def sharding(self, partition: PartitionSpec) -> NamedSharding | None:
+        """Return the sharding of an array of a partition, or None for one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, partition)
+
+    def map(self, function: Function, inputs: Sequence[Any] = (), outputs: Any = WHOLE) -> Function:
+        """Return a function that runs on every device on its own parts of the arrays; the function itself for one device.
+
+        Args:
+            function: traced function. Its keyword arguments are static.
+            inputs: partition of each of the first arguments, or a tree of partitions. Later arguments are whole.
+            outputs: partition of the result, or a tree of partitions.
+        """
+        if self.mesh is None:
+            return function
+
+        @wraps(function)
+        def mapped(*arrays: Any, **static: Any) -> Any:
+            specs = (*inputs, *[WHOLE] * (len(arrays) - len(inputs)))
+            run = jax.shard_map(partial(function, **static), mesh=self.mesh, in_specs=specs, out_specs=outputs, check_vma=False)
+            return run(*arrays)
+
+        return mapped  # type: ignore[return-value]
+
+    # For traced functions inside `map`, on the part of one device.
+
+    def embed(self, table: jax.Array, ids: jax.Array) -> jax.Array:
+        """Return the rows of the embedding, float32 `[T, hidden]`.
+
+        Args:
+            table: rows of the embedding that the device holds, `[rows, hidden]`.
+            ids: int32 `[T]` token ids, of the whole vocabulary.
+        """
+        if self.mesh is None:
+            return jnp.take(table, ids, axis=0).astype(jnp.float32)
+        rows = ids - jax.lax.axis_index(_ALL) * len(table)
+        is_held = (rows >= 0) & (rows < len(table))
+        found = jnp.take(table, jnp.where(is_held, rows, 0), axis=0).astype(jnp.float32)
+        return self.total(jnp.where(is_held[:, None], found, 0))
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Return the sum of an array over the devices."""
+        return x if self.mesh is None else jax.lax.psum(x, _ALL)  # type: ignore[no-untyped-call]
+
+    def gather(self, logits: jax.Array, vocab_size: int) -> jax.Array:
+        """Return the logits of the whole vocabulary.
+
+        Args:
+            logits: float32 `[N, rows]`, the logits of the rows of the head that the device holds.
+            vocab_size: number of logits to return.
+        """
+        if self.mesh is None:
+            return logits
+        return jax.lax.all_gather(logits, _ALL, axis=1, tiled=True)[:, :vocab_size]
+
+
+ONE_DEVICE = Shards()
+"""Shards of a model that one device holds."""
+
+
+def one_of(sizes: Sequence[int]) -> str:
+    """Return numbers in words, such as `1, 2 or 4`."""
+    *others, last = map(str, sizes)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _is_table(name: str) -> bool:
+    """Return whether axis 0 of a parameter is the vocabulary."""
+    return name.split(".")[-2] in ("embed_tokens", "lm_head")
+
+
+def indivisible(size: int, spec: DecoderSpec) -> str | None:
+    """Return what a number of devices cannot divide, as the beginning of a sentence, or None.
+
+    Args:
+        size: number of devices.
+        spec: shape of the decoder.
+    """
+    for what, number in (("attention heads", spec.num_heads), ("columns of the MLP", spec.intermediate_size)):
+        if number % size:
+            return f"{number} {what} cannot be divided by"
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        return f"{spec.num_kv_heads} KV heads can be neither divided nor shared equally by"
+    return None

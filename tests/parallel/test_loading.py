@@ -1,0 +1,82 @@
+"""What a process reads of a checkpoint whose model several devices share."""
+
+import shutil
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from chunkattn.config import EngineConfig
+from chunkattn.errors import ModelError
+from chunkattn.models.gguf_spec import GGUFTensors
+from chunkattn.models.loader import open_files
+from chunkattn.models.safetensors_folder import SafetensorsFolder
+from chunkattn.models.shards import Shards
+from chunkattn.models.weights import save_weights
+from tests.gguf_files import CONFIGS, Written
+
+
+def load(path, size, monkeypatch=None, source=SafetensorsFolder):
+    """Load a model over some devices. Return the decoder, and the bytes of every read by tensor."""
+    files = open_files(EngineConfig(model=str(path), dtype="float32", skip_tokenizer_init=True))
+    reads = {}
+    if monkeypatch is not None:
+        original = source.read
+
+        def read(self, name, dtype, index=()):
+            values = original(self, name, dtype, index)
+            reads.setdefault(name, []).append(values.nbytes)
+            return values
+
+        monkeypatch.setattr(source, "read", read)
+    return files.load(Shards.over(jax.devices()[:size], files.spec)), reads
+
+
+def check_reads(decoder, reads):
+    """No read is larger than the part of one device, and no part is read twice."""
+    shapes, held = decoder.spec.parameters(), Counter()
+    for name, weight in decoder.weights.items():
+        held[name] = max(shard.data.nbytes for shard in weight.addressable_shards)
+        assert max(reads[name]) <= held[name], name
+        assert sum(reads[name]) == 4 * np.prod(shapes[name]), name
+
+
+def check_values(decoder, whole):
+    for name, weight in decoder.weights.items():
+        np.testing.assert_array_equal(np.asarray(weight)[: len(whole.weights[name])], whole.weights[name], err_msg=name)
+
+
+def test_slices_of_safetensors(wide, monkeypatch):
+    folder = wide("llama-bias", vocab_size=131)
+    whole, _ = load(folder, 1)
+    with monkeypatch.context() as patch:
+        decoder, reads = load(folder, 8, patch)
+    check_reads(decoder, reads)
+    check_values(decoder, whole)
+    table = decoder.weights["model.embed_tokens.weight"]
+    assert table.shape[0] == 136
+    assert not np.asarray(table)[131:].any()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q6_K])
+def test_slices_of_gguf(tmp_path, monkeypatch, kind):
+    """Of 256 columns, four devices hold 64: two blocks of Q4_1, and a quarter of one block of Q6_K."""
+    path = Written(tmp_path / "model.gguf", CONFIGS["llama-bias"], kind).path
+    whole, _ = load(path, 1)
+    with monkeypatch.context() as patch:
+        decoder, reads = load(path, 4, patch, GGUFTensors)
+    check_reads(decoder, reads)
+    check_values(decoder, whole)
+
+
+def test_a_part_that_is_not_finite_is_refused(wide, tmp_path):
+    name = "model.layers.0.mlp.down_proj.weight"
+    decoder, _ = load(wide("qwen3"), 1)
+    decoder.weights[name] = decoder.weights[name].at[0, -1].set(np.nan)
+    save_weights(decoder, tmp_path)
+    shutil.copy(wide("qwen3") / "config.json", tmp_path)
+    with pytest.raises(ModelError, match=name):
+        load(tmp_path, 4)
