@@ -1,4 +1,4 @@
-"""Commands: `serve | route | generate | score | decide | inspect | demo | cache | eval | calibrate | bench | flips | ...`."""
+"""Commands: `serve | route | generate | score | decide | inspect | demo | cache | eval | calibrate | bench | plan | ...`."""
 
 from chunkattn.cli import (
     bench,
@@ -11,6 +11,7 @@ from chunkattn.cli import (
     environment,
     evaluate,
     flips,
+    plan,
     prompts,
     route,
     serve,
@@ -19,5 +20,5 @@ from chunkattn.cli.common import app
 
 __all__ = [
     "app", "bench", "bench_gen", "bench_score", "bench_serve", "cache", "check", "decide", "environment", "evaluate", "flips",
-    "prompts", "route", "serve",
+    "plan", "prompts", "route", "serve",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_KV_BYTES = 1 << 30
 _DEFAULT_KV_TOKENS = 1 << 18
-_ACCELERATOR_SHARE = 0.85
+ACCELERATOR_SHARE = 0.85
 _BLOCK_SIZES = {"gpu": 64}
 """Default page size by platform: on a GPU, one copy brings a page, and small pages cost a copy instruction each."""
 _BLOCK_SIZE = 16
@@ -139,7 +139,7 @@ def _default_kv_bytes(per_page: int, block_size: int, shards: Shards) -> int:
     """
     found = [device.memory_stats() or {} for device in shards.devices]
     if jax.default_backend() != "cpu" and all("bytes_limit" in stats for stats in found):
-        return min(int(stats["bytes_limit"] * _ACCELERATOR_SHARE) - stats.get("bytes_in_use", 0) for stats in found)
+        return min(int(stats["bytes_limit"] * ACCELERATOR_SHARE) - stats.get("bytes_in_use", 0) for stats in found)
     return max(min(_DEFAULT_KV_BYTES, _DEFAULT_KV_TOKENS // block_size * per_page), per_page)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,16 +79,7 @@ def open_files(options: EngineConfig) -> ModelFiles:
         ModelError: the model cannot be found or read, or is not supported.
     """
     path = resolve_path(options.model, options.revision)
-    file = open_gguf(path) if path.suffix.lower() == GGUF_SUFFIX else None
-    if file is not None:
-        config = config_from_gguf(file)
-        spec = spec_from_gguf(file, config)
-    else:
-        config = read_config(path)
-        try:
-            spec = spec_from_config(config)
-        except ModelError as error:
-            raise ModelError(f"{path / 'config.json'}: {error}") from None
+    file, config, spec = _configuration(path)
     if options.skip_tokenizer_init:
         loaded = None
     elif file is not None and options.tokenizer is None:
@@ -105,7 +97,7 @@ def open_files(options: EngineConfig) -> ModelFiles:
     return ModelFiles(
         path=path,
         spec=spec,
-        dtype=jnp.dtype(_checkpoint_dtype(config) if options.dtype == "auto" else options.dtype),
+        dtype=_dtype(config, options),
         tokenizer=loaded,
         eos_token_ids=_eos_token_ids(path, config, loaded),
         gguf=file,
@@ -113,12 +105,51 @@ def open_files(options: EngineConfig) -> ModelFiles:
     )
 
 
-def resolve_path(model: str | None, revision: str | None = None) -> Path:
+def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype]:
+    """Return the shape and the dtype of a model from its configuration alone. Of a hub id, only that is downloaded.
+
+    Args:
+        options: options of the engine: `model`, `revision` and `dtype` count.
+
+    Raises:
+        ModelError: the configuration cannot be found or read, or is not supported.
+    """
+    _, config, spec = _configuration(resolve_path(options.model, options.revision, files=["config.json"]))
+    return spec, _dtype(config, options)
+
+
+def _configuration(path: Path) -> tuple[GGUFFile | None, PretrainedConfig, DecoderSpec]:
+    """Return the opened GGUF file, if the path is one, the configuration and the shape of a model.
+
+    Raises:
+        ModelError: the configuration cannot be read, or is not supported.
+    """
+    if path.suffix.lower() == GGUF_SUFFIX:
+        file = open_gguf(path)
+        config = config_from_gguf(file)
+        return file, config, spec_from_gguf(file, config)
+    config = read_config(path)
+    try:
+        return None, config, spec_from_config(config)
+    except ModelError as error:
+        raise ModelError(f"{path / 'config.json'}: {error}") from None
+
+
+def _dtype(config: PretrainedConfig, options: EngineConfig) -> jnp.dtype:
+    return jnp.dtype(_checkpoint_dtype(config) if options.dtype == "auto" else options.dtype)
+
+
+# Skips "consolidated.safetensors" and the like, which are second copies of the weights.
+_CHECKPOINT = ("model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+
+
+def resolve_path(model: str | None, revision: str | None = None, files: Sequence[str] = _CHECKPOINT) -> Path:
     """Return the local folder or GGUF file of a model; download a hub id to the hub's cache first.
 
     Args:
         model: local folder, GGUF file or hub id; None for the bundled demo model.
         revision: revision on the hub.
+        files: patterns of the files to download.
 
     Raises:
         ModelError: `model` is neither a folder, a GGUF file nor a model on the hub, or it is a folder of several GGUF files.
@@ -135,9 +166,7 @@ def resolve_path(model: str | None, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        # Skips "consolidated.safetensors" and the like, which are second copies of the weights.
-        patterns = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises many classes: not found, offline, invalid id
         raise ModelError(f"model {model!r} is no local folder and cannot be loaded from the hub: {error}") from error
     if not (folder / "config.json").exists():

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from chunkattn.errors import ConfigError
 from chunkattn.models.spec import DecoderSpec
@@ -55,10 +55,11 @@ class Shards:
     """The devices of one model.
 
     Attributes:
-        mesh: the devices, `[KV heads, devices that share one]`; None for one device, which runs plain programs.
+        mesh: the devices, `[KV heads, devices that share one]`; None for one device, which runs plain programs. Absent devices
+            have an abstract mesh.
     """
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
 
     @classmethod
     def over(cls, devices: Sequence[jax.Device], spec: DecoderSpec) -> Shards:
@@ -71,14 +72,22 @@ class Shards:
         Raises:
             ConfigError: the heads, KV heads or MLP cannot be divided by the number of devices.
         """
-        size = len(devices)
-        if reason := indivisible(size, spec):
-            sizes = [n for n in range(1, spec.num_heads + 1) if not indivisible(n, spec)]
-            raise ConfigError(f"{reason} tensor_parallel_size={size}; use {one_of(sizes)}")
-        if size == 1:
-            return cls()
-        kv_heads = min(size, spec.num_kv_heads)
-        return cls(Mesh(np.asarray(devices).reshape(kv_heads, size // kv_heads), _ALL))
+        kv_heads, others = _axes(len(devices), spec)
+        return cls() if len(devices) == 1 else cls(Mesh(np.asarray(devices).reshape(kv_heads, others), _ALL))
+
+    @classmethod
+    def absent(cls, size: int, spec: DecoderSpec) -> Shards:
+        """Return the shards of a decoder over devices that are not there, to compute shapes.
+
+        Args:
+            size: number of devices.
+            spec: shape of the decoder.
+
+        Raises:
+            ConfigError: as `over`.
+        """
+        axes = _axes(size, spec)
+        return cls() if size == 1 else cls(AbstractMesh(axes, _ALL))
 
     @property
     def size(self) -> int:
@@ -93,7 +102,10 @@ class Shards:
     @property
     def devices(self) -> list[jax.Device]:
         """Return the devices; the default device if there is no mesh."""
-        return [jax.devices()[0]] if self.mesh is None else list(self.mesh.devices.flat)
+        if self.mesh is None:
+            return [jax.devices()[0]]
+        assert isinstance(self.mesh, Mesh), "the devices are absent"
+        return list(self.mesh.devices.flat)
 
     def partition(self, name: str) -> PartitionSpec:
         """Return the partition of a parameter.
@@ -211,6 +223,19 @@ class Shards:
 
 ONE_DEVICE = Shards()
 """Shards of a model that one device holds."""
+
+
+def _axes(size: int, spec: DecoderSpec) -> tuple[int, int]:
+    """Return the lengths of the axes of the mesh.
+
+    Raises:
+        ConfigError: the heads, KV heads or MLP cannot be divided by the number of devices.
+    """
+    if reason := indivisible(size, spec):
+        sizes = [n for n in range(1, spec.num_heads + 1) if not indivisible(n, spec)]
+        raise ConfigError(f"{reason} tensor_parallel_size={size}; use {one_of(sizes)}")
+    kv_heads = min(size, spec.num_kv_heads)
+    return kv_heads, size // kv_heads
 
 
 def one_of(sizes: Sequence[int]) -> str:

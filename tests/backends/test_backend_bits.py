@@ -18,7 +18,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param("reference", marks=pytest.mark.ci), "cpu"])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("reference", marks=pytest.mark.slow), "cpu"])
 @pytest.mark.parametrize("options", [OPTIONS[0], *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS[1:])], ids=str)
 def test_bits_do_not_depend_on_the_company(backend, options):
     if backend == "cpu" and library.refusal():
@@ -26,7 +26,7 @@ def test_bits_do_not_depend_on_the_company(backend, options):
     check_backend(backend, cases=1, scale=4, bits=True, **options)
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"weighs": True}, marks=pytest.mark.ci)], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"weighs": True}, marks=pytest.mark.slow)], ids=str)
 def test_parts_as_own_sequences_keep_bits(options, monkeypatch):
     monkeypatch.setattr("chunkattn.testing.TOLERANCE", {"float32": 10.0})  # the judge of bits alone
     check_backend(Tiled, cases=1, scale=4, bits=True, **options)

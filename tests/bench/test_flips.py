@@ -542,7 +542,7 @@ def test_the_demo_server(demo_server, options, answers):
     assert report["notes"] == []
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_server_with_a_planted_fault(tmp_path):
     """Python imports the fault at its start, in the server's process and in the engine's."""
     (tmp_path / "sitecustomize.py").write_text(STEP_SIZE)

@@ -82,7 +82,7 @@ def test_steps_of_many_rows_are_left_to_accelerators(monkeypatch, platform, many
     assert any("scale" in options for options in tried) == many_rows
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_check_of_a_wrong_backend(brief):
     result = CliRunner().invoke(app, ["check", "--cases", "1", "--backend", "half_as_large"])
     assert result.exit_code == 1, result.output

@@ -66,7 +66,7 @@ def test_documents_survive_a_restart(start):
     assert counts(llm)[0] == 4
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_an_fp8_pool_and_another_do_not_share_entries(start):
     """Each finds its own documents on disk, and none of the other's: its keys are others."""
     cold = start().generate(PROMPT, GREEDY)

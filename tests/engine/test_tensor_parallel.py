@@ -12,6 +12,7 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 # On two busy cores, eight devices may wait long for one another; XLA ends the process after 40 seconds by default.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 FILES = sorted(path.name for path in (ROOT / "tests" / "parallel").glob("test_*.py"))
+QUICK, IN_CI = ("test_refusals.py",), ("test_loading.py", "test_store.py")
 
 
 def run(tests, *files):
@@ -27,9 +28,11 @@ def test_on_eight_devices():
     run("not ci and not slow")
 
 
-@pytest.mark.ci
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("file", [file for file in FILES if file != "test_refusals.py"])
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=pytest.mark.ci if file in IN_CI else pytest.mark.slow) for file in FILES if file not in QUICK],
+)
 def test_at_more_length(file):
     run("ci and not slow", file)
 

@@ -35,6 +35,7 @@ def fuzz(engines, seed, operations):
     return episode.counts
 
 
+@pytest.mark.slow
 def test_no_difference(engines):
     counts, wanted = fuzzer.Counter(), ("answers", "cached tokens", "preempt", "decisions")
     for seed in range(104, 112):  # which operations a seed draws changes with every new kind of operation

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from chunkattn import SamplingParams, make_layout
+from chunkattn.engine.plan import Chip, plan
 from chunkattn.models.shards import Shards
 from tests.checkpoints import Oracle
 from tests.parallel.answers import DRAWN, GREEDY, Answers, prompts
@@ -80,6 +81,9 @@ def test_a_device_holds_its_share(llm):
     assert bytes_by_device(runner.pool.caches) == [llm.limits.num_pages * page] * 4
     assert llm.limits.num_pages == llm.config.kv_cache_memory_bytes // page
     assert llm.limits.page_bytes == 2 * page  # of both heads
+    planned = plan(llm.config, runner.spec, runner.dtype, Chip("a chip", 1 << 30), 4)
+    assert (planned.weight_bytes, planned.page_bytes) == (max(held), page)
+    assert planned.num_pages == llm.limits.num_pages
 
 
 @pytest.mark.ci

@@ -1,0 +1,48 @@
+"""Command `chunkattn plan`: the memory of a model on each of its devices."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from chunkattn.cli.common import app, command, console, figures
+from chunkattn.cli.options import with_options
+from chunkattn.config import EngineConfig, make_config
+
+_GIB = 1 << 30
+
+
+@command(app)
+@with_options((EngineConfig, None, "dtype revision kv_cache_dtype block_size kv_cache_memory_bytes max_model_len"))
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(help="Local folder, GGUF file or hub id; the bundled demo model when left out.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device: v5e, v5p, v6e or h100; all when left out.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices; the powers of two that divide the model when left out.")
+    ] = None,
+    **options: Any,
+) -> None:
+    """Print the weights, pages and tokens of a model on each of its devices, from its configuration alone."""
+    from chunkattn.engine import plan as plans
+    from chunkattn.models.loader import open_shape
+
+    config = make_config(model, {**options, "skip_tokenizer_init": True})
+    spec, dtype = open_shape(config)
+    longest = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+    chips = plans.CHIPS if device is None else {device.lower(): plans.chip_of(device)}
+    table = figures("device", "N", "weights", "of 1/N", "KV pool", "pages", "tokens", "prompts", texts=("device",))
+    for name, chip in chips.items():
+        for size in plans.sizes(spec) if tensor_parallel_size is None else [tensor_parallel_size]:
+            found = plans.plan(config, spec, dtype, chip, size)
+            share = f"{found.weight_bytes / found.least_weight_bytes:.3f}"
+            weights, pool = f"{found.weight_bytes / _GIB:.2f}", f"{found.num_pages * found.page_bytes / _GIB:.2f}"
+            fits = [pool, f"{found.num_pages:,}", f"{found.num_tokens:,}", f"{found.num_tokens / longest:,.1f}"]
+            fits = fits if found.num_pages else ["too large", "", "", ""]
+            table.add_row(f"{name}, {chip.memory_bytes / _GIB:.0f}", str(size), weights, share, *fits)
+    console.print(f"{spec.num_layers} layers, {spec.num_heads} heads, {spec.num_kv_heads} KV heads, weights in {dtype.name}")
+    console.print(table)
+    console.print("GiB on each of N devices. Weights and pool take 85% of the memory together, and steps have the rest.")
+    console.print(f"`of 1/N`: weights, divided by 1/N of all; `prompts`: prompts of {longest:,} tokens.")
