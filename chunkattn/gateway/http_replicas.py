@@ -177,6 +177,7 @@ class HttpReplicas:
             protocol = None if answer.connection is None else answer.connection.protocol
             if protocol is not None and (closed := protocol.closed) is not None:
                 closed.add_done_callback(running.drop)
+                closed.add_done_callback(_retrieve)
             headers = [(key.lower(), value) for key, value in answer.raw_headers]
             yield {"type": "http.response.start", "status": answer.status, "headers": headers}
             while piece := await running.wait(answer.content.readany()):
@@ -318,6 +319,12 @@ class HttpReplicas:
         for known in (self._read, self._plain):
             for name in known.keys() - self._names.keys():
                 known.pop(name)
+
+
+def _retrieve(closed: asyncio.Future[None]) -> None:
+    """Take the error of a closed connection, which asyncio would log; the answer's reader has it, too."""
+    if not closed.cancelled():
+        closed.exception()
 
 
 async def _whole(content: aiohttp.StreamReader) -> bytes:

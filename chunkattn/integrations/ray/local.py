@@ -69,14 +69,7 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
 
         try:
             _stop_at_signals()
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                logging_level="error",
-                log_to_driver=False,
-            )
+            _start_ray(cpus)
             _stop_at_signals()  # Ray has set a handler of its own
             resources = _resources(count, cpus, ray.cluster_resources())
             engine = {**_absolute(options), "kv_cache_memory_bytes": _kv_bytes(made.kv_cache_memory_bytes, count, resources)}
@@ -91,6 +84,28 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
         finally:
             ray.shutdown()
             log.close()
+
+
+def _start_ray(cpus: int) -> None:
+    """Start Ray on this machine alone.
+
+    Raises:
+        EngineDeadError: it does not start.
+    """
+    import ray
+
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            logging_level="error",
+            log_to_driver=False,
+        )
+    except Exception as error:  # Ray raises many classes, and `Exception` itself where it has waited too long
+        text = str(error).partition("\n")[0]
+        raise EngineDeadError(f"Ray does not start: {text}; a busy machine may need another try") from None
 
 
 class _Stopped(BaseException):
