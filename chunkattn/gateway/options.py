@@ -22,7 +22,8 @@ class GatewayOptions:
         max_tries: replicas that one request may be sent to, as long as no byte of an answer was sent to the client.
         report_period_s: period in seconds in which the gateway asks each replica for its state.
         report_timeout_s: time in seconds within which a replica must tell its state.
-        hang_timeout_s: time in seconds after which a replica that does not tell its state loses its running requests.
+        hang_timeout_s: time in seconds after which a replica that does not tell its state loses its running requests and its
+            pinned documents.
         connect_timeout_s: time limit of a connection to a replica in seconds.
         document_store: file of the documents stored by id; without one they are lost when the gateway ends.
     """

@@ -170,3 +170,5 @@ class Watch:
         if time.monotonic() - state.heard > self._options.hang_timeout_s:
             state.heard, state.down = time.monotonic(), True
             self._drop(name)
+            for call in self.on_change:  # its pinned documents are wanted elsewhere
+                call([name])

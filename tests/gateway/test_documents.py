@@ -331,6 +331,24 @@ def test_pins_follow_their_owners(llm):
     asyncio.run(main())
 
 
+def test_pins_of_a_replica_that_is_down_are_elsewhere_until_it_returns(llm):
+    async def main():
+        async with Cluster(llm) as cluster:
+            down = cluster.replicas.down
+            cluster.documents.places.is_ready = lambda name: name not in down
+            await cluster.post(*named(*TEXTS), pin=True)
+            homes = cluster.replicas.pinned()
+            lost = cluster.home(TEXTS[0])
+            down.add(lost)
+            cluster.documents.on_change([lost])
+            await until(lambda: all(set(names) - down for names in cluster.replicas.pinned().values()))
+            down.clear()
+            cluster.documents.on_change([lost])
+            await until(lambda: cluster.replicas.pinned() == homes)
+
+    asyncio.run(main())
+
+
 def test_a_replica_that_fails_is_tried_again(llm, monkeypatch):
     monkeypatch.setattr("chunkattn.gateway.document_places._RETRY_S", (0.01,))
 

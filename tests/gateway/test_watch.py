@@ -150,6 +150,21 @@ def test_a_killed_replica_comes_back():
     run(case)
 
 
+def test_pinned_documents_hear_of_a_replica_that_stays_away():
+    async def case():
+        a, b = Replica("a"), Replica("b")
+        async with rig(a, b, hang_timeout_s=0.2) as made:
+            told = []
+            made.gateway.watch.on_change.append(told.extend)
+            a.kill()
+            async with asyncio.timeout(30):
+                while a.url not in told:
+                    await asyncio.sleep(0.01)
+            assert b.url not in told
+
+    run(case)
+
+
 def test_the_only_replica_is_asked_although_a_connection_has_failed():
     """The report that tells whether it lives is still on its way."""
 
