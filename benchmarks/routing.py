@@ -66,7 +66,7 @@ async def ask_all(url: str, bodies: list[dict[str, Any]], clients: int) -> list[
                         if event.get("choices"):
                             row.setdefault("first_s", time.perf_counter() - began)
                             text.append(event["choices"][0]["text"])
-                        if event.get("usage"):
+                        if bodies[number]["return_chunk_usage"] and event.get("usage"):
                             parts = event["usage"]["prompt_tokens_details"]["chunks"]
                             row["asked"] = sum(part["tokens"] for part in parts)
                             row["computed"] = row["asked"] - sum(part["cached_tokens"] for part in parts)
