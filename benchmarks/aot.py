@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -19,7 +18,7 @@ from chunkattn.backends.base import Weighing
 from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.config import EngineConfig
 from chunkattn.engine.build import attention_spec
-from chunkattn.engine.kv_pool import page_bytes
+from chunkattn.engine.plan import Chip, Plan, plan
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.step import StepBuilder
 from chunkattn.models.decoder import Decoder
@@ -27,8 +26,6 @@ from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import spec_from_config
 
 MIB = 2**20
-SHARE = 0.85
-"""Share of the memory for weights and pages together, as in the engine."""
 MODELS = {
     "qwen3-0.6b": GEOMETRIES["qwen3-0.6b"],
     "llama-3-8b": LlamaConfig(
@@ -142,9 +139,10 @@ def decoder(model: str, layers: int | None = None) -> Decoder:
     return Decoder(spec, {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in spec.parameters().items()})
 
 
-def weight_bytes(model: str, shards: Shards = ONE_DEVICE) -> int:
-    """Return the bytes of a model's weights on each of its devices."""
-    return sum(math.prod(shards.held(name, leaf.shape)) * leaf.dtype.itemsize for name, leaf in decoder(model).weights.items())
+def planned(model: str, memory_bytes: int, config: EngineConfig | None = None, size: int = 1) -> Plan:
+    """Return what a model in bfloat16 takes of the memory of each of its devices."""
+    spec = spec_from_config(MODELS[model])
+    return plan(config or EngineConfig(), spec, jnp.dtype("bfloat16"), Chip("the device", memory_bytes), size)
 
 
 def lower_step(
@@ -171,8 +169,7 @@ def lower_step(
     shards = ONE_DEVICE if isinstance(where, jax.sharding.Sharding) else Shards.over(where, model.spec)
     model = replace(model, shards=shards)
     attention = backend(attention_spec(config, model.spec, jnp.dtype("bfloat16"), shards))
-    weights = weight_bytes(step.model, shards)
-    pages = int(memory_bytes * SHARE - weights) // page_bytes(attention, MODELS[step.model].num_hidden_layers)
+    memory = planned(step.model, memory_bytes, config, shards.size)
     runner = Runner(model, attention, 0, config.max_logprobs)
     builder = StepBuilder(
         runner.backends,
@@ -181,5 +178,5 @@ def lower_step(
         max_table_pages=step.width,
         block_size=step.block_size,
     )
-    sizes = {"pages": pages, "weights_mib": round(weights / MIB)}
-    return sizes, lambda: runner.lower(builder.empty(step.rows, step.width), pages, sharding)
+    sizes = {"pages": memory.num_pages, "weights_mib": round(memory.weight_bytes / MIB)}
+    return sizes, lambda: runner.lower(builder.empty(step.rows, step.width), memory.num_pages, sharding)

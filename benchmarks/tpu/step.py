@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.aot import MIB, MODELS, SHARE, Step, compile_call, lower_step, weight_bytes
+from benchmarks.aot import MIB, MODELS, Step, compile_call, lower_step, planned
 from benchmarks.tpu.attention import compiled_backend
 from benchmarks.tpu.chips import CHIPS
 
@@ -17,8 +17,7 @@ WIDEST = 1 << 15
 def steps(chip: str, layers: int | None = None) -> Iterator[Step]:
     """Yield prefill and decode steps of the models with weights small enough to leave room for pages."""
     for model in MODELS:
-        weights = weight_bytes(model)
-        if weights < SHARE * CHIPS[chip].hbm_bytes - (1 << 30):
+        if planned(model, CHIPS[chip].hbm_bytes).free_bytes > 1 << 30:
             yield Step(chip, model, 2048, layers=layers)
             yield Step(chip, model, 64, layers=layers)
             if model == "qwen3-0.6b":

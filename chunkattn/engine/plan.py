@@ -16,7 +16,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.models.shards import Shards, indivisible
 from chunkattn.models.spec import DecoderSpec
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ CHIPS = {
     "v5e": Chip("TPU v5e", 16 * _GIB),
     "v5p": Chip("TPU v5p", 95 * _GIB),
     "v6e": Chip("TPU v6e", 32 * _GIB),
-    "h100": Chip("NVIDIA H100 80GB", 81_559 * _MIB * 3 // 4, 64),
+    "h100": Chip("NVIDIA H100 80GB", 84_929_347_584 * 3 // 4, 64),
 }
 """Devices by name. JAX takes three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
 

@@ -55,7 +55,8 @@ class Watch:
     Attributes:
         states: state of each replica by name.
         bytes_per_token: bytes of text per token of KV cache.
-        on_change: functions that are called with the names of replicas that came, went or restarted.
+        on_change: functions that are called with the names of replicas that came, went, restarted or are silent for
+            `hang_timeout_s`.
     """
 
     def __init__(
@@ -120,9 +121,12 @@ class Watch:
             self.states.setdefault(name, ReplicaState())
         self._policy.set_replicas(names)
         if self._changed:
-            for call in self.on_change:
-                call(self._changed)
+            self._tell(self._changed)
             self._changed = []
+
+    def _tell(self, names: Collection[str]) -> None:
+        for call in self.on_change:
+            call(names)
 
     def _ask(self, name: str) -> None:
         if name not in self._asking:
@@ -156,8 +160,7 @@ class Watch:
         if state.is_ready != was_ready:
             logger.info("replica %s is %s", name, "ready" if state.is_ready else "not ready")
         if restarted or (state.is_ready and not was_ready):
-            for call in self.on_change:
-                call([name])
+            self._tell([name])
 
     def _note_failure(self, name: str, error: BaseException) -> None:
         if (state := self.states.get(name)) is None:
@@ -170,5 +173,4 @@ class Watch:
         if time.monotonic() - state.heard > self._options.hang_timeout_s:
             state.heard, state.down = time.monotonic(), True
             self._drop(name)
-            for call in self.on_change:  # its pinned documents are wanted elsewhere
-                call([name])
+            self._tell([name])  # its pinned documents are wanted elsewhere

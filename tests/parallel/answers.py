@@ -29,7 +29,7 @@ def prompts(*, chunked: bool) -> list:
 
 
 class Answers:
-    """What an engine answers.
+    """Answers of an engine.
 
     Args:
         llm: the engine.

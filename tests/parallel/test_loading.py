@@ -1,4 +1,4 @@
-"""What a process reads of a checkpoint whose model several devices share."""
+"""Loading a model over several devices: the bytes that are read, and the values."""
 
 import shutil
 from collections import Counter
@@ -63,7 +63,7 @@ def test_slices_of_safetensors(wide, monkeypatch):
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q6_K])
 def test_slices_of_gguf(tmp_path, monkeypatch, kind):
-    """Of 256 columns, four devices hold 64: two blocks of Q4_1, and a quarter of one block of Q6_K."""
+    """Four devices hold 64 of 256 columns each: two blocks of Q4_1, and a quarter of one block of Q6_K."""
     path = Written(tmp_path / "model.gguf", CONFIGS["llama-bias"], kind).path
     whole, _ = load(path, 1)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What cannot be divided is refused, with the numbers."""
+"""Refusals of models and backends that cannot be divided, with the numbers."""
 
 import jax
 import jax.numpy as jnp

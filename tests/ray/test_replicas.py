@@ -45,8 +45,8 @@ SAME = {
 
 
 def plain(answer):
-    """Return what two servers must agree on: not ids, times, what their caches hold, and headers of the connection."""
-    changing = rb'"(id|created|release_date|started|cached_tokens)": ?("[^"]*"|\d+)'
+    """Return what two servers must agree on: not ids, times, and headers of the connection."""
+    changing = rb'"(id|created|release_date|started)": ?("[^"]*"|\d+)'
     body = re.sub(changing, b"", answer.body)
     names = ("content-type", "retry-after", "www-authenticate", "allow", "x-content-type-options", "cache-control")
     if answer.headers.get("content-type", "").startswith("text/event-stream"):  # how many tokens an event holds is chance
@@ -57,6 +57,8 @@ def plain(answer):
 @pytest.mark.parametrize("case", SAME)
 def test_an_answer_equals_that_of_a_bare_server(case, replicas, bare):
     path, body, options = SAME[case]
+    if case == "chunks":  # other tests ask the bare server the same
+        body = body | {"cache_salt": "replicas"}
     wanted, found = bare.ask(path, body, **options), replicas.ask(path, body, **options)
     assert plain(found) == plain(wanted)
 
