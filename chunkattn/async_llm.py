@@ -23,7 +23,7 @@ from chunkattn.config import SamplingParams, make_config
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import Message, PrecomputeRequest
-from chunkattn.errors import EngineDeadError, RequestError
+from chunkattn.errors import ConfigError, EngineDeadError, RequestError
 from chunkattn.fair_threads import FairThreads
 from chunkattn.focus import FocusLike
 from chunkattn.models.loader import open_files
@@ -68,6 +68,8 @@ class AsyncLLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = make_config(model, options)
+        if self.config.host_index:
+            raise ConfigError(f"host {self.config.host_index} of several takes no requests; run `chunkattn serve` on it")
         self.client = EngineClient(self.config, self._connect)
         self._frontend: Frontend | None = None
         self._generations: dict[str, tuple[InflightRequests, GenerateJob | None]] = {}

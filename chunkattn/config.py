@@ -74,7 +74,11 @@ class EngineConfig:
         block_size: tokens per KV page, a power of two; by default 64 on GPUs and 16 elsewhere.
         kv_cache_memory_bytes: size of the KV pool on each device in bytes; by default chosen by platform.
         tensor_parallel_size: number of devices that share the model: its heads, its MLP and its KV pool are divided over the
-            first devices that JAX sees.
+            first devices that JAX sees, on all hosts together.
+        num_hosts: number of machines whose devices share the model, an equal number on each. Every one runs
+            `chunkattn serve` with the same options and its own `host_index`.
+        host_index: number of this machine. Machine 0 schedules and serves; the others compute what it tells them.
+        coordinator: address `HOST:PORT` of machine 0, where the others find it.
         enable_prefix_caching: keep the K/V of prefixes, chunks and questions for later requests.
         long_prefill_token_threshold: prompt tokens that a step computes of one sequence before other sequences get
             their turn; the first sequence gets the rest of the budget. By default half of the budget is for the first
@@ -129,6 +133,9 @@ class EngineConfig:
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     tensor_parallel_size: int = 1
+    num_hosts: int = 1
+    host_index: int = 0
+    coordinator: str | None = None
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int | None = None
     batch_invariant: bool | None = None
@@ -161,7 +168,7 @@ class EngineConfig:
             object.__setattr__(self, name, value)
         if self.chunk_position_gap and self.position_strategy != "shared":
             raise ConfigError(f"chunk_position_gap needs position_strategy 'shared', got {self.position_strategy!r}")
-        lowest = {"max_logprobs": 0, "seed": 0, "multi_item_scoring_delimiter": 0, "chunk_position_gap": 0}
+        lowest = {"max_logprobs": 0, "seed": 0, "host_index": 0, "multi_item_scoring_delimiter": 0, "chunk_position_gap": 0}
         for option in options_of(type(self)).values():
             value = getattr(self, option.name)
             if option.kind is int and value is not None and value < lowest.get(option.name, 1):
@@ -171,6 +178,7 @@ class EngineConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: "
                 "a step could not advance every running sequence"
             )
+        _check_hosts(self)
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.document_template is not None:
@@ -185,6 +193,45 @@ class EngineConfig:
         """Return gap, temperature and scale of the chunks."""
         given = {name: getattr(self, name) for name in _CALIBRATED}
         return Calibration(**{name: value for name, value in given.items() if value is not None})
+
+
+def _check_hosts(config: EngineConfig) -> None:
+    """Check the options of a model on several hosts.
+
+    Raises:
+        ConfigError: an option is missing, wrong or unsupported.
+    """
+    hosts, size = config.num_hosts, config.tensor_parallel_size
+    if config.host_index >= hosts:
+        raise ConfigError(f"host_index must be below num_hosts {hosts}, got {config.host_index}; host 0 schedules")
+    if config.coordinator is not None:
+        split_address(config.coordinator)
+        if hosts == 1:
+            raise ConfigError("coordinator needs num_hosts, the number of machines that share the model, of at least 2")
+    if hosts == 1:
+        return
+    if config.coordinator is None:
+        raise ConfigError(f"num_hosts={hosts} needs coordinator, the address HOST:PORT of host 0")
+    if size % hosts:
+        raise ConfigError(
+            f"tensor_parallel_size={size} is no multiple of num_hosts={hosts}; it counts the devices of all hosts, "
+            "an equal number on each"
+        )
+    if config.kv_store is not None:
+        raise ConfigError(f"kv_store is not supported with num_hosts={hosts}: each host holds only a part of the K/V")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of an address `HOST:PORT`; an IPv6 address stands in brackets.
+
+    Raises:
+        ConfigError: the address has another form.
+    """
+    host, colon, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 2**16) or (":" in host and address[0] != "["):
+        raise ConfigError(f"coordinator must be HOST:PORT with a port of 1 to 65535, got {address!r}")
+    return host, int(port)
 
 
 _CALIBRATED = tuple(field.name for field in fields(Calibration))

@@ -21,6 +21,7 @@ from chunkattn.config import SamplingParams, make_config
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.engine.build import build_core
 from chunkattn.engine.messages import Message, RequestFailed
+from chunkattn.errors import ConfigError
 from chunkattn.focus import FocusLike
 from chunkattn.models.loader import open_files
 from chunkattn.options import list_options
@@ -53,6 +54,8 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = make_config(model, options)
+        if self.config.num_hosts > 1:
+            raise ConfigError(f"num_hosts={self.config.num_hosts} needs `AsyncLLM` or `chunkattn serve`, not `LLM`")
         files = open_files(self.config)
         self.frontend = Frontend(self.config, files)  # checks options before the weights are loaded
         self.tokenizer, self.parser = self.frontend.tokenizer, self.frontend.parser

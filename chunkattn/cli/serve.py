@@ -11,11 +11,13 @@ import yaml
 from chunkattn.cli.common import app, command
 from chunkattn.cli.options import check_keys, with_options
 from chunkattn.config import EngineConfig
+from chunkattn.errors import ConfigError
 from chunkattn.options import options_of
 from chunkattn.server.options import ServerConfig
 
 _PANELS = {
-    "Model": "tokenizer revision skip_tokenizer_init dtype attention_backend tensor_parallel_size seed max_logprobs",
+    "Model": "tokenizer revision skip_tokenizer_init dtype attention_backend seed max_logprobs",
+    "Devices": "tensor_parallel_size num_hosts host_index coordinator",
     "Prompts and scoring": (
         "enable_chunk_aware chunk_separator document_template rerank_template special_tokens_in_documents "
         "special_tokens_in_prompts "
@@ -95,7 +97,15 @@ def serve(
     """
     check_keys(options, "api_key", "api_key_file", "metrics_key")
     server = {name: options.pop(name) for name in options_of(ServerConfig)}
-    if replicas > 1:
+    if options["num_hosts"] > 1 and replicas > 1:
+        raise ConfigError(f"--replicas {replicas} needs --num-hosts 1: a replica runs on one machine")
+    if options["host_index"]:
+        from chunkattn.remote.follow import follow
+        from chunkattn.server.listening import set_up_logs
+
+        set_up_logs(server["log_format"])
+        follow({"model": model, **options})
+    elif replicas > 1:
         from chunkattn.integrations.ray.local import serve_replicas
 
         serve_replicas({"model": model, **options}, ServerConfig(**server), replicas)

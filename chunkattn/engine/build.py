@@ -15,6 +15,7 @@ from chunkattn.cache.disk.store import MIN_BYTES, KVStore
 from chunkattn.config import EngineConfig
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
+from chunkattn.engine.host_calls import ALONE, Hosts
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.self_check import checked
@@ -37,12 +38,15 @@ _JAX_SHORTEST_COMPILE_S = 1.0
 """JAX's default for the compile time in seconds below which a program is not written to the cache."""
 
 
-def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
+def build_core(config: EngineConfig, files: ModelFiles, hosts: Hosts = ALONE) -> EngineCore:
     """Load the weights and return the engine.
+
+    The hosts of a model call this function together, after JAX has started on all of them.
 
     Args:
         config: options of the engine.
         files: checkpoint of `config`.
+        hosts: see `Runner`.
 
     Raises:
         ConfigError: an option contradicts the checkpoint or the machine.
@@ -58,12 +62,16 @@ def build_core(config: EngineConfig, files: ModelFiles) -> EngineCore:
     backend = make_backend(config.attention_backend, spec, weighs=config.calibration.weighs)
     if config.attention_backend == "auto" and backend.checked_by_auto:
         backend = checked(backend, weighs=config.calibration.weighs, batch_invariant=bool(config.batch_invariant))
+        if not shards.least(backend.name != "xla"):  # a verdict of one host counts for all
+            backend = make_backend("xla", spec, weighs=config.calibration.weighs)
     store = _open_store(config)
     decoder = files.load(shards)
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
     per_page = page_bytes(backend, files.spec.num_layers)
-    num_pages = min(_num_pages(config, per_page, spec.block_size, shards), backend.max_pages)
-    runner = Runner(decoder, backend, num_pages, config.max_logprobs, config.batch_invariant)
+    num_pages = shards.least(min(_num_pages(config, per_page, spec.block_size, shards), backend.max_pages))
+    runner = Runner(decoder, backend, num_pages, config.max_logprobs, config.batch_invariant, hosts)
+    if shards.least(runner.invariance.holds) < runner.invariance.holds:
+        raise ConfigError("the processors of the hosts add up in different orders; set batch_invariant=False on all of them")
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None)
 
 
@@ -92,12 +100,16 @@ def make_shards(config: EngineConfig, model: DecoderSpec) -> Shards:
     Raises:
         ConfigError: there are fewer devices, or the model cannot be divided over that many.
     """
-    devices, size = jax.devices(), config.tensor_parallel_size
-    if size > len(devices):
-        sizes = [n for n in range(1, len(devices) + 1) if not indivisible(n, model)]
-        here = f"{len(devices)} {devices[0].platform} device" + "s" * (len(devices) > 1)
+    devices, size, hosts = jax.devices(), config.tensor_parallel_size, config.num_hosts
+    by_host: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_host.setdefault(device.process_index, []).append(device)
+    each = min(map(len, by_host.values()))
+    if size > hosts * each:
+        sizes = [n for n in range(hosts, hosts * each + 1, hosts) if not indivisible(n, model)]
+        here = f"{each} {devices[0].platform} device" + "s" * (each > 1) + f" on each of {hosts} hosts" * (hosts > 1)
         raise ConfigError(f"tensor_parallel_size={size} needs as many devices, and JAX sees {here}; use {one_of(sizes)}")
-    return Shards.over(devices[:size], model)
+    return Shards.over([device for local in by_host.values() for device in local[: size // hosts]], model)
 
 
 def attention_spec(config: EngineConfig, model: DecoderSpec, dtype: jnp.dtype, shards: Shards = ONE_DEVICE) -> AttentionSpec:
@@ -137,7 +149,7 @@ def _default_kv_bytes(per_page: int, block_size: int, shards: Shards) -> int:
     An accelerator gives 85% of its memory less the bytes in use; of several, the one with the least to give decides. A CPU
     gives 1 GiB, but no more than 256K tokens need.
     """
-    found = [device.memory_stats() or {} for device in shards.devices]
+    found = [device.memory_stats() or {} for device in shards.devices if device.process_index == jax.process_index()]
     if jax.default_backend() != "cpu" and all("bytes_limit" in stats for stats in found):
         return min(int(stats["bytes_limit"] * ACCELERATOR_SHARE) - stats.get("bytes_in_use", 0) for stats in found)
     return max(min(_DEFAULT_KV_BYTES, _DEFAULT_KV_TOKENS // block_size * per_page), per_page)

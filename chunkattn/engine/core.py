@@ -12,6 +12,7 @@ import numpy as np
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
 from chunkattn.engine.disk_tier import DiskTier
+from chunkattn.engine.host_calls import ALONE
 from chunkattn.engine.isolation import Isolation, not_finite, stuck
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import (
@@ -216,7 +217,8 @@ class EngineCore:
         """Run one step and return its outputs: often none, while prompts are being computed.
 
         An exception drops the KV pool, so all requests are recomputed. Each request of the failed step runs again alone. A
-        request that fails alone ends with `RequestFailed`.
+        request that fails alone ends with `RequestFailed`. On several hosts, an error of the devices is raised, and ends the
+        engine on all of them.
 
         A request with a value that is not finite ends with `RequestFailed` as well, and the other requests keep their results.
         A step that reads nothing is checked while the device computes the next step, so that the check does not wait.
@@ -245,6 +247,8 @@ class EngineCore:
                 self.meter.finish()  # the device is idle
             self.isolation.step_done(self._is_alive, len(spans))
         except Exception as error:
+            if self._ends_hosts(error):
+                raise
             self._blame(error, spans)
         except BaseException:  # an interrupt fails no request, but may lose the donated pool
             self._recover([])
@@ -336,6 +340,10 @@ class EngineCore:
         for (sample, _, end), rows in step.rows():
             if sample.request.score and end == sample.num_tokens and taken[rows.stop - 1]:
                 self._finish(sample)
+
+    def _ends_hosts(self, error: Exception) -> bool:
+        """Return whether an error leaves the hosts of the model apart: the devices failed, perhaps on one host alone."""
+        return self.runner.hosts is not ALONE and isinstance(error, jax.errors.JaxRuntimeError)
 
     def _blame(self, error: Exception, spans: list[Span]) -> None:
         """Recover from an exception, and fail every request that failed alone.
@@ -431,7 +439,9 @@ class EngineCore:
         """Compile the next program beside requests. Return whether programs are left. An exception ends the warm-up alone."""
         try:
             return self.warm_ups.advance()
-        except Exception:  # the donated pool may be lost
+        except Exception as error:  # the donated pool may be lost
+            if self._ends_hosts(error):
+                raise
             logger.exception("a program cannot be compiled ahead; the other programs are compiled when requests need them")
             self._recover([])
             return False

@@ -18,6 +18,7 @@ import xxhash
 from jax.sharding import PartitionSpec
 
 from chunkattn.backends.base import AttentionBackend, KVCache
+from chunkattn.engine.host_calls import ALONE, CopyPages, Hosts, ResetPool
 from chunkattn.engine.sampling import READ_ROWS, ROW_BUCKETS
 from chunkattn.engine.step import bucket_for, buckets
 from chunkattn.errors import BackendError
@@ -36,6 +37,7 @@ class KVPool:
         num_pages: number of pages. With 0, nothing is allocated, and programs can only be lowered.
         compiles: counter of traced programs by name, to which this pool adds its programs.
         shards: devices that share the pool. Each holds the same pages, of its own KV heads.
+        hosts: see `Runner`.
 
     Attributes:
         caches: cache of each layer. A step takes the arrays as a donation and gives new ones back.
@@ -52,8 +54,9 @@ class KVPool:
         num_pages: int,
         compiles: Counter[str],
         shards: Shards = ONE_DEVICE,
+        hosts: Hosts = ALONE,
     ) -> None:
-        self.num_pages = num_pages
+        self.num_pages, self._hosts = num_pages, hosts
         self._backend, self._num_layers, self._compiles = backend, num_layers, compiles
         self._sizes = buckets(8, READ_ROWS, 2)
         self.partitions = [_partition(backend, shards)] * num_layers
@@ -68,10 +71,14 @@ class KVPool:
         self._store = jax.jit(store, donate_argnums=0)
         self.caches: list[KVCache] = []
         if num_pages:
-            self.reset()
+            self._make()
 
     def reset(self) -> None:
         """Allocate new, empty pages."""
+        self._hosts.tell(ResetPool())
+        self._make()
+
+    def _make(self) -> None:
         self.caches = []  # frees the old pool before the new pool is allocated
         self.caches = [self._allocate() for _ in range(self._num_layers)]
 
@@ -87,6 +94,7 @@ class KVPool:
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages in every layer; `pairs` holds the pages `(from, to)`."""
+        self._hosts.tell(CopyPages(tuple(pairs)))
         for first in range(0, len(pairs), READ_ROWS):
             block = np.asarray(pairs[first : first + READ_ROWS], np.int32)
             padding = np.full((bucket_for(len(block), ROW_BUCKETS) - len(block), 2), (0, self.num_pages), np.int32)

@@ -15,6 +15,17 @@ import numpy as np
 
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
 from chunkattn.backends.registry import ON_REQUEST, get_backend
+from chunkattn.engine.host_calls import (
+    ALONE,
+    Forward,
+    Hosts,
+    ReadClasses,
+    ReadLabels,
+    ReadSample,
+    ReadTokens,
+    WarmPicks,
+    WarmReadout,
+)
 from chunkattn.engine.invariance import Invariance
 from chunkattn.engine.kv_pool import KVPool, fingerprint
 from chunkattn.engine.sampling import (
@@ -65,6 +76,7 @@ class Runner:
         invariance: whether and how the bits of results are kept.
         row_sizes: sizes to which blocks of sampled rows are padded.
         compiles: number of programs traced so far, by name.
+        hosts: the other hosts of the model, which are told every call; `ALONE` on a host that follows.
     """
 
     def __init__(
@@ -74,13 +86,15 @@ class Runner:
         num_pages: int,
         max_logprobs: int,
         batch_invariant: bool | None = None,
+        hosts: Hosts = ALONE,
     ) -> None:
+        self.hosts = hosts
         self.spec, self.shards, self.backend = model.spec, model.shards, backend
         self.backends: dict[str | None, AttentionBackend] = {n: get_backend(n)(backend.spec) for n in ON_REQUEST}
         self.backends[None] = backend
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
         self.compiles: Counter[str] = Counter()
-        self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles, self.shards)
+        self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles, self.shards, hosts)
         self._names, self._params = list(model.weights), list(model.weights.values())
         self.dtype = model.dtype
         self.invariance = Invariance.of(batch_invariant, backend, model.spec, model.dtype)
@@ -112,6 +126,7 @@ class Runner:
             Hidden states, float32 `[T, hidden]`, and bool `[T]`, whether all values of a row are finite.
         """
         *inputs, backend = arrays
+        self.hosts.tell(Forward(tuple(jax.tree.leaves(inputs)), backend))
         hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, *inputs, backend=backend)
         finite.copy_to_host_async()
         return hidden, finite
@@ -158,15 +173,25 @@ class Runner:
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
+        self.hosts.tell(WarmPicks())
         for size in self.row_sizes:
             self._pick(hidden, [0] * size, self.row_sizes)
 
-    def readouts(self, size: int) -> list[Program]:
-        """Return calls that compile the programs that read `size` picked rows; the first one samples greedily.
+    def warm_readout(self, size: int, number: int) -> Any:
+        """Compile a program that reads `size` picked rows, and return its values.
 
         Args:
             size: one of `row_sizes`.
+            number: number of the program, below `num_readouts(size)`; 0 samples greedily.
         """
+        self.hosts.tell(WarmReadout(size, number))
+        return self._readouts(size)[number]()
+
+    def num_readouts(self, size: int) -> int:
+        """Return the number of programs that read `size` picked rows; `size` is one of `row_sizes`."""
+        return len(self._readouts(size))
+
+    def _readouts(self, size: int) -> list[Program]:
         if self.spec.num_labels is not None:
             size = max(size, self._read_sizes[0])
         # Results of programs lie on every device; a program compiles again for an argument that lies elsewhere.
@@ -211,6 +236,7 @@ class Runner:
         Returns:
             Token ids, their log-probabilities or None, and whether the logits are finite.
         """
+        self.hosts.tell(ReadSample(tuple(rows), given, edits, with_logprobs))
         picked = self._pick(hidden, rows, self.row_sizes)
         if edits is None:
             drawn = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
@@ -233,6 +259,7 @@ class Runner:
             rows: rows to read from.
             labels: token ids of each row's labels.
         """
+        self.hosts.tell(ReadLabels(tuple(rows), tuple(labels), raw=False))
         found, finite = [np.empty(0, np.float32)] * len(rows), np.empty(len(rows), bool)
         by_width: dict[int, list[int]] = {}  # places of rows; 0 for the whole vocabulary
         for place, ids in enumerate(labels):
@@ -251,6 +278,7 @@ class Runner:
 
     def label_logits(self, hidden: jax.Array, rows: Sequence[int], labels: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Return the logits of each row's labels, picked on the host; `label_logprobs` tells which are finite."""
+        self.hosts.tell(ReadLabels(tuple(rows), tuple(labels), raw=True))
         blocks = self._by_block(self._logits, hidden, rows)
         return [some[list(ids)] for block, values in blocks for some, ids in zip(values, labels[block], strict=True)]
 
@@ -261,6 +289,7 @@ class Runner:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
         """
+        self.hosts.tell(ReadClasses(tuple(rows)))
         logits = np.concatenate([values for _, values in self._by_block(self._classify, hidden, rows)])
         return [*logits], np.isfinite(logits).all(-1)
 
@@ -272,6 +301,7 @@ class Runner:
             rows: rows to read from.
             targets: token id to read from each row.
         """
+        self.hosts.tell(ReadTokens(tuple(rows), tuple(targets)))
         blocks = self._by_block(self._read, hidden, rows, np.asarray(targets, np.int32))
         found: tuple[Readout, np.ndarray] = jax.tree.map(
             lambda *parts: np.concatenate(parts), *(values for _, values in blocks)

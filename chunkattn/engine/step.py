@@ -176,15 +176,16 @@ class StepBuilder:
         whole = backends[None].any_table_width
         self.width_buckets = (max_table_pages,) if whole else buckets(32, max_table_pages, 8)
 
-    def empty(self, rows: int, width: int) -> StepArrays:
+    def empty(self, rows: int, width: int, backend: str | None = None) -> StepArrays:
         """Return the arrays of a step of padding rows only, which writes no page.
 
         Args:
             rows: one of `token_buckets`.
             width: one of `width_buckets`.
+            backend: see `StepArrays`.
         """
         token_ids, positions, attention = self._arrays(rows, width, 0)
-        return StepArrays(token_ids, positions, self.backends[None].build_metadata(attention))
+        return StepArrays(token_ids, positions, self.backends[backend].build_metadata(attention), backend)
 
     def _arrays(self, rows: int, width: int, used: int) -> tuple[np.ndarray, np.ndarray, AttentionBatch]:
         """Return the token ids, positions and attention batch of a step, all zero except the page lengths."""

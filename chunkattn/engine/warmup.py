@@ -96,16 +96,19 @@ class WarmUp:
         short = next(size for size in sizes if size >= SMALLEST_STEP)
         decodes, others = [size for size in sizes if size < short], [size for size in sizes if size > short]
         steps = {rows: [partial(self._first_step, rows, width), partial(self._timed_step, rows, width)] for rows in sizes}
-        greedy, *readouts = self._runner.readouts(self._runner.row_sizes[0])
+        greedy, *readouts = self._readouts(self._runner.row_sizes[0])
         parts: list[Program] = [*(steps[rows][0] for rows in (*decodes, short)), greedy]
         self.first = len(parts)
         parts += [steps[rows][1] for rows in (*decodes, short)] + [part for rows in others[-1:] for part in steps[rows]]
         parts += readouts
         parts += [part for rows in others[:-1] for part in steps[rows]]
-        parts += [part for size in self._runner.row_sizes[1:] for part in self._runner.readouts(size)]
+        parts += [part for size in self._runner.row_sizes[1:] for part in self._readouts(size)]
         parts += self._runner.pool.copies()
         parts += [partial(self._step, rows, width) for width in wider for rows in self._builder.token_buckets]
         return parts + (self._runner.pool.transfers() if self._with_store else [])
+
+    def _readouts(self, size: int) -> list[Program]:
+        return [partial(self._runner.warm_readout, size, number) for number in range(self._runner.num_readouts(size))]
 
     def _step(self, rows: int, width: int) -> jax.Array:
         """Run a step of padding rows, and return its hidden states."""

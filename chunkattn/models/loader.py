@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+import xxhash
 
 from chunkattn.errors import ModelError
 from chunkattn.local_files import is_present, read_object
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PIECES, _PIECE_BYTES = 256, 4096
+"""Number and size of the pieces of a file that `ModelFiles.sample` reads."""
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 DEMO_FOLDER = Path(__file__).parent / "demo"
 """Folder of the bundled demo model, in Hugging Face's format."""
@@ -67,6 +70,18 @@ class ModelFiles:
         from chunkattn.models.weights import load_weights  # imports kernels, which a server's process does not need
 
         return load_weights(self.spec, self.gguf or self.path, self.dtype, shards)
+
+    def sample(self) -> bytes:
+        """Return 16 bytes that differ between most checkpoints of one shape: a hash of pieces of the weights' files."""
+        digest = xxhash.xxh3_128()
+        for file in [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors")):
+            size = file.stat().st_size
+            digest.update(f"{size}".encode())
+            with file.open("rb") as opened:
+                for number in range(_PIECES):
+                    opened.seek(size * number // _PIECES)
+                    digest.update(opened.read(_PIECE_BYTES))
+        return digest.digest()
 
 
 def open_files(options: EngineConfig) -> ModelFiles:

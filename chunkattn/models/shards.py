@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from chunkattn.errors import ConfigError
@@ -165,6 +166,12 @@ class Shards:
     def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
         """Return an array on every device, as results of programs are; the array itself for one device."""
         return array if self.mesh is None else jax.device_put(array, self.sharding(WHOLE))
+
+    def least(self, value: int) -> int:
+        """Return the least of the values that the hosts of the devices have. All of them call this function together."""
+        if jax.process_count() == 1:
+            return int(value)
+        return int(multihost_utils.process_allgather(np.int32(value)).min())  # type: ignore[no-untyped-call]
 
     def sharding(self, partition: PartitionSpec) -> NamedSharding | None:
         """Return the sharding of an array of a partition, or None for one device."""

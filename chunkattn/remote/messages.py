@@ -1,7 +1,4 @@
-"""Messages between `EngineClient` and its worker, besides requests and outputs, and the frames that carry all of them.
-
-Frames are msgpack, checked against the messages' types, without pickle.
-"""
+"""Messages between `EngineClient` and its worker, besides requests and outputs."""
 
 from __future__ import annotations
 
@@ -11,14 +8,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax.numpy as jnp
-import msgspec
-import numpy as np
 
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import CachedTokens, EngineOutput, Message, PrecomputeRequest
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.spec import DecoderSpec
+from chunkattn.remote.frames import Frames, from_plain, to_plain
 
 # To the worker
 
@@ -181,55 +177,14 @@ class Reply:
 ToWorker = Message | Start | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
 FromWorker = EngineOutput | Heartbeat | WarmupProgress | Ready | Failed | Reply
 
-# Frames
-
-_KINDS = "biuf"
-"""NumPy kinds that may be sent: bool, integers, floats."""
-
-
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in _KINDS:
-            raise TypeError(f"arrays of {value.dtype} have no wire form")
-        return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} has no wire form")
-
-
-def _from_plain(kind: type, value: Any) -> Any:
-    if kind is not np.ndarray:
-        raise TypeError(f"{kind.__name__} has no wire form")
-    name, shape, data = value
-    dtype = np.dtype(name)
-    if dtype.kind not in _KINDS:
-        raise ValueError(f"arrays of {dtype} have no wire form")
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
-_frames = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
-_decoders = {kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=_from_plain) for kind in get_args(ToWorker | FromWorker)}
+_FRAMES = Frames(get_args(ToWorker | FromWorker), to_plain, from_plain)
 
 
 def encode(messages: Sequence[ToWorker | FromWorker]) -> bytes:
-    """Encode messages into one frame, each with its type's name.
-
-    Raises:
-        UnicodeEncodeError: a text holds half a surrogate pair.
-        OverflowError: an integer has more than 64 bits.
-        TypeError: a value has no wire form.
-    """
-    return _encoder.encode([(type(m).__name__, m) for m in messages])
+    """Encode messages into one frame; see `Frames.encode`."""
+    return _FRAMES.encode(messages)
 
 
 def decode(frame: bytes) -> list[Any]:
-    """Decode and validate the messages of a frame; arrays are read-only.
-
-    Raises:
-        msgspec.DecodeError: the frame is malformed, or a message does not match its type.
-    """
-    try:
-        return [_decoders[name].decode(raw) for name, raw in _frames.decode(frame)]
-    except KeyError as name:
-        raise msgspec.DecodeError(f"unknown kind of message {name}") from None
+    """Decode the messages of a frame; see `Frames.decode`."""
+    return _FRAMES.decode(frame)

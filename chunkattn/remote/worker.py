@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from chunkattn.engine.host_calls import ALONE
 from chunkattn.engine.messages import CachedTokens, GenerateRequest, PrecomputeRequest, RequestFailed, ScoreRequest
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.logs import make_handler, since_start
 from chunkattn.remote import messages as wire
+from chunkattn.remote.group import End, FirstHost, OtherHost
 from chunkattn.remote.watchdog import StepClock
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 _FIRST_HEARTBEATS_S = 0.5
 _LAST_WORDS_S = 2
+_LAST_WORDS_LEAVE_S = 0.2
+"""Seconds that a message gets to leave a process that ends in the middle of work."""
+_GONE_S = 1.5
+"""Seconds after a failed step in which the connection of a host that is gone shows that."""
 _INBOX_S = 0.05
 _DISK_WAIT_S = 600
 _WARM_PAUSE_S = 1.0
@@ -35,10 +41,23 @@ _WARM_PAUSE_S = 1.0
 
 
 class Worker:
-    """The loop that passes messages to an `EngineCore` and sends its outputs, one frame a step."""
+    """The loop that passes messages to an `EngineCore` and sends its outputs, one frame a step.
 
-    def __init__(self, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], clock: StepClock) -> None:
-        self._inbox, self._outbox, self._clock = inbox, outbox, clock
+    Args:
+        context: ZeroMQ context, for the connections to other hosts.
+        inbox: socket of the client's messages.
+        outbox: socket to the client.
+        clock: clock that the heartbeats read.
+
+    Attributes:
+        group: connections to the other hosts of the model; None on a single host.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], clock: StepClock
+    ) -> None:
+        self._context, self._inbox, self._outbox, self._clock = context, inbox, outbox, clock
+        self.group: FirstHost | OtherHost | None = None
         self._closing = self._warms = False
         self._warmed_at = 0.0
         self.core: EngineCore
@@ -54,9 +73,10 @@ class Worker:
         if not isinstance(start, wire.Start):
             raise TypeError(f"the first message must be Start, got {type(start).__name__}")
         logging.getLogger("chunkattn").setLevel(start.log_level)
+        first = self._join(start)
         self._clock.begin("loading")
-        self.core = build_core(start.config, start.checkpoint.files())
-        self._warms = start.config.warmup is not False
+        self.core = build_core(start.config, start.checkpoint.files(), first or ALONE)
+        self._warms = start.config.warmup is not False and start.config.host_index == 0
         for _ in range(self.core.warm_ups.first if self._warms else 0):
             self._clock.begin()  # each program counts as one step
             self._warms = self.core.warm_ups.advance()
@@ -64,12 +84,27 @@ class Worker:
         self._send([wire.Ready(self.core.limits, import_s), *self._progress()])
         return start.heartbeat_s
 
+    def _join(self, start: wire.Start) -> FirstHost | None:
+        """Wait for the other hosts of the model, if there are any. Return their connections on the host that schedules."""
+        config = start.config
+        if config.num_hosts == 1:
+            return None
+        if config.host_index == 0:
+            self.group = first = FirstHost(self._context, config, start.checkpoint)
+            first.gather()
+            return first
+        self.group = other = OtherHost(self._context, config, start.checkpoint)
+        other.join()
+        return None
+
     def _progress(self) -> list[wire.FromWorker]:
         warm_ups = self.core.warm_ups
         return [wire.WarmupProgress(warm_ups.done, warm_ups.total)] if warm_ups.done else []
 
     def serve(self) -> None:
-        """Run until a `Shutdown` arrives."""
+        """Run until a `Shutdown` arrives, or the host that schedules ends."""
+        if isinstance(self.group, OtherHost):
+            self._follow(self.group)
         while not self._closing:
             if not self.core.has_work and not self._warm_beside(pause_s=0.0):
                 self._clock.idle()
@@ -83,6 +118,26 @@ class Worker:
                 self._warm_beside(_WARM_PAUSE_S)
         self._clock.begin("closing")
         self.core.close_disk()
+
+    def _follow(self, first: OtherHost) -> None:
+        """Make the calls of the host that schedules until it ends or a `Shutdown` arrives."""
+        from chunkattn.engine.follower import Follower  # imported with the engine
+
+        follower, poller = Follower(self.core), zmq.Poller()
+        for socket in (first.calls, self._inbox):
+            poller.register(socket, zmq.POLLIN)
+        while not self._closing:
+            self._clock.idle()
+            poller.poll()
+            self._clock.begin()
+            self._take_messages()
+            for call in first.receive():
+                self._clock.begin()
+                if isinstance(call, End):
+                    logger.info("host 0 has ended")
+                    self._closing = True
+                else:
+                    follower.run(call)
 
     def _warm_beside(self, pause_s: float) -> bool:
         """Compile one program if the last program is `pause_s` seconds ago. Return whether programs remain."""
@@ -164,11 +219,12 @@ def _freeze() -> None:
 
 
 class _Heart:
-    """A thread that sends heartbeats over a socket of its own and ends the process when its parent is gone."""
+    """A thread that sends heartbeats over a socket of its own, and ends the process when its parent or another host is gone."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, clock: StepClock) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, clock: StepClock, worker: Worker) -> None:
         self.interval = _FIRST_HEARTBEATS_S
-        self._context, self._address, self._clock, self._parent = context, address, clock, os.getppid()
+        self._context, self._address, self._clock, self._worker = context, address, clock, worker
+        self._parent = os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -179,6 +235,12 @@ class _Heart:
             socket.connect(f"{self._address}/outputs")
             while not self._stop.wait(self.interval):
                 if os.getppid() != self._parent:
+                    _leave(self._address)
+                if (group := self._worker.group) is not None and (reason := group.lost()):
+                    # The main thread may wait for that host's devices for ever.
+                    logger.error("the engine's process ends: %s", reason)
+                    socket.send(wire.encode([wire.Failed("HostLost", reason)]))
+                    time.sleep(_LAST_WORDS_LEAVE_S)
                     _leave(self._address)
                 if socket.poll(0, zmq.POLLOUT):
                     socket.send(wire.encode([self._clock.read()]))
@@ -215,18 +277,24 @@ def main(address: str) -> int:
     inbox.rcvhwm = outbox.sndhwm = 0  # the client bounds the frames in flight
     inbox.bind(f"{address}/requests")
     outbox.connect(f"{address}/outputs")
-    heart = _Heart(context, address, clock)
+    worker = Worker(context, inbox, outbox, clock)
+    heart = _Heart(context, address, clock, worker)
     try:
-        worker = Worker(inbox, outbox, clock)
         heart.interval = worker.start()
         worker.serve()
     except Exception as error:
+        if worker.group is not None:
+            time.sleep(_GONE_S)  # if a host is gone, the heart's thread says so and ends the process
         logger.error("the engine's process fails", exc_info=not isinstance(error, ConfigError))
-        text = str(error).encode(errors="replace").decode()
-        outbox.send(wire.encode([wire.Failed(type(error).__name__, text)]))
+        failure = wire.Failed(type(error).__name__, str(error).encode(errors="replace").decode())
+        outbox.send(wire.encode([failure]))
+        if isinstance(worker.group, OtherHost):
+            worker.group.fail(failure)
         return 1
     finally:
         heart.close()
+        if worker.group is not None:
+            worker.group.end()
         inbox.close(linger=0)
         outbox.close(linger=_LAST_WORDS_S * 1000)
         context.term()
@@ -234,6 +302,7 @@ def main(address: str) -> int:
 
 
 if __name__ == "__main__":
-    if status := main(sys.argv[1]):
-        sys.exit(status)
-    os._exit(0)  # everything is closed, and JAX's teardown would take a second
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything is closed; JAX's teardown would take a second, or wait for hosts that are gone

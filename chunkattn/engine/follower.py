@@ -1,0 +1,71 @@
+"""`Follower`: makes the calls that the first host of a model tells, on the devices of another host."""
+
+from __future__ import annotations
+
+import jax
+
+from chunkattn.engine.core import EngineCore
+from chunkattn.engine.host_calls import (
+    CopyPages,
+    Forward,
+    HostCall,
+    ReadClasses,
+    ReadLabels,
+    ReadSample,
+    ReadTokens,
+    ResetPool,
+    WarmPicks,
+    WarmReadout,
+)
+from chunkattn.engine.sampling import Edits, SampleInput
+from chunkattn.engine.step import StepArrays
+
+
+class Follower:
+    """Runner of a host that computes its part of what the first host schedules.
+
+    Args:
+        core: engine that is built as on the first host. Its scheduler stays empty.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._runner, self._builder = core.runner, core.builder
+        self._structures: dict[tuple[int, str | None], jax.tree_util.PyTreeDef] = {}
+        self._hidden: jax.Array
+
+    def run(self, call: HostCall) -> None:
+        """Make one call. Its values are of no use here, and are read only to keep pace with the devices.
+
+        Args:
+            call: next call of the first host.
+        """
+        runner = self._runner
+        match call:
+            case Forward():
+                self._hidden, _ = runner.forward(self._arrays(call))
+            case ReadSample(rows, given, edits, with_logprobs):
+                parameters, changes = given and SampleInput(*given), edits and Edits(*edits)
+                runner.sample(self._hidden, rows, parameters, changes, with_logprobs)
+            case ReadLabels(rows, labels, raw):
+                (runner.label_logits if raw else runner.label_logprobs)(self._hidden, rows, labels)
+            case ReadClasses(rows):
+                runner.class_logits(self._hidden, rows)
+            case ReadTokens(rows, targets):
+                runner.token_logprobs(self._hidden, rows, targets)
+            case WarmPicks():
+                runner.warm_picks(self._hidden)
+            case WarmReadout(size, number):
+                jax.block_until_ready(runner.warm_readout(size, number))  # type: ignore[no-untyped-call]
+            case CopyPages(pairs):
+                runner.pool.copy_pages(pairs)
+            case ResetPool():
+                runner.pool.reset()
+
+    def _arrays(self, call: Forward) -> StepArrays:
+        """Return the arrays of a step. Their structure follows from backend and number of rows, as compiled programs do."""
+        key = len(call.leaves[0]), call.backend
+        if key not in self._structures:
+            *arrays, _ = self._builder.empty(key[0], self._builder.width_buckets[0], call.backend)
+            self._structures[key] = jax.tree.structure(arrays)
+        token_ids, positions, metadata = jax.tree.unflatten(self._structures[key], call.leaves)
+        return StepArrays(token_ids, positions, metadata, call.backend)

@@ -1,0 +1,125 @@
+"""Calls that the first host of a model makes on its devices, as data, so that the other hosts make the same calls.
+
+The first host schedules. Devices of several hosts run one program together, so every host must run the same programs in the
+same order. `Runner` and `KVPool` tell each call before they make it, and a `Follower` makes it on another host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+Arrays = tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """`Runner.forward`.
+
+    Attributes:
+        leaves: arrays of `StepArrays`, in the order of JAX's trees.
+        backend: see `StepArrays`.
+    """
+
+    leaves: Arrays
+    backend: str | None
+
+
+@dataclass(frozen=True)
+class ReadSample:
+    """`Runner.sample` of the last hidden states.
+
+    Attributes:
+        rows: see `Runner.sample`.
+        given: fields of `SampleInput`, or None.
+        edits: fields of `Edits`, or None.
+        with_logprobs: see `Runner.sample`.
+    """
+
+    rows: tuple[int, ...]
+    given: Arrays | None
+    edits: Arrays | None
+    with_logprobs: bool
+
+
+@dataclass(frozen=True)
+class ReadLabels:
+    """`Runner.label_logprobs` of the last hidden states, or `Runner.label_logits`.
+
+    Attributes:
+        rows: rows to read from.
+        labels: token ids of each row's labels.
+        raw: whether logits are read.
+    """
+
+    rows: tuple[int, ...]
+    labels: tuple[tuple[int, ...], ...]
+    raw: bool
+
+
+@dataclass(frozen=True)
+class ReadClasses:
+    """`Runner.class_logits` of the last hidden states."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReadTokens:
+    """`Runner.token_logprobs` of the last hidden states."""
+
+    rows: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WarmPicks:
+    """`Runner.warm_picks` of the last hidden states."""
+
+
+@dataclass(frozen=True)
+class WarmReadout:
+    """`Runner.warm_readout`.
+
+    Attributes:
+        size: see `Runner.warm_readout`.
+        number: see `Runner.warm_readout`.
+    """
+
+    size: int
+    number: int
+
+
+@dataclass(frozen=True)
+class CopyPages:
+    """`KVPool.copy_pages`."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ResetPool:
+    """`KVPool.reset`."""
+
+
+HostCall = Forward | ReadSample | ReadLabels | ReadClasses | ReadTokens | WarmPicks | WarmReadout | CopyPages | ResetPool
+
+
+class Hosts(Protocol):
+    """The other hosts of a model."""
+
+    def tell(self, call: HostCall) -> None:
+        """Make the other hosts run a call, without waiting for them."""
+
+
+class _Alone:
+    """No other hosts."""
+
+    def tell(self, call: HostCall) -> None:
+        """Do nothing."""
+
+
+ALONE: Hosts = _Alone()
+"""Hosts of a model that one host holds, and of a host that follows."""

@@ -1,0 +1,120 @@
+"""Frames that carry messages between processes: msgpack, checked against the messages' types, without pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+_KINDS = "biuf"
+"""NumPy kinds that may be sent: bool, integers, floats."""
+
+
+class Frames:
+    """Encoder and decoder of messages of certain types.
+
+    Args:
+        kinds: dataclasses of the messages.
+        to_plain: turns a value that msgpack does not know into one that it knows.
+        from_plain: turns such a value back, given its type.
+    """
+
+    def __init__(self, kinds: Iterable[type], to_plain: Callable[[Any], Any], from_plain: Callable[[type, Any], Any]) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=to_plain)
+        self._frames = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
+        self._decoders = {kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=from_plain) for kind in kinds}
+
+    def encode(self, messages: Sequence[Any]) -> bytes:
+        """Encode messages into one frame, each with its type's name.
+
+        Raises:
+            UnicodeEncodeError: a text holds half a surrogate pair.
+            OverflowError: an integer has more than 64 bits.
+            TypeError: a value has no wire form.
+        """
+        return self._encoder.encode([(type(m).__name__, m) for m in messages])
+
+    def decode(self, frame: bytes) -> list[Any]:
+        """Decode and validate the messages of a frame; arrays are read-only.
+
+        Raises:
+            msgspec.DecodeError: the frame is malformed, or a message does not match its type.
+        """
+        try:
+            return [self._decoders[name].decode(raw) for name, raw in self._frames.decode(frame)]
+        except KeyError as name:
+            raise msgspec.DecodeError(f"unknown kind of message {name}") from None
+
+
+def to_plain(value: Any) -> Any:
+    """Return an array as its dtype, shape and bytes, and a NumPy scalar as a Python one.
+
+    Raises:
+        TypeError: the value has no wire form.
+    """
+    if isinstance(value, np.ndarray):
+        _check(value.dtype, TypeError)
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no wire form")
+
+
+def from_plain(kind: type, value: Any) -> Any:
+    """Return an array that `to_plain` made plain.
+
+    Raises:
+        TypeError, ValueError: the value has no wire form.
+    """
+    if kind is not np.ndarray:
+        raise TypeError(f"{kind.__name__} has no wire form")
+    name, shape, data = value
+    return np.frombuffer(data, _check(np.dtype(name), ValueError)).reshape(shape)
+
+
+def to_used(value: Any) -> Any:
+    """Return an array as `to_plain` does, but without the ends of its axes that repeat its last value.
+
+    Arrays of a step are padded to few sizes. Most of a page table, for example, is padding.
+
+    Raises:
+        TypeError: the value has no wire form.
+    """
+    if not isinstance(value, np.ndarray):
+        return to_plain(value)
+    dtype = _check(value.dtype, TypeError)
+    if not value.size:
+        return dtype.str, value.shape, b"", value.shape, b""
+    bits = np.ascontiguousarray(value).view(f"u{dtype.itemsize}").reshape(value.shape)
+    differs = bits != bits.flat[-1]
+    ends = []
+    for axis in range(value.ndim):
+        (found,) = differs.any(axis=tuple(other for other in range(value.ndim) if other != axis)).nonzero()
+        ends.append(int(found[-1]) + 1 if len(found) else 0)
+    used = value[tuple(slice(end) for end in ends)]
+    return dtype.str, value.shape, value.flat[-1].tobytes(), used.shape, used.tobytes()
+
+
+def from_used(kind: type, value: Any) -> Any:
+    """Return an array that `to_used` made plain.
+
+    Raises:
+        TypeError, ValueError: the value has no wire form.
+    """
+    if kind is not np.ndarray:
+        raise TypeError(f"{kind.__name__} has no wire form")
+    name, shape, fill, used, data = value
+    dtype = _check(np.dtype(name), ValueError)
+    array = np.empty(shape, dtype)
+    if array.size:
+        array[...] = np.frombuffer(fill, dtype)[0]
+        array[tuple(slice(end) for end in used)] = np.frombuffer(data, dtype).reshape(used)
+    return array
+
+
+def _check(dtype: np.dtype, error: type[Exception]) -> np.dtype:
+    if dtype.kind not in _KINDS:
+        raise error(f"arrays of {dtype} have no wire form")
+    return dtype

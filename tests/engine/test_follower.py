@@ -1,0 +1,92 @@
+"""A follower makes the calls that an engine tells: its pages and its programs become the engine's."""
+
+from collections import Counter
+from typing import get_args
+
+import jax
+import numpy as np
+import pytest
+
+from chunkattn import LLM, SamplingParams
+from chunkattn.engine.follower import Follower
+from chunkattn.engine.host_calls import Forward, HostCall, ReadClasses
+from chunkattn.models.loader import open_files
+from chunkattn.remote.group import _FRAMES
+from tests.checkpoints import CHECKPOINTS
+from tests.parallel.answers import ALGORITHMS, DRAWN, GREEDY, OPTIONS, Answers
+
+FORKED = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=4, logit_bias={5: 2.0}, min_tokens=2)
+
+
+class Told:
+    """Calls that an engine tells, as they arrive on another host."""
+
+    def __init__(self):
+        self.calls, self.sizes = [], []
+
+    def tell(self, call):
+        frame = _FRAMES.encode([call])
+        self.calls += _FRAMES.decode(frame)
+        self.sizes.append(len(frame))
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+def lead(llm, told):
+    llm.core.runner.hosts = llm.core.runner.pool._hosts = told
+
+
+def pools(llm):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(llm.core.runner.pool.caches)]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
+def test_pages_and_programs_are_equal(checkpoint, told, backend):
+    options = OPTIONS | {"attention_backend": backend, "batch_invariant": False}
+    first, other = LLM(str(checkpoint("qwen3")), **options), LLM(str(checkpoint("qwen3")), **options)
+    lead(first, told)
+    first.warm_up(use_tqdm=False)
+    answers = Answers(first, ALGORITHMS, (GREEDY, DRAWN, FORKED))
+    first.core._recover([])
+    answers.check(Answers(first, ALGORITHMS, (GREEDY, DRAWN, FORKED)), tolerance=0)
+    follower = Follower(other.core)
+    for call in told.calls:
+        follower.run(call)
+    for own, theirs in zip(pools(first), pools(other), strict=True):
+        np.testing.assert_array_equal(own, theirs)
+    assert pools(first)[0].any()
+    assert first.core.runner.compiles == other.core.runner.compiles
+    kinds = Counter(type(call) for call in told.calls)
+    assert set(kinds) == set(get_args(HostCall)) - {ReadClasses}
+    assert {call.backend for call in told.calls if isinstance(call, Forward)} == {None, "packed_dense"}
+
+
+def test_a_classifier_is_followed(checkpoint, told):
+    name = next(name for name in CHECKPOINTS if "classif" in name)
+    first, other = LLM(str(checkpoint(name)), **OPTIONS), LLM(str(checkpoint(name)), **OPTIONS)
+    lead(first, told)
+    first.classify([[3, 4, 5], [6, 7]])
+    follower = Follower(other.core)
+    for call in told.calls:
+        follower.run(call)
+    assert any(isinstance(call, ReadClasses) for call in told.calls)
+    assert first.core.runner.compiles == other.core.runner.compiles
+
+
+def test_padding_is_not_sent(checkpoint, told):
+    """A decode of one sequence sends its own pages, whatever the width of the tables."""
+    llm = LLM(str(checkpoint("qwen3")), **OPTIONS | {"attention_backend": "cpu", "max_num_seqs": 64})
+    lead(llm, told)
+    llm.generate({"prompt_token_ids": [*range(2, 90)]}, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    steps = [(call, size) for call, size in zip(told.calls, told.sizes, strict=True) if isinstance(call, Forward)]
+    whole = [sum(leaf.nbytes for leaf in call.leaves) for call, _ in steps]
+    assert max(size for _, size in steps[-8:]) < 2048
+    assert min(whole) > 8192
+
+
+def test_samples_of_checkpoints_differ(checkpoint, tmp_path):
+    files = [open_files(LLM(str(checkpoint(name)), **OPTIONS).config) for name in ("qwen3", "llama")]
+    assert files[0].sample() == files[0].sample() != files[1].sample()
