@@ -90,6 +90,8 @@ class EngineConfig:
         kv_store_max_bytes: size limit of the `kv_store` folder in bytes.
         warmup: compile every program ahead: a server and `AsyncLLM` beside the first requests, `LLM` at its start. By default a
             server and `AsyncLLM` do, and `LLM` does not.
+        warmup_tokens: longest prompt in tokens whose programs are compiled ahead. A longer prompt compiles its programs when it
+            comes. By default all programs are compiled.
         score_algorithm: default algorithm of scoring requests; `"auto"` takes the algorithm predicted to be cheapest.
         max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.
         max_items_per_request: limit on the items of one scoring request, over all of its queries, and on the documents of
@@ -142,6 +144,7 @@ class EngineConfig:
     kv_store: str | None = None
     kv_store_max_bytes: int = 16 << 30
     warmup: bool | None = None
+    warmup_tokens: int | None = None
     score_algorithm: str = "auto"
     max_logprobs: int = 20
     max_items_per_request: int = 10_000

@@ -181,6 +181,7 @@ class AttentionBackend(ABC):
         batch_invariant: whether rows must keep their bits; the engine sets it.
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
+        narrowest_table: number of entries below which narrower page tables are not faster.
         heads_first: whether a page of the default cache holds the tokens of a KV head side by side.
         checked_by_auto: whether an engine with `attention_backend="auto"` first compares the backend with `xla` on its device.
         smallest_step: rows to which smaller steps are padded.
@@ -191,6 +192,7 @@ class AttentionBackend(ABC):
     can_keep_bits: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     any_table_width: bool = False
+    narrowest_table: ClassVar[int] = 32
     heads_first: ClassVar[bool] = False
     checked_by_auto: ClassVar[bool] = False
     smallest_step: ClassVar[int] = 8

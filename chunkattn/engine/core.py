@@ -91,7 +91,7 @@ class EngineCore:
             block_size=runner.backend.spec.block_size,
             weighs=config.calibration.weighs,
         )
-        self.warm_ups = WarmUp(runner, self.builder, self.meter, with_store=disk is not None)
+        self.warm_ups = WarmUp(runner, self.builder, self.meter, with_store=disk is not None, longest=config.warmup_tokens)
         self.requests: dict[str, Request] = {}
         self.metrics = EngineMetrics()
         self._readouts = Readouts()

@@ -41,6 +41,7 @@ class EngineMetrics:
         self.preemptions = self._counter("preemptions", "Preemptions of running requests for lack of pages")
         self.compiles = self._counter("compiles", "Programs compiled, by kind of program", "program")
         self.late_compiles = self._counter("compiles_after_warmup", "Programs compiled after the end of the warm-up")
+        self.warm_up_time = self._counter("warmup_seconds", "Seconds of the warm-up, compiling or loading, by kind", "kind")
         self.warm = Gauge(_PREFIX + "warm", "1 once the warm-up has compiled every program", registry=self.registry)
         self.requests = self._counter("requests", "Requests ended, by outcome: finished, failed or aborted", "outcome")
         self.store = self._counter("kv_store_events", "Parts of prompts handled by the KV store, by event", "event")
@@ -97,7 +98,8 @@ class EngineMetrics:
             compiles: number of compiled programs by kind.
             store: number of events of the KV store by kind.
         """
-        trie, labelled = scheduler.trie, ((self.compiles, compiles), (self.store, store))
+        trie = scheduler.trie
+        labelled = ((self.compiles, compiles), (self.store, store), (self.warm_up_time, warm_ups.seconds))
         totals = [(self.evictions, trie.evictions), (self.preemptions, scheduler.preemptions)]
         totals += [(self.late_compiles, warm_ups.late_compiles)]
         self.warm.set(warm_ups.is_warm)

@@ -169,7 +169,7 @@ class Runner:
         ]
         pool = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), caches, self.pool.partitions)
         inputs = jax.tree.map(lambda x: there(x, self.shards.sharding(WHOLE)), arrays[:-1])
-        return self._step.lower(params, pool, *inputs)
+        return self._step.lower(params, pool, *inputs, backend=arrays.backend)
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""

@@ -173,8 +173,8 @@ class StepBuilder:
         self.block_size = block_size
         self.weighs = weighs
         self.token_buckets = token_buckets
-        whole = backends[None].any_table_width
-        self.width_buckets = (max_table_pages,) if whole else buckets(32, max_table_pages, 8)
+        narrowest = max_table_pages if backends[None].any_table_width else backends[None].narrowest_table
+        self.width_buckets = buckets(min(narrowest, max_table_pages), max_table_pages, 8)
 
     def empty(self, rows: int, width: int, backend: str | None = None) -> StepArrays:
         """Return the arrays of a step of padding rows only, which writes no page.
@@ -190,11 +190,12 @@ class StepBuilder:
     def _arrays(self, rows: int, width: int, used: int) -> tuple[np.ndarray, np.ndarray, AttentionBatch]:
         """Return the token ids, positions and attention batch of a step, all zero except the page lengths."""
         token_ids, positions, row_seq, row_slot, row_start = np.zeros((5, rows), np.int32)
-        prefix_end, block_tables = np.zeros(self.max_spans, np.int32), np.zeros((self.max_spans, width), np.int32)
-        page_len = np.full((self.max_spans, width), self.block_size, np.int32)
+        spans = min(self.max_spans, rows)  # a span has a row at least
+        prefix_end, block_tables = np.zeros(spans, np.int32), np.zeros((spans, width), np.int32)
+        page_len = np.full((spans, width), self.block_size, np.int32)
         weighing = None
         if self.weighs:
-            weighing = Weighing(np.full(self.max_spans, NO_QUESTION, np.int32), *np.ones((2, self.max_spans), np.float32))
+            weighing = Weighing(np.full(spans, NO_QUESTION, np.int32), *np.ones((2, spans), np.float32))
         attention = AttentionBatch(
             used, row_seq, row_slot, row_start, prefix_end, block_tables, page_len, self.block_size, weighing
         )

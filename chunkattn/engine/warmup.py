@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 
+from chunkattn.engine.host_calls import ALONE
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.runner import Program, Runner
+from chunkattn.engine.runner import Runner
 from chunkattn.engine.scheduler import SMALLEST_STEP
-from chunkattn.engine.step import StepBuilder
+from chunkattn.engine.step import StepBuilder, bucket_for
 
 logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 8
+_WORTH_A_LINE_S = 1.0
+"""Seconds from which a part has a line in the log."""
+
+
+class Part(NamedTuple):
+    """Part of a warm-up.
+
+    Attributes:
+        kind: kind of program, as the metrics name it.
+        name: what is compiled or timed, for the log.
+        run: runs the program on zeros, which compiles it.
+        compile: compiles the program without running it, in any thread; None for programs that compile fast.
+    """
+
+    kind: str
+    name: str
+    run: Callable[[], Any]
+    compile: Callable[[], Any] | None = None
 
 
 class WarmUp:
@@ -24,23 +48,47 @@ class WarmUp:
     The programs run in the order of their likelihood: a small decode step with greedy sampling, the largest step, other
     readouts of few rows, the other steps of short prompts, readouts of many rows, copies, and steps of longer prompts.
 
+    On an accelerator, threads compile the steps, several at once, while the engine computes. On a CPU they would take the
+    engine's processors. Hosts that share a model compile a program when they first run it together.
+
     Args:
         runner: runner whose programs are compiled.
         builder: builder of the step variants.
         meter: meter that is given one timed step of every token bucket.
         with_store: whether to compile the programs that copy pages to and from a KV store.
+        longest: tokens of the longest prompt whose programs are compiled; None for all.
+        threads: number of threads that compile; None chooses by the platform.
 
     Attributes:
         total: number of parts: programs to compile, and steps to time.
         done: number of parts done so far.
+        seconds: seconds that the parts took so far, by kind.
         first: number of parts that a server does before it is ready: the programs of a greedy answer to a short prompt.
     """
 
-    def __init__(self, runner: Runner, builder: StepBuilder, meter: RateMeter, *, with_store: bool) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        builder: StepBuilder,
+        meter: RateMeter,
+        *,
+        with_store: bool,
+        longest: int | None = None,
+        threads: int | None = None,
+    ) -> None:
         self._runner, self._builder, self._meter, self._with_store = runner, builder, meter, with_store
+        self._widths = builder.width_buckets
+        if longest is not None:
+            pages = min(-(-longest // builder.block_size), self._widths[-1])
+            self._widths = self._widths[: self._widths.index(bucket_for(pages, self._widths)) + 1]
+        if threads is None:
+            compiles_apart = jax.default_backend() != "cpu" and runner.hosts is ALONE
+            threads = min(os.cpu_count() or 1, _MOST_THREADS) if compiles_apart else 0
+        self._threads = ThreadPoolExecutor(threads, "warm-up") if threads else None
         self._parts = deque(self._plan())
+        self._compiled_ahead: deque[Future[Any] | None] = deque()
         self.total = len(self._parts)
-        self.done, self._seconds, self._compiled = 0, 0.0, -1
+        self.done, self.seconds, self._compiled = 0, Counter[str](), -1
 
     @property
     def is_warm(self) -> bool:
@@ -51,6 +99,12 @@ class WarmUp:
     def late_compiles(self) -> int:
         """Return the number of programs compiled after the warm-up ended."""
         return self._runner.compiles.total() - self._compiled if self.is_warm else 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether a thread still compiles the next part."""
+        self._compile_ahead()
+        return bool(self._compiled_ahead) and (ahead := self._compiled_ahead[0]) is not None and not ahead.done()
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> float:
         """Do every part that is left.
@@ -75,52 +129,92 @@ class WarmUp:
         """
         if not self._parts:
             return False
-        began = time.perf_counter()
+        began, part = time.perf_counter(), self._parts[0]
+        self._compile_ahead()
         try:
-            jax.block_until_ready((self._parts[0](), self._runner.pool.caches))  # type: ignore[no-untyped-call]
+            if self._compiled_ahead and (ahead := self._compiled_ahead.popleft()) is not None:
+                ahead.result()
+            jax.block_until_ready((part.run(), self._runner.pool.caches))  # type: ignore[no-untyped-call]
         except BaseException:
             self._parts.clear()
+            self._end_threads()
             raise
         self._parts.popleft()
         self.done += 1
-        self._seconds += time.perf_counter() - began
+        spent = time.perf_counter() - began
+        self.seconds[part.kind] += spent
+        level = logging.INFO if spent >= _WORTH_A_LINE_S else logging.DEBUG
+        logger.log(level, "warm-up %d/%d: %s in %.1f s", self.done, self.total, part.name, spent)
         if not self._parts:
+            self._end_threads()
             self._compiled = self._runner.compiles.total()
-            logger.info("warm-up: every program compiled or loaded, in %.1f s", self._seconds)
+            logger.info("warm-up: every program compiled or loaded, in %.1f s", self.seconds.total())
         return bool(self._parts)
 
-    def _plan(self) -> list[Program]:
+    def _compile_ahead(self) -> None:
+        """Let the threads compile all parts that are left, in order, unless they do already."""
+        if self._threads is not None and not self._compiled_ahead and self._parts:
+            self._compiled_ahead.extend(self._threads.submit(p.compile) if p.compile else None for p in self._parts)
+
+    def _end_threads(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+        self._compiled_ahead.clear()
+
+    def _plan(self) -> list[Part]:
         """Return the parts, the likeliest first. Timing is a part of its own, so that a request waits less."""
-        width, *wider = self._builder.width_buckets
+        width, *wider = self._widths
         sizes = self._builder.token_buckets
         short = next(size for size in sizes if size >= SMALLEST_STEP)
         decodes, others = [size for size in sizes if size < short], [size for size in sizes if size > short]
-        steps = {rows: [partial(self._first_step, rows, width), partial(self._timed_step, rows, width)] for rows in sizes}
+        steps = {rows: [self._first_step(rows, width), self._timed_step(rows, width)] for rows in sizes}
         greedy, *readouts = self._readouts(self._runner.row_sizes[0])
-        parts: list[Program] = [*(steps[rows][0] for rows in (*decodes, short)), greedy]
+        parts: list[Part] = [*(steps[rows][0] for rows in (*decodes, short)), greedy]
         self.first = len(parts)
         parts += [steps[rows][1] for rows in (*decodes, short)] + [part for rows in others[-1:] for part in steps[rows]]
         parts += readouts
         parts += [part for rows in others[:-1] for part in steps[rows]]
         parts += [part for size in self._runner.row_sizes[1:] for part in self._readouts(size)]
-        parts += self._runner.pool.copies()
-        parts += [partial(self._step, rows, width) for width in wider for rows in self._builder.token_buckets]
-        return parts + (self._runner.pool.transfers() if self._with_store else [])
+        parts += [Part("copy", "copies of pages", copy) for copy in self._runner.pool.copies()]
+        parts += [self._step(rows, width) for width in wider for rows in sizes]
+        transfers = self._runner.pool.transfers() if self._with_store else []
+        return parts + [Part("pages", "copies of pages to and from the store", transfer) for transfer in transfers]
 
-    def _readouts(self, size: int) -> list[Program]:
-        return [partial(self._runner.warm_readout, size, number) for number in range(self._runner.num_readouts(size))]
+    def _readouts(self, size: int) -> list[Part]:
+        numbers = range(self._runner.num_readouts(size))
+        return [Part("readout", f"readout {n} of {size} rows", partial(self._runner.warm_readout, size, n)) for n in numbers]
 
-    def _step(self, rows: int, width: int) -> jax.Array:
+    def _step(self, rows: int, width: int) -> Part:
+        """Return a step of padding rows."""
+        return Part("step", f"step of {rows} rows, {width} pages", partial(self._run, rows, width), self._compiles(rows, width))
+
+    def _first_step(self, rows: int, width: int) -> Part:
+        """Return a step and the programs that pick its rows, which do not depend on the width."""
+        name = f"step of {rows} rows, {width} pages, and the picks of its rows"
+
+        def run() -> None:
+            self._runner.warm_picks(self._run(rows, width))
+
+        return Part("step", name, run, self._compiles(rows, width))
+
+    def _timed_step(self, rows: int, width: int) -> Part:
+        """Return a compiled step to time for the rate meter."""
+
+        def run() -> None:
+            self._meter.forget()
+            self._meter.add(time.perf_counter(), rows, 0)
+            self._run(rows, width).block_until_ready()
+            self._meter.finish()
+
+        return Part("timing", f"timed step of {rows} rows", run)
+
+    def _run(self, rows: int, width: int) -> jax.Array:
         """Run a step of padding rows, and return its hidden states."""
         return self._runner.forward(self._builder.empty(rows, width))[0]
 
-    def _first_step(self, rows: int, width: int) -> None:
-        """Compile a step and the programs that pick its rows, which do not depend on the width."""
-        self._runner.warm_picks(self._step(rows, width))
+    def _compiles(self, rows: int, width: int) -> Callable[[], Any]:
+        def compiles() -> None:
+            self._runner.lower(self._builder.empty(rows, width), self._runner.pool.num_pages).compile()
 
-    def _timed_step(self, rows: int, width: int) -> None:
-        """Time a compiled step for the rate meter."""
-        self._meter.forget()
-        self._meter.add(time.perf_counter(), rows, 0)
-        self._step(rows, width).block_until_ready()
-        self._meter.finish()
+        return compiles

@@ -36,6 +36,8 @@ _GONE_S = 1.5
 """Seconds after a failed step in which the connection of a host that is gone shows that."""
 _INBOX_S = 0.05
 _DISK_WAIT_S = 600
+_COMPILING_MS = 50
+"""Milliseconds that an idle engine waits for a message while threads compile programs."""
 _WARM_PAUSE_S = 1.0
 """Seconds of steps between two programs compiled beside them."""
 
@@ -142,6 +144,11 @@ class Worker:
     def _warm_beside(self, pause_s: float) -> bool:
         """Compile one program if the last program is `pause_s` seconds ago. Return whether programs remain."""
         if self._warms and time.monotonic() - self._warmed_at >= pause_s:
+            if self.core.warm_ups.is_waiting:
+                if not pause_s:
+                    self._clock.idle()
+                    self._inbox.poll(_COMPILING_MS)
+                return True
             self._clock.begin()
             self._warms = self.core.warm_beside()
             self._warmed_at = time.monotonic()

@@ -95,6 +95,7 @@ class PallasTpuBackend(AttentionBackend):
     checked_by_auto = True
     can_keep_bits = True
     max_pages = 1 << (31 - LENGTH_BITS)
+    narrowest_table = 1 << 12  # 16 KiB of scalar memory a row, copied while another tile is computed
     max_table_pages = 1 << 15  # the megabyte of scalar memory holds four rows of the page table
     interpret: ClassVar[Any] = None
     chip: ClassVar[str | None] = None
