@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from functools import partial
 
 import jax
 import numpy as np
 
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
+from chunkattn.engine.ahead import Ahead
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.host_calls import ALONE
 from chunkattn.engine.isolation import Isolation, not_finite, stuck
@@ -95,6 +97,7 @@ class EngineCore:
         self.requests: dict[str, Request] = {}
         self.metrics = EngineMetrics()
         self._readouts = Readouts()
+        self._ahead = Ahead(self.scheduler, self.builder)
         self._pins: dict[str, Request] = {}
         self._outputs: list[EngineOutput] = []  # of the step under way; an interrupt leaves them to the next step
         self._concerned: list[Request] = []  # requests that an exception in the step under way concerns
@@ -226,9 +229,12 @@ class EngineCore:
         began, compiled, spans = time.perf_counter(), self.runner.compiles.total(), list[Span]()
         self._concerned, self._persisted = [], False
         try:
-            spans = self._schedule()
+            self._take_read()
+            planned = self._ahead.take()
+            spans = planned.spans if planned else self._schedule()
+            self._concerned = [span.sample.request for span in spans]
             if spans:
-                step = self.builder.build(spans)
+                step = planned or self.builder.build(spans)
                 self.metrics.host_time.observe(time.perf_counter() - began)
                 self.meter.add(began, len(step.arrays.token_ids), step.area)
                 hidden, finite = self.runner.forward(step.arrays)
@@ -258,7 +264,6 @@ class EngineCore:
 
     def _schedule(self) -> list[Span]:
         """Place waiting requests and plan a step. Return its spans; empty if there is nothing to compute."""
-        self._take_read()
         self._admit()
         while request := self.scheduler.stuck:
             self._end(request, "failed")
@@ -266,11 +271,18 @@ class EngineCore:
             self._admit()
         self._finish_precomputed()
         self._concerned = []
-        spans = self.scheduler.plan(lambda: self.meter.rows_within(self.config.max_decode_gap_s))
-        self._concerned = [span.sample.request for span in spans]
+        spans = self.scheduler.plan(self._rows_beside_decodes)
         if not spans and self._unchecked is None:
             self._take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
         return spans
+
+    def _rows_beside_decodes(self) -> int:
+        return self.meter.rows_within(self.config.max_decode_gap_s)
+
+    def _plan_ahead(self, step: Step) -> None:
+        """Plan the step after one that the device computes, if that can be foreseen."""
+        if not self.isolation.has_suspects:
+            self._ahead.plan(step, self._rows_beside_decodes, self._is_alive)
 
     def _check_last(self) -> None:
         """Check and commit the step before this one, unless that has been done."""
@@ -292,6 +304,7 @@ class EngineCore:
         if not step.is_read:
             self._unchecked = step, finite
             return
+        self.runner.while_waiting = partial(self._plan_ahead, step)
         result = read_step(self.runner, step, hidden, finite)
         taken = self._commit(step, result.finite)
         self._outputs += self._readouts.take(step, result, taken, self.meter)
@@ -322,6 +335,7 @@ class EngineCore:
                 self.metrics.non_finite.inc()
                 self._outputs.append(not_finite(request, token_id, self.runner.dtype))
         complete = self.scheduler.commit()
+        self.scheduler.changes += len(failed)  # blocks that others share are computed again
         for request in failed:  # forget what it computed, in memory and on disk
             self.scheduler.placement.discard(request, [*self.scheduler.running, *self.scheduler.pinned])
             if self.disk is not None:
@@ -420,7 +434,8 @@ class EngineCore:
     def _recover(self, failed: Iterable[Request]) -> None:
         """Drop the donated pool and the failed requests, and restart all other requests on a fresh pool."""
         self.meter.forget()
-        self._unchecked = None
+        self._ahead.drop()
+        self.runner.while_waiting = self._unchecked = None
         for request in failed:
             if self.disk is not None:
                 self.disk.drop(request)

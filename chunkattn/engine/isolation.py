@@ -24,6 +24,11 @@ class Isolation:
         self._suspects: deque[tuple[Request, dict[Sample, int]]] = deque()  # with the token count that each sample must reach
         self._cleared: set[Request] = set()  # passed alone; emptied when a step of several spans succeeds
 
+    @property
+    def has_suspects(self) -> bool:
+        """Return whether requests run alone at present."""
+        return bool(self._suspects)
+
     def blame(self, concerned: list[Request], spans: Iterable[Span]) -> list[Request]:
         """Return the requests that fail because a step raised. The other requests of the step become suspects.
 

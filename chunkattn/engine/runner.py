@@ -77,6 +77,7 @@ class Runner:
         row_sizes: sizes to which blocks of sampled rows are padded.
         compiles: number of programs traced so far, by name.
         hosts: the other hosts of the model, which are told every call; `ALONE` on a host that follows.
+        while_waiting: called once, before the host next waits for values of a readout; None for nothing.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Runner:
         hosts: Hosts = ALONE,
     ) -> None:
         self.hosts = hosts
+        self.while_waiting: Callable[[], None] | None = None
         self.spec, self.shards, self.backend = model.spec, model.shards, backend
         self.backends: dict[str | None, AttentionBackend] = {n: get_backend(n)(backend.spec) for n in ON_REQUEST}
         self.backends[None] = backend
@@ -243,7 +245,7 @@ class Runner:
         else:  # three programs, so that each width of edits compiles only a small program
             logits = self._logits(self._params, picked)
             drawn = self._choose(logits, self._edit(logits, edits), given, with_logprobs=with_logprobs)
-        found: tuple[np.ndarray, Readout | None, np.ndarray] = jax.device_get(drawn)
+        found: tuple[np.ndarray, Readout | None, np.ndarray] = self._fetch(drawn)
         return found
 
     def label_logprobs(
@@ -325,7 +327,14 @@ class Runner:
             inputs = []
             if targets is not None:
                 inputs = [np.pad(targets[block], ((0, len(picked) - size), *[(0, 0)] * (targets.ndim - 1)))]
-            yield block, jax.tree.map(itemgetter(slice(size)), jax.device_get(program(self._params, picked, *inputs)))
+            yield block, jax.tree.map(itemgetter(slice(size)), self._fetch(program(self._params, picked, *inputs)))
+
+    def _fetch(self, values: Any) -> Any:
+        """Return the values of a readout on the host, after the work that the wait is used for."""
+        meanwhile, self.while_waiting = self.while_waiting, None
+        if meanwhile is not None:
+            meanwhile()
+        return jax.device_get(values)
 
     def _pick(self, hidden: jax.Array, rows: Sequence[int], sizes: Sequence[int] | None = None) -> jax.Array:
         """Return the hidden states of up to `READ_ROWS` rows, padded to a bucket, so that readers compile once per bucket."""

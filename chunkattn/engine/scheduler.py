@@ -44,6 +44,7 @@ class Scheduler:
         uncached: waiting requests that name an attention backend. Each takes one step for itself and no pages.
         alone: the only request that may be placed; None if all may.
         preemptions: number of preemptions for lack of pages.
+        changes: number of times that a request or a sample entered a queue, left it or was placed.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Scheduler:
         self.pinned: list[Request] = []
         self.uncached: list[Request] = []
         self.alone: Request | None = None
-        self.preemptions = 0
+        self.preemptions = self.changes = 0
         self._fills: list[Fill] = []  # of the step being planned
         self._uncommitted: deque[tuple[list[Span], list[Fill]]] = deque()  # planned steps, the oldest first
         self._span_of: dict[Sample, int] = {}
@@ -87,6 +88,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, which must fit the limits of the engine."""
+        self.changes += 1
         insort(self.waiting if request.backend is None else self.uncached, request, key=lambda r: r.order)
 
     def admit(self) -> Request | None:
@@ -97,6 +99,7 @@ class Scheduler:
         """
         while (request := self._next) and not self._still_refused(request):
             if self._place(request):
+                self.changes += 1
                 self.waiting.remove(request)
                 insort(self.running, request, key=lambda r: r.order)
                 return request
@@ -165,11 +168,13 @@ class Scheduler:
         if len(request.samples) == 1:
             self.remove(request)
         else:
+            self.changes += 1
             self.placement.release_sample(sample)
         request.samples.remove(sample)
 
     def remove(self, request: Request) -> None:
         """Remove a request from every queue and release its blocks."""
+        self.changes += 1
         for requests in (self.waiting, self.running, self.pinned, self.uncached):
             if request in requests:
                 requests.remove(request)
@@ -177,11 +182,13 @@ class Scheduler:
 
     def pin(self, request: Request) -> None:
         """Keep the blocks of a completed precompute request."""
+        self.changes += 1
         self.running.remove(request)
         self.pinned.append(request)
 
     def restart(self, requests: Iterable[Request]) -> None:
         """Empty all queues and the trie after the loss of the pool, and queue `requests` in order, regardless of state."""
+        self.changes += 1
         self.waiting, self.running, self.pinned, self.uncached, self._refused = [], [], [], [], None
         self._uncommitted.clear()
         self.trie.reset()
@@ -208,6 +215,17 @@ class Scheduler:
         if spans:
             self._uncommitted.append((spans, self._fills))
         return spans
+
+    def unplan(self) -> None:
+        """Forget the newest planned step, which has not begun."""
+        _, fills = self._uncommitted.pop()
+        for _, part, number, start, _ in fills:
+            block = part.blocks[number]
+            block.planned = max(min(block.planned, start), block.filled)
+
+    def can_grow(self) -> bool:
+        """Give every sample with one token left a slot for it. Return whether there are pages for all."""
+        return all(self.placement.grow(s) for s, count in self._tokens_left().items() if count == 1)
 
     def _plan_paged(self, beside_decodes: Callable[[], int] | None) -> list[Span]:
         spans: list[Span] = []

@@ -75,15 +75,16 @@ def from_plain(kind: type, value: Any) -> Any:
 
 
 def to_used(value: Any) -> Any:
-    """Return an array as `to_plain` does, but without the ends of its axes that repeat its last value.
+    """Return an array or a NumPy scalar as `to_plain` does an array, but without the ends of axes that repeat its last value.
 
     Arrays of a step are padded to few sizes. Most of a page table, for example, is padding.
 
     Raises:
         TypeError: the value has no wire form.
     """
-    if not isinstance(value, np.ndarray):
+    if not isinstance(value, (np.ndarray, np.generic)):
         return to_plain(value)
+    value = np.asarray(value)
     dtype = _check(value.dtype, TypeError)
     if not value.size:
         return dtype.str, value.shape, b"", value.shape, b""

@@ -158,9 +158,12 @@ class FirstHost:
 
     def tell(self, call: HostCall) -> None:
         """Send a call to every other host; see `chunkattn.engine.host_calls.Hosts`."""
-        frame = _FRAMES.encode([call])
+        self._send(_FRAMES.encode([call]))
+
+    def _send(self, frame: bytes) -> None:
         for calls in self._calls.values():
-            calls.send(frame, zmq.NOBLOCK)
+            with suppress(zmq.Again):  # that host is gone, as `lost` tells
+                calls.send(frame, zmq.NOBLOCK)
 
     def lost(self) -> str | None:
         """Return why a host that has joined is gone, or None. One thread at a time may ask."""
@@ -181,9 +184,7 @@ class FirstHost:
 
     def end(self) -> None:
         """Tell the other hosts that this one ends in order, and close the connections."""
-        frame = _FRAMES.encode([End()])
-        for calls in self._calls.values():
-            calls.send(frame, zmq.NOBLOCK)
+        self._send(_FRAMES.encode([End()]))
         self._close_calls(_LAST_WORDS_MS)
         self._hellos.close(linger=0)
 

@@ -1,21 +1,23 @@
 """A follower makes the calls that an engine tells: its pages and its programs become the engine's."""
 
+import copy
 from collections import Counter
 from typing import get_args
 
 import jax
 import numpy as np
 import pytest
+from transformers import AutoModelForSequenceClassification
 
 from chunkattn import LLM, SamplingParams
 from chunkattn.engine.follower import Follower
 from chunkattn.engine.host_calls import Forward, HostCall, ReadClasses
 from chunkattn.models.loader import open_files
 from chunkattn.remote.group import _FRAMES
-from tests.checkpoints import CHECKPOINTS
+from tests.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.parallel.answers import ALGORITHMS, DRAWN, GREEDY, OPTIONS, Answers
 
-FORKED = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=4, logit_bias={5: 2.0}, min_tokens=2)
+FORKED = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=4, logit_bias={5: 2.0}, min_tokens=2, logprobs=0)
 
 
 class Told:
@@ -64,11 +66,13 @@ def test_pages_and_programs_are_equal(checkpoint, told, backend):
     assert {call.backend for call in told.calls if isinstance(call, Forward)} == {None, "packed_dense"}
 
 
-def test_a_classifier_is_followed(checkpoint, told):
-    name = next(name for name in CHECKPOINTS if "classif" in name)
-    first, other = LLM(str(checkpoint(name)), **OPTIONS), LLM(str(checkpoint(name)), **OPTIONS)
+def test_a_classifier_is_followed(tmp_path, told):
+    config = copy.deepcopy(CHECKPOINTS["qwen3"])
+    config.num_labels, config.pad_token_id = 3, 0
+    folder = make_checkpoint(config, tmp_path, auto=AutoModelForSequenceClassification)
+    first, other = LLM(str(folder), **OPTIONS), LLM(str(folder), **OPTIONS)
     lead(first, told)
-    first.classify([[3, 4, 5], [6, 7]])
+    first.score([3, 4, 5], [[6, 7], [8]], use_tqdm=False)
     follower = Follower(other.core)
     for call in told.calls:
         follower.run(call)
@@ -78,7 +82,7 @@ def test_a_classifier_is_followed(checkpoint, told):
 
 def test_padding_is_not_sent(checkpoint, told):
     """A decode of one sequence sends its own pages, whatever the width of the tables."""
-    llm = LLM(str(checkpoint("qwen3")), **OPTIONS | {"attention_backend": "cpu", "max_num_seqs": 64})
+    llm = LLM(str(checkpoint("qwen3")), **OPTIONS | {"attention_backend": "cpu", "kv_cache_memory_bytes": 64 << 20})
     lead(llm, told)
     llm.generate({"prompt_token_ids": [*range(2, 90)]}, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     steps = [(call, size) for call, size in zip(told.calls, told.sizes, strict=True) if isinstance(call, Forward)]

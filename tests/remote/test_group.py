@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -48,7 +49,11 @@ def of(index, port, **changes):
 
 
 def in_thread(work):
-    thread = threading.Thread(target=work, daemon=True)
+    def run():
+        with suppress(zmq.ZMQError):  # the test has closed the sockets
+            work()
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
 
