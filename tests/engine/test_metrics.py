@@ -1,10 +1,14 @@
 """Warm-up compiles what steps need; metrics count what has happened."""
 
+import threading
+
+import jax
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.engine.sampling import ROW_BUCKETS
+from chunkattn.engine.warmup import WarmUp
 from tests.checkpoints import VOCAB
 from tests.engine.test_cache import part
 
@@ -194,3 +198,55 @@ def test_preemptions_and_evictions_are_counted(fresh, rng):
     llm.core.metrics_text()
     assert llm.core.metrics.value("preemptions_total") == llm.core.scheduler.preemptions > 0
     assert llm.core.metrics.value("evictions_total") == llm.core.scheduler.trie.evictions > 0
+
+
+def test_threads_compile_what_the_steps_run(fresh, rng):
+    """A program that a thread has compiled is not compiled again when the engine runs it."""
+    llm, compiled = fresh(), []
+    warm_ups = WarmUp(llm.core.runner, llm.core.builder, llm.core.meter, with_store=False, threads=2)
+
+    def heard(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        warm_ups.run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
+    steps = len(llm.core.builder.token_buckets) * len(llm.core.builder.width_buckets)
+    in_threads = [name for name in compiled if name.startswith("warm-up")]
+    assert len(in_threads) == llm.core.runner.compiles["step"] == steps
+    assert warm_ups.is_warm
+    assert len(compiled) - steps == sum(llm.core.runner.compiles.values()) - steps
+    before = dict(llm.core.runner.compiles)
+    llm.generate([{"prompt_token_ids": part(rng, n)} for n in (1, 100)], SamplingParams(temperature=0, max_tokens=4))
+    assert dict(llm.core.runner.compiles) == before
+
+
+def test_a_program_that_a_thread_cannot_compile_ends_the_warm_up_alone(fresh, rng, monkeypatch):
+    llm = fresh()
+    llm.core.warm_ups = WarmUp(llm.core.runner, llm.core.builder, llm.core.meter, with_store=False, threads=2)
+    monkeypatch.setattr(llm.core.runner, "lower", lambda *_: 1 / 0)
+    assert not llm.core.warm_beside()
+    assert not llm.core.warm_ups.is_warm
+    assert len(llm.generate({"prompt_token_ids": part(rng, 5)}, SamplingParams(max_tokens=3, ignore_eos=True))) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "widths"), [(None, [32, 256]), (1, [32]), (512, [32]), (513, [32, 256]), (10**6, [32, 256])]
+)
+def test_warm_up_stops_at_the_longest_prompt(fresh, tokens, widths):
+    llm = fresh(attention_backend="xla", kv_cache_memory_bytes=4 << 20, warmup_tokens=tokens)
+    assert llm.core.builder.width_buckets == (32, 256)
+    names = {part.name.split(",")[1].split()[0] for part in llm.core.warm_ups._parts if part.kind == "step"}
+    assert sorted(map(int, names)) == widths
+
+
+def test_seconds_of_the_warm_up_are_counted(fresh):
+    llm = fresh()
+    llm.core.warm_ups.run()
+    llm.core.metrics_text()
+    found = {kind: llm.core.metrics.value("warmup_seconds_total", kind=kind) for kind in ("step", "readout", "copy", "timing")}
+    assert all(found.values())
+    assert sum(found.values()) == pytest.approx(llm.core.warm_ups.seconds.total())
