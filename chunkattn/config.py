@@ -90,8 +90,9 @@ class EngineConfig:
         kv_store_max_bytes: size limit of the `kv_store` folder in bytes.
         warmup: compile every program ahead: a server and `AsyncLLM` beside the first requests, `LLM` at its start. By default a
             server and `AsyncLLM` do, and `LLM` does not.
-        warmup_tokens: longest prompt in tokens whose programs are compiled ahead. A longer prompt compiles its programs when it
-            comes. By default all programs are compiled.
+        warmup_tokens: tokens of the longest sequence, prompt and answer, whose programs are compiled ahead. A longer one
+            compiles its programs when it comes. Each chunk begins a page and so counts as up to a page more. By default all
+            programs are compiled.
         score_algorithm: default algorithm of scoring requests; `"auto"` takes the algorithm predicted to be cheapest.
         max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.
         max_items_per_request: limit on the items of one scoring request, over all of its queries, and on the documents of
@@ -234,6 +235,8 @@ def split_address(address: str) -> tuple[str, int]:
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not (colon and host and port.isdecimal() and 0 < int(port) < 2**16) or (":" in host and address[0] != "["):
         raise ConfigError(f"coordinator must be HOST:PORT with a port of 1 to 65535, got {address!r}")
+    if host in ("0.0.0.0", "::", "*"):
+        raise ConfigError(f"coordinator must name host 0 as the other hosts reach it, got {address!r}")
     return host, int(port)
 
 

@@ -10,7 +10,7 @@ from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.step import Step, StepBuilder
 
 _UNKNOWN = 0
-"""Token that stands for one that the device has still to draw."""
+"""Placeholder for a token that the device has not drawn yet."""
 
 
 @dataclass(frozen=True)
@@ -19,22 +19,25 @@ class _Planned:
 
     Attributes:
         step: the step.
-        changes: `Scheduler.changes` at the time when it begins, if nothing unforeseen happens.
+        changes: `Scheduler.changes` when the step begins, if the foreseen ends are the only ones.
+        lengths: number of generated tokens that each continuing sample then has.
         unknown: rows of tokens that were unknown, with the sample of each.
     """
 
     step: Step
     changes: int
+    lengths: dict[Sample, int]
     unknown: list[tuple[int, Sample]]
 
 
 class Ahead:
     """Planner of a step whose samples go on as foreseen: each gets one token, and ends only at its `max_tokens`.
 
-    If anything else happens, such as a new request or the end of a text, the plan is dropped and the step planned anew. So
-    steps are the same as without planning ahead, and so are their order and their bits.
+    If anything else happens, such as a new request or the end of a text, the plan is dropped and the step planned anew. So the
+    steps are those of planning afterwards, in the same order.
 
-    Source: the asynchronous schedulers of SGLang and vLLM, which also run a step before the tokens of the last one are known.
+    Source: the asynchronous schedulers of SGLang and vLLM, which also prepare a step before the tokens of the last one are
+    known.
 
     Args:
         scheduler: scheduler of the engine.
@@ -53,52 +56,58 @@ class Ahead:
             beside_decodes: see `Scheduler.plan`.
             is_alive: returns whether a request has not ended.
         """
-        scheduler = self._scheduler
+        scheduler, ending = self._scheduler, 0
         if scheduler.uncached or any(r.precompute for r in scheduler.running):
             return
-        going, ending = list[Sample](), 0
+        going: list[Sample] = []
         for _, sample, number in step.samples:
             request = sample.request
             if request.forks or number != sample.number:
                 return
-            if not is_alive(request) or sample not in request.samples:
-                continue
-            if len(sample.output_ids) + 1 >= request.max_tokens:
-                ending += 1
-            else:
-                going.append(sample)
+            if is_alive(request) and sample in request.samples:
+                if len(sample.output_ids) + 1 < request.max_tokens:
+                    going.append(sample)
+                else:
+                    ending += 1
         ending += sum(bool(s.request.score) and end == s.num_tokens and is_alive(s.request) for s, _, end in step.spans)
-        if ending and scheduler.waiting:  # they get the room
+        if ending and scheduler.waiting:  # the requests that wait will take their room
             return
-        for sample in going:
-            sample.output_ids.append(_UNKNOWN)
+        lengths = {sample: len(sample.output_ids) + 1 for sample in going}
         try:
-            spans = scheduler.plan(beside_decodes) if scheduler.can_grow() else []
-            if not spans:
-                return
-            following, waiting = self._builder.build(spans), set(going)
-            unknown = [
-                (rows.stop - 1, span.sample)
-                for span, rows in following.rows()
-                if span.sample in waiting and span.end == span.sample.num_tokens
-            ]
-            self._planned = _Planned(following, scheduler.changes + ending, unknown)
-        finally:
             for sample in going:
-                sample.output_ids.pop()
+                sample.output_ids.append(_UNKNOWN)
+            if spans := scheduler.plan_ahead(beside_decodes):
+                following = self._builder.build(spans)
+                unknown = [
+                    (rows.stop - 1, span.sample)
+                    for span, rows in following.rows()
+                    if span.sample in lengths and span.end == span.sample.num_tokens
+                ]
+                self._planned = _Planned(following, scheduler.changes + ending, lengths, unknown)
+        finally:
+            for sample, length in lengths.items():
+                del sample.output_ids[length - 1 :]
 
     def take(self) -> Step | None:
         """Return the planned step if everything went as foreseen; otherwise drop it."""
-        planned, self._planned = self._planned, None
-        if planned is None:
+        if (planned := self._planned) is None:
             return None
-        if planned.changes != self._scheduler.changes:
-            self._scheduler.unplan()
+        if planned.changes != self._scheduler.changes or any(
+            len(sample.output_ids) != length for sample, length in planned.lengths.items()
+        ):
+            self.drop()
             return None
         for row, sample in planned.unknown:
             planned.step.arrays.token_ids[row] = sample.output_ids[-1]
+        self._planned = None
         return planned.step
 
     def drop(self) -> None:
-        """Forget the planned step, after the scheduler has forgotten it."""
+        """Drop the planned step, if there is one."""
+        if self._planned is not None:
+            self._planned = None
+            self._scheduler.unplan()
+
+    def forget(self) -> None:
+        """Forget the planned step, after the scheduler has restarted."""
         self._planned = None

@@ -70,7 +70,7 @@ def build_core(config: EngineConfig, files: ModelFiles, hosts: Hosts = ALONE) ->
     per_page = page_bytes(backend, files.spec.num_layers)
     num_pages = shards.least(min(_num_pages(config, per_page, spec.block_size, shards), backend.max_pages))
     runner = Runner(decoder, backend, num_pages, config.max_logprobs, config.batch_invariant, hosts)
-    if shards.least(runner.invariance.holds) < runner.invariance.holds:
+    if not shards.agree(runner.invariance.holds):
         raise ConfigError("the processors of the hosts add up in different orders; set batch_invariant=False on all of them")
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None)
 

@@ -98,6 +98,7 @@ class EngineCore:
         self.metrics = EngineMetrics()
         self._readouts = Readouts()
         self._ahead = Ahead(self.scheduler, self.builder)
+        self._planning_error: Exception | None = None
         self._pins: dict[str, Request] = {}
         self._outputs: list[EngineOutput] = []  # of the step under way; an interrupt leaves them to the next step
         self._concerned: list[Request] = []  # requests that an exception in the step under way concerns
@@ -280,9 +281,16 @@ class EngineCore:
         return self.meter.rows_within(self.config.max_decode_gap_s)
 
     def _plan_ahead(self, step: Step) -> None:
-        """Plan the step after one that the device computes, if that can be foreseen."""
-        if not self.isolation.has_suspects:
+        """Plan the step after one that the device computes, if that can be foreseen.
+
+        An error waits for the end of the readout, whose programs the hosts of the model run together.
+        """
+        if self.isolation.has_suspects:
+            return
+        try:
             self._ahead.plan(step, self._rows_beside_decodes, self._is_alive)
+        except Exception as error:
+            self._planning_error = error
 
     def _check_last(self) -> None:
         """Check and commit the step before this one, unless that has been done."""
@@ -306,6 +314,8 @@ class EngineCore:
             return
         self.runner.while_waiting = partial(self._plan_ahead, step)
         result = read_step(self.runner, step, hidden, finite)
+        if (error := self._planning_error) is not None:
+            raise error
         taken = self._commit(step, result.finite)
         self._outputs += self._readouts.take(step, result, taken, self.meter)
         drawn = [(row, *token) for row, token in zip(step.samples, result.tokens, strict=True) if taken[row[0]]]
@@ -335,7 +345,8 @@ class EngineCore:
                 self.metrics.non_finite.inc()
                 self._outputs.append(not_finite(request, token_id, self.runner.dtype))
         complete = self.scheduler.commit()
-        self.scheduler.changes += len(failed)  # blocks that others share are computed again
+        if failed or not complete:  # some tokens are computed again
+            self._ahead.drop()
         for request in failed:  # forget what it computed, in memory and on disk
             self.scheduler.placement.discard(request, [*self.scheduler.running, *self.scheduler.pinned])
             if self.disk is not None:
@@ -434,8 +445,8 @@ class EngineCore:
     def _recover(self, failed: Iterable[Request]) -> None:
         """Drop the donated pool and the failed requests, and restart all other requests on a fresh pool."""
         self.meter.forget()
-        self._ahead.drop()
-        self.runner.while_waiting = self._unchecked = None
+        self._ahead.forget()
+        self.runner.while_waiting = self._unchecked = self._planning_error = None
         for request in failed:
             if self.disk is not None:
                 self.disk.drop(request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 
 from chunkattn.engine.core import EngineCore
@@ -20,6 +22,8 @@ from chunkattn.engine.host_calls import (
 from chunkattn.engine.sampling import Edits, SampleInput
 from chunkattn.engine.step import StepArrays
 
+logger = logging.getLogger(__name__)
+
 
 class Follower:
     """Runner of a host that computes its part of what the first host schedules.
@@ -32,19 +36,39 @@ class Follower:
         self._runner, self._builder = core.runner, core.builder
         self._structures: dict[tuple[int, str | None], jax.tree_util.PyTreeDef] = {}
         self._hidden: jax.Array
+        self._waits_for_pool = False
 
     def run(self, call: HostCall) -> None:
         """Make one call. Its values are of no use here, and are read only to keep pace with the devices.
 
+        The first host recovers from an exception that is none of the devices by a new pool. It has had the same exception, so
+        this host skips calls until the new pool.
+
         Args:
             call: next call of the first host.
+
+        Raises:
+            JaxRuntimeError: the devices failed.
         """
+        if self._waits_for_pool and not isinstance(call, ResetPool):
+            return
+        self._waits_for_pool = False
+        try:
+            self._run(call)
+        except jax.errors.JaxRuntimeError:
+            raise
+        except Exception:
+            logger.exception("a call of host 0 failed")
+            self._waits_for_pool = True
+
+    def _run(self, call: HostCall) -> None:
         runner = self._runner
         match call:
             case Forward():
                 self._hidden, _ = runner.forward(self._arrays(call))
             case ReadSample(rows, given, edits, with_logprobs):
-                parameters, changes = given and SampleInput(*given), edits and Edits(*edits)
+                parameters = None if given is None else SampleInput(*given)
+                changes = None if edits is None else Edits(*edits)
                 runner.sample(self._hidden, rows, parameters, changes, with_logprobs)
             case ReadLabels(rows, labels, raw):
                 (runner.label_logits if raw else runner.label_logprobs)(self._hidden, rows, labels)

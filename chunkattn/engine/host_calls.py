@@ -16,7 +16,7 @@ Arrays = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class Forward:
-    """`Runner.forward`.
+    """Call of `Runner.forward`.
 
     Attributes:
         leaves: arrays of `StepArrays`, in the order of JAX's trees.
@@ -29,7 +29,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class ReadSample:
-    """`Runner.sample` of the last hidden states.
+    """Call of `Runner.sample` of the last hidden states.
 
     Attributes:
         rows: see `Runner.sample`.
@@ -46,7 +46,7 @@ class ReadSample:
 
 @dataclass(frozen=True)
 class ReadLabels:
-    """`Runner.label_logprobs` of the last hidden states, or `Runner.label_logits`.
+    """Call of `Runner.label_logprobs` of the last hidden states, or `Runner.label_logits`.
 
     Attributes:
         rows: rows to read from.
@@ -61,14 +61,14 @@ class ReadLabels:
 
 @dataclass(frozen=True)
 class ReadClasses:
-    """`Runner.class_logits` of the last hidden states."""
+    """Call of `Runner.class_logits` of the last hidden states."""
 
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ReadTokens:
-    """`Runner.token_logprobs` of the last hidden states."""
+    """Call of `Runner.token_logprobs` of the last hidden states."""
 
     rows: tuple[int, ...]
     targets: tuple[int, ...]
@@ -76,12 +76,12 @@ class ReadTokens:
 
 @dataclass(frozen=True)
 class WarmPicks:
-    """`Runner.warm_picks` of the last hidden states."""
+    """Call of `Runner.warm_picks` of the last hidden states."""
 
 
 @dataclass(frozen=True)
 class WarmReadout:
-    """`Runner.warm_readout`.
+    """Call of `Runner.warm_readout`.
 
     Attributes:
         size: see `Runner.warm_readout`.
@@ -94,14 +94,14 @@ class WarmReadout:
 
 @dataclass(frozen=True)
 class CopyPages:
-    """`KVPool.copy_pages`."""
+    """Call of `KVPool.copy_pages`."""
 
     pairs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class ResetPool:
-    """`KVPool.reset`."""
+    """Call of `KVPool.reset`."""
 
 
 HostCall = Forward | ReadSample | ReadLabels | ReadClasses | ReadTokens | WarmPicks | WarmReadout | CopyPages | ResetPool

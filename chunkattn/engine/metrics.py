@@ -49,7 +49,7 @@ class EngineMetrics:
         self.block_size = Gauge(_PREFIX + "block_size", "Token slots of a KV page", registry=self.registry)
         self.queue = Gauge(_PREFIX + "requests_now", "Requests in the engine, by state", ["state"], registry=self.registry)
         self.step_time = self._histogram("step_seconds", "Seconds per engine step")
-        self.host_time = self._histogram("step_host_seconds", "Seconds per step for scheduling and metadata on the host")
+        self.host_time = self._histogram("step_host_seconds", "Seconds per step for scheduling and metadata while no step runs")
         self.queue_time = self._histogram("queue_seconds", "Seconds from a request's arrival to its first admission")
         self.first_token = self._histogram("time_to_first_token_seconds", "Seconds from a request's arrival to its first token")
         self.inter_token = self._histogram("inter_token_seconds", "Seconds between consecutive tokens of one sample")
@@ -103,8 +103,8 @@ class EngineMetrics:
         totals = [(self.evictions, trie.evictions), (self.preemptions, scheduler.preemptions)]
         totals += [(self.late_compiles, warm_ups.late_compiles)]
         self.warm.set(warm_ups.is_warm)
-        totals += [(counter.labels(label), count) for counter, counts in labelled for label, count in counts.items()]
-        for counter, total in totals:
+        by_label = [(counter.labels(label), count) for counter, counts in labelled for label, count in counts.items()]
+        for counter, total in (*totals, *by_label):
             counter.inc(total - self._totals.get(counter, 0.0))
             self._totals[counter] = total
         pinned = len({b for r in scheduler.pinned for s in r.samples for b in s.held if b.page >= 0})

@@ -212,6 +212,13 @@ class Placement:
         sample.num_pages += 1
         return True
 
+    def shrink(self, samples: Iterable[Sample]) -> None:
+        """Take back the last page of samples that `grow` gave them and that nothing was written to."""
+        for sample in samples:
+            if sample.parts:  # otherwise the sample has ended and released its pages
+                sample.num_pages -= 1
+                self.trie.release([sample.parts[-1].blocks.pop()])
+
     def publish(self, sample: Sample, part: Part, index: int) -> None:
         """Add a full block of generated tokens to the trie, or switch to the block of equal content that is there.
 

@@ -299,6 +299,19 @@ class Sample:
             return part.start + sum(b.size for b in part.blocks[-1:]) + (len(part.blocks) - 1) * self.request.plan.block_size
         return part.start + part.cursor * self.request.plan.block_size + part.blocks[part.cursor].filled
 
+    @property
+    def num_planned(self) -> int:
+        """Return the number of tokens from the start whose K/V is computed, or will be by the steps planned so far."""
+        end = self.num_computed
+        for part in self.parts[self.current :]:
+            for index in range(part.cursor, len(part.blocks)):
+                block = part.blocks[index]
+                if block.planned < block.size:
+                    return part.start + index * self.request.plan.block_size + block.planned
+            if part.blocks:
+                end = part.start + (len(part.blocks) - 1) * self.request.plan.block_size + part.blocks[-1].size
+        return end
+
     def tokens(self, start: int, end: int) -> np.ndarray:
         """Return the token ids of tokens `start ... end - 1`, int32 `[end - start]`."""
         prompt = self.request.layout.token_ids

@@ -197,11 +197,11 @@ class Runner:
         if self.spec.num_labels is not None:
             size = max(size, self._read_sizes[0])
         # Results of programs lie on every device; a program compiles again for an argument that lies elsewhere.
-        params, picked = self._params, self.shards.put(np.zeros((size, self.spec.hidden_size), np.float32))
+        params, picked = self._params, self.shards.zeros((size, self.spec.hidden_size))
         if self.spec.num_labels is not None:
             return [partial(self._classify, params, picked)]
         vocab = self.spec.vocab_size
-        logits = self.shards.put(np.zeros((size, vocab), np.float32))
+        logits = self.shards.zeros((size, vocab))
         samples = [(given, logprobs) for logprobs in (False, True) for given in (None, empty_input(size, vocab))]
         programs: list[Program] = [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
         if size in self._read_sizes:

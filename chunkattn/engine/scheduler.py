@@ -76,6 +76,8 @@ class Scheduler:
         self._fills: list[Fill] = []  # of the step being planned
         self._uncommitted: deque[tuple[list[Span], list[Fill]]] = deque()  # planned steps, the oldest first
         self._span_of: dict[Sample, int] = {}
+        self._grown: list[Sample] = []  # samples that got a page for the step planned ahead
+        self._uncached_before = False  # `_uncached_next` before that step was planned
         self._uncached_next = False  # the requests without pages take turns with the others
         self._refused: tuple[Request, tuple[int, int]] | None = None  # request that could not be placed, and the room then
 
@@ -216,16 +218,35 @@ class Scheduler:
             self._uncommitted.append((spans, self._fills))
         return spans
 
+    def plan_ahead(self, beside_decodes: Callable[[], int]) -> list[Span]:
+        """Plan the step after one that is not committed, as `plan` does, unless samples would be preempted for lack of pages.
+
+        Args:
+            beside_decodes: see `plan`.
+        """
+        grown, before = list[Sample](), self._uncached_next
+        for sample, count in self._tokens_left().items():
+            if count == 1:
+                pages = sample.num_pages
+                if not self.placement.grow(sample):
+                    break
+                grown += [sample] * (sample.num_pages > pages)
+        else:
+            if spans := self.plan(beside_decodes):
+                self._grown, self._uncached_before = grown, before
+                return spans
+            self._uncached_next = before
+        self.placement.shrink(grown)
+        return []
+
     def unplan(self) -> None:
-        """Forget the newest planned step, which has not begun."""
+        """Undo `plan_ahead`, whose step has not begun."""
         _, fills = self._uncommitted.pop()
         for _, part, number, start, _ in fills:
             block = part.blocks[number]
             block.planned = max(min(block.planned, start), block.filled)
-
-    def can_grow(self) -> bool:
-        """Give every sample with one token left a slot for it. Return whether there are pages for all."""
-        return all(self.placement.grow(s) for s, count in self._tokens_left().items() if count == 1)
+        self.placement.shrink(self._grown)
+        self._uncached_next = self._uncached_before
 
     def _plan_paged(self, beside_decodes: Callable[[], int] | None) -> list[Span]:
         spans: list[Span] = []
@@ -248,11 +269,7 @@ class Scheduler:
 
     def _tokens_left(self) -> dict[Sample, int]:
         """Return the number of tokens that every running sample has still to plan."""
-        planned: dict[Sample, int] = {}
-        for spans, _ in self._uncommitted:
-            for sample, start, end in spans:
-                planned[sample] = planned.get(sample, 0) + end - start
-        return {s: s.num_tokens - s.num_computed - planned.get(s, 0) for r in self.running for s in r.samples}
+        return {s: s.num_tokens - s.num_planned for r in self.running for s in r.samples}
 
     def _prefill_turns(self, filling: list[Sample], left: dict[Sample, int], budget: int) -> Iterator[tuple[Sample, int]]:
         """Yield samples, each with the number of prompt tokens it may compute, in turn; the caller stops at the budget."""

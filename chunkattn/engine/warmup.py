@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -33,13 +33,14 @@ class Part(NamedTuple):
         kind: kind of program, as the metrics name it.
         name: what is compiled or timed, for the log.
         run: runs the program on zeros, which compiles it.
-        compile: compiles the program without running it, in any thread; None for programs that compile fast.
+        compile: compiles the program without running it, in any thread, and returns the seconds; None for programs that compile
+            fast.
     """
 
     kind: str
     name: str
     run: Callable[[], Any]
-    compile: Callable[[], Any] | None = None
+    compile: Callable[[], float] | None = None
 
 
 class WarmUp:
@@ -86,9 +87,10 @@ class WarmUp:
             threads = min(os.cpu_count() or 1, _MOST_THREADS) if compiles_apart else 0
         self._threads = ThreadPoolExecutor(threads, "warm-up") if threads else None
         self._parts = deque(self._plan())
-        self._compiled_ahead: deque[Future[Any] | None] = deque()
+        self._compiled_ahead: deque[Future[float] | None] = deque()
         self.total = len(self._parts)
-        self.done, self.seconds, self._compiled = 0, Counter[str](), -1
+        self.seconds: dict[str, float] = {}
+        self.done, self._compiled = 0, -1
 
     @property
     def is_warm(self) -> bool:
@@ -129,11 +131,12 @@ class WarmUp:
         """
         if not self._parts:
             return False
-        began, part = time.perf_counter(), self._parts[0]
+        part, spent = self._parts[0], 0.0
         self._compile_ahead()
         try:
             if self._compiled_ahead and (ahead := self._compiled_ahead.popleft()) is not None:
-                ahead.result()
+                spent = ahead.result()
+            began = time.perf_counter()
             jax.block_until_ready((part.run(), self._runner.pool.caches))  # type: ignore[no-untyped-call]
         except BaseException:
             self._parts.clear()
@@ -141,14 +144,14 @@ class WarmUp:
             raise
         self._parts.popleft()
         self.done += 1
-        spent = time.perf_counter() - began
-        self.seconds[part.kind] += spent
+        spent += time.perf_counter() - began
+        self.seconds[part.kind] = self.seconds.get(part.kind, 0.0) + spent
         level = logging.INFO if spent >= _WORTH_A_LINE_S else logging.DEBUG
         logger.log(level, "warm-up %d/%d: %s in %.1f s", self.done, self.total, part.name, spent)
         if not self._parts:
             self._end_threads()
             self._compiled = self._runner.compiles.total()
-            logger.info("warm-up: every program compiled or loaded, in %.1f s", self.seconds.total())
+            logger.info("warm-up: every program compiled or loaded, in %.1f s of work", sum(self.seconds.values()))
         return bool(self._parts)
 
     def _compile_ahead(self) -> None:
@@ -213,8 +216,10 @@ class WarmUp:
         """Run a step of padding rows, and return its hidden states."""
         return self._runner.forward(self._builder.empty(rows, width))[0]
 
-    def _compiles(self, rows: int, width: int) -> Callable[[], Any]:
-        def compiles() -> None:
+    def _compiles(self, rows: int, width: int) -> Callable[[], float]:
+        def compiles() -> float:
+            began = time.perf_counter()
             self._runner.lower(self._builder.empty(rows, width), self._runner.pool.num_pages).compile()
+            return time.perf_counter() - began
 
         return compiles

@@ -163,15 +163,21 @@ class Shards:
         jax.block_until_ready(parts)  # type: ignore[no-untyped-call]
         return jax.make_array_from_single_device_arrays(padded, sharding, parts)
 
-    def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
-        """Return an array on every device, as results of programs are; the array itself for one device."""
-        return array if self.mesh is None else jax.device_put(array, self.sharding(WHOLE))
+    def zeros(self, shape: tuple[int, ...]) -> np.ndarray | jax.Array:
+        """Return zeros, float32, on every device as results of programs are; on the host for one device."""
+        if self.mesh is None:
+            return np.zeros(shape, np.float32)
+        return jax.jit(partial(jnp.zeros, shape, np.float32), out_shardings=self.sharding(WHOLE))()
+
+    def agree(self, value: int) -> bool:
+        """Return whether all hosts of the devices have one value. All of them call this function together."""
+        return self.least(value) == -self.least(-value)
 
     def least(self, value: int) -> int:
         """Return the least of the values that the hosts of the devices have. All of them call this function together."""
         if jax.process_count() == 1:
             return int(value)
-        return int(multihost_utils.process_allgather(np.int32(value)).min())  # type: ignore[no-untyped-call]
+        return int(multihost_utils.process_allgather(np.int32(value)).min())
 
     def sharding(self, partition: PartitionSpec) -> NamedSharding | None:
         """Return the sharding of an array of a partition, or None for one device."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from chunkattn.config import EngineConfig, make_config
+from chunkattn.errors import EngineDeadError
 from chunkattn.models.loader import open_files
 from chunkattn.remote.client import EngineClient
 from chunkattn.remote.messages import Checkpoint
@@ -39,7 +40,10 @@ async def _follow(config: EngineConfig) -> None:
         await asyncio.wait({waiting, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            await waiting
+        while not waiting.done():
+            await asyncio.wait({waiting}, timeout=1)
+            if client.state == "closed":
+                raise EngineDeadError(client.reason)
     finally:
         starting.cancel()
         await asyncio.wait({starting})

@@ -24,7 +24,9 @@ class Frames:
     def __init__(self, kinds: Iterable[type], to_plain: Callable[[Any], Any], from_plain: Callable[[type, Any], Any]) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=to_plain)
         self._frames = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
-        self._decoders = {kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=from_plain) for kind in kinds}
+        self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
+            kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=from_plain) for kind in kinds
+        }
 
     def encode(self, messages: Sequence[Any]) -> bytes:
         """Encode messages into one frame, each with its type's name.

@@ -1,11 +1,11 @@
 """The hosts of one model: how their engines find each other, and the connections that carry calls and tell who is gone.
 
-Every other host says `Hello` to the first one, at the address that the option `coordinator` gives. Once all are there, the
-first host answers `Join` with two more addresses: that of JAX's coordinator, and one where it pushes its calls. Both are new
-in every start, so that no process of an earlier start can take part. ZeroMQ's heartbeats close the connection of a host that
-stands still.
+Every other host says `Hello` to the first one, at the address that the option `coordinator` gives, and names a port for calls.
+Once all are there, the first host connects to these ports and answers `Join` with the port of JAX's coordinator. These ports
+are new in every start, so that no process of an earlier start can take part. ZeroMQ's heartbeats close the connection of a
+host that stands still, and nothing connects again.
 
-These addresses take no credentials, as JAX's own do not. They belong on a private network.
+These ports take no credentials, as JAX's own do not. They belong on a private network.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from ipaddress import ip_address
 from typing import Any, get_args
 
 import jax
@@ -23,7 +25,6 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-import chunkattn
 from chunkattn.config import EngineConfig, split_address
 from chunkattn.engine.host_calls import HostCall
 from chunkattn.errors import ConfigError
@@ -37,13 +38,17 @@ _HELLO_S = 1.0
 _FRESH_S = 3.0
 """Seconds after which a host that said `Hello` counts as gone."""
 _CONNECT_S = 10.0
-"""Seconds that a host has to connect after `Join`."""
+"""Seconds within which the connections to all hosts must stand."""
+_WORDS_S = 0.1
+"""Seconds that the last words of a host take to arrive."""
 _REPORT_S = 10.0
 """Seconds between two log lines about hosts that are missing."""
 _HEARTBEATS = 6
 """Heartbeats within the time after which a host counts as gone."""
-_SHARE = 0.75
+_SHARE = 0.6
 """Part of `engine_hang_timeout_s` after which a silent host counts as gone, so that callers hear of it within the limit."""
+_LONGEST_TTL_MS = 6_553_500
+"""Longest time that a heartbeat of ZeroMQ's protocol can announce."""
 _START_TIMEOUT_S = 300
 _LAST_WORDS_MS = 2000
 _OWN_OPTIONS = ("model", "tokenizer", "revision", "chunk_calibration", "host_index")
@@ -59,10 +64,12 @@ class Hello:
 
     Attributes:
         host_index: the host's number.
+        port: port where the host takes its calls.
         traits: what must be equal on all hosts, by name.
     """
 
     host_index: int
+    port: int
     traits: dict[str, Any]
 
 
@@ -78,12 +85,15 @@ class Join:
     """Answer to a host once all hosts are there.
 
     Attributes:
-        coordinator: address of JAX's coordinator.
-        calls: address where the host takes its calls.
+        port: port of JAX's coordinator.
     """
 
-    coordinator: str
-    calls: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Notice that a host loads or compiles, for which the others wait without a limit of steps."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,7 @@ class End:
     """Notice that the first host ends in order."""
 
 
-_FRAMES = Frames([Hello, Refused, Join, Failed, End, *get_args(HostCall)], to_used, from_used)
+_FRAMES = Frames([Hello, Refused, Join, Busy, Failed, End, *get_args(HostCall)], to_used, from_used)
 
 
 def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -104,7 +114,7 @@ def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     options = {name: value for name, value in asdict(config).items() if name not in _OWN_OPTIONS}
     model = msgspec.to_builtins(checkpoint.spec, enc_hook=to_used)
     return {
-        "chunkattn": chunkattn.__version__,
+        "chunkattn": version("chunkattn"),
         "jax": jax.__version__,
         **options,
         "shape of the model": msgspec.json.encode(model).decode(),
@@ -139,10 +149,11 @@ class FirstHost:
         self._ip, port = _own_address(config)
         self._hellos = context.socket(zmq.ROUTER)
         self._hellos.ipv6 = True
+        self._senders: dict[int, bytes] = {}
         self._calls: dict[int, Socket] = {}
         self._monitors: dict[int, Socket] = {}
         self._warned: set[str] = set()
-        self._joined = False
+        self._joined, self._words = False, ""
         try:
             self._hellos.bind(_url(self._ip, port))
         except zmq.ZMQError as error:
@@ -154,7 +165,7 @@ class FirstHost:
         while not self._connect(self._wait()):
             self._close_calls()
         self._joined = True
-        initialize(self._config, self._coordinator)
+        initialize(self._config, f"{_bracketed(self._ip.replace('*', '127.0.0.1'))}:{self._port}")
 
     def tell(self, call: HostCall) -> None:
         """Send a call to every other host; see `chunkattn.engine.host_calls.Hosts`."""
@@ -166,21 +177,34 @@ class FirstHost:
                 calls.send(frame, zmq.NOBLOCK)
 
     def lost(self) -> str | None:
-        """Return why a host that has joined is gone, or None. One thread at a time may ask."""
+        """Return why a host that has joined is gone, or None. One thread alone may call this and `hear`."""
+        for index, monitor in self._monitors.items() if self._joined else ():
+            if _has_gone(monitor):
+                time.sleep(_WORDS_S)  # the host's last words come over another connection
+                self.hear(busy=False)
+                return f"host {index} of {self._config.num_hosts} is gone" + (f": {self._words}" if self._words else "")
+        return f"an engine on another host failed: {self._words}" if self._words else None
+
+    def hear(self, *, busy: bool) -> bool:
+        """Exchange with the others who is busy. Return whether another host loads or compiles.
+
+        Args:
+            busy: whether this host does.
+        """
+        others = False
         if not self._joined:
-            return None
+            return others
         for sender, message in self._received(0):
             if isinstance(message, Failed):
-                return f"an engine on another host failed: {message.error_type}: {message.text}"
-            if isinstance(message, Hello) and sender:  # a host that waits for the next start, or a wrong `host_index`
-                self._warn(f"host {message.host_index} is there already; another process with that host_index waits")
-        for index, monitor in self._monitors.items():
-            if _has_gone(monitor):
-                time.sleep(0.1)  # the host's last words come over another connection
-                words = [m for _, m in self._received(0) if isinstance(m, Failed)]
-                said = f": {words[0].error_type}: {words[0].text}" if words else ""
-                return f"host {index} of {self._config.num_hosts} is gone{said}"
-        return None
+                self._words = f"{message.error_type}: {message.text}"
+            elif isinstance(message, Busy):
+                others |= sender in self._senders.values()
+            elif isinstance(message, Hello) and sender not in self._senders.values():
+                self._warn(f"another process says that it is host {message.host_index}; it waits for the next start")
+        if busy or others:
+            for sender in self._senders.values():
+                self._hellos.send_multipart([sender, _FRAMES.encode([Busy()])])
+        return others
 
     def end(self) -> None:
         """Tell the other hosts that this one ends in order, and close the connections."""
@@ -188,12 +212,13 @@ class FirstHost:
         self._close_calls(_LAST_WORDS_MS)
         self._hellos.close(linger=0)
 
-    def _wait(self) -> dict[int, bytes]:
-        """Wait until all other hosts say `Hello`. Return the identity of each one's connection."""
-        found: dict[int, tuple[bytes, float]] = {}
+    def _wait(self) -> dict[int, tuple[bytes, str]]:
+        """Wait until all other hosts say `Hello`. Return the identity of each one's connection, and where it takes calls."""
+        found: dict[int, tuple[bytes, str, float]] = {}
         reported = 0.0
         while True:
             for sender, message in self._received(1000):
+                address = self._address
                 if not isinstance(message, Hello):
                     continue
                 fault = difference(self._traits, message.traits)
@@ -203,44 +228,48 @@ class FirstHost:
                     self._warn(f"host {message.host_index} is refused: {fault}")
                     self._hellos.send_multipart([sender, _FRAMES.encode([Refused(fault)])])
                 else:
-                    found[message.host_index] = sender, time.monotonic()
+                    found[message.host_index] = sender, _url(address, message.port), time.monotonic()
             now = time.monotonic()
             missing = [
-                index for index in range(1, self._config.num_hosts) if index not in found or now - found[index][1] > _FRESH_S
+                index for index in range(1, self._config.num_hosts) if index not in found or now - found[index][2] > _FRESH_S
             ]
             if not missing:
-                return {index: sender for index, (sender, _) in found.items()}
+                return {index: (sender, calls) for index, (sender, calls, _) in found.items()}
             if now - reported > _REPORT_S:
                 names = ", ".join(map(str, missing))
                 logger.info("waiting for host %s of %d at %s", names, self._config.num_hosts, self._config.coordinator)
                 reported = now
 
-    def _connect(self, senders: dict[int, bytes]) -> bool:
-        """Let the hosts join. Return whether all have connected in time."""
-        self._coordinator = f"{_bracketed(self._ip)}:{_free_port(self._ip)}"
-        for index, sender in senders.items():
-            calls = self._calls[index] = _made(self._context, zmq.PUSH, self._config)
+    def _connect(self, hosts: dict[int, tuple[bytes, str]]) -> bool:
+        """Connect to the hosts and let them join. Return whether all connections stand in time."""
+        for index, (_, address) in hosts.items():
+            calls = self._calls[index] = _beating(self._context, zmq.PUSH, self._config)
             calls.sndhwm = 0  # the first host waits for results, which bounds the calls in flight
+            calls.reconnect_ivl = -1  # calls that were lost would leave the hosts apart
             self._monitors[index] = calls.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            port = calls.bind_to_random_port(_url(self._ip))
-            self._hellos.send_multipart([sender, _FRAMES.encode([Join(self._coordinator, _url(self._ip, port))])])
+            calls.connect(address)
         until = time.monotonic() + _CONNECT_S
         for index, monitor in self._monitors.items():
-            if not monitor.poll(max(0, 1000 * (until - time.monotonic()))):
-                logger.warning("host %d has not connected within %g s", index, _CONNECT_S)
+            in_time = monitor.poll(max(0, int(1000 * (until - time.monotonic()))))
+            if not in_time or parse_monitor_message(monitor.recv_multipart())["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                logger.warning("host %d cannot be reached at %s", index, hosts[index][1])
                 return False
-            monitor.recv_multipart()
+        self._port = _free_port(self._ip)
+        self._senders = {index: sender for index, (sender, _) in hosts.items()}
+        for sender in self._senders.values():
+            self._hellos.send_multipart([sender, _FRAMES.encode([Join(self._port)])])
         return True
 
     def _received(self, timeout_ms: int) -> Iterator[tuple[bytes, Any]]:
         """Yield the messages of other hosts that are there, each with the identity of its connection."""
         while self._hellos.poll(timeout_ms):
             timeout_ms = 0
-            sender, *frames = self._hellos.recv_multipart()
+            sender, *frames = self._hellos.recv_multipart(copy=False)
             try:
                 for frame in frames:
-                    for message in _FRAMES.decode(frame):
-                        yield sender, message
+                    self._address = str(frame.get("Peer-Address"))
+                    for message in _FRAMES.decode(frame.bytes):
+                        yield sender.bytes, message
             except (msgspec.DecodeError, TypeError, ValueError) as error:
                 self._warn(f"{self._config.coordinator} got a message that cannot be understood: {error}")
 
@@ -269,15 +298,15 @@ class OtherHost:
     """
 
     def __init__(self, context: Context, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        self._context, self._config, self._traits = context, config, traits_of(config, checkpoint)
-        self._hellos = _made(context, zmq.DEALER, config)
-        self._hellos.ipv6 = True
-        self._hellos.immediate = True  # a `Hello` that waited would come from the past
-        host, port = split_address(config.coordinator or "")
-        self._hellos.connect(_url(host, port))
-        self.calls = _made(context, zmq.PULL, config)
+        self._config, self._traits = config, traits_of(config, checkpoint)
+        self._hellos = _beating(context, zmq.DEALER, config)
+        self._hellos.immediate = True  # no `Hello` waits for a later start of the first host
+        self._host, port = split_address(config.coordinator or "")
+        self._monitor = self._hellos.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._hellos.connect(_url(self._host, port))
+        self.calls = _beating(context, zmq.PULL, config)
         self.calls.rcvhwm = 0
-        self._monitor = self.calls.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._port = self.calls.bind_to_random_port("tcp://*")
         self._joined = False
 
     def join(self) -> None:
@@ -287,21 +316,22 @@ class OtherHost:
             ConfigError: the first host refuses this one.
         """
         config, reported = self._config, 0.0
-        hello = _FRAMES.encode([Hello(config.host_index, self._traits)])
+        hello = _FRAMES.encode([Hello(config.host_index, self._port, self._traits)])
         while True:
-            with suppress(zmq.Again):  # nobody is there
+            with suppress(zmq.Again):  # host 0 is not there
                 self._hellos.send(hello, zmq.NOBLOCK)
             if self._hellos.poll(int(1000 * _HELLO_S)):
                 (answer,) = _FRAMES.decode(self._hellos.recv())
                 if isinstance(answer, Refused):
                     raise ConfigError(f"host {config.host_index} is refused by host 0: {answer.reason}")
-                break
+                if isinstance(answer, Join):
+                    break
             if time.monotonic() - reported > _REPORT_S:
                 logger.info("host %d waits for host 0 at %s", config.host_index, config.coordinator)
                 reported = time.monotonic()
-        self.calls.connect(answer.calls)
+        _has_gone(self._monitor)  # forgets connections to earlier starts
         self._joined = True
-        initialize(config, answer.coordinator)
+        initialize(config, f"{_bracketed(self._host)}:{answer.port}")
 
     def receive(self) -> Sequence[HostCall | End]:
         """Return the calls that have arrived, without waiting."""
@@ -311,8 +341,23 @@ class OtherHost:
             return []
 
     def lost(self) -> str | None:
-        """Return why the first host is gone after this one has joined, or None. One thread at a time may ask."""
+        """Return why the first host is gone after this one has joined, or None. One thread alone may call this and `hear`."""
         return "host 0 is gone" if self._joined and _has_gone(self._monitor) else None
+
+    def hear(self, *, busy: bool) -> bool:
+        """Exchange with the first host who is busy. Return whether it loads or compiles, or another host does.
+
+        Args:
+            busy: whether this host does.
+        """
+        others = False
+        if self._joined:
+            while self._hellos.poll(0):
+                others |= any(isinstance(message, Busy) for message in _FRAMES.decode(self._hellos.recv()))
+            if busy:
+                with suppress(zmq.Again):  # host 0 is gone, as `lost` tells
+                    self._hellos.send(_FRAMES.encode([Busy()]), zmq.NOBLOCK)
+        return others
 
     def fail(self, failure: Failed) -> None:
         """Tell the first host why this one ends."""
@@ -321,9 +366,9 @@ class OtherHost:
 
     def end(self) -> None:
         """Close the connections."""
-        self.calls.disable_monitor()
-        self.calls.close(linger=0)
+        self._hellos.disable_monitor()
         self._monitor.close(linger=0)
+        self.calls.close(linger=0)
         self._hellos.close(linger=_LAST_WORDS_MS)
 
 
@@ -337,11 +382,12 @@ def initialize(config: EngineConfig, coordinator: str) -> None:
     jax.distributed.initialize(coordinator, config.num_hosts, config.host_index, initialization_timeout=_START_TIMEOUT_S)
 
 
-def _made(context: Context, kind: int, config: EngineConfig) -> Socket:
+def _beating(context: Context, kind: int, config: EngineConfig) -> Socket:
     """Return a socket whose connections end when the other side stands still."""
     made = context.socket(kind)
     limit_ms = int(1000 * _SHARE * config.engine_hang_timeout_s)
-    made.heartbeat_timeout = made.heartbeat_ttl = limit_ms
+    made.heartbeat_timeout = limit_ms
+    made.heartbeat_ttl = min(limit_ms, _LONGEST_TTL_MS)
     made.heartbeat_ivl = limit_ms // _HEARTBEATS
     made.ipv6 = True
     return made
@@ -356,14 +402,17 @@ def _has_gone(monitor: Socket) -> bool:
 
 
 def _own_address(config: EngineConfig) -> tuple[str, int]:
-    """Return IP address and port of `coordinator`, which must be this host's.
+    """Return IP address and port to listen on for `coordinator`, which must be this host's.
+
+    A name that this host alone takes for the loopback interface, as Debian's `/etc/hosts` does, listens on all interfaces.
 
     Raises:
         ConfigError: the name is unknown.
     """
     host, port = split_address(config.coordinator or "")
     try:
-        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port
+        found = ip_address(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        return "*" if found.is_loopback and host != str(found) and host != "localhost" else str(found), port
     except OSError as error:
         raise ConfigError(f"coordinator {config.coordinator!r}: {error}; name an address of host 0") from None
 
@@ -372,7 +421,7 @@ def _free_port(ip: str) -> int:
     """Return a port of an IP address that nobody uses."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with closing(socket.socket(family)) as free:
-        free.bind((ip, 0))
+        free.bind(("" if ip == "*" else ip, 0))
         return int(free.getsockname()[1])
 
 

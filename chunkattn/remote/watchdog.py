@@ -36,6 +36,16 @@ class StepClock:
         """Stop the clock while there is no work."""
         self._state = None
 
+    def excuse(self) -> None:
+        """Start the clock of a running step again. Any thread may call this."""
+        if (state := self._state) is not None:
+            self._state = time.monotonic(), state[1]
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether the thread does what may take long, such as compiling."""
+        return (state := self._state) is not None and state[1] is not None
+
     def read(self) -> Heartbeat:
         """Return the current heartbeat."""
         state = self._state

@@ -80,7 +80,8 @@ class Worker:
         self.core = build_core(start.config, start.checkpoint.files(), first or ALONE)
         self._warms = start.config.warmup is not False and start.config.host_index == 0
         for _ in range(self.core.warm_ups.first if self._warms else 0):
-            self._clock.begin()  # each program counts as one step
+            # Each program counts as one step. The clock does not see what other threads compile.
+            self._clock.begin("compiling" if self.core.warm_ups.is_waiting else None)
             self._warms = self.core.warm_ups.advance()
         _freeze()
         self._send([wire.Ready(self.core.limits, import_s), *self._progress()])
@@ -243,7 +244,10 @@ class _Heart:
             while not self._stop.wait(self.interval):
                 if os.getppid() != self._parent:
                     _leave(self._address)
-                if (group := self._worker.group) is not None and (reason := group.lost()):
+                group = self._worker.group
+                if group is not None and group.hear(busy=self._clock.is_busy):
+                    self._clock.excuse()  # the step waits for that host
+                if group is not None and (reason := group.lost()):
                     # The main thread may wait for that host's devices for ever.
                     logger.error("the engine's process ends: %s", reason)
                     socket.send(wire.encode([wire.Failed("HostLost", reason)]))

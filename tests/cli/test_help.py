@@ -63,7 +63,7 @@ def test_help_names_the_panels_of_serve(capsys):
     shown = capsys.readouterr().out
     titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles[:3] == ["Arguments", "Options", "Server"]
-    assert {"Model", "Prompts and scoring", "Steps and warm-up", "KV cache"} == set(titles[3:])
+    assert {"Model", "Devices", "Prompts and scoring", "Steps and warm-up", "KV cache"} == set(titles[3:])
 
 
 def test_help_without_a_terminal():

@@ -9,6 +9,8 @@ import pytest
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.calls.generate import generate_job
 from chunkattn.engine.ahead import Ahead
+from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
+from chunkattn.rope.positions import make_layout
 from tests.checkpoints import VOCAB
 from tests.engine.test_cache import part
 
@@ -37,6 +39,17 @@ def messages(llm, rng, count):
     """Requests of every kind, each with the step at which it comes."""
     made, parse, documents = [], llm.frontend.parse, [part(rng, n) for n in (20, 7, 33)]
     for number in range(count):
+        if rng.random() < 0.3:
+            length = int(rng.integers(5, 80))
+            rows = np.sort(rng.choice(length, int(rng.integers(1, 4)), replace=False))
+            layout = make_layout([], [], part(rng, length))
+            backend = "packed_dense" if rng.random() < 0.2 else None
+            made.append((int(rng.integers(0, 60)), ScoreRequest("s", layout, rows, ((5, 6),), backend=backend)))
+            continue
+        if rng.random() < 0.1:
+            layout = make_layout(documents[0][:9], [documents[2], part(rng, 40)], [])
+            made.append((int(rng.integers(0, 60)), PrecomputeRequest("p", layout, pin=bool(rng.integers(0, 2)))))
+            continue
         prompt = ChunkedPrompt(documents[0][:9], [documents[i] for i in rng.permutation(3)[:2]], part(rng, 4))
         if rng.random() < 0.5:
             prompt = {"prompt_token_ids": part(rng, int(rng.integers(1, 70)))}
@@ -55,11 +68,25 @@ def messages(llm, rng, count):
     return made
 
 
+def spoil(core, steps):
+    """Make one row of some steps not finite."""
+    forward, count = core.runner.forward, iter(range(10**6))
+
+    def spoilt(arrays):
+        hidden, finite = forward(arrays)
+        if next(count) in steps:
+            finite = finite.at[0].set(False)
+        return hidden, finite
+
+    core.runner.forward = spoilt
+
+
 def run(llm, seed, *, ahead):
     """Outputs of every step. Some requests are aborted, and some samples are stopped, at fixed steps."""
     rng, core, events = np.random.default_rng(seed), llm.core, []
     if not ahead:
         core._ahead.plan = lambda *_: None
+    spoil(core, {int(n) for n in rng.integers(5, 90, 3)})
     waiting = [
         (at, dataclasses.replace(message, request_id=f"{seed} {number}"))
         for number, (at, message) in enumerate(messages(llm, rng, 16))

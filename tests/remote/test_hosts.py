@@ -126,7 +126,7 @@ def test_every_program_is_compiled_ahead_on_both(loop, pair):
         "kill",
         "stop",
         "kill the first",
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ["kill", "stop"] * 9),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ["stop the first", *["kill", "stop"] * 9]),
     ],
 )
 def test_a_host_that_is_gone_ends_all_calls_and_comes_back(loop, pair, one, way):
@@ -136,8 +136,8 @@ def test_a_host_that_is_gone_ends_all_calls_and_comes_back(loop, pair, one, way)
         await until(lambda: pair.llm.is_ready, 120)
         tasks = [asyncio.ensure_future(last(pair.llm.generate(CHUNKED, LONG))) for _ in range(8)]
         await asyncio.sleep(0.5)
-        pid = pair.llm.client.pid if way == "kill the first" else pair.engine_of_other()
-        os.kill(pid, signal.SIGSTOP if way == "stop" else signal.SIGKILL)
+        pid = pair.llm.client.pid if "first" in way else pair.engine_of_other()
+        os.kill(pid, signal.SIGSTOP if "stop" in way else signal.SIGKILL)
         began = time.monotonic()
         await asyncio.wait(tasks, timeout=60)
         spent = time.monotonic() - began
@@ -147,7 +147,7 @@ def test_a_host_that_is_gone_ends_all_calls_and_comes_back(loop, pair, one, way)
         return spent, str(next(task.exception() for task in tasks if task.exception())), await answers(pair.llm)
 
     spent, reason, (tokens, logprobs) = loop.run(die())
-    assert spent <= LIMIT_S
-    assert "kill" in reason if way == "kill the first" else "host 1 of 2 is gone" in reason
+    assert spent <= LIMIT_S + (1 if "first" in way else 0)  # the client itself waits for the whole limit
+    assert {"kill the first": "SIGKILL", "stop the first": "sign of life"}.get(way, "host 1 of 2 is gone") in reason
     assert tokens == right[0]
     assert logprobs == pytest.approx(right[1], abs=1e-4)
