@@ -434,6 +434,7 @@ def test_others_start_over_after_a_failed_step(engine, monkeypatch):
     found = []
     for step in range(40):
         if step == 5:
+            core._ahead.drop()
             spans = core.scheduler.plan()
             monkeypatch.setattr(
                 core.scheduler, "plan", lambda *_, spans=spans: [s for s in spans if s.sample.request.request_id == "a"]

@@ -76,16 +76,16 @@ def fresh(llm):
 
 def run(core, *messages, after=None):
     """Answers by request, and the requests of every step."""
-    answers, steps, build = {}, [], core.builder.build
+    answers, steps, count = {}, [], core.metrics.count_step
 
-    def noted(spans):
-        steps.append([s.sample.request.request_id for s in spans])
-        return build(spans)
+    def noted(step):
+        steps.append([s.sample.request.request_id for s in step.spans])
+        count(step)
 
     for message in messages:
         core.add(message)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core.builder, "build", noted)
+        patch.setattr(core.metrics, "count_step", noted)
         while core.has_work:
             for event in core.step():
                 name = event.request_id
