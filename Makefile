@@ -57,7 +57,7 @@ RAY_READY := $(if $(filter $(BIN)/python,$(RAY_PYTHON)),.venv/.installed-ray)
 test-ray: $(RAY_READY)  ## replicas on Ray Serve, on the loopback interface
 	$(RAY_PYTHON) -m pytest tests/ray -m "not slow"
 
-test-ray-all: $(RAY_READY)  ## with updates that replace every replica
+test-ray-all: $(RAY_READY)  ## the application on a cluster as well, and updates that replace every replica
 	$(RAY_PYTHON) -m pytest tests/ray
 
 # vLLM pins versions of its own, so its tests run in an environment of its own; VLLM_ENV names one that exists already.

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
@@ -42,6 +43,7 @@ def test_parsers_options_and_bodies_need_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.ci
 def test_imports_start_no_devices():
     """A process that only imports the package keeps no accelerator from another one."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False)

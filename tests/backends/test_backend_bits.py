@@ -26,6 +26,7 @@ def test_bits_do_not_depend_on_the_company(backend, options):
     check_backend(backend, cases=1, scale=4, bits=True, **options)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("options", [{}, pytest.param({"weighs": True}, marks=pytest.mark.slow)], ids=str)
 def test_parts_as_own_sequences_keep_bits(options, monkeypatch):
     monkeypatch.setattr("chunkattn.testing.TOLERANCE", {"float32": 10.0})  # the judge of bits alone

@@ -100,6 +100,7 @@ def test_a_mutated_weighing_of_the_reference_is_noticed(mutant, monkeypatch):
         check_backend("xla", cases=3, weighs=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "options", [{}, {"window": 9}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.ci), {"weighs": True}], ids=str
 )
@@ -151,6 +152,7 @@ def test_cut_covers_rows_in_order():
     assert tiles.size.tolist() == [5, 1, 16, 16, 1]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["plain", "chunks"])
 def test_memory_is_linear_in_the_prompt(kind):
     """XLA's own analysis of an 8,000-token call: far below a dense mask, and in proportion to the tokens."""
@@ -341,6 +343,7 @@ def test_entry_points(tmp_path, monkeypatch):
         get_backend("gone")
 
 
+@pytest.mark.ci
 def test_gradients_under_reference():
     """d/dq, d/dk and d/dv are those of plain softmax attention under the mask."""
     rng = np.random.default_rng(3)

@@ -138,7 +138,7 @@ def test_steps_of_one_size(checkpoint, monkeypatch):
     assert llm.core.runner.row_sizes == (64,)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral-window", "qwen3"])
 def test_own_sequences_change_no_score(checkpoint, monkeypatch, name):
     """Under a window, slots equal positions."""

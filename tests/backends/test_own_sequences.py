@@ -12,6 +12,7 @@ from chunkattn.testing import random_steps
 TILE = 32
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("weighs", [False, True])
 def test_attention_stays_the_same(weighs):
     backend, rng = get_backend("reference")(AttentionSpec(4, 2, 16, jnp.dtype("float32"), 8)), np.random.default_rng(3)

@@ -77,6 +77,7 @@ def test_equals_the_other_backends(name, lens, aligned):
     assert difference(name, pack(lens, aligned=aligned)) <= SAME
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("aligned", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["packed", "aligned"])
 def test_pallas_kernel_equals_it(aligned):
     """Segments and dense masks are the same result, in Pallas' TPU interpreter."""

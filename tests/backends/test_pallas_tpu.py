@@ -127,7 +127,7 @@ def test_two_cores_take_half_of_the_heads_each(small_tiles):
     assert not races.found
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_engine_answers_as_transformers_does(engine, oracle):
     """Chunks, their reuse in another order, decodes and scores, all over this kernel's own form of the pool."""
     options = {"attention_backend": "pallas_tpu", "max_num_batched_tokens": 64, "max_num_seqs": 4, "max_logprobs": 128}

@@ -121,6 +121,7 @@ def test_the_decode_clock_counts_the_steps_that_all_sequences_share(monkeypatch)
     assert clock.rate == (9 - 3) / 2
 
 
+@pytest.mark.ci
 def test_jobs_of_documents_share_them_in_a_new_order():
     bench = GenerateBench("tiny", SIZES, ["rag"], dtype="float32")
     cold, warm = bench.rag()
@@ -144,7 +145,7 @@ def test_operations_of_a_prompt_count_its_first_token():
     assert runner.weight_bytes == 4 * (50 * 8 + 8 + 2 * (2 * 8 * 32 + 2 * 8 * 16 + 3 * 128 + 2 * 8 + 2 * 16))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_rounds_take_turns_with_vllm(tmp_path):
     python, log = fake_vllm(tmp_path)
     report = run("tiny", SIZES, dtype="float32", repeats=2, pythons=[Path("/nowhere/python"), python])
@@ -169,7 +170,7 @@ def test_rounds_take_turns_with_vllm(tmp_path):
     assert {call["logprobs"] for call in calls[-18:]} == {2}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_vllm_that_fails_has_no_figures_and_says_why(tmp_path):
     python, _ = fake_vllm(tmp_path, fails_at=3)
     report = run("tiny", SIZES, ["prefill"], dtype="float32", repeats=2, pythons=[python])

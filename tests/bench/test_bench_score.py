@@ -43,6 +43,7 @@ def tiny(monkeypatch):
     monkeypatch.setitem(geometry.GEOMETRIES, "tiny", TINY)
 
 
+@pytest.mark.ci
 def test_operations_are_those_counted_by_hand():
     bench = ScoreBench("tiny", 256, dtype="float32", max_num_batched_tokens=64)
     # Multiplications of a row: q 8x8, k and v 8x4, o 8x8, three matrices 8x16. Of a pair: 2 heads of 4, scores and values.
@@ -64,6 +65,7 @@ def test_operations_are_those_counted_by_hand():
     assert warm.flops == 4 * row + behind * pair + 2 * head
 
 
+@pytest.mark.ci
 def test_documents_first_are_measured_with_their_tokens_cached():
     bench = ScoreBench("tiny", 1024, dtype="float32", max_num_batched_tokens=64)
     found = measure_documents(bench, [bench.ids(40) for _ in range(5)], query_len=4, rounds=1)
@@ -126,7 +128,7 @@ def test_table_json_and_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_json_alone(tmp_path):
     options = [*SMALL, "--items", "4", "--algorithm", "packed_segment", "--json", "-", "--png", str(tmp_path / "bars.png")]
     result = CliRunner().invoke(app, ["bench", "score", *options])

@@ -80,6 +80,7 @@ def test_a_folder_that_does_not_exist_is_refused_first(on, monkeypatch, tmp_path
     assert "none/gpu.json does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -123,6 +124,7 @@ def test_a_part_that_fails_is_reported_and_the_others_run(on, monkeypatch, tmp_p
     assert "score: serial: 12 items/s, 50% of the peak" in printed
 
 
+@pytest.mark.ci
 def test_a_setting_that_hangs_keeps_its_first_calls_and_the_other_settings(scripted):
     causal, documents, _ = calls(small=True)
     rates = {"matmul_flops": 2 * causal.flops, "read_bytes_per_s": 1.0}
@@ -151,6 +153,7 @@ def test_a_peer_that_fails_is_printed():
     assert gpu.lines("gen", found) == ["gen: vllm: failed: out of memory", "gen: decode 1: 10 tok/s, 50% of the peak"]
 
 
+@pytest.mark.ci
 def test_the_command_leaves_the_gpu_to_its_parts():
     source = "import benchmarks.gpu, sys; b = sys.modules.get('jax._src.xla_bridge'); sys.exit(bool(b and b._backends))"
     assert subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=False).returncode == 0
@@ -194,6 +197,7 @@ def test_copies_of_a_call_have_pages_of_their_own():
     assert batches[1].page_len[:3, :2].tolist() == [[64, 36]] * 3
 
 
+@pytest.mark.ci
 def test_steps_are_as_large_as_the_engines():
     sizes = {call.name: kernel_times.batch_of(call, 64) for call in calls()}
     rows = [len(batch.row_seq) for batch in sizes.values()]

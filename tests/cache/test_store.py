@@ -469,6 +469,7 @@ def kill_many_times(folder, times):
     assert not list(folder.glob("*.damaged-*"))
 
 
+@pytest.mark.ci
 def test_killed_writers_leave_a_sound_store(tmp_path):
     kill_many_times(tmp_path, 10)
 

@@ -336,6 +336,7 @@ def test_other_options_change_no_odds(method, llm):
     assert three["Ana"] / three["Ben"] == pytest.approx(two["Ana"] / two["Ben"], rel=1e-12)
 
 
+@pytest.mark.ci
 def test_async_answers_are_the_same(folder, llm):
     async def ask_all():
         async with AsyncLLM(str(folder), **CHAT_OPTIONS) as other:

@@ -55,6 +55,7 @@ def test_a_gap(engine, oracle):
     check_random_prompts(engine("qwen3", chunk_position_gap=37), Definition(oracle("qwen3"), gap=37))
 
 
+@pytest.mark.ci
 def test_temperature_and_scale(engine, oracle):
     llm = engine("qwen3", attention_backend="xla", chunk_temperature=0.7, chunk_scale=1.3)
     check_random_prompts(llm, Definition(oracle("qwen3"), weighing=(0.7, 1.3)))

@@ -33,6 +33,7 @@ def prompts():
     return [p for pair in zip(chunked, [*plain, *plain[:2]], strict=True) for p in pair]
 
 
+@pytest.mark.ci
 def test_mixed_batches_equal_each_prompt_alone(engine, prompts):
     """Spans cut by a small budget, few sequences at a time, scoring and sampling in between: the same tokens."""
     llm = engine("qwen3")

@@ -447,6 +447,7 @@ def test_lists_of_queries_score_as_one_by_one(engine, oracle, rng):
 # The same elsewhere
 
 
+@pytest.mark.ci
 def test_async_rerank_and_labels(demo):
     async def main():
         async with AsyncLLM(**OPTIONS) as llm:

@@ -45,6 +45,7 @@ def half():
     return LLM(dtype="bfloat16", **STEPS)
 
 
+@pytest.mark.ci
 def test_text_of_every_kind(witness):
     llm, rng = LLM(dtype="float32", **STEPS), np.random.default_rng(1)
     labels = label_ids(llm)
@@ -56,6 +57,7 @@ def test_text_of_every_kind(witness):
         np.testing.assert_allclose(result.scores, np.exp(expected), atol=1e-5 * np.exp(expected).max())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "algorithm", [pytest.param(name, marks=() if name == "prefill_extend" else pytest.mark.slow) for name in ALGORITHMS]
 )

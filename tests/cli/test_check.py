@@ -65,6 +65,7 @@ def brief(monkeypatch):
     monkeypatch.setattr(check, "OPTIONS", check.OPTIONS[:1])
 
 
+@pytest.mark.ci
 def test_check_of_this_device(brief):
     result = CliRunner().invoke(app, ["check", "--cases", "1"])
     assert result.exit_code == 0, result.output

@@ -81,6 +81,7 @@ def test_chat_with_documents(demo):
     assert len(out.chunk_lens) == 2
 
 
+@pytest.mark.ci
 def test_documents_of_every_call_are_one_chunk_in_memory_and_on_disk(tmp_path):
     """And their tokens are those of the template written out; under another template the disk holds none of them."""
     prefix, documents = "Read the documents and answer the question.", ["Lezudo likes honey.", "Zenuso lives in Kirora."]

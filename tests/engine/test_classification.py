@@ -159,6 +159,7 @@ def test_warm_up_compiles_the_head(classifier, rng):
     assert dict(llm.core.runner.compiles) == before
 
 
+@pytest.mark.ci
 def test_text_and_the_command(tmp_path):
     """With the demo's tokenizer."""
     Classifier("qwen3", 1, tmp_path, vocab_size=704)
@@ -184,6 +185,7 @@ def test_several_classes_are_no_relevance(classifier):
         classifier().llm.rerank("a", ["b"])
 
 
+@pytest.mark.ci
 def test_async(classifier, rng):
     query, items = random_job(rng)
 

@@ -37,7 +37,7 @@ def test_answers_are_close(engine, backend, dtype):
     assert difference.max() < 0.5
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_demo_model_answers_as_before(demo):
     llm = LLM(enable_chunk_aware=True, kv_cache_memory_bytes=8 << 20, max_num_batched_tokens=512, kv_cache_dtype="fp8_e4m3")
     documents = "Nila lives in Tunise. # # Rumi is a poet. # # Lezudo lives in Pegelu."

@@ -29,6 +29,7 @@ def fresh(checkpoint):
     return get
 
 
+@pytest.mark.ci
 def test_warm_up_compiles_every_step(fresh, rng):
     llm = fresh(warmup=True)
     compiles = llm.core.runner.compiles
@@ -134,6 +135,7 @@ def test_a_program_that_cannot_be_compiled_ahead_stops_the_warm_up_alone(fresh, 
     )
 
 
+@pytest.mark.ci
 def test_warm_up_reports_progress_and_changes_nothing(fresh, rng):
     llm, seen = fresh(), []
     prompt = {"prompt_token_ids": part(rng, 40)}
@@ -190,6 +192,7 @@ def test_metrics_count_what_happened(fresh, rng):
     llm.unpin(report)
 
 
+@pytest.mark.ci
 def test_preemptions_and_evictions_are_counted(fresh, rng):
     llm = fresh()
     page = llm.limits.page_bytes

@@ -331,6 +331,7 @@ def overflowing(checkpoint, tmp_path_factory):
     return folder, model.eval()
 
 
+@pytest.mark.ci
 def test_float16_overflows(overflowing):
     """One token overflows in float16 alone; transformers, and the engine in float32, compute finite logits."""
     folder, model = overflowing

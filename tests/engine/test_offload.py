@@ -196,6 +196,7 @@ def test_a_damaged_entry_is_computed_again_and_reported(start, tmp_path, caplog)
     assert llm.generate(PROMPT, GREEDY)[0].num_cached_tokens == TOKENS
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_killing_an_engine_leaves_a_clean_store(start, checkpoint, tmp_path, kills):
     """`kill -9` at random moments while an engine computes, writes and evicts; then everything served is right."""

@@ -85,6 +85,7 @@ def warnings(lines):
     return [text for level, text in lines if level == "WARNING"]
 
 
+@pytest.mark.ci
 def test_a_right_kernel_is_taken_and_compared_until_its_verdict_is_lost(start):
     name, lines, built = start()
     assert (name, warnings(lines), built) == ("kernel", [], 2 + 4 + 2)

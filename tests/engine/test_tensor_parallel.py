@@ -24,6 +24,7 @@ def run(tests, *files):
     assert " passed" in done.stdout
 
 
+@pytest.mark.ci
 def test_on_eight_devices():
     run("not ci and not slow")
 

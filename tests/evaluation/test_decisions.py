@@ -286,7 +286,7 @@ def test_options_without_letters_are_samples_of_likelihood_alone(chat_llm):
     assert {kind: len(own) for kind, own in samples.items()} == {"likelihood": 1, "separate": 1}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_commands(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [{"state": f"letter {n}", "questions": [PREDICATE, CHOICE], "answers": [n % 2 == 0, "Ana"]} for n in range(48)]

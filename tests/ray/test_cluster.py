@@ -17,6 +17,8 @@ from tests.ray.requests import Answer, Load, ask
 from tests.ray.serve_cluster import configuration, start
 from tests.ray.test_replicas import BODY, SAME, plain
 
+pytestmark = pytest.mark.slow
+
 WHOLE_S = 30
 """Seconds until everything serves again. A loaded machine gets a multiple."""
 UPDATE_S = 240

@@ -200,7 +200,7 @@ def test_a_server_outlives_its_engine(server, fault, number):
         assert http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"] == expected
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_answers_before_it_is_warm_and_a_restart_loads_what_was_compiled(tmp_path):
     sizes = ("--max-num-seqs=8", "--max-num-batched-tokens=16", f"--kv-cache-memory-bytes={32 << 20}")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -224,6 +224,7 @@ def test_answers_before_it_is_warm_and_a_restart_loads_what_was_compiled(tmp_pat
     assert server.close() == 0
 
 
+@pytest.mark.ci
 def test_the_first_signal_drains(fault):
     fault.write_text("slow")
     server = ServerProcess(*SMALL)
