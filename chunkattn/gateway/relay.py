@@ -21,8 +21,9 @@ from chunkattn.gateway.watch import Watch
 from chunkattn.routing.keys import Keys, keys_of
 from chunkattn.routing.policy import Policy
 from chunkattn.server.errors import ApiError
+from chunkattn.server.middleware import REPLICA_HEADER
 
-REPLICA_HEADER = b"x-chunkattn-replica"
+_REPLICA = REPLICA_HEADER.encode()
 _ONE_HOP = frozenset(b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade expect".split())
 _OWN = frozenset(b"host content-length date server".split())
 """Headers that each end writes itself."""
@@ -244,7 +245,7 @@ class Relay:
 
 def outgoing_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """Return the headers of the request to a replica: the client's, its address, and the id of the request."""
-    own = (b"x-request-id", b"x-forwarded-for", b"x-forwarded-proto", REPLICA_HEADER)
+    own = (b"x-request-id", b"x-forwarded-for", b"x-forwarded-proto", _REPLICA)
     dropped = _ONE_HOP | _OWN | _named_by_connection(scope["headers"])
     listed = [(name, value) for name, value in scope["headers"] if name not in dropped and name not in own]
     if (request_id := scope.get("state", {}).get("request_id")) is not None:
@@ -266,7 +267,7 @@ def _headed(message: Any, name: str) -> dict[str, Any]:
     if message["status"] not in _BODILESS:
         dropped -= {b"content-length"}
     listed = [(key, value) for key, value in given if key not in dropped]
-    return {**message, "headers": [*listed, (REPLICA_HEADER, name.encode("latin-1", "replace"))]}
+    return {**message, "headers": [*listed, (_REPLICA, name.encode("latin-1", "replace"))]}
 
 
 def _note(progress: _Answering, message: Any) -> None:

@@ -25,6 +25,8 @@ OPEN_PATHS = ("/health", "/livez", "/readyz")
 """Routes open without a key, because health probes have no key."""
 METRICS_PATH, REPORT_PATH = "/metrics", "/v1/cache/report"
 """Routes about all clients; `metrics_key` alone opens them if it is set."""
+REPLICA_HEADER = "x-chunkattn-replica"
+"""Header in which a gateway names the server that answered."""
 _TYPESAFE_PATHS = ("/v1/systemone", "/v1/models")
 """Routes of TypeSafe's clients, which read the request id from a header of their own."""
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
@@ -72,7 +74,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, began, status = Headers(scope=scope), time.perf_counter(), 0
+        headers, began, status, replica = Headers(scope=scope), time.perf_counter(), 0, None
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         holder = self.keys.holder(headers.get("authorization", "")) if self.keys.needed else None
@@ -93,10 +95,11 @@ class Gate:
             return message
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, replica
             if message["type"] == "http.response.start":
                 status = message["status"]
                 answered = MutableHeaders(scope=message)
+                replica = answered.get(REPLICA_HEADER)
                 answered["X-Request-Id"], answered["X-Content-Type-Options"] = request_id, "nosniff"
                 if route_path(scope) in _TYPESAFE_PATHS:
                     answered["X-Typesafe-Request-Id"] = request_id
@@ -115,7 +118,7 @@ class Gate:
         finally:
             caller.leave()
             self.metrics.running -= 1
-            self._note(scope, status, request_id, time.perf_counter() - began)
+            self._note(scope, status, request_id, time.perf_counter() - began, replica)
 
     def _refuse(self, scope: Scope, headers: Headers, known: bool) -> ApiError | None:
         """Return the refusal of a request before routing, or None. `known` tells whether it brings an API key."""
@@ -136,14 +139,19 @@ class Gate:
             return too_large(self.config.max_body_bytes)
         return None
 
-    def _note(self, scope: Scope, status: int, request_id: str, seconds: float) -> None:
+    def _note(self, scope: Scope, status: int, request_id: str, seconds: float, replica: str | None) -> None:
         # Label by route: clients choose paths freely, and the number of routes is bounded. 499 is a client that left.
         route, status = getattr(scope.get("route"), "path", "other"), status or 499
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.seconds.labels(route).observe(seconds)
         path = ascii(scope["path"])[1:-1]  # escapes newlines, so a client cannot forge a log line
         fields = {"id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
-        logger.info("%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)", fields, extra={"request": fields})
+        text = "%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)"
+        if replica is not None:
+            fields["replica"], text = replica, text + " from %(replica)s"
+        # A gateway asks for reports every second.
+        level = logging.DEBUG if (route_path(scope), status) == (REPORT_PATH, 200) else logging.INFO
+        logger.log(level, text, fields, extra={"request": fields})
 
 
 def _names_this_machine(host: str) -> bool:

@@ -279,3 +279,19 @@ def test_a_websocket_is_closed():
         assert [message["type"] for message in sent] == ["websocket.close"]
 
     run(case)
+
+
+def test_the_log_names_the_replica_that_answered(caplog):
+    caplog.set_level("INFO", "chunkattn.server.access")
+
+    async def case():
+        a = Replica()
+        async with rig(a) as made:
+            assert parts(await made.exchange(raw("POST", COMPLETE, "X-Request-Id: mine", body=b"{}")))[0] == 200
+            await made.exchange(raw("GET", "/livez"))
+            own, other = [record for record in caplog.records if record.name == "chunkattn.server.access"]
+            assert own.getMessage().endswith(f"(mine) from {a.url}")
+            assert own.request["replica"] == a.url
+            assert "from" not in other.getMessage()
+
+    run(case)

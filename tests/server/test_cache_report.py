@@ -181,3 +181,16 @@ def test_forgetting_spares_what_a_stored_document_uses(llm, engine):
                 assert answer.status_code == 400, json.dumps(wrong)
 
     asyncio.run(main())
+
+
+def test_the_log_leaves_out_reports_that_are_given(llm, engine, caplog):
+    caplog.set_level("INFO", "chunkattn.server.access")
+
+    async def main():
+        async with client(llm, report_documents=True) as http:
+            assert (await http.get(REPORT)).status_code == 200
+        async with client(llm, report_documents=True, api_key="a-key-of-some-length") as http:
+            assert (await http.get(REPORT)).status_code == 401
+
+    asyncio.run(main())
+    assert [record.request["status"] for record in caplog.records if record.name == "chunkattn.server.access"] == [401]
