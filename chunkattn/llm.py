@@ -81,7 +81,7 @@ class LLM:
                 bar.total, bar.n = total, done
                 bar.refresh()
 
-            return self.core.warm_ups.run(progress)
+            return self.core.warm_up(progress)
 
     # Generation
 

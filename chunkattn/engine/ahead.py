@@ -34,7 +34,8 @@ class Ahead:
     """Planner of a step whose samples go on as foreseen: each gets one token, and ends only at its `max_tokens`.
 
     If anything else happens, such as a new request or the end of a text, the plan is dropped and the step planned anew. So the
-    steps are those of planning afterwards, in the same order.
+    steps are those of planning afterwards, in the same order. A cached block may be evicted a step earlier, and a limit of rows
+    comes from earlier measurements.
 
     Source: the asynchronous schedulers of SGLang and vLLM, which also prepare a step before the tokens of the last one are
     known.

@@ -91,7 +91,7 @@ def _max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
 
 
 def make_shards(config: EngineConfig, model: DecoderSpec) -> Shards:
-    """Return the devices that share the model, the first `tensor_parallel_size` that JAX sees.
+    """Return the devices that share the model, the first ones that JAX sees, an equal number on each host.
 
     Args:
         config: options of the engine.
@@ -108,7 +108,8 @@ def make_shards(config: EngineConfig, model: DecoderSpec) -> Shards:
     if size > hosts * each:
         sizes = [n for n in range(hosts, hosts * each + 1, hosts) if not indivisible(n, model)]
         here = f"{each} {devices[0].platform} device" + "s" * (each > 1) + f" on each of {hosts} hosts" * (hosts > 1)
-        raise ConfigError(f"tensor_parallel_size={size} needs as many devices, and JAX sees {here}; use {one_of(sizes)}")
+        hint = f"use {one_of(sizes)}" if sizes else "no number of them that all hosts share divides the model"
+        raise ConfigError(f"tensor_parallel_size={size} needs as many devices, and JAX sees {here}; {hint}")
     return Shards.over([device for local in by_host.values() for device in local[: size // hosts]], model)
 
 

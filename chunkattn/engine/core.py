@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import jax
@@ -460,6 +460,14 @@ class EngineCore:
         self.runner.pool.reset()
 
     # Warm-up and metrics
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
+        """Do every part of the warm-up that is left; see `WarmUp.run`. An interrupt may lose the donated pool."""
+        try:
+            return self.warm_ups.run(progress)
+        except BaseException:
+            self._recover([])
+            raise
 
     def warm_beside(self) -> bool:
         """Compile the next program beside requests. Return whether programs are left. An exception ends the warm-up alone."""

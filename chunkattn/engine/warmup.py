@@ -104,7 +104,7 @@ class WarmUp:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether a thread still compiles the next part."""
+        """Return whether a thread still compiles the next part. The first call starts the threads."""
         self._compile_ahead()
         return bool(self._compiled_ahead) and (ahead := self._compiled_ahead[0]) is not None and not ahead.done()
 

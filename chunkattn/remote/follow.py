@@ -16,7 +16,7 @@ from chunkattn.remote.messages import Checkpoint
 
 
 def follow(options: Mapping[str, Any]) -> None:
-    """Follow host 0 until a signal stops the process. The engine starts again whenever host 0 or another host has ended.
+    """Follow host 0 until a signal stops the process. The engine starts again when host 0 or another host has ended.
 
     Args:
         options: fields of `EngineConfig`, including the model.

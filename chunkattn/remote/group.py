@@ -3,7 +3,7 @@
 Every other host says `Hello` to the first one, at the address that the option `coordinator` gives, and names a port for calls.
 Once all are there, the first host connects to these ports and answers `Join` with the port of JAX's coordinator. These ports
 are new in every start, so that no process of an earlier start can take part. ZeroMQ's heartbeats close the connection of a
-host that stands still, and nothing connects again.
+host that stands still, and a port for calls takes no second connection.
 
 These ports take no credentials, as JAX's own do not. They belong on a private network.
 """
@@ -135,6 +135,9 @@ def difference(own: dict[str, Any], other: dict[str, Any]) -> str | None:
 class FirstHost:
     """The connections of the host that schedules. It tells every call to the other hosts.
 
+    Attributes:
+        failure: last words of another host, if its engine has failed.
+
     Args:
         context: ZeroMQ context.
         config: options of the engine.
@@ -153,7 +156,8 @@ class FirstHost:
         self._calls: dict[int, Socket] = {}
         self._monitors: dict[int, Socket] = {}
         self._warned: set[str] = set()
-        self._joined, self._words = False, ""
+        self._joined = False
+        self.failure: Failed | None = None
         try:
             self._hellos.bind(_url(self._ip, port))
         except zmq.ZMQError as error:
@@ -182,8 +186,9 @@ class FirstHost:
             if _has_gone(monitor):
                 time.sleep(_WORDS_S)  # the host's last words come over another connection
                 self.hear(busy=False)
-                return f"host {index} of {self._config.num_hosts} is gone" + (f": {self._words}" if self._words else "")
-        return f"an engine on another host failed: {self._words}" if self._words else None
+                said = f": {self.failure.error_type}: {self.failure.text}" if self.failure else ""
+                return f"host {index} of {self._config.num_hosts} is gone{said}"
+        return f"the engine of another host failed: {self.failure.text}" if self.failure else None
 
     def hear(self, *, busy: bool) -> bool:
         """Exchange with the others who is busy. Return whether another host loads or compiles.
@@ -191,20 +196,20 @@ class FirstHost:
         Args:
             busy: whether this host does.
         """
-        others = False
         if not self._joined:
-            return others
+            return False
+        others, known = set[bytes](), set(self._senders.values())
         for sender, message in self._received(0):
-            if isinstance(message, Failed):
-                self._words = f"{message.error_type}: {message.text}"
-            elif isinstance(message, Busy):
-                others |= sender in self._senders.values()
-            elif isinstance(message, Hello) and sender not in self._senders.values():
+            if sender in known and isinstance(message, Failed):
+                self.failure = message
+            elif sender in known and isinstance(message, Busy):
+                others.add(sender)
+            elif isinstance(message, Hello) and sender not in known:
                 self._warn(f"another process says that it is host {message.host_index}; it waits for the next start")
-        if busy or others:
-            for sender in self._senders.values():
+        for sender in known:
+            if busy or others - {sender}:
                 self._hellos.send_multipart([sender, _FRAMES.encode([Busy()])])
-        return others
+        return bool(others)
 
     def end(self) -> None:
         """Tell the other hosts that this one ends in order, and close the connections."""
@@ -301,9 +306,9 @@ class OtherHost:
         self._config, self._traits = config, traits_of(config, checkpoint)
         self._hellos = _beating(context, zmq.DEALER, config)
         self._hellos.immediate = True  # no `Hello` waits for a later start of the first host
-        self._host, port = split_address(config.coordinator or "")
+        self._host, self._first_port = split_address(config.coordinator or "")
         self._monitor = self._hellos.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._hellos.connect(_url(self._host, port))
+        self.failure: Failed | None = None
         self.calls = _beating(context, zmq.PULL, config)
         self.calls.rcvhwm = 0
         self._port = self.calls.bind_to_random_port("tcp://*")
@@ -315,11 +320,15 @@ class OtherHost:
         Raises:
             ConfigError: the first host refuses this one.
         """
-        config, reported = self._config, 0.0
+        config, reported, address = self._config, 0.0, None
         hello = _FRAMES.encode([Hello(config.host_index, self._port, self._traits)])
         while True:
-            with suppress(zmq.Again):  # host 0 is not there
+            while _has_gone(self._monitor):  # connections to earlier starts
+                pass
+            try:
                 self._hellos.send(hello, zmq.NOBLOCK)
+            except zmq.Again:  # no connection
+                address = self._connect(address)
             if self._hellos.poll(int(1000 * _HELLO_S)):
                 (answer,) = _FRAMES.decode(self._hellos.recv())
                 if isinstance(answer, Refused):
@@ -329,9 +338,24 @@ class OtherHost:
             if time.monotonic() - reported > _REPORT_S:
                 logger.info("host %d waits for host 0 at %s", config.host_index, config.coordinator)
                 reported = time.monotonic()
-        _has_gone(self._monitor)  # forgets connections to earlier starts
         self._joined = True
-        initialize(config, f"{_bracketed(self._host)}:{answer.port}")
+        initialize(config, f"{_bracketed(address or self._host)}:{answer.port}")
+
+    def _connect(self, former: str | None) -> str | None:
+        """Connect to the IP address at which host 0 can be reached now. Return it, or `former` if there is none.
+
+        ZeroMQ would try one of the addresses of a name, whether it can be reached or not.
+        """
+        try:
+            with socket.create_connection((self._host, self._first_port), timeout=_HELLO_S) as found:
+                address = str(found.getpeername()[0])
+        except OSError:
+            return former
+        if address != former:
+            if former is not None:
+                self._hellos.disconnect(_url(former, self._first_port))
+            self._hellos.connect(_url(address, self._first_port))
+        return address
 
     def receive(self) -> Sequence[HostCall | End]:
         """Return the calls that have arrived, without waiting."""
@@ -385,7 +409,7 @@ def initialize(config: EngineConfig, coordinator: str) -> None:
 def _beating(context: Context, kind: int, config: EngineConfig) -> Socket:
     """Return a socket whose connections end when the other side stands still."""
     made = context.socket(kind)
-    limit_ms = int(1000 * _SHARE * config.engine_hang_timeout_s)
+    limit_ms = min(int(1000 * _SHARE * config.engine_hang_timeout_s), 2**31 - 1)
     made.heartbeat_timeout = limit_ms
     made.heartbeat_ttl = min(limit_ms, _LONGEST_TTL_MS)
     made.heartbeat_ivl = limit_ms // _HEARTBEATS
@@ -404,15 +428,18 @@ def _has_gone(monitor: Socket) -> bool:
 def _own_address(config: EngineConfig) -> tuple[str, int]:
     """Return IP address and port to listen on for `coordinator`, which must be this host's.
 
-    A name that this host alone takes for the loopback interface, as Debian's `/etc/hosts` does, listens on all interfaces.
+    For a name, all interfaces are listened on: hosts may resolve it differently, and Debian's `/etc/hosts` has the loopback
+    address for this host's own name.
 
     Raises:
         ConfigError: the name is unknown.
     """
     host, port = split_address(config.coordinator or "")
     try:
-        found = ip_address(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-        return "*" if found.is_loopback and host != str(found) and host != "localhost" else str(found), port
+        found = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        with suppress(ValueError):
+            return str(ip_address(host)), port
+        return (found if host == "localhost" else "*"), port
     except OSError as error:
         raise ConfigError(f"coordinator {config.coordinator!r}: {error}; name an address of host 0") from None
 

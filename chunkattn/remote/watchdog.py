@@ -23,6 +23,7 @@ class StepClock:
     def __init__(self) -> None:
         self._thread, self._open = threading.get_ident(), 0
         self._work: str | None = None
+        self._excused_at = 0.0
         self._state: tuple[float, str | None] | None = None  # replaced as a whole, because readers take no lock
         jax.monitoring.register_scalar_listener(self._begun)
         jax.monitoring.register_event_duration_secs_listener(self._ended)
@@ -37,9 +38,8 @@ class StepClock:
         self._state = None
 
     def excuse(self) -> None:
-        """Start the clock of a running step again. Any thread may call this."""
-        if (state := self._state) is not None:
-            self._state = time.monotonic(), state[1]
+        """Count a running step from now on. Work that may take long keeps its own limit. Any thread may call this."""
+        self._excused_at = time.monotonic()
 
     @property
     def is_busy(self) -> bool:
@@ -48,8 +48,10 @@ class StepClock:
 
     def read(self) -> Heartbeat:
         """Return the current heartbeat."""
-        state = self._state
-        return Heartbeat(0.0, None) if state is None else Heartbeat(time.monotonic() - state[0], state[1])
+        if (state := self._state) is None:
+            return Heartbeat(0.0, None)
+        began, work = state
+        return Heartbeat(time.monotonic() - (max(began, self._excused_at) if work is None else began), work)
 
     def _begun(self, event: str, value: float | int, **_: Any) -> None:
         if event.startswith(_COMPILE_EVENTS) and threading.get_ident() == self._thread and self._state is not None:

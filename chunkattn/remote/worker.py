@@ -250,7 +250,8 @@ class _Heart:
                 if group is not None and (reason := group.lost()):
                     # The main thread may wait for that host's devices for ever.
                     logger.error("the engine's process ends: %s", reason)
-                    socket.send(wire.encode([wire.Failed("HostLost", reason)]))
+                    kind = "HostLost" if group.failure is None else group.failure.error_type
+                    socket.send(wire.encode([wire.Failed(kind, reason)]))
                     time.sleep(_LAST_WORDS_LEAVE_S)
                     _leave(self._address)
                 if socket.poll(0, zmq.POLLOUT):
@@ -300,6 +301,7 @@ def main(address: str) -> int:
         failure = wire.Failed(type(error).__name__, str(error).encode(errors="replace").decode())
         outbox.send(wire.encode([failure]))
         if isinstance(worker.group, OtherHost):
+            heart.close()  # it uses the same socket
             worker.group.fail(failure)
         return 1
     finally:
