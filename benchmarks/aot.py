@@ -41,6 +41,19 @@ MODELS = {
         rope_theta=5e5,
         tie_word_embeddings=False,
     ),
+    "llama-3-70b": LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        rope_theta=5e5,
+        tie_word_embeddings=False,
+    ),
 }
 
 

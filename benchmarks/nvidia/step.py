@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.aot import MIB, MODELS, Step, compile_call, lower_step
+from benchmarks.aot import MIB, MODELS, Step, compile_call, lower_step, planned
 from benchmarks.nvidia.attention import CompiledBackend
 from benchmarks.nvidia.hopper import JAX_BYTES, sharding
 from chunkattn.backends import make_backend
@@ -25,13 +25,13 @@ class GpuStep(Step):
 
 
 def steps(layers: int | None = None) -> Iterator[GpuStep]:
-    """Yield a prefill and a decode step of every model on every backend for GPUs.
+    """Yield a prefill and a decode step of every model that fits, on every backend for GPUs.
 
     Args:
         layers: number of layers; None for all of the model.
     """
     for backend, block_size in (("pallas_gpu", 64), ("xla", 16)):
-        for model in MODELS:
+        for model in (name for name in MODELS if planned(name, JAX_BYTES).free_bytes > 0):
             for rows in (2048, 64):
                 yield GpuStep("h100", model, rows, 4096 // block_size, block_size=block_size, layers=layers, backend=backend)
 

@@ -167,7 +167,7 @@ class Shards:
         """Return zeros, float32, on every device as results of programs are; on the host for one device."""
         if self.mesh is None:
             return np.zeros(shape, np.float32)
-        return jax.jit(partial(jnp.zeros, shape, np.float32), out_shardings=self.sharding(WHOLE))()
+        return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=self.sharding(WHOLE))(shape, np.float32)
 
     def agree(self, value: int) -> bool:
         """Return whether all hosts of the devices have one value. All of them call this function together."""
