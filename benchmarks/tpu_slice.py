@@ -21,6 +21,7 @@ from benchmarks.aot import MODELS, Step, compile_call, lower_step
 from benchmarks.tpu.attention import compiled_backend
 from benchmarks.tpu.chips import CHIPS
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
+from chunkattn.cli.progress import timed
 
 _COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
 
@@ -40,8 +41,10 @@ def main() -> None:
     chip = args.topology.partition(":")[0]
     devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
     step = Step(chip, args.model, args.rows, width=PallasTpuBackend.narrowest_table, layers=args.layers)
-    sizes, lower = lower_step(step, compiled_backend(chip), CHIPS[chip].hbm_bytes, devices)
-    print(json.dumps({"chips": len(devices), **sizes, **compile_call(lower, collectives)}))
+    with timed(f"{args.model}, {args.layers} layers on {args.topology}"):
+        sizes, lower = lower_step(step, compiled_backend(chip), CHIPS[chip].hbm_bytes, devices)
+        result = {"chips": len(devices), **sizes, **compile_call(lower, collectives)}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
