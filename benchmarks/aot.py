@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import spec_from_config
 
 MIB = 2**20
+_COLLECTIVE = re.compile(r"\s(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
 MODELS = {
     "qwen3-0.6b": GEOMETRIES["qwen3-0.6b"],
     "llama-3-8b": LlamaConfig(
@@ -119,6 +122,11 @@ def compile_call(
         "aliased_mib": round(aliased / MIB, 1),
         "hbm_mib": round((arguments + results - aliased + temporary) / MIB, 1),
     }
+
+
+def collectives(compiled: jax.stages.Compiled) -> dict[str, Counter[str]]:
+    """Return the number of collectives of a program, by kind."""
+    return {"collectives": Counter(_COLLECTIVE.findall(compiled.as_text() or ""))}
 
 
 @dataclass(frozen=True)

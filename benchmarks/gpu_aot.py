@@ -4,10 +4,11 @@
     .cache/gpu-env/bin/python -m benchmarks.gpu_aot [--quick] [--only kernels] [--layers N] [--grid] [--json FILE|-]
 
 The command compiles one layer's call of the kernels in the main settings, JAX's own `attention_mgpu` for comparison, and
-whole steps of Qwen3-0.6B and Llama-3-8B. It prints registers, spilled bytes and shared memory of every kernel, and the
-instructions that a warp issues per tile of 64 rows and 128 slots: without a mask, with one, and in the producer. Steps are
-compared with the memory that JAX takes of the card's 80 GB. `--quick` compiles the common settings and steps of two layers;
-`--grid` compiles every supported head_dim, page size and dtype instead. Counts are the compiler's; nothing is timed.
+whole steps of Qwen3-0.6B and Llama-3-8B, and of Llama-3-8B and 70B shared by GPUs. It prints registers, spilled bytes and
+shared memory of every kernel, and the instructions that a warp issues per tile of 64 rows and 128 slots: without a mask, with
+one, and in the producer. Steps are compared with the memory that JAX takes of the card's 80 GB. `--quick` compiles the common
+settings and steps of two layers; `--grid` compiles every supported head_dim, page size and dtype instead. Counts are the
+compiler's; nothing is timed.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def describe(result: dict[str, Any]) -> list[str]:
     if result["kind"] == "step":
         name = f"{result['model']}, {result['rows']} rows, {result['layers'] or 'all'} layers, {result['backend']}, "
         name += f"pages of {result['block_size']}, KV {result['kv_cache_dtype']}"
+        name += f", {result['gpus']} GPUs, collectives {dict(result['collectives'])}" if result["gpus"] > 1 else ""
     elif result["kind"] == "pallas_gpu":
         name = f"heads {result['heads']}/{result['kv_heads']} of {result['head_dim']}, pages of {result['block_size']}, "
         name += f"{result['dtype']}, {result['rows']} rows, {result['width']} pages a sequence"

@@ -10,25 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections import Counter
 
-import jax
 from jax.experimental import topologies
 
 import benchmarks.tpu  # noqa: F401  sets libtpu's environment
-from benchmarks.aot import MODELS, Step, compile_call, lower_step
+from benchmarks.aot import MODELS, Step, collectives, compile_call, lower_step
 from benchmarks.tpu.attention import compiled_backend
 from benchmarks.tpu.chips import CHIPS
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
 from chunkattn.cli.progress import timed
-
-_COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
-
-
-def collectives(compiled: jax.stages.Compiled) -> dict[str, Counter[str]]:
-    """Return the number of collectives of a program, by kind."""
-    return {"collectives": Counter(_COLLECTIVE.findall(compiled.as_text() or ""))}
 
 
 def main() -> None:

@@ -96,10 +96,16 @@ def _name_the_platform() -> None:
 
 
 @cache
-def sharding() -> Any:
-    """Return the sharding of arrays on the GPU compiled for."""
+def devices(count: int = 1) -> list[Any]:
+    """Return the GPUs compiled for, which are in one machine."""
     from jax.experimental import topologies
+
+    shape = f"1x1x{count}"
+    return list(topologies.get_topology_desc("h100", "cuda", topology=shape, target_config=TARGET).devices)
+
+
+def sharding() -> Any:
+    """Return the sharding of arrays on the only GPU compiled for."""
     from jax.sharding import SingleDeviceSharding
 
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="h100", topology="1x1x1", target_config=TARGET)
-    return SingleDeviceSharding(topology.devices[0])
+    return SingleDeviceSharding(devices()[0])

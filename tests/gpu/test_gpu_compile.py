@@ -90,10 +90,21 @@ def test_the_peer_multiplies_with_a_mask_and_without(quick):
 
 
 def test_steps_of_two_layers_fit_the_card(quick):
-    steps = of_kind(quick, "step")
+    steps = [case for case in of_kind(quick, "step") if case["gpus"] == 1]
     assert {case["model"] for case in steps} == {"qwen3-0.6b", "llama-3-8b"}
     assert {case["backend"] for case in steps} == {"pallas_gpu", "xla"}
-    assert all(case["layers"] == 2 and case["fits"] for case in steps)
+    assert all(case["layers"] == 2 and case["fits"] and not case["collectives"] for case in steps)
+
+
+def test_gpus_that_share_a_model_add_up_twice_a_layer(quick):
+    """The fifth sum is the embedding's. No weight is gathered, and each pool is written in place."""
+    shared = [case for case in of_kind(quick, "step") if case["gpus"] > 1]
+    assert {case["gpus"] for case in shared} == {2, 4}
+    for case in shared:
+        assert case["collectives"] == {"all-reduce": 5}, case
+        assert case["fits"], case
+        pages = 2 * case["layers"] * case["pages"] * (8 // case["gpus"]) * 64 * 128 * 2
+        assert case["aliased_mib"] == round(pages / 2**20, 1), case
 
 
 @pytest.mark.exhaustive
@@ -112,7 +123,7 @@ def test_long_and_wide_steps_compile():
 @pytest.mark.exhaustive
 def test_whole_steps_fit_the_card():
     steps = of_kind(compiled("--only", "steps"), "step")
-    assert {case["model"] for case in steps} == {"qwen3-0.6b", "llama-3-8b"}
+    assert {case["model"] for case in steps} == {"qwen3-0.6b", "llama-3-8b", "llama-3-70b"}
     assert all(case["fits"] for case in steps)
     # The pool is written in place: a step holds less beside weights and pool than a twentieth of them.
     assert all(case["temporary_mib"] < 0.05 * case["arguments_mib"] for case in steps)
