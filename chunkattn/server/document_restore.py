@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from chunkattn.calls.precompute import PrecomputeJob
 from chunkattn.errors import ChunkAttnError, EngineError, QueueFullError, RequestError
 from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError
+from chunkattn.server.document_pins import Pins
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Keys
 from chunkattn.server.options import ServerConfig
@@ -33,21 +34,13 @@ class Registry(Protocol):
     llm: AsyncLLM
     config: ServerConfig
     unusable: dict[tuple[str | None, str], tuple[DocumentRecord, str]]
+    pins: Pins
 
     def take(self, document: StoredDocument) -> None:
         """Add a document of the records."""
 
     def is_stored(self, document: StoredDocument) -> bool:
         """Return whether a document is still stored."""
-
-    def is_pinned(self, document: StoredDocument) -> bool:
-        """Return whether the present engine process holds the document's pin."""
-
-    async def compute_pin(self, document: StoredDocument, timeout: float) -> None:
-        """Pin a document in the engine, and leave its record as it is."""
-
-    def unpin(self, document: StoredDocument) -> None:
-        """Let the engine evict a document, and leave its record as it is."""
 
 
 def prefix_of(given: Any, documents: Sequence[Any], options: Mapping[str, Any]) -> Prefix:
@@ -158,12 +151,12 @@ async def pin_again(registry: Registry, documents: Sequence[StoredDocument]) -> 
         return registry.is_stored(document) and document.record is not None and document.record.pinned
 
     async def pin(document: StoredDocument) -> None:
-        while is_wanted(document) and not registry.is_pinned(document):
+        while is_wanted(document) and not registry.pins.has(document):
             try:
                 async with turn:
-                    await registry.compute_pin(document, registry.config.request_timeout_s)
+                    await registry.pins.compute(document, registry.config.request_timeout_s)
                 if not is_wanted(document):
-                    registry.unpin(document)
+                    registry.pins.drop(document)
             except (EngineError, QueueFullError, TimeoutError):
                 await asyncio.sleep(_PIN_RETRY_S)
             except (ApiError, ChunkAttnError) as error:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, RecordsError, Scope
 from chunkattn.server.contents import Contents
+from chunkattn.server.document_pins import Pins
 from chunkattn.server.document_restore import pin_again, prefix_of, restore
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Keys
 from chunkattn.server.options import ServerConfig
-from chunkattn.server.stored_document import Content, StoredDocument, as_bytes, count_ids
+from chunkattn.server.stored_document import Content, StoredDocument, as_bytes
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
@@ -49,6 +51,7 @@ class Documents:
 
     Attributes:
         contents: contents that the engine computes and forgets.
+        pins: pins of the documents.
         unusable: records that this engine cannot use, with the reasons, by salt and id. They stay in the file.
     """
 
@@ -62,7 +65,7 @@ class Documents:
         self._stored: dict[tuple[str | None, str], StoredDocument] = {}
         self.contents = Contents(llm)
         self._coming: Counter[str | None] = Counter()  # documents in computation, by owner
-        self._pinning: Counter[tuple[str | None, Content]] = Counter()  # pins in computation, by owner and content
+        self.pins = Pins(llm, config, self.contents, self._stored.values())
 
     @property
     def _can_store(self) -> bool:
@@ -226,10 +229,9 @@ class Documents:
         keys, contents = await self.llm.threads.run(self._prepare, prefix, texts, ids, cache_salt, options, names)
         new = sum((cache_salt, key) not in self._stored for key in keys)
         self._check_count(owner, new)
+        coming = ExitStack()
         if pin:
-            self._check_pins(owner, contents)
-        pinning = [(owner, content) for content in contents] if pin else []
-        self._pinning.update(pinning)
+            coming.enter_context(self.pins.coming(owner, contents))
         self._coming[owner] += new
         self.contents.use(contents)
         try:
@@ -245,7 +247,7 @@ class Documents:
                 records = self._record(made)
             except ApiError:
                 self.contents.forget_unused(contents)
-                if self._is_engine(engine):
+                if self.pins.is_engine(engine):
                     self.llm.client.unpin(report.pin_ids)
                 raise
         except BaseException:
@@ -254,7 +256,7 @@ class Documents:
             raise
         finally:
             self._coming[owner] -= new
-            self._pinning -= Counter(pinning)
+            coming.close()
         # No await from here to the end of the loop: the registry changes as a whole.
         added, forgetting = [], list[asyncio.Task[None]]()
         for number, (key, content, cached) in enumerate(zip(keys, contents, report.documents, strict=True)):
@@ -322,43 +324,6 @@ class Documents:
             text = f"{new} documents more would exceed max_cached_documents {most}; delete some first"
             raise ApiError(400, text, param="documents", code="too_many_documents")
 
-    def _check_pins(self, owner: str | None, contents: Sequence[Content]) -> None:
-        """Check that `contents` can be pinned beside the present pins.
-
-        Raises:
-            ApiError: 400, the pinned pages would exceed a share of the pool.
-        """
-        pinned = [(d.owner, d.content) for d in self._stored.values() if self.is_pinned(d)]
-        held = {*pinned, *+self._pinning}
-        limits = [("max_pinned_share", self.config.max_pinned_share, {content for _, content in held})]
-        if owner is not None:
-            own = {content for name, content in held if name == owner}
-            limits.append(("max_pinned_share_per_key", self.config.max_pinned_share_per_key, own))
-        for option, share, before in limits:
-            most = int(share * self.llm.limits.num_pages)
-            if self._pages({*before, *contents}) > most:
-                text = (
-                    f"the documents need {self._pages(set(contents))} KV pages with their prefix; pinned documents may hold "
-                    f"{most} ({option} {share:g} of the pool), and too few are left; unpin documents, or do not pin these"
-                )
-                raise ApiError(400, text, param="documents", code="too_many_pins")
-
-    def _pages(self, contents: set[Content]) -> int:
-        """Return the KV pages of documents and their prefixes; a shared prefix counts once."""
-        prefixes = {content[:2] for content in contents}
-        size = self.llm.limits.block_size
-        return sum(-(-count_ids(ids) // size) for _, ids in prefixes) + sum(
-            -(-count_ids(content[2]) // size) for content in contents
-        )
-
-    def is_pinned(self, document: StoredDocument) -> bool:
-        """Return whether the present engine process holds the document's pin."""
-        return document.pin is not None and self._is_engine(document.pin[1])
-
-    def _is_engine(self, restarts: int) -> bool:
-        """Return whether the engine process after `restarts` restarts runs now."""
-        return restarts == self.llm.client.restarts and self.llm.client.is_ready
-
     async def pin(self, document: StoredDocument, wanted: bool, timeout: float) -> None:
         """Pin a document, computing evicted K/V again, or unpin it.
 
@@ -372,33 +337,18 @@ class Documents:
             ChunkAttnError: the documents could not be computed.
         """
         if wanted:
-            await self.compute_pin(document, timeout)
+            await self.pins.compute(document, timeout)
+            if not self.is_stored(document):
+                self.pins.drop(document)
+                raise _missing(document.id)
         try:
             self._change(document, pinned=wanted)
         except ApiError:
             if wanted:
-                self.unpin(document)
+                self.pins.drop(document)
             raise
         if not wanted:
-            self.unpin(document)
-
-    async def compute_pin(self, document: StoredDocument, timeout: float) -> None:
-        """Pin a document in the engine, and leave its record as it is; see `pin`."""
-        engine = self.llm.client.restarts
-        self._check_pins(document.owner, [document.content])
-        pinning = document.owner, document.content
-        self._pinning[pinning] += 1
-        self.contents.use([document.content])
-        try:
-            report = await self.llm.run(partial(self.contents.job, [document.content], pin=True), timeout)
-            self.unpin(document)
-            document.pin = report.pin_ids[0], engine
-            if not self.is_stored(document):
-                self.unpin(document)
-                raise _missing(document.id)
-        finally:
-            self._pinning -= Counter([pinning])
-            self.contents.let_go(document.content)
+            self.pins.drop(document)
 
     def expire(self, document: StoredDocument, ttl_s: float | None) -> None:
         """Set a document's lifetime, replacing an earlier one.
@@ -569,15 +519,9 @@ class Documents:
     def _dismiss(self, document: StoredDocument) -> asyncio.Task[None] | None:
         """Cancel the timer and the pin of a removed document; forget its K/V when the last user leaves."""
         self._set_expiry(document, None)
-        self.unpin(document)
+        self.pins.drop(document)
         self.contents.forget_unused([document.content])
         return self.contents.let_go(document.content)
-
-    def unpin(self, document: StoredDocument) -> None:
-        """Let the engine evict a document, and leave its record as it is."""
-        if document.pin is not None and self.is_pinned(document):
-            self.llm.client.unpin([document.pin[0]])
-        document.pin = None
 
 
 def _missing(document_id: str, unusable: tuple[DocumentRecord, str] | None = None, param: str = "document_id") -> ApiError:

@@ -78,7 +78,7 @@ class Apps:
         for name in self.apps:
             registry = self.apps[name].state.server.documents
             for document in self.stored(name).values():
-                if name not in self.down and registry.is_pinned(document):
+                if name not in self.down and registry.pins.has(document):
                     found.setdefault(document.text, []).append(name)
         return found
 

@@ -210,7 +210,7 @@ def test_pinned_documents_are_pinned_again(restarts):
         engine.answer()
         assert (await unpin).status_code == 200
         await documents._tasks["pin"]
-        assert [name for name in "abcd" if documents.is_pinned(documents.get(name, None))] == ["a", "d"]
+        assert [name for name in "abcd" if documents.pins.has(documents.get(name, None))] == ["a", "d"]
 
     asyncio.run(main())
 

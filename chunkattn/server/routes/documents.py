@@ -143,7 +143,7 @@ def _names(body: CacheBody | ForgetBody) -> Names:
 async def _entries(state: ServerState, documents: Sequence[StoredDocument]) -> list[dict[str, Any]]:
     cached = await state.documents.cached(documents)
     # A failed step drops cached K/V, pinned documents included.
-    pinned = [is_cached and state.documents.is_pinned(d) for d, is_cached in zip(documents, cached, strict=True)]
+    pinned = [is_cached and state.documents.pins.has(d) for d, is_cached in zip(documents, cached, strict=True)]
     shown = _shown_prefixes(state, documents)
     return [_entry(d, shown, cached=c, pinned=p) for d, c, p in zip(documents, cached, pinned, strict=True)]
 
