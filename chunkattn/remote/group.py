@@ -15,10 +15,8 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from ipaddress import ip_address
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import msgspec
@@ -28,7 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 from chunkattn.config import EngineConfig, split_address
 from chunkattn.engine.host_calls import HostCall
 from chunkattn.errors import ConfigError
-from chunkattn.remote.frames import Frames, from_used, to_used
+from chunkattn.remote.group_messages import FRAMES, Busy, End, Hello, Join, Refused, difference, traits_of
 from chunkattn.remote.messages import Checkpoint, Failed
 
 logger = logging.getLogger(__name__)
@@ -51,85 +49,8 @@ _LONGEST_TTL_MS = 6_553_500
 """Longest time that a heartbeat of ZeroMQ's protocol can announce."""
 _START_TIMEOUT_S = 300
 _LAST_WORDS_MS = 2000
-_OWN_OPTIONS = ("model", "tokenizer", "revision", "chunk_calibration", "host_index")
-"""Options that may differ between hosts."""
-
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
-
-
-@dataclass(frozen=True)
-class Hello:
-    """A host that wants to take part.
-
-    Attributes:
-        host_index: the host's number.
-        port: port where the host takes its calls.
-        traits: what must be equal on all hosts, by name.
-    """
-
-    host_index: int
-    port: int
-    traits: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Answer to a host that cannot take part."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Join:
-    """Answer to a host once all hosts are there.
-
-    Attributes:
-        port: port of JAX's coordinator.
-    """
-
-    port: int
-
-
-@dataclass(frozen=True)
-class Busy:
-    """Notice that a host loads or compiles, for which the others wait without a limit of steps."""
-
-
-@dataclass(frozen=True)
-class End:
-    """Notice that the first host ends in order."""
-
-
-_FRAMES = Frames([Hello, Refused, Join, Busy, Failed, End, *get_args(HostCall)], to_used, from_used)
-
-
-def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what must be equal on all hosts of a model, by name.
-
-    Args:
-        config: options of the engine.
-        checkpoint: the checkpoint to load.
-    """
-    options = {name: value for name, value in asdict(config).items() if name not in _OWN_OPTIONS}
-    model = msgspec.to_builtins(checkpoint.spec, enc_hook=to_used)
-    return {
-        "chunkattn": version("chunkattn"),
-        "jax": jax.__version__,
-        **options,
-        "shape of the model": msgspec.json.encode(model).decode(),
-        "dtype of the model": checkpoint.dtype,
-        "weights of the model": checkpoint.files().sample().hex(),
-    }
-
-
-def difference(own: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """Return the first trait that differs between two hosts, in words, or None."""
-    for name in own:
-        if (there := other.get(name)) != (here := own[name]):
-            values = f": {there!r} there, {here!r} on host 0" if len(repr((there, here))) < 120 else ""
-            return f"{name} differs{values}; start every host with the same version, options and checkpoint"
-    return None
 
 
 class FirstHost:
@@ -173,7 +94,7 @@ class FirstHost:
 
     def tell(self, call: HostCall) -> None:
         """Send a call to every other host; see `chunkattn.engine.host_calls.Hosts`."""
-        self._send(_FRAMES.encode([call]))
+        self._send(FRAMES.encode([call]))
 
     def _send(self, frame: bytes) -> None:
         for calls in self._calls.values():
@@ -208,12 +129,12 @@ class FirstHost:
                 self._warn(f"another process says that it is host {message.host_index}; it waits for the next start")
         for sender in known:
             if busy or others - {sender}:
-                self._hellos.send_multipart([sender, _FRAMES.encode([Busy()])])
+                self._hellos.send_multipart([sender, FRAMES.encode([Busy()])])
         return bool(others)
 
     def end(self) -> None:
         """Tell the other hosts that this one ends in order, and close the connections."""
-        self._send(_FRAMES.encode([End()]))
+        self._send(FRAMES.encode([End()]))
         self._close_calls(_LAST_WORDS_MS)
         self._hellos.close(linger=0)
 
@@ -231,7 +152,7 @@ class FirstHost:
                     fault = f"host_index must be 1 to {self._config.num_hosts - 1}, got {message.host_index}"
                 if fault:
                     self._warn(f"host {message.host_index} is refused: {fault}")
-                    self._hellos.send_multipart([sender, _FRAMES.encode([Refused(fault)])])
+                    self._hellos.send_multipart([sender, FRAMES.encode([Refused(fault)])])
                 else:
                     found[message.host_index] = sender, _url(address, message.port), time.monotonic()
             now = time.monotonic()
@@ -262,7 +183,7 @@ class FirstHost:
         self._port = _free_port(self._ip)
         self._senders = {index: sender for index, (sender, _) in hosts.items()}
         for sender in self._senders.values():
-            self._hellos.send_multipart([sender, _FRAMES.encode([Join(self._port)])])
+            self._hellos.send_multipart([sender, FRAMES.encode([Join(self._port)])])
         return True
 
     def _received(self, timeout_ms: int) -> Iterator[tuple[bytes, Any]]:
@@ -273,7 +194,7 @@ class FirstHost:
             try:
                 for frame in frames:
                     self._address = str(frame.get("Peer-Address"))
-                    for message in _FRAMES.decode(frame.bytes):
+                    for message in FRAMES.decode(frame.bytes):
                         yield sender.bytes, message
             except (msgspec.DecodeError, TypeError, ValueError) as error:
                 self._warn(f"{self._config.coordinator} got a message that cannot be understood: {error}")
@@ -321,7 +242,7 @@ class OtherHost:
             ConfigError: the first host refuses this one.
         """
         config, reported, address = self._config, 0.0, None
-        hello = _FRAMES.encode([Hello(config.host_index, self._port, self._traits)])
+        hello = FRAMES.encode([Hello(config.host_index, self._port, self._traits)])
         while True:
             while _has_gone(self._monitor):  # connections to earlier starts
                 pass
@@ -330,7 +251,7 @@ class OtherHost:
             except zmq.Again:  # no connection
                 address = self._connect(address)
             if self._hellos.poll(int(1000 * _HELLO_S)):
-                (answer,) = _FRAMES.decode(self._hellos.recv())
+                (answer,) = FRAMES.decode(self._hellos.recv())
                 if isinstance(answer, Refused):
                     raise ConfigError(f"host {config.host_index} is refused by host 0: {answer.reason}")
                 if isinstance(answer, Join):
@@ -360,7 +281,7 @@ class OtherHost:
     def receive(self) -> Sequence[HostCall | End]:
         """Return the calls that have arrived, without waiting."""
         try:
-            return _FRAMES.decode(self.calls.recv(zmq.NOBLOCK))
+            return FRAMES.decode(self.calls.recv(zmq.NOBLOCK))
         except zmq.Again:
             return []
 
@@ -377,16 +298,16 @@ class OtherHost:
         others = False
         if self._joined:
             while self._hellos.poll(0):
-                others |= any(isinstance(message, Busy) for message in _FRAMES.decode(self._hellos.recv()))
+                others |= any(isinstance(message, Busy) for message in FRAMES.decode(self._hellos.recv()))
             if busy:
                 with suppress(zmq.Again):  # host 0 is gone, as `lost` tells
-                    self._hellos.send(_FRAMES.encode([Busy()]), zmq.NOBLOCK)
+                    self._hellos.send(FRAMES.encode([Busy()]), zmq.NOBLOCK)
         return others
 
     def fail(self, failure: Failed) -> None:
         """Tell the first host why this one ends."""
         with suppress(zmq.Again):
-            self._hellos.send(_FRAMES.encode([failure]), zmq.NOBLOCK)
+            self._hellos.send(FRAMES.encode([failure]), zmq.NOBLOCK)
 
     def end(self) -> None:
         """Close the connections."""

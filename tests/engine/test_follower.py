@@ -13,7 +13,7 @@ from chunkattn import LLM, SamplingParams
 from chunkattn.engine.follower import Follower
 from chunkattn.engine.host_calls import Forward, HostCall, ReadClasses
 from chunkattn.models.loader import open_files
-from chunkattn.remote.group import _FRAMES
+from chunkattn.remote.group_messages import FRAMES
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.parallel.answers import ALGORITHMS, DRAWN, GREEDY, OPTIONS, Answers
 
@@ -27,8 +27,8 @@ class Told:
         self.calls, self.sizes = [], []
 
     def tell(self, call):
-        frame = _FRAMES.encode([call])
-        self.calls += _FRAMES.decode(frame)
+        frame = FRAMES.encode([call])
+        self.calls += FRAMES.decode(frame)
         self.sizes.append(len(frame))
 
 

@@ -1,17 +1,18 @@
 """Hosts of one model find each other, or are told what keeps them apart."""
 
+import shutil
 import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 import zmq
+from safetensors.numpy import load_file, save_file
 
 from chunkattn import LLM, AsyncLLM, EngineConfig
 from chunkattn.errors import ConfigError
-from chunkattn.models.loader import open_files
+from chunkattn.models.loader import open_files, resolve_path
 from chunkattn.remote import group
 from chunkattn.remote.group import End, FirstHost, OtherHost
 from chunkattn.remote.messages import Checkpoint
@@ -139,13 +140,14 @@ def test_hosts_of_other_options_are_refused(context, started, port, changes, mes
     other.end()
 
 
-def test_another_checkpoint_is_refused(context, started, port, checkpoint):
+def test_another_checkpoint_is_refused(context, started, port, tmp_path):
     """Equal shapes do not make equal weights."""
-    config, own = of(0, port)
-    first = FirstHost(context, config, own)
+    other_path = shutil.copytree(resolve_path(None, None), tmp_path / "other")
+    (file,) = other_path.glob("*.safetensors")
+    save_file({name: -weight for name, weight in load_file(file).items()}, file)
+    first = FirstHost(context, *of(0, port))
     in_thread(first.gather)
-    other = OtherHost(context, replace(config, host_index=1, model="elsewhere"), own)
-    other._traits["weights of the model"] = "0" * 32
+    other = OtherHost(context, *of(1, port, model=str(other_path)))
     with pytest.raises(ConfigError, match="weights of the model differs"):
         other.join()
     other.end()

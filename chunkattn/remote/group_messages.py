@@ -1,0 +1,93 @@
+"""Messages between the hosts of one model, and what must be equal on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any, get_args
+
+import jax
+import msgspec
+
+from chunkattn.config import EngineConfig
+from chunkattn.engine.host_calls import HostCall
+from chunkattn.remote.frames import Frames, from_used, to_used
+from chunkattn.remote.messages import Checkpoint, Failed
+
+_OWN_OPTIONS = ("model", "tokenizer", "revision", "chunk_calibration", "host_index")
+"""Options that may differ between hosts."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A host that wants to take part.
+
+    Attributes:
+        host_index: the host's number.
+        port: port where the host takes its calls.
+        traits: what must be equal on all hosts, by name.
+    """
+
+    host_index: int
+    port: int
+    traits: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Answer to a host that cannot take part."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Join:
+    """Answer to a host once all hosts are there.
+
+    Attributes:
+        port: port of JAX's coordinator.
+    """
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Notice that a host loads or compiles, for which the others wait without a limit of steps."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Notice that the first host ends in order."""
+
+
+FRAMES = Frames([Hello, Refused, Join, Busy, Failed, End, *get_args(HostCall)], to_used, from_used)
+"""Frames of these messages and of the calls."""
+
+
+def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what must be equal on all hosts of a model, by name.
+
+    Args:
+        config: options of the engine.
+        checkpoint: the checkpoint to load.
+    """
+    options = {name: value for name, value in asdict(config).items() if name not in _OWN_OPTIONS}
+    model = msgspec.to_builtins(checkpoint.spec, enc_hook=to_used)
+    return {
+        "chunkattn": version("chunkattn"),
+        "jax": jax.__version__,
+        **options,
+        "shape of the model": msgspec.json.encode(model).decode(),
+        "dtype of the model": checkpoint.dtype,
+        "weights of the model": checkpoint.files().sample().hex(),
+    }
+
+
+def difference(own: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """Return the first trait that differs between two hosts, in words, or None."""
+    for name in own:
+        if (there := other.get(name)) != (here := own[name]):
+            values = f": {there!r} there, {here!r} on host 0" if len(repr((there, here))) < 120 else ""
+            return f"{name} differs{values}; start every host with the same version, options and checkpoint"
+    return None
