@@ -32,7 +32,7 @@ from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.step import SampleRow, Span, Step, StepBuilder
-from chunkattn.engine.warmup import WarmUp
+from chunkattn.engine.warmup import NotCompiledError, WarmUp
 from chunkattn.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -473,11 +473,12 @@ class EngineCore:
         """Compile the next program beside requests. Return whether programs are left. An exception ends the warm-up alone."""
         try:
             return self.warm_ups.advance()
-        except Exception as error:  # the donated pool may be lost
+        except Exception as error:
             if self._ends_hosts(error):
                 raise
             logger.exception("a program cannot be compiled ahead; the other programs are compiled when requests need them")
-            self._recover([])
+            if not isinstance(error, NotCompiledError):  # the donated pool may be lost
+                self._recover([])
             return False
 
     def metrics_text(self) -> str:

@@ -26,6 +26,10 @@ _WORTH_A_LINE_S = 1.0
 """Seconds from which a part has a line in the log."""
 
 
+class NotCompiledError(RuntimeError):
+    """A thread cannot compile a program; nothing has run, and the pool is as it was."""
+
+
 class Part(NamedTuple):
     """Part of a warm-up.
 
@@ -128,6 +132,9 @@ class WarmUp:
         """Compile one program or time one step, between two steps. Return whether parts are left.
 
         An exception ends the warm-up. The programs that are left are compiled when requests need them.
+
+        Raises:
+            NotCompiledError: a thread cannot compile the program.
         """
         if not self._parts:
             return False
@@ -135,7 +142,7 @@ class WarmUp:
         self._compile_ahead()
         try:
             if self._compiled_ahead and (ahead := self._compiled_ahead.popleft()) is not None:
-                spent = ahead.result()
+                spent = self._result(ahead, part)
             began = time.perf_counter()
             jax.block_until_ready((part.run(), self._runner.pool.caches))  # type: ignore[no-untyped-call]
         except BaseException:
@@ -158,6 +165,14 @@ class WarmUp:
         """Let the threads compile all parts that are left, in order, unless they do already."""
         if self._threads is not None and not self._compiled_ahead and self._parts:
             self._compiled_ahead.extend(self._threads.submit(p.compile) if p.compile else None for p in self._parts)
+
+    @staticmethod
+    def _result(ahead: Future[float], part: Part) -> float:
+        """Return the seconds that a thread took for a part, when it is done."""
+        try:
+            return ahead.result()
+        except Exception as error:
+            raise NotCompiledError(f"{part.name} cannot be compiled: {error}") from error
 
     def _end_threads(self) -> None:
         if self._threads is not None:
