@@ -217,7 +217,8 @@ class ScoreCall(ScoreInputs, Generic[T]):
     def stages(self) -> Iterator[Stage]:
         """Yield the stages in order. For a request in flight, the call stores only the places of its items."""
         apart = self.extends and self.documents is None
-        most = 0 if apart else STAGE_STEPS * self._frontend.config.max_num_batched_tokens
+        # Batches that share steps would run unlike batches alone, which decides the bits of some backends.
+        most = 0 if apart and self.is_whole else STAGE_STEPS * self._frontend.config.max_num_batched_tokens
         if apart and self._open:
             # The query runs first by itself, so that batches of items run alike with and without a cached query.
             request = self._query_request()
@@ -227,7 +228,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         tokens = laid_out = 0
         algorithm = ALGORITHMS[self.choice[0]] if self.documents is None else extend_documents
         for layout, rows, places in algorithm(self, self._open):
-            size = len(layout) if self.documents is None else sum(len(self.items[place]) for place in places)
+            size = sum(len(self.items[place]) for place in places) if self.extends else len(layout)
             lists, row_labels = self._read_lists(places)
             if stage and (tokens + size > most or laid_out + len(layout) > STAGE_LAYOUT):
                 yield stage

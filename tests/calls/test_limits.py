@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import tracemalloc
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 
@@ -273,6 +274,16 @@ def test_only_one_stage_of_a_scoring_call_is_in_memory(frontend, algorithm):
     tracemalloc.stop()
     assert largest <= 16384
     assert peak < 4 << 20  # all of `serial` are 16 MB
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_batches_share_a_stage_where_company_changes_no_bits(frontend, batch_invariant):
+    """Ten batches of 120 tokens in steps of 128: behind the query come four steps' worth, or one batch at a time."""
+    made = frontend(max_num_batched_tokens=128)
+    made.connect(replace(made.limits, batch_invariant=batch_invariant))
+    query, *stages = score(made, [7] * 100, distinct(120, 10), "prefill_extend").stages()
+    assert len(query) == 1
+    assert [len(stage) for stage in stages] == ([4, 4, 2] if batch_invariant else [1] * 10)
 
 
 def test_a_stage_is_made_when_it_is_asked_for(frontend, monkeypatch):
