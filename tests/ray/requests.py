@@ -16,6 +16,8 @@ from tests.ray.cluster import Processes
 
 KEY = "anna-secret-key-of-32-characters"
 LONGEST_S = 90
+PAUSE_S = 0.2
+"""Seconds between an answer and a client's next question, in which what starts again gets its share of two processors."""
 
 
 @dataclass
@@ -108,8 +110,7 @@ class Load:
                 await asyncio.sleep(0.1)
                 continue
             self.note(prompt, stream, answer)
-            if answer.status == 503:
-                await asyncio.sleep(0.1)
+            await asyncio.sleep(PAUSE_S)
 
     def note(self, prompt: str, stream: bool, answer: Answer) -> None:
         if answer.status == 500 and answer.headers["Content-Type"] == "text/plain":
