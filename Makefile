@@ -65,7 +65,7 @@ test-ray-all: $(RAY_READY)  ## the application on a cluster as well, and updates
 VLLM_ENV ?= .cache/vllm-env
 VLLM_TESTS ?= $(wildcard tests/vllm/test_*.py)
 test-vllm: .venv/.installed $(filter .cache/vllm-env/%,$(VLLM_ENV)/.installed)  ## chunk-aware prompts in vLLM's CPU build
-	for file in $(VLLM_TESTS); do PYTHONPATH=. $(VLLM_ENV)/bin/python -m pytest --confcutdir=tests/vllm $$file || exit 1; done
+	for file in $(VLLM_TESTS); do GATEWAY_PYTHON=$(BIN)/python PYTHONPATH=. $(VLLM_ENV)/bin/python -m pytest --confcutdir=tests/vllm $$file || exit 1; done
 
 QUICK_VLLM := $(addprefix tests/vllm/test_,units.py engine.py front.py chunk_llm.py)
 test-vllm-ci:  ## the quick tests among them, which CI runs

@@ -1,4 +1,7 @@
-"""`chunkattn route` in front of two vLLM servers: documents decide the server, in any order, and one server may die."""
+"""`chunkattn route` in front of two vLLM servers: documents decide the server, in any order, and one server may die.
+
+`GATEWAY_PYTHON` names an interpreter with the whole of chunkattn. An environment of vLLM needs only the plugin's part.
+"""
 
 import itertools
 import os
@@ -27,7 +30,15 @@ class Gateway:
 
     def __init__(self, log, servers):
         self.servers = {}
-        command = [sys.executable, "-m", "chunkattn", "route", *(server.url for server in servers), "--port", "0"]
+        command = [
+            os.environ.get("GATEWAY_PYTHON", sys.executable),
+            "-m",
+            "chunkattn",
+            "route",
+            *(server.url for server in servers),
+            "--port",
+            "0",
+        ]
         self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
         self.url = None
 
