@@ -12,7 +12,7 @@ from tqdm import tqdm
 from chunkattn.calls.decide import DecideOptions, decide_call
 from chunkattn.calls.decide_states import State, States
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.generate import generate_job
+from chunkattn.calls.generate_batch import generate_batch
 from chunkattn.calls.job import AskingJob, Job
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
@@ -117,7 +117,7 @@ class LLM:
             EngineError: a step failed.
         """
         parsed = self.frontend.parse(prompts, chunk_aware, focus)
-        return self.run(generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
+        return self.run(generate_batch(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
 
     def chat(
         self,
@@ -151,7 +151,7 @@ class LLM:
             EngineError: a step failed.
         """
         parsed = self.frontend.parse_chat(messages, documents, chat_template_kwargs, focus)
-        return self.run(generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
+        return self.run(generate_batch(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
 
     # The cache
 

@@ -53,12 +53,15 @@ class Definition:
         found = weighed_logits(self.oracle, layout, generated, *self.weighing)
         return torch.log_softmax(torch.as_tensor(found), -1).numpy()
 
-    def likelihoods(self, prefix, documents, question):
-        """Mean log-probability of the question's tokens behind each document alone; None for an empty document."""
+    def likelihoods(self, prefix, documents, question, history=1):
+        """Mean log-probability of the question's tokens behind each document alone; None for an empty document.
+
+        The first `history` tokens of the question do not count.
+        """
         found = []
         for document in documents:
-            rows = self.logprobs(laid_out(prefix, [document], question, self.gap))[-len(question) : -1]
-            found.append(float(rows[range(len(rows)), question[1:]].astype(np.float64).mean()) if document else None)
+            rows = self.logprobs(laid_out(prefix, [document], question, self.gap))[history - len(question) - 1 : -1]
+            found.append(float(rows[range(len(rows)), question[history:]].astype(np.float64).mean()) if document else None)
         return found
 
     def check(self, output, prefix, documents, question, top_n, mode, scores=None):

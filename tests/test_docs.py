@@ -236,7 +236,7 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted([*(str(p.relative_to(ROOT / "docs")) for p in DOCS), *hooks.REPOSITORY_PAGES.values()])
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # CI runs `make docs`
 def test_the_site_builds(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
     variables = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

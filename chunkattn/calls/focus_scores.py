@@ -19,7 +19,7 @@ from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import RerankOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import salt_key
-from chunkattn.parsers.choice import behind_one, check_likelihood
+from chunkattn.parsers.choice import behind_one, check_likelihood, read_from
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _request(frontend: Frontend, own: Candidates, number: int) -> GenerateReques
     return likelihood_request(
         frontend,
         alone,
-        alone.question_start + 1,
+        read_from(own.prompt, alone),
         salt_key=salt_key(own.cache_salt),
         priority=own.priority,
         weighing=own.weighing,
@@ -156,7 +156,8 @@ def likelihood(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
     """Return the job that scores documents by the mean log-probability of the question's tokens.
 
     A document's score is read from the prompt of prefix, this document and question. The first token of the question is not
-    read: no token of its part predicts it. Cached documents cost the tokens of the question each.
+    read: no token of its part predicts it. In a chat, the mean counts the tokens from the last user message on. Cached
+    documents cost the tokens of the question each.
 
     Args:
         frontend: frontend of the engine.

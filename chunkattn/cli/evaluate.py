@@ -132,7 +132,7 @@ def _answer(
 ) -> tuple[list[Row], str]:
     from chunkattn.evaluation.conditions import conditions_for, focus_conditions, tokenize
     from chunkattn.evaluation.examiner import Examiner
-    from chunkattn.evaluation.report import compare, conclusion
+    from chunkattn.evaluation.report import compare, conclusion, focus_hint
 
     calibration = llm.config.calibration
     gold = all(question.gold is not None for question in questions)
@@ -145,7 +145,8 @@ def _answer(
         examiner = Examiner(llm, questions, prompts, known, max_tokens=max_tokens, advance=steps.advance)
         examiner.check(conditions)
         values = examiner.examine(conditions, range(len(questions)), texts=True)
-    return compare(values), conclusion(values, calibration)
+    said = conclusion(values, calibration)
+    return compare(values), f"{said} {focus_hint(values)}" if top_n else said
 
 
 def _rank(llm: LLM, rankings: Sequence[Ranking], known: Results) -> tuple[list[Row], str]:

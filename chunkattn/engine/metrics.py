@@ -51,7 +51,9 @@ class EngineMetrics:
         self.step_time = self._histogram("step_seconds", "Seconds per engine step")
         self.host_time = self._histogram("step_host_seconds", "Seconds per step for scheduling and metadata while no step runs")
         self.queue_time = self._histogram("queue_seconds", "Seconds from a request's arrival to its first admission")
-        self.first_token = self._histogram("time_to_first_token_seconds", "Seconds from a request's arrival to its first token")
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token, of requests that generate"
+        )
         self.inter_token = self._histogram("inter_token_seconds", "Seconds between consecutive tokens of one sample")
         self.end_to_end = self._histogram("request_seconds", "Seconds from a request's arrival to its end")
 

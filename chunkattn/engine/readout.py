@@ -188,7 +188,8 @@ def accept_token(
     if length == 1:
         cached = cached_tokens(request)
         if number == 0:
-            metrics.first_token.observe(now - request.added_at)
+            if not request.prompt_only:  # its token is discarded
+                metrics.first_token.observe(now - request.added_at)
             metrics.count_cached(cached, prompt_tokens(request))
     else:
         metrics.inter_token.observe(now - sample.last_token_at)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from chunkattn.errors import RequestError
@@ -19,13 +19,30 @@ TRUSTED_ROLES = ("system", "developer", "assistant")
 """Roles with trusted contents. Contents of all other roles, such as `user` and `tool`, are untrusted."""
 
 
+class ChatPieces(NamedTuple):
+    """Rendered conversation, cut where the first user message's content begins. Parts are in pieces for `PlainEncoder.fill`.
+
+    Attributes:
+        prefix: text before the cut.
+        question: text behind the cut, with later turns and the generation prompt.
+        history: text from the cut to the last user message's content. It is empty without `with_history`, for one user message,
+            and where the template moves the last one's content.
+    """
+
+    prefix: list[str]
+    question: list[str]
+    history: list[str]
+
+
 def split_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     control: ControlTokens,
     is_trusted: Callable[[Any], bool],
+    *,
+    with_history: bool = False,
     **template_options: Any,
-) -> tuple[list[str], list[str]]:
+) -> ChatPieces:
     """Render the chat template and cut it where the first user message's content begins.
 
     Args:
@@ -33,11 +50,8 @@ def split_chat(
         messages: messages of the conversation.
         control: tokens that untrusted contents must not become.
         is_trusted: function that returns whether the contents of a role may become control tokens.
+        with_history: whether to find where the last user message's content begins.
         **template_options: variables of the template.
-
-    Returns:
-        The text before the cut (the prefix), and the rest with later turns and the generation prompt (the question). Each is
-        in pieces for `PlainEncoder.fill`.
 
     Raises:
         RequestError: a message is malformed, there is no user message or no usable template, the template moves the content,
@@ -45,14 +59,12 @@ def split_chat(
         NotRenderedError: the template leaves out a message or a part of it.
     """
     given, messages = messages, read_messages(tokenizer, messages, template_options)
-    first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
-    if first is None:
+    users = [i for i, m in enumerate(messages) if m.get("role") == "user"]
+    if not users:
         raise RequestError("messages hold no user message", param="messages")
-    mark = f"\u2063{uuid4().hex}\u2063"  # random, so no text contains it
-    marked = [*messages[:first], {**messages[first], "content": mark}, *messages[first + 1 :]]
-    text, probe = (_render(tokenizer, m, template_options) for m in (messages, marked))
-    cut = probe.find(mark)
-    if cut < 0 or text[:cut] != probe[:cut]:
+    text = _render(tokenizer, messages, template_options)
+    cut = _start(tokenizer, messages, users[0], text, template_options)
+    if cut is None:
         raise RequestError("the chat template does not render the first user message in place", param="messages")
     check_rendered(messages, [m["role"] for m in given], lambda probe: _render(tokenizer, probe, template_options))
     untrusted = [not is_trusted(message.get("role")) for message in messages]
@@ -60,7 +72,26 @@ def split_chat(
         bounds = _untrusted_starts(tokenizer, messages, untrusted, text, control, template_options)
     except RecursionError:
         raise RequestError("messages are nested too deeply", param="messages") from None
-    return _pieces(text, 0, cut, bounds), _pieces(text, cut, len(text), bounds)
+    history: list[str] = []
+    if with_history and users[-1] > users[0]:
+        last = _start(tokenizer, messages, users[-1], text, template_options)
+        history = _pieces(text, cut, last, bounds) if last is not None and last > cut else []
+    return ChatPieces(_pieces(text, 0, cut, bounds), _pieces(text, cut, len(text), bounds), history)
+
+
+def _start(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    number: int,
+    text: str,
+    options: dict[str, Any],
+) -> int | None:
+    """Return where the content of a message begins in the rendered text; None if the template moves it."""
+    mark = f"\u2063{uuid4().hex}\u2063"  # random, so no text contains it
+    marked = [*messages[:number], {**messages[number], "content": mark}, *messages[number + 1 :]]
+    probe = _render(tokenizer, marked, options)
+    start = probe.find(mark)
+    return None if start < 0 or text[:start] != probe[:start] else start
 
 
 def text_of(messages: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ def choose(layout: ChunkLayout, numbers: Sequence[int], scores: Sequence[float],
     """Return the numbers of the documents with the highest scores, the best first.
 
     Of equal scores, the document with the lower hash of its content comes first, so that the caller's order has no influence.
+    NaN is the lowest score.
 
     Args:
         layout: layout of the prompt.
@@ -32,8 +34,8 @@ def choose(layout: ChunkLayout, numbers: Sequence[int], scores: Sequence[float],
         scores: score of each of them.
         top_n: number of documents to choose.
     """
-    by_number = dict(zip(numbers, scores, strict=True))
-    return sorted(numbers, key=lambda number: (-by_number[number], layout.chunk_digests[number]))[:top_n]
+    lost = {number: math.inf if math.isnan(score) else -score for number, score in zip(numbers, scores, strict=True)}
+    return sorted(numbers, key=lambda number: (lost[number], layout.chunk_digests[number]))[:top_n]
 
 
 def compose(layout: ChunkLayout, chosen: Sequence[int], mode: str, gap: int) -> ChunkLayout:
@@ -144,6 +146,16 @@ def behind_one(layout: ChunkLayout, number: int, gap: int) -> ChunkLayout:
     """
     prefix, document, question = (layout.part(layout.segments[place]) for place in (0, 1 + number, -1))
     return make_layout(prefix, [document], question, "shared", gap)
+
+
+def read_from(prompt: ParsedPrompt, alone: ChunkLayout) -> int:
+    """Return the index of the first token whose log-probability the likelihood of a question counts.
+
+    Args:
+        prompt: parsed prompt with a focus.
+        alone: layout of prefix, one document and question, see `behind_one`.
+    """
+    return alone.question_start + max(1, min(prompt.history_len, alone.question_len - 1))
 
 
 def check_likelihood(prompt: ParsedPrompt) -> None:

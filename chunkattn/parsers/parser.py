@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,7 +14,7 @@ from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.focus import Focus, FocusLike, read_focus
 from chunkattn.layout import ChunkLayout, Names
 from chunkattn.parsers.arguments import check_ids, check_salt, check_template_options
-from chunkattn.parsers.chat import TRUSTED_ROLES, split_chat, text_of
+from chunkattn.parsers.chat import TRUSTED_ROLES, ChatPieces, split_chat, text_of
 from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.parsers.prompt import (
@@ -177,26 +178,36 @@ class PromptParser:
             raise RequestError(f"focus {_NO_DOCUMENTS}; give them as documents", param="focus")
         if documents is not None:
             self._check_documents(documents)
-        pieces = self._pieces(messages, template_options, "messages")
+        pieces = self._pieces(messages, template_options, "messages", with_history=given is not None)
         if documents is None:
-            joined = [*pieces[0][:-1], pieces[0][-1] + pieces[1][0], *pieces[1][1:]]
+            joined = [*pieces.prefix[:-1], pieces.prefix[-1] + pieces.question[0], *pieces.question[1:]]
             layout = self._layout([], [], self._plain.fill(joined, "messages", "messages"), _CHAT_NAMES)
             return ParsedPrompt(layout, ("".join(joined),), names=_CHAT_NAMES)
         chunks = self._encoded(documents, self.documents, _CHAT_NAMES, given)
-        first, last = ((self._plain.fill(p, "messages", "messages"), "".join(p)) for p in pieces)
+        first, last = ((self._plain.fill(p, "messages", "messages"), "".join(p)) for p in (pieces.prefix, pieces.question))
+        earlier = self._plain.fill(pieces.history, "messages", "messages") if pieces.history else []
+        # The last token of a text may change with what follows.
+        history = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(earlier, last[0])))
         asked = next((m.get("content") for m in reversed(messages) if m.get("role") == "user"), None)
         parsed = self._joined(first, chunks, last, _CHAT_NAMES)
-        return replace(parsed, query=text_of(asked) if asked else None, sources=documents, focus=given)
+        query = text_of(asked) if asked else None
+        return replace(parsed, query=query, history_len=history, sources=documents, focus=given)
 
     def _pieces(
-        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any], param: str
-    ) -> tuple[list[str], list[str]]:
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_options: Mapping[str, Any],
+        param: str,
+        *,
+        with_history: bool = False,
+    ) -> ChatPieces:
         """Return the pieces of a conversation before and after its cut, see `split_chat`."""
         if self.encode.tokenizer is None:
             raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
         _check_unicode(messages)
         self.encode.check_length(text_of(messages), "the text of all messages", param)
-        return split_chat(self.encode.tokenizer, messages, self.encode.special, self._is_trusted, **template_options)
+        tokenizer, special = self.encode.tokenizer, self.encode.special
+        return split_chat(tokenizer, messages, special, self._is_trusted, with_history=with_history, **template_options)
 
     def _is_trusted(self, role: Any) -> bool:
         """Return whether contents of this role may become special tokens."""
@@ -230,7 +241,7 @@ class PromptParser:
         has_texts = any(isinstance(document, str) for document in documents)
         if not isinstance(prefix, str) and (isinstance(prefix[0], Mapping) if len(prefix) else has_texts):
             chat = [*cast("Sequence[Mapping[str, Any]]", prefix), {"role": "user", "content": "?"}]
-            before, _ = self._pieces(chat, template_options or {}, names.prefix)
+            before = self._pieces(chat, template_options or {}, names.prefix).prefix
             first = self._plain.fill(before, "the prefix", names.prefix)
         elif any(isinstance(document, str) != isinstance(prefix, str) for document in documents):
             raise RequestError("prefix and documents must be all text or all token ids", param=names.chunks)

@@ -67,6 +67,7 @@ class ParsedPrompt:
         cache_salt: salt of the cache; prompts of one salt share cached K/V.
         names: the caller's names of the parts, for errors.
         query: text of the question without the chat template; None for token ids and for plain prompts.
+        history_len: tokens of the question before the last user message of a chat, which focus by likelihood does not count.
         sources: documents as the caller gave them; empty where they are the chunks themselves.
         focus: choice among the documents that is to be made.
         chosen: choice that the layout shows; None before it is made, and without focus.
@@ -77,6 +78,7 @@ class ParsedPrompt:
     cache_salt: str | None = None
     names: Names = PROMPT_NAMES
     query: str | None = None
+    history_len: int = 0
     sources: Sequence[str | TokenIds] = ()
     focus: Focus | None = None
     chosen: FocusOutput | None = None

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from chunkattn import LLM, ChunkedPrompt, DocumentPrompt, Focus, SamplingParams
+from chunkattn.calls import generate_batch
+from chunkattn.calls.generate import generate_job
 from chunkattn.calls.rerank_template import GENERIC
 from tests import tokenizer_files
 from tests.chat_templates import CHATML
@@ -96,10 +98,16 @@ def test_chats(chat_llm, chat_oracle):
     before = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
     after = f"Hello.<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n{QUESTION}<|im_end|>\n"
     prefix, question = read(chat_llm.tokenizer, before, f"{after}<|im_start|>assistant\n")
+    (earlier,) = read(chat_llm.tokenizer, after[: after.index(QUESTION)])
+    assert 1 < len(earlier) < len(question)
     documents, definition = documents_of(chat_llm.tokenizer), Definition(chat_oracle)
+    scores = definition.likelihoods(prefix, documents, question, len(earlier))
+    assert scores[0] != pytest.approx(
+        definition.likelihoods(prefix, documents, question)[0], abs=0.01
+    )  # earlier turns count not
     for top_n, mode in ((1, "reread"), (2, "only"), (9, "reread")):
         (output,) = chat_llm.chat(messages, GREEDY, documents=DOCUMENTS, focus={"top_n": top_n, "mode": mode})
-        definition.check(output, prefix, documents, question, top_n, mode)
+        definition.check(output, prefix, documents, question, top_n, mode, scores)
         assert output.prompt == chat_llm.tokenizer.decode(output.prompt_token_ids)
 
 
@@ -194,6 +202,28 @@ def test_cold_documents_are_computed_once(engine):
     (output,) = llm.generate(DocumentPrompt(prefix, documents, question, Focus(1, "reread")), GREEDY, cache_salt=salt)
     assert output.focus.computed_tokens == len(prefix) + sum(map(len, documents)) + 3 * len(question)
     assert output.num_cached_chunk_tokens == (5, 16, 40)
+
+
+@pytest.mark.parametrize("priority", [0, [2, 0, 1, 0, 2, 1, 0]])
+def test_many_prompts_find_their_documents_when_they_are_answered(priority, checkpoint, monkeypatch):
+    """Documents behind six prefixes exceed the pool: groups of three compute each once, and answers keep their places."""
+    rng, groups = np.random.default_rng(8), []
+    llm = LLM(str(checkpoint("qwen3")), skip_tokenizer_init=True, max_num_batched_tokens=256, kv_cache_memory_bytes=2 << 20)
+    pages = llm.limits.num_pages // 40  # of one document: nine of them take nearly a quarter of the pool
+    documents = [rng.integers(0, VOCAB, 16 * pages - 3).tolist() for _ in range(9)]
+    prompts = [DocumentPrompt([number], documents, [1, 2, 3, number], Focus(2, "reread")) for number in range(6)]
+    prompts.append({"prompt_token_ids": [5, 6, 7]})
+    monkeypatch.setattr(
+        generate_batch, "generate_job", lambda f, own, *a, **k: groups.append(len(own)) or generate_job(f, own, *a, **k)
+    )
+    counter = llm.core.metrics.tokens.labels("prefill")._value
+    outputs = llm.generate(prompts, GREEDY, priority=priority)
+    assert sorted(groups) == [3, 4]
+    assert counter.get() == 6 * (1 + (9 + 2) * len(documents[0]) + (9 + 1) * 4) + 3
+    assert llm.core.metrics.value("time_to_first_token_seconds_count") == 7
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (alone,) = llm.generate(prompt, GREEDY)
+        assert (output.outputs, output.focus and output.focus.scores) == (alone.outputs, alone.focus and alone.focus.scores)
 
 
 def test_relevance_keeps_documents_for_later_questions(chat_llm):

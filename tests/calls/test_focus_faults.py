@@ -1,16 +1,18 @@
 """`focus`: arguments that are wrong, prompts that do not fit, and options beside it."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkattn import LLM, ChunkedPrompt, DocumentPrompt, Focus, SamplingParams
+from chunkattn import LLM, ChunkedPrompt, DocumentPrompt, Focus, SamplingParams, make_layout
 from chunkattn.calls.focus_scores import Candidates, get_score
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.job import STAGE_STEPS
 from chunkattn.errors import CapacityError, NonFiniteError, RequestError
+from chunkattn.parsers.choice import choose
 from tests.engine.test_non_finite import damaged
 from tests.focus_definition import digest
 from tests.reranker_files import CHAT_OPTIONS
@@ -35,6 +37,15 @@ def refused(call, kind=RequestError):
     with pytest.raises(kind) as error:
         call()
     return error.value
+
+
+def test_a_score_that_is_no_number_is_the_lowest():
+    layout = make_layout([1], [[2], [3], [4], [5]], [6, 7])
+    for order in itertools.permutations(range(4)):
+        shuffled = layout.with_chunk_order(order)
+        scores = [[np.nan, 0.5, np.nan, -np.inf][number] for number in order]
+        best = [order[place] for place in choose(shuffled, range(4), scores, 4)]
+        assert best == [1, *sorted([0, 2, 3], key=lambda number: digest([2 + number]))]
 
 
 NUMBER = "focus must choose an integer of at least 1 documents, got "

@@ -113,7 +113,9 @@ def test_the_command_has_a_row_for_every_focus(tmp_path, asked, monkeypatch):
     arguments = ["eval", "data.jsonl", "--focus", "1", "--max-tokens", "4", "--json", "-"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+    report = json.loads(result.stdout)
+    assert "Of 2 ways to focus, " in report["conclusion"]
+    rows = {row["name"]: row for row in report["rows"]}
     assert {"reread 1 by likelihood", "only 1 by likelihood", "only the gold documents"} <= set(rows)
     assert set(rows["only 1 by likelihood"]["means"]) == {"logprob", "exact match", "F1", "contained", "recall"}
     bad = CliRunner().invoke(app, ["eval", "data.jsonl", "--focus", "1", "--focus-score", "luck"])

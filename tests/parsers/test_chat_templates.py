@@ -115,6 +115,25 @@ def chat_text(tokenizer, template, messages, **options):
     return parser.parse_chat(messages, **options).text
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("last", ["user Bye now.", "user  Bye. "])
+def test_the_last_question_begins_where_its_text_does(tokenizer, template, last):
+    """Each token is a byte here."""
+    tokenizer.chat_template = TEMPLATES[template]
+    parser = PromptParser(tokenizer, separator=" # # ", strategy="shared", chunk_aware=True)
+    prompt = parser.parse_chat(said("user Hello.", "assistant Hi.", last), ["A document."], focus=1)
+    question = prompt.layout.part(prompt.layout.segments[-1])
+    assert tokenizer.decode(question[prompt.history_len :]).lstrip().startswith(last.removeprefix("user").strip())
+    assert parser.parse_chat(said(last), ["A document."], focus=1).history_len == 0
+
+
+def test_a_last_question_that_the_template_moves_has_no_beginning(tokenizer):
+    turns = "{% for m in messages[::-1] if m['role'] == 'user' %}{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = turns + "{% for m in messages[1:] %}{{ m['content'] | length }}{{ m['content'] }}{% endfor %}"
+    parser = PromptParser(tokenizer, separator=" # # ", strategy="shared", chunk_aware=True)
+    assert parser.parse_chat(said("user Hello.", "assistant Hi.", "user Bye."), ["A document."], focus=1).history_len == 0
+
+
 @pytest.mark.parametrize("template", ["llama3", "mistral3", "qwen3"])
 @pytest.mark.parametrize("arguments", ['{"who": "Ana", "n": 2}', {"who": "Ana", "n": 2}], ids=["text", "mapping"])
 def test_arguments_of_calls_are_objects_in_the_prompt(tokenizer, template, arguments):

@@ -15,7 +15,7 @@ from chunkattn.integrations.vllm.chunk_options import ChunkOptions, parts_of
 from chunkattn.integrations.vllm.composer import Answer, PromptTask
 from chunkattn.integrations.vllm.requests import PromptPlan
 from chunkattn.parsers import ParsedPrompt
-from chunkattn.parsers.choice import answered, behind_one, candidates_of, check_likelihood
+from chunkattn.parsers.choice import answered, behind_one, candidates_of, check_likelihood, read_from
 
 _SCORES = ("likelihood",)
 _MODES = ("raw_logprobs", "processed_logprobs")
@@ -77,7 +77,7 @@ class FocusReads:
         scores: dict[int, list[float]] = {}
         computed: dict[int, int] = {}
         for (place, alone), (output, costs) in zip(self._read, answers, strict=True):
-            first, ids, found = alone.layout.question_start + 1, alone.layout.token_ids.tolist(), output.prompt_logprobs
+            first, ids, found = read_from(alone, alone.layout), alone.layout.token_ids.tolist(), output.prompt_logprobs
             assert found is not None
             logprobs = [found[index][ids[index]].logprob for index in range(first, len(ids))]
             scores.setdefault(place, []).append(fmean(logprobs))
