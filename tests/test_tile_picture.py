@@ -8,6 +8,7 @@ from benchmarks.visited_tiles import BLOCK, Tile, batch_of, seen_tiles
 from chunkattn.cache.slots import plan_slots
 
 
+@pytest.mark.ci
 def test_walks_are_the_visible_tiles_and_whole_ones_those_without_an_invisible_pair():
     plan = plan_slots(LAYOUT, BLOCK, aligned=True)
     found = walks(batch_of(plan))

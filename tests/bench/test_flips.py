@@ -533,7 +533,10 @@ linear.sums = lambda x: jnp.roll(x, len(x) // 8, -1).sum(-1, keepdims=True)
 MORE = ["--queries", "4", "--items", "8", "--company", "1,7,50", "--scoring", "score", "--generation", "prompt"]
 
 
-@pytest.mark.parametrize(("options", "answers"), [([*SMALL, *SIZES], 56), pytest.param(MORE, 472, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("options", "answers"),
+    [pytest.param([*SMALL, *SIZES], 56, marks=pytest.mark.ci), pytest.param(MORE, 472, marks=pytest.mark.slow)],
+)
 def test_the_demo_server(demo_server, options, answers):
     result = CliRunner().invoke(app, ["flips", demo_server.url, *options, "--json", "-"])
     assert result.exit_code == 0, result.output

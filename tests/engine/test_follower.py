@@ -45,7 +45,7 @@ def pools(llm):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(llm.core.runner.pool.caches)]
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("xla", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_pages_and_programs_are_equal(checkpoint, told, backend):
     options = OPTIONS | {"attention_backend": backend, "batch_invariant": False}
     first, other = LLM(str(checkpoint("qwen3")), **options), LLM(str(checkpoint("qwen3")), **options)

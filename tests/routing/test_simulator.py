@@ -1,6 +1,7 @@
 """The simulator: its counts in cases small enough for a pencil, and the order of the policies where topics cluster."""
 
 import numpy as np
+import pytest
 
 from benchmarks.routing_simulator import simulate, workload
 
@@ -40,6 +41,7 @@ def test_documents_are_distinct_and_of_one_topic():
     assert len(set().union(*map(set, free))) > 150
 
 
+@pytest.mark.ci
 def test_documents_cluster_better_than_prefixes_and_those_better_than_chance():
     rng = np.random.default_rng(3)
     sizes = [int(size) for size in rng.integers(120, 221, 400)]
