@@ -33,25 +33,28 @@ from chunkattn.llm import LLM
 
 MEASURES = {"contained": 3, "F1": 3, LOGPROB: 2}
 """Measures of the table, with their digits."""
+ROWS = ("all", "calibrated", "controls")
 NO_CHUNK_LIMIT = (1 << 31) - 1
 
 
-def conditions_of(calibration: Calibration, scores: Sequence[str], top_n: int, *, controls: bool = True) -> list[Condition]:
+def conditions_of(calibration: Calibration, scores: Sequence[str], top_n: int, rows: str = "all") -> list[Condition]:
     """Return the rows of a table. Neighbours share what they can of the cache.
 
     Args:
         calibration: gap, temperature and scale of the engine.
         scores: names of the scores of `focus`.
         top_n: largest number of documents that `focus` chooses.
-        controls: whether to add full attention with the same temperature and scale, and isolation and `focus` without gap,
-            temperature and scale.
+        rows: one of `ROWS`, beside full attention. `"controls"` are full attention with the same temperature and scale, and
+            isolation and `focus` without gap, temperature and scale; `"calibrated"` are the others.
     """
-    own = [Condition("shared", calibration), *focus_conditions(calibration, top_n, scores, gold=True)]
-    others: list[Condition] = []
-    if controls:
+    listed = [Condition("full")]
+    if rows != "calibrated":
         plain = focus_conditions(NONE, top_n, scores[:1], gold=False)
-        others = [Condition("full", replace(calibration, chunk_position_gap=0)), Condition("shared"), *plain]
-    return list(dict.fromkeys([Condition("full"), *others, *own, Condition("gold only")]))
+        listed += [Condition("full", replace(calibration, chunk_position_gap=0)), Condition("shared"), *plain]
+    if rows != "controls":
+        chosen = focus_conditions(calibration, top_n, scores, gold=True)
+        listed += [Condition("shared", calibration), *chosen, Condition("gold only")]
+    return list(dict.fromkeys(listed))
 
 
 def examine(
@@ -113,7 +116,7 @@ def main() -> None:
     parser.add_argument("--documents", action="append", type=int, help="repeatable; by default 5, 10 and 20")
     parser.add_argument("--score", action="append", choices=list(SCORES), help="repeatable; by default all")
     parser.add_argument("--top-n", type=int, default=3, help="largest number of documents that focus chooses")
-    parser.add_argument("--no-controls", action="store_true", help="leave out the rows that compare calibrations")
+    parser.add_argument("--rows", choices=ROWS, default="all", help="rows with the calibration, or those that compare with it")
     parser.add_argument("--count", type=int, default=200, help="questions of every table")
     parser.add_argument("--skip", type=int, default=0, help="questions to skip")
     parser.add_argument("--seed", type=int, default=0, help="seed of the questions and of the documents' order")
@@ -131,9 +134,7 @@ def main() -> None:
         max_chunk_len=NO_CHUNK_LIMIT,
     )
     sizes = args.documents or [5, 10, 20]
-    conditions = conditions_of(
-        llm.config.calibration, args.score or list(SCORES), min(args.top_n, *sizes), controls=not args.no_controls
-    )
+    conditions = conditions_of(llm.config.calibration, args.score or list(SCORES), min(args.top_n, *sizes), args.rows)
     report: list[dict[str, Any]] = []
     for name in args.recipe or ["bm25", "two-hop"]:
         recipes = [Recipe(name, n, args.count, args.skip, args.seed, first_line=args.first_line) for n in sizes]

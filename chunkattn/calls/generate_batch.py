@@ -49,7 +49,7 @@ def generate_batch(
     """Check the arguments of `generate`, and return the job of all prompts.
 
     A focus scores all documents of a prompt before it answers. If the documents of all prompts exceed the KV pool, prompts run
-    in groups that fit, so that an answer finds its documents in the cache. The score `relevance` leaves no documents there.
+    in groups that fit, so that an answer finds its documents in the cache.
 
     Args:
         frontend: frontend of the engine.
@@ -100,7 +100,7 @@ def _groups(prompts: Sequence[ParsedPrompt], order: Iterable[int], limits: Engin
 
 def _parts(prompt: ParsedPrompt, place: int) -> dict[Hashable, int]:
     """Return the tokens of each part that the scores of a prompt leave in the cache for its answer, by what shares them."""
-    if prompt.focus is None or prompt.focus.score == "relevance":  # it keeps documents behind another prefix
+    if prompt.focus is None:
         return {}
     layout = prompt.layout
     prefix = (prompt.cache_salt, layout.part(layout.segments[0]).tobytes())

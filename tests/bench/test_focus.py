@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from benchmarks import focus, focus_quality
+from chunkattn.calibration import Calibration
+from chunkattn.evaluation.conditions import Condition
 from chunkattn.focus import MODES
 from training.world import SYLLABLES
 
@@ -75,3 +77,12 @@ def test_a_table_of_every_condition(tmp_path, monkeypatch, capsys):
     # The second run finds every result.
     monkeypatch.setattr(focus_quality.LLM, "run", lambda *_: pytest.fail("measured again"))
     assert report_of(focus_quality.main, monkeypatch, capsys, *options) == (0, [table])
+
+
+def test_controls_are_the_rows_that_the_calibration_is_compared_with():
+    calibration = Calibration(8, 0.55, 0.55)
+    listed = {rows: focus_quality.conditions_of(calibration, ["likelihood"], 1, rows) for rows in focus_quality.ROWS}
+    focused = {f"{mode} 1 by likelihood" for mode in MODES}
+    assert {c.name for c in listed["controls"]} == {"full", "full, T 0.55, S 0.55", "shared", *focused}
+    assert set(listed["controls"]) & set(listed["calibrated"]) == {Condition("full")}
+    assert set(listed["controls"]) | set(listed["calibrated"]) == set(listed["all"])

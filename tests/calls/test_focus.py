@@ -102,9 +102,7 @@ def test_chats(chat_llm, chat_oracle):
     assert 1 < len(earlier) < len(question)
     documents, definition = documents_of(chat_llm.tokenizer), Definition(chat_oracle)
     scores = definition.likelihoods(prefix, documents, question, len(earlier))
-    assert scores[0] != pytest.approx(
-        definition.likelihoods(prefix, documents, question)[0], abs=0.01
-    )  # earlier turns count not
+    assert scores[0] != pytest.approx(definition.likelihoods(prefix, documents, question)[0], abs=0.01)
     for top_n, mode in ((1, "reread"), (2, "only"), (9, "reread")):
         (output,) = chat_llm.chat(messages, GREEDY, documents=DOCUMENTS, focus={"top_n": top_n, "mode": mode})
         definition.check(output, prefix, documents, question, top_n, mode, scores)
