@@ -156,62 +156,83 @@ void multiply(const FewRows &given, int first, int last) {
   for (int row = 0; row < given.rows && output < last; row++) rest(given, row, output, last);
 }
 #else
-// Transposes a 16 x 16 matrix: log2(16) rounds that exchange halves of ever smaller blocks.
-template <int HALF, size_t... I> inline void exchange(Words &a, Words &b, std::index_sequence<I...>) {
+// Transposes a square matrix: rounds that exchange halves of ever smaller blocks.
+template <int HALF, size_t... I> inline void exchange(NativeWords &a, NativeWords &b, std::index_sequence<I...>) {
 #ifdef __clang__
-  const Words low = __builtin_shufflevector(a, b, (int(I) & HALF ? 16 + int(I) - HALF : int(I))...);
-  b = __builtin_shufflevector(a, b, (int(I) & HALF ? 16 + int(I) : int(I) + HALF)...), a = low;
+  const NativeWords low = __builtin_shufflevector(a, b, (int(I) & HALF ? kNative + int(I) - HALF : int(I))...);
+  b = __builtin_shufflevector(a, b, (int(I) & HALF ? kNative + int(I) : int(I) + HALF)...), a = low;
 #else
-  const Words low = __builtin_shuffle(a, b, Ints{(int(I) & HALF ? 16 + int(I) - HALF : int(I))...});
-  b = __builtin_shuffle(a, b, Ints{(int(I) & HALF ? 16 + int(I) : int(I) + HALF)...}), a = low;
+  const NativeWords low = __builtin_shuffle(a, b, NativeInts{(int(I) & HALF ? kNative + int(I) - HALF : int(I))...});
+  b = __builtin_shuffle(a, b, NativeInts{(int(I) & HALF ? kNative + int(I) : int(I) + HALF)...}), a = low;
 #endif
 }
-template <int HALF> inline void exchange(Words r[16]) {
-  for (int i = 0; i < 16; i++)
-    if (!(i & HALF)) exchange<HALF>(r[i], r[i + HALF], std::make_index_sequence<16>());
+template <int HALF = kNative / 2> inline void transpose(NativeWords r[kNative]) {
+  if constexpr (HALF > 0) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kNative; i++)
+      if (!(i & HALF)) exchange<HALF>(r[i], r[i + HALF], std::make_index_sequence<kNative>());
+    transpose<HALF / 2>(r);
+  }
 }
-inline void transpose(Words r[16]) { exchange<1>(r), exchange<2>(r), exchange<4>(r), exchange<8>(r); }
 
-inline float as_float(uint32_t bits) { return read<float>(&bits); }
+constexpr int kPieces = 2;  // vectors of outputs that are added up at a time, so that no sum waits for another
+constexpr int kOutputs = kPieces * kNative;
 
-// Outputs [output, output + count) of ROWS rows from `row` on; `count` is at most 16. Returns the row after them. A product of
-// bfloat16 is exact in float32.
-template <int ROWS> inline int some_rows(const FewRows &given, int row, int output, int count) {
-  const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
-  Floats totals[ROWS];
+// Outputs [output, output + count) of ROWS rows of x from `row` on; `count` is at most kOutputs. Returns the row after them. A
+// product of bfloat16 is exact in float32.
+template <int ROWS, bool ASCENDING> inline int some_rows(const FewRows &given, const float *all, int row, int output, int count) {
+  const float *x = all + int64_t(row) * given.in;
+  const uint16_t *w = given.weight + int64_t(output) * given.in;
+  Native totals[ROWS][kPieces];
   for (int begin = 0; begin < given.in; begin += given.block) {
-    Floats sums[ROWS] = {};
-    for (int k = begin; k < std::min(begin + given.block, given.in); k += 32) {
-      Words lines[16];
-      for (int i = 0; i < 16; i++) lines[i] = i < count ? read<Words>(w + int64_t(i) * given.in + k) : Words{};
-      transpose(lines);
-      for (int i = 0; i < 16; i++) {
-        const Floats even = (Floats)(lines[i] << 16), odd = (Floats)(lines[i] & 0xffff0000u);
-        for (int r = 0; r < ROWS; r++) {
-          const uint32_t pair = read<uint32_t>(x + int64_t(r) * given.in + k + 2 * i);
-          const float first = as_float(pair << 16), second = as_float(pair & 0xffff0000u);
-          if (given.ascending)
-            sums[r] += even * first, sums[r] += odd * second;
-          else
-            sums[r] += odd * second, sums[r] += even * first;
+    Native sums[ROWS][kPieces] = {};
+    for (int k = begin, end = std::min(begin + given.block, given.in); k < end; k += 2 * kNative) {
+      NativeWords lines[kPieces][kNative];
+      for (int p = 0; p < kPieces; p++) {
+        for (int i = 0; i < kNative; i++) {
+          const int of = p * kNative + i;
+          lines[p][i] = of < count ? read<NativeWords>(w + int64_t(of) * given.in + k) : NativeWords{};
         }
+        transpose(lines[p]);
       }
+#pragma GCC unroll 8
+      for (int i = 0; i < kNative; i++)
+#pragma GCC unroll 2
+        for (int turn = 0; turn < 2; turn++) {
+          const int second = ASCENDING ? turn : 1 - turn;
+          Native right[kPieces];
+#pragma GCC unroll 2
+          for (int p = 0; p < kPieces; p++) right[p] = (Native)(second ? lines[p][i] & 0xffff0000u : lines[p][i] << 16);
+#pragma GCC unroll 4
+          for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int p = 0; p < kPieces; p++) sums[r][p] += right[p] * x[int64_t(r) * given.in + k + 2 * i + second];
+        }
     }
-    for (int r = 0; r < ROWS; r++) totals[r] = begin ? totals[r] + sums[r] : sums[r];
+    for (int r = 0; r < ROWS; r++)
+      for (int p = 0; p < kPieces; p++) totals[r][p] = begin ? totals[r][p] + sums[r][p] : sums[r][p];
   }
   for (int r = 0; r < ROWS; r++)
-    memcpy(given.out + int64_t(row + r) * given.outputs + output, &totals[r], count * sizeof(float));
+    memcpy(given.out + int64_t(row + r) * given.outputs + output, totals[r], count * sizeof(float));
   return row + ROWS;
 }
 
-void multiply(const FewRows &given, int first, int last) {
-  for (int output = first; output < last; output += 16)
+template <bool ASCENDING> void multiply_as(const FewRows &given, const float *x, int first, int last) {
+  for (int output = first; output < last; output += kOutputs)
     for (int row = 0; row < given.rows;) {
-      const int left = given.rows - row, count = std::min(16, last - output);
-      row = left >= 4   ? some_rows<4>(given, row, output, count)
-            : left >= 2 ? some_rows<2>(given, row, output, count)
-                        : some_rows<1>(given, row, output, count);
+      const int left = given.rows - row, count = std::min(kOutputs, last - output);
+      row = left >= 4   ? some_rows<4, ASCENDING>(given, x, row, output, count)
+            : left >= 2 ? some_rows<2, ASCENDING>(given, x, row, output, count)
+                        : some_rows<1, ASCENDING>(given, x, row, output, count);
     }
+}
+
+void multiply(const FewRows &given, int first, int last) {
+  const size_t values = size_t(given.rows) * given.in;
+  Arena arena(Arena::bytes<float>(values));
+  float *x = arena.take<float>(values);
+  for (size_t i = 0; i < values; i += 16) write(x + i, Stored<Format::bf16>::load(given.x + i));
+  (given.ascending ? multiply_as<true> : multiply_as<false>)(given, x, first, last);
 }
 #endif
 

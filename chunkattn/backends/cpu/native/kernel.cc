@@ -35,27 +35,28 @@ inline float log2_factor(const Step &step, const Portion &portion) {
   return step.scale * kLog2E / (portion.chunks ? step.temperature[step.row_seq[portion.row]] : 1.f);
 }
 
-// Adds the scores of a tile to a line's running softmax, and replaces them by weights.
+// Adds the scores of a tile to a line's running softmax, and replaces them by weights. `visible` holds -1 or 0 for each slot.
 template <bool FULL, class E> inline void weigh(const float *scores, E *weights, int padded, const Ints *visible, float factor,
                                                 float *maximum, float *total, float *values, int padded_dim) {
-  Floats most = splat(kMasked);
-  for (int j = 0; j < padded; j += 16) {
-    const Floats s = read<Floats>(scores + j);
-    most = larger(most, FULL ? s : visible[j / 16] ? s : splat(kMasked));
+  const auto shown = [&](int j) { return read<NativeInts>(reinterpret_cast<const int32_t *>(visible) + j); };
+  Native most = splat(kMasked);
+  for (int j = 0; j < padded; j += kNative) {
+    const Native s = read<Native>(scores + j);
+    most = larger(most, FULL ? s : shown(j) ? s : splat(kMasked));
   }
   const float before = *maximum, now = std::max(before, largest_of(most) * factor);
-  const Floats by = splat(factor), least = splat(now);
-  Floats sum = {};
-  for (int j = 0; j < padded; j += 16) {
-    Floats e = exp2_of(read<Floats>(scores + j) * by - least);
-    if (!FULL) e = visible[j / 16] ? e : Floats{};
+  const Native by = splat(factor), least = splat(now);
+  Native sum = {};
+  for (int j = 0; j < padded; j += kNative) {
+    Native e = exp2_of(read<Native>(scores + j) * by - least);
+    if (!FULL) e = shown(j) ? e : Native{};
     sum += e;
     store_panel(weights + j, e);
   }
   if (now != before) {
     const float decay = std::exp2(std::max(before - now, -126.f));
     *total *= decay;
-    for (int d = 0; d < padded_dim; d += 16) write(values + d, read<Floats>(values + d) * decay);
+    for (int d = 0; d < padded_dim; d += kNative) write(values + d, read<Native>(values + d) * decay);
     *maximum = now;
   }
   *total += sum_of(sum);

@@ -5,7 +5,7 @@
 namespace chunkattn {
 namespace {
 
-inline void store_panel(float *to, Floats x) { write(to, x); }
+inline void store_panel(float *to, Native x) { write(to, x); }
 #if defined(__AVX512BF16__)
 inline void store_panel(uint16_t *to, Floats x) {
   const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(x);

@@ -17,20 +17,21 @@ constexpr bool kHasBf16 = false;
 // C [LINES, 16 * PANELS] = or += A [LINES, depth] * B.
 template <int LINES, int PANELS> inline void block(bool add, int depth, const float *a, int lda, const float *b, float *c,
                                                    int ldc) {
-  Floats sums[LINES][PANELS];
+  constexpr int kEach = 16 / kNative, kWide = PANELS * kEach;
+  Native sums[LINES][kWide];
   for (int i = 0; i < LINES; i++)
-    for (int p = 0; p < PANELS; p++) sums[i][p] = add ? read<Floats>(c + i * ldc + 16 * p) : Floats{};
+    for (int p = 0; p < kWide; p++) sums[i][p] = add ? read<Native>(c + i * ldc + kNative * p) : Native{};
   for (int k = 0; k < depth; k++) {
-    Floats right[PANELS];
+    Native right[kWide];
 #pragma GCC unroll 4
-    for (int p = 0; p < PANELS; p++) right[p] = read<Floats>(b + (int64_t(p) * depth + k) * 16);
+    for (int p = 0; p < kWide; p++) right[p] = read<Native>(b + (int64_t(p / kEach) * depth + k) * 16 + p % kEach * kNative);
 #pragma GCC unroll 8
     for (int i = 0; i < LINES; i++)
 #pragma GCC unroll 4
-      for (int p = 0; p < PANELS; p++) sums[i][p] += a[i * lda + k] * right[p];
+      for (int p = 0; p < kWide; p++) sums[i][p] += a[i * lda + k] * right[p];
   }
   for (int i = 0; i < LINES; i++)
-    for (int p = 0; p < PANELS; p++) write(c + i * ldc + 16 * p, sums[i][p]);
+    for (int p = 0; p < kWide; p++) write(c + i * ldc + kNative * p, sums[i][p]);
 }
 
 #if defined(__AVX512BF16__)

@@ -1,8 +1,9 @@
-// Vectors of 16 floats, and loads that convert the formats of queries and caches. Compiled once per instruction set.
+// Vectors of the processor's width for arithmetic, and of 16 floats for loads that convert the formats of queries and caches.
+// GCC keeps vectors that are wider than the processor's in memory. Compiled once per instruction set.
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -11,45 +12,58 @@
 namespace chunkattn {
 namespace {
 
+#if defined(__AVX512F__)
+constexpr int kNativeBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kNativeBytes = 32;
+#else
+constexpr int kNativeBytes = 16;
+#endif
+typedef float Native __attribute__((vector_size(kNativeBytes)));
+typedef int32_t NativeInts __attribute__((vector_size(kNativeBytes)));
+typedef uint32_t NativeWords __attribute__((vector_size(kNativeBytes)));
+constexpr int kNative = kNativeBytes / 4;  // values
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
-inline Floats splat(float x) { return x - Floats{}; }
-inline Ints splat(int32_t x) { return x - Ints{}; }
+template <class V = Native> inline V splat(float x) { return x - V{}; }
 
 template <class V> inline V read(const void *from) {
   V x;
   memcpy(&x, from, sizeof x);
   return x;
 }
-inline void write(void *to, Floats x) { memcpy(to, &x, sizeof x); }
+template <class V> inline void write(void *to, const V &x) { memcpy(to, &x, sizeof x); }
 
-inline Floats larger(Floats a, Floats b) {
-#ifdef __AVX512F__
+inline Native larger(Native a, Native b) {
+#if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
 #else
   return a > b ? a : b;
 #endif
 }
 
-inline float sum_of(Floats x) {
+inline float sum_of(Native x) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps(x);
 #else
-  for (int half = 8; half; half /= 2)
+  for (int half = kNative / 2; half; half /= 2)
     for (int i = 0; i < half; i++) x[i] += x[i + half];
   return x[0];
 #endif
 }
 
-inline float largest_of(Floats x) {
+inline float largest_of(Native x) {
 #ifdef __AVX512F__
   return _mm512_reduce_max_ps(x);
 #else
-  for (int i = 1; i < 16; i++) x[0] = x[i] > x[0] ? x[i] : x[0];
+  for (int half = kNative / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
   return x[0];
 #endif
 }
@@ -75,17 +89,17 @@ inline void transpose(__m512i r[16]) {  // a 16 x 16 matrix
 #endif
 
 // 2^x with a relative error below 2e-7, for x from -126 to 127; 2^-126 for smaller x, and anything for larger x.
-inline Floats exp2_of(Floats x) {
+inline Native exp2_of(Native x) {
   x = larger(x, splat(-126.f));
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
-  const Floats shifted = x + kRound, f = x - (shifted - kRound);
-  Floats p = splat(1.32647285e-3f);
+  const Native shifted = x + kRound, f = x - (shifted - kRound);
+  Native p = splat(1.32647285e-3f);
   p = p * f + 9.67151299e-3f;
   p = p * f + 5.55073358e-2f;
   p = p * f + 2.40222424e-1f;
   p = p * f + 6.93147004e-1f;
   p = p * f + 1.f;
-  return (Floats)((Words)p + ((Words)shifted << 23));
+  return (Native)((NativeWords)p + ((NativeWords)shifted << 23));
 }
 
 template <Format F> struct Stored;
@@ -104,7 +118,7 @@ template <int MANTISSA, int EXPONENT, uint32_t NAN_FROM> inline Floats widened(W
   constexpr int bias = (1 << (EXPONENT - 1)) - 1;
   const Words magnitude = x & ((1u << (MANTISSA + EXPONENT)) - 1), sign = (x >> (MANTISSA + EXPONENT)) << 31;
   const Words normal = (magnitude << (23 - MANTISSA)) + (uint32_t(127 - bias) << 23);
-  const Floats small = __builtin_convertvector((Ints)magnitude, Floats) * splat(1.f / (1u << (bias + MANTISSA - 1)));
+  const Floats small = __builtin_convertvector((Ints)magnitude, Floats) * (1.f / (1u << (bias + MANTISSA - 1)));
   const Words finite = magnitude < (1u << MANTISSA) ? (Words)small : normal;
   return (Floats)((magnitude >= NAN_FROM ? normal | 0x7f800000u : finite) | sign);
 }
