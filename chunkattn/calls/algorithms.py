@@ -253,13 +253,14 @@ def groups(lens: Sequence[int], most: int, room: int = 1 << 31, unit: int = 1) -
         yield first, len(lens)
 
 
-def predict(call: ScoreInputs, rates: StepRates, budget: int, *, query_cached: bool) -> dict[str, float]:
+def predict(call: ScoreInputs, rates: StepRates, budget: int, step_rows: int, *, query_cached: bool) -> dict[str, float]:
     """Return the predicted seconds of every algorithm of `AUTO`, by name.
 
     Args:
         call: query and items.
         rates: the engine's rates.
         budget: maximum number of rows of a step.
+        step_rows: see `AttentionBackend`.
         query_cached: whether `prefill_extend` finds the query in the cache.
     """
     query, lens = call.query_len, [len(item) for item in call.items]
@@ -272,7 +273,7 @@ def predict(call: ScoreInputs, rates: StepRates, budget: int, *, query_cached: b
             rows: rows of each part.
             area: tile area of all parts together.
         """
-        padded = [size for part in rows for size in _steps(part, sizes)]
+        padded = [size for part in rows for size in _steps(part, sizes, step_rows)]
         return rates.step * len(padded) + rates.row * sum(padded) + rates.area * area
 
     filled = [n for n in lens if n]
@@ -297,11 +298,11 @@ def predict(call: ScoreInputs, rates: StepRates, budget: int, *, query_cached: b
     return costs
 
 
-def _steps(rows: int, sizes: Sequence[int]) -> list[int]:
+def _steps(rows: int, sizes: Sequence[int], step_rows: int) -> list[int]:
     """Return the padded sizes of the steps that `rows` rows of one part take."""
     steps = []
     while rows > 0:
-        taken = trimmed(rows, sizes)
+        taken = trimmed(rows, sizes, step_rows)
         steps.append(bucket_for(taken, sizes))
         rows -= taken
     return steps

@@ -154,7 +154,8 @@ class ScoreCall(ScoreInputs, Generic[T]):
             text = f"algorithm {over[-1]!r} cannot serve this request: {costly[over[-1]]}; "
             raise CapacityError(f"{text}send fewer or shorter {self.names.chunks}", param=self.names.chunks)
         costs, cached = (
-            predict(self, self._memory.rates, config.max_num_batched_tokens, query_cached=known) for known in (False, True)
+            predict(self, self._memory.rates, config.max_num_batched_tokens, limits.step_rows, query_cached=known)
+            for known in (False, True)
         )
         extend = cached["prefill_extend"]
         self._select = partial(select_algorithm, wanted, refused, costs, extend, item_first=self.item_first)

@@ -72,6 +72,7 @@ class EngineCore:
             num_labels=runner.spec.num_labels,
             backends={name: backend.supports(backend.spec) for name, backend in named.items()},
             batch_invariant=runner.invariance.holds,
+            step_rows=runner.backend.step_rows,
             items_on_pages=runner.invariance.own_pages and runner.spec.sliding_window is None,
             config=config,
         )
@@ -83,6 +84,7 @@ class EngineCore:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             smallest_step=runner.backend.smallest_step,
             one_size=runner.invariance.one_size,
+            step_rows=runner.backend.step_rows,
         )
         self.isolation = Isolation(self.scheduler)
         self.builder = StepBuilder(

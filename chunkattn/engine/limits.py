@@ -36,6 +36,7 @@ class EngineLimits:
         num_labels: classes of a sequence classifier, None for a language model.
         backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None.
         batch_invariant: whether the bits of a result depend on its request alone.
+        step_rows: see `AttentionBackend`.
         items_on_pages: whether every scored item begins on a page of its own; not under a sliding window, whose slots equal
             positions.
         config: options of the engine, which hold the other limits.
@@ -53,6 +54,7 @@ class EngineLimits:
     num_labels: int | None = None
     backends: dict[str, str | None] = field(default_factory=dict)
     batch_invariant: bool = False
+    step_rows: int = 256
     items_on_pages: bool = False
     config: EngineConfig = field(default_factory=EngineConfig)
 

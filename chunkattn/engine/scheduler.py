@@ -37,6 +37,7 @@ class Scheduler:
 
     Attributes:
         token_buckets: sizes `T` of a step's arrays.
+        step_rows: see `AttentionBackend`.
         trie: cache of blocks, which owns every page.
         waiting: requests that are not placed yet, or are preempted.
         running: requests that hold their blocks.
@@ -57,6 +58,7 @@ class Scheduler:
         long_prefill_token_threshold: int | None = None,
         smallest_step: int = SMALLEST_STEP,
         one_size: bool = False,
+        step_rows: int = 256,
     ) -> None:
         self.trie, self.block_size = trie, block_size
         self.placement = Placement(trie, block_size)
@@ -64,7 +66,7 @@ class Scheduler:
         sizes = buckets(SMALLEST_STEP, max(max_num_batched_tokens, SMALLEST_STEP), 2)
         if smallest_step < SMALLEST_STEP:
             sizes = (smallest_step, *sizes)
-        self.token_buckets = sizes[-1:] if one_size else sizes
+        self.token_buckets, self.step_rows = sizes[-1:] if one_size else sizes, step_rows
         self.max_spans = max_num_seqs + EXTRA_SPANS
         self.threshold = long_prefill_token_threshold
         self.waiting: list[Request] = []
@@ -257,7 +259,10 @@ class Scheduler:
         decoding = [s for s in decoding if s.parts]  # drops preempted samples
         filling = [s for s, count in left.items() if count > 1 and s.parts]
         tokens = len(decoding) + sum(left[s] for s in filling)
-        budget = min(trimmed(tokens, self.token_buckets), self.max_num_batched_tokens)
+        budget = trimmed(tokens, self.token_buckets, self.step_rows)
+        if budget <= len(decoding):  # prompts would wait for the end of the decodes
+            budget = tokens
+        budget = min(budget, self.max_num_batched_tokens)
         if beside_decodes is not None and filling and any(s.output_ids for s in decoding):
             most = max(beside_decodes(), _LEAST_ROWS, 2 * len(decoding))
             budget = min(budget, max(size for size in self.token_buckets if size <= max(most, self.token_buckets[0])))

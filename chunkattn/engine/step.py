@@ -12,9 +12,6 @@ from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatc
 from chunkattn.engine.rates import tile_area
 from chunkattn.engine.request import Request, Sample
 
-TRIM_FROM = 512
-"""Rows below which `trimmed` leaves a step alone: smaller steps all take about as long as reading the weights."""
-
 
 def buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
     """Return array sizes from `smallest` by `factor` up to exactly `largest`.
@@ -34,20 +31,28 @@ def bucket_for(size: int, sizes: Sequence[int]) -> int:
     return next(s for s in sizes if s >= size)
 
 
-def trimmed(tokens: int, sizes: Sequence[int]) -> int:
-    """Return how many of `tokens` a step should compute: a bucket less than three quarters full is mostly padding.
+def trimmed(tokens: int, sizes: Sequence[int], step_rows: int) -> int:
+    """Return how many of `tokens` a step should compute, so that padding and further steps take least.
 
     Args:
         tokens: number of tokens that can run in the step.
-        sizes: buckets, ascending.
+        sizes: buckets, ascending, each at most twice the one before.
+        step_rows: see `AttentionBackend`.
 
-    >>> trimmed(1100, (512, 1024, 2048)), trimmed(1600, (512, 1024, 2048))
+    >>> trimmed(1100, (512, 1024, 2048), 256), trimmed(1600, (512, 1024, 2048), 256)
     (1024, 1600)
     """
     tokens = min(tokens, sizes[-1])
     size = bucket_for(tokens, sizes)
     smaller = max((s for s in sizes if s < size), default=0)
-    return smaller if smaller >= TRIM_FROM and 4 * tokens < 3 * size else tokens
+    return smaller if smaller and smaller + step_rows + _rows_of(tokens - smaller, sizes, step_rows) < size else tokens
+
+
+def _rows_of(tokens: int, sizes: Sequence[int], step_rows: int) -> int:
+    """Return the rows that `tokens` take, padding included, and `step_rows` for every step but one."""
+    taken = trimmed(tokens, sizes, step_rows)
+    rest = tokens - taken
+    return bucket_for(taken, sizes) + (step_rows + _rows_of(rest, sizes, step_rows) if rest else 0)
 
 
 class Span(NamedTuple):

@@ -285,7 +285,7 @@ SLOW = StepRates(step=1e-3, row=1e-3, area=1e-9)
 
 def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
     refused = refusals(job, **{"sliding_window": None, "caching": True, "backends": {}, **options})
-    costs, extend = (predict(job, rates, budget, query_cached=known) for known in (False, True))
+    costs, extend = (predict(job, rates, budget, 256, query_cached=known) for known in (False, True))
     extended = extend["prefill_extend"]
     return select_algorithm("auto", refused, costs, extended, query_cached=cached, item_first=job.item_first)[0]
 

@@ -11,13 +11,14 @@ from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, StepRates
 from chunkattn.engine.request import Request
 from chunkattn.engine.scheduler import EXTRA_SPANS, Scheduler
+from chunkattn.engine.step import bucket_for, buckets, trimmed
 from chunkattn.errors import CapacityError
 
 
 class Steps:
     """An engine without a model: every token it samples is 7."""
 
-    def __init__(self, num_pages=1000, **options):
+    def __init__(self, num_pages=1000, step_rows=256, **options):
         self.config = EngineConfig(**{"max_num_batched_tokens": 256, "max_num_seqs": 64, **options})
         rates = StepRates(0, 0, 0)
         self.limits = EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, None, rates, config=self.config)
@@ -27,6 +28,7 @@ class Steps:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+            step_rows=step_rows,
         )
         self.requests, self.finished = {}, {}
         self.beside_decodes = None
@@ -191,6 +193,35 @@ def test_everybody_ends_with_every_token_computed_once(requests, num_pages, budg
         prompt = sum(int(r.computed.sum()) for r in steps.requests.values() if r.request_id in steps.finished)
         generated = sum(r.num_samples * (r.max_tokens - 1) for r in steps.requests.values() if r.request_id in steps.finished)
         assert seen == prompt + generated
+
+
+@pytest.mark.parametrize("sizes", [buckets(8, 512, 2), (1, *buckets(8, 700, 2)), (64,)], ids=str)
+@pytest.mark.parametrize("step_rows", [1, 32, 256])
+def test_steps_are_cut_where_that_costs_least(sizes, step_rows):
+    """Against the least cost of all ways to cut the tokens into buckets."""
+    least = [0]
+    for tokens in range(1, sizes[-1] + 1):
+        least.append(min(size + step_rows + least[max(tokens - size, 0)] for size in sizes))
+    for tokens in range(1, sizes[-1] + 1):
+        cost, rest = 0, tokens
+        while rest:
+            taken = trimmed(rest, sizes, step_rows)
+            assert 0 < taken <= rest
+            cost += bucket_for(taken, sizes) + step_rows
+            rest -= taken
+        assert cost == least[tokens], tokens
+
+
+def test_a_prompt_moves_on_beside_any_number_of_decodes():
+    """Also where the cheapest step would have no row left for it."""
+    steps = Steps(step_rows=1, max_num_batched_tokens=64)
+    for number in range(35):
+        steps.add(str(number), [number + 1] * 3, max_tokens=60)
+    steps.step()
+    while not all(sample.output_ids for request in steps.scheduler.running for sample in request.samples):
+        steps.step()
+    steps.add("late", [99] * 2)
+    assert ("late", 0, 2) in steps.step()
 
 
 def test_steps_that_text_waits_for_are_short():

@@ -29,6 +29,7 @@ class CpuBackend(AttentionBackend):
     heads_first = True
     any_table_width = True
     smallest_step = 1
+    step_rows = 32
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
