@@ -6,7 +6,6 @@
 // second value first, as `vdpbf16ps` does, or value by value.
 #pragma once
 #include <algorithm>
-#include <utility>
 
 #include "arena.h"
 #include "products.h"
@@ -156,53 +155,34 @@ void multiply(const FewRows &given, int first, int last) {
   for (int row = 0; row < given.rows && output < last; row++) rest(given, row, output, last);
 }
 #else
-// Transposes a square matrix: rounds that exchange halves of ever smaller blocks.
-template <int HALF, size_t... I> inline void exchange(NativeWords &a, NativeWords &b, std::index_sequence<I...>) {
-#ifdef __clang__
-  const NativeWords low = __builtin_shufflevector(a, b, (int(I) & HALF ? kNative + int(I) - HALF : int(I))...);
-  b = __builtin_shufflevector(a, b, (int(I) & HALF ? kNative + int(I) : int(I) + HALF)...), a = low;
-#else
-  const NativeWords low = __builtin_shuffle(a, b, NativeInts{(int(I) & HALF ? kNative + int(I) - HALF : int(I))...});
-  b = __builtin_shuffle(a, b, NativeInts{(int(I) & HALF ? kNative + int(I) : int(I) + HALF)...}), a = low;
-#endif
-}
-template <int HALF = kNative / 2> inline void transpose(NativeWords r[kNative]) {
-  if constexpr (HALF > 0) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kNative; i++)
-      if (!(i & HALF)) exchange<HALF>(r[i], r[i + HALF], std::make_index_sequence<kNative>());
-    transpose<HALF / 2>(r);
-  }
-}
-
-constexpr int kPieces = 2;  // vectors of outputs that are added up at a time, so that no sum waits for another
-constexpr int kOutputs = kPieces * kNative;
+constexpr int kPieces = 2;  // vectors of outputs that are added up at a time, so that sums wait less for each other
+constexpr int kOutputs = kPieces * kWidth;
 
 // Outputs [output, output + count) of ROWS rows of x from `row` on; `count` is at most kOutputs. Returns the row after them. A
 // product of bfloat16 is exact in float32.
 template <int ROWS, bool ASCENDING> inline int some_rows(const FewRows &given, const float *all, int row, int output, int count) {
   const float *x = all + int64_t(row) * given.in;
   const uint16_t *w = given.weight + int64_t(output) * given.in;
-  Native totals[ROWS][kPieces];
+  Floats totals[ROWS][kPieces];
   for (int begin = 0; begin < given.in; begin += given.block) {
-    Native sums[ROWS][kPieces] = {};
-    for (int k = begin, end = std::min(begin + given.block, given.in); k < end; k += 2 * kNative) {
-      NativeWords lines[kPieces][kNative];
+    Floats sums[ROWS][kPieces] = {};
+    for (int k = begin, end = std::min(begin + given.block, given.in); k < end; k += 2 * kWidth) {
+      Words lines[kPieces][kWidth];
       for (int p = 0; p < kPieces; p++) {
-        for (int i = 0; i < kNative; i++) {
-          const int of = p * kNative + i;
-          lines[p][i] = of < count ? read<NativeWords>(w + int64_t(of) * given.in + k) : NativeWords{};
+        for (int i = 0; i < kWidth; i++) {
+          const int of = p * kWidth + i;
+          lines[p][i] = of < count ? read<Words>(w + int64_t(of) * given.in + k) : Words{};
         }
         transpose(lines[p]);
       }
 #pragma GCC unroll 8
-      for (int i = 0; i < kNative; i++)
+      for (int i = 0; i < kWidth; i++)
 #pragma GCC unroll 2
         for (int turn = 0; turn < 2; turn++) {
           const int second = ASCENDING ? turn : 1 - turn;
-          Native right[kPieces];
+          Floats right[kPieces];
 #pragma GCC unroll 2
-          for (int p = 0; p < kPieces; p++) right[p] = (Native)(second ? lines[p][i] & 0xffff0000u : lines[p][i] << 16);
+          for (int p = 0; p < kPieces; p++) right[p] = (Floats)(second ? lines[p][i] & 0xffff0000u : lines[p][i] << 16);
 #pragma GCC unroll 4
           for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
@@ -231,7 +211,7 @@ void multiply(const FewRows &given, int first, int last) {
   const size_t values = size_t(given.rows) * given.in;
   Arena arena(Arena::bytes<float>(values));
   float *x = arena.take<float>(values);
-  for (size_t i = 0; i < values; i += 16) write(x + i, Stored<Format::bf16>::load(given.x + i));
+  for (size_t i = 0; i < values; i += kWidth) write(x + i, Stored<Format::bf16>::load(given.x + i));
   (given.ascending ? multiply_as<true> : multiply_as<false>)(given, x, first, last);
 }
 #endif

@@ -17,6 +17,7 @@ namespace {
 
 constexpr float kMasked = -1e30f;
 constexpr float kLog2E = 1.44269504f;
+constexpr int32_t kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int kBlockOfLines = 32;  // lines whose scores are held at a time
 
 // Calls `found(slot, place)` for the valid slots of [begin, end), in order. A place in a pool counts a head's vectors.
@@ -36,27 +37,27 @@ inline float log2_factor(const Step &step, const Portion &portion) {
 }
 
 // Adds the scores of a tile to a line's running softmax, and replaces them by weights. `visible` holds -1 or 0 for each slot.
-template <bool FULL, class E> inline void weigh(const float *scores, E *weights, int padded, const Ints *visible, float factor,
+template <bool FULL, class E> inline void weigh(const float *scores, E *weights, int padded, const int32_t *visible, float factor,
                                                 float *maximum, float *total, float *values, int padded_dim) {
-  const auto shown = [&](int j) { return read<NativeInts>(reinterpret_cast<const int32_t *>(visible) + j); };
-  Native most = splat(kMasked);
-  for (int j = 0; j < padded; j += kNative) {
-    const Native s = read<Native>(scores + j);
+  const auto shown = [&](int j) { return read<Ints>(visible + j); };
+  Floats most = splat(kMasked);
+  for (int j = 0; j < padded; j += kWidth) {
+    const Floats s = read<Floats>(scores + j);
     most = larger(most, FULL ? s : shown(j) ? s : splat(kMasked));
   }
   const float before = *maximum, now = std::max(before, largest_of(most) * factor);
-  const Native by = splat(factor), least = splat(now);
-  Native sum = {};
-  for (int j = 0; j < padded; j += kNative) {
-    Native e = exp2_of(read<Native>(scores + j) * by - least);
-    if (!FULL) e = shown(j) ? e : Native{};
+  const Floats by = splat(factor), least = splat(now);
+  Floats sum = {};
+  for (int j = 0; j < padded; j += kWidth) {
+    Floats e = exp2_of(read<Floats>(scores + j) * by - least);
+    if (!FULL) e = shown(j) ? e : Floats{};
     sum += e;
     store_panel(weights + j, e);
   }
   if (now != before) {
     const float decay = std::exp2(std::max(before - now, -126.f));
     *total *= decay;
-    for (int d = 0; d < padded_dim; d += kNative) write(values + d, read<Native>(values + d) * decay);
+    for (int d = 0; d < padded_dim; d += kWidth) write(values + d, read<Floats>(values + d) * decay);
     *maximum = now;
   }
   *total += sum_of(sum);
@@ -77,7 +78,7 @@ template <Format Q, Format C> struct Tiles {
   float *scores;
   int32_t *own;
   int64_t *places, *next;  // of the slots of a tile and of the tile after it; -1 where there is none
-  Ints valid[kTileSlots / 16];
+  int32_t valid[kTileSlots];  // -1 or 0
 
   Tiles(const Step &step, const Portion &portion, const State &state)
       : step(step), portion(portion), state(state), per_row(step.lines_per_row()), lines(portion.rows * per_row),
@@ -108,7 +109,7 @@ template <Format Q, Format C> struct Tiles {
     if constexpr (sizeof(E) == 2)
       memcpy(to, from, step.head_dim * 2);
     else
-      for (int d = 0; d < step.head_dim; d += 16) write(to + d, Stored<Q>::load(from + d));
+      for (int d = 0; d < step.head_dim; d += kWidth) write(to + d, Stored<Q>::load(from + d));
   }
 
   void run() {
@@ -134,7 +135,7 @@ template <Format Q, Format C> struct Tiles {
   void one_tile(int begin, int end, int count) {
     const int padded = (end - begin + 31) / 32 * 32;
     const bool all = end - 1 <= first && begin > last - window, full = all && count == padded;
-    for (int j = 0; j < padded; j++) valid[j / 16][j % 16] = places[j] >= 0 ? -1 : 0;
+    for (int j = 0; j < padded; j++) valid[j] = places[j] >= 0 ? -1 : 0;
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
     if (lines <= kFewLines) {
       with_lines(lines, [&](auto few) {
@@ -165,10 +166,10 @@ template <Format Q, Format C> struct Tiles {
         weigh<true>(row, weight, padded, nullptr, factor, state.maximum + line, state.total + line, to, dim);
         continue;
       }
-      Ints visible[kTileSlots / 16];
-      for (int j = 0; j < padded / 16 && !all; j++) {
-        const Ints slot = begin + 16 * j + Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        visible[j] = valid[j] & (slot <= own[line]) & (slot > own[line] - window);
+      int32_t visible[kTileSlots];
+      for (int j = 0; j < padded && !all; j += kWidth) {
+        const Ints slot = begin + j + read<Ints>(kCount);
+        write(visible + j, read<Ints>(valid + j) & (slot <= own[line]) & (slot > own[line] - window));
       }
       weigh<false>(row, weight, padded, all ? valid : visible, factor, state.maximum + line, state.total + line, to, dim);
     }

@@ -5,7 +5,7 @@
 namespace chunkattn {
 namespace {
 
-inline void store_panel(float *to, Native x) { write(to, x); }
+inline void store_panel(float *to, Floats x) { write(to, x); }
 #if defined(__AVX512BF16__)
 inline void store_panel(uint16_t *to, Floats x) {
   const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(x);
@@ -52,15 +52,19 @@ template <Format C> void pack(const Step &step, int padded, const int64_t *place
   using T = typename Stored<C>::Type;
   const T *k = static_cast<const T *>(step.keys), *v = static_cast<const T *>(step.values);
   const int dim = step.head_dim, padded_dim = step.padded_dim();
-  for (int slot = 0; slot < padded; slot++) {
-    float *key = keys + int64_t(slot / 16 * 16) * padded_dim + slot % 16;
-    for (int d = 0; d < padded_dim; d += 16) {
-      const bool inside = places[slot] >= 0 && d < dim;
-      const Floats x = inside ? Stored<C>::load(k + places[slot] * dim + d) : Floats{};
-      for (int i = 0; i < 16; i++) key[(d + i) * 16] = x[i];
-      write(values + int64_t(d) * padded + slot * 16, inside ? Stored<C>::load(v + places[slot] * dim + d) : Floats{});
+  for (int slot = 0; slot < padded; slot += kWidth)
+    for (int d = 0; d < padded_dim; d += kWidth) {
+      Line lines[kWidth];
+      for (int i = 0; i < kWidth; i++) {
+        const int64_t place = d < dim ? places[slot + i] : -1;
+        lines[i] = place >= 0 ? (Line)Stored<C>::load(k + place * dim + d) : Line{};
+        write(values + int64_t(d / 16 * 16) * padded + (slot + i) * 16 + d % 16,
+              place >= 0 ? Stored<C>::load(v + place * dim + d) : Floats{});
+      }
+      transpose(lines);
+      float *key = keys + int64_t(slot / 16 * 16) * padded_dim + d * 16 + slot % 16;
+      for (int i = 0; i < kWidth; i++) write(key + i * 16, lines[i]);
     }
-  }
 }
 
 }  // namespace

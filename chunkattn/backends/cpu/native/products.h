@@ -17,21 +17,21 @@ constexpr bool kHasBf16 = false;
 // C [LINES, 16 * PANELS] = or += A [LINES, depth] * B.
 template <int LINES, int PANELS> inline void block(bool add, int depth, const float *a, int lda, const float *b, float *c,
                                                    int ldc) {
-  constexpr int kEach = 16 / kNative, kWide = PANELS * kEach;
-  Native sums[LINES][kWide];
+  constexpr int kEach = 16 / kWidth, kWide = PANELS * kEach;
+  Floats sums[LINES][kWide];
   for (int i = 0; i < LINES; i++)
-    for (int p = 0; p < kWide; p++) sums[i][p] = add ? read<Native>(c + i * ldc + kNative * p) : Native{};
+    for (int p = 0; p < kWide; p++) sums[i][p] = add ? read<Floats>(c + i * ldc + kWidth * p) : Floats{};
   for (int k = 0; k < depth; k++) {
-    Native right[kWide];
+    Floats right[kWide];
 #pragma GCC unroll 4
-    for (int p = 0; p < kWide; p++) right[p] = read<Native>(b + (int64_t(p / kEach) * depth + k) * 16 + p % kEach * kNative);
+    for (int p = 0; p < kWide; p++) right[p] = read<Floats>(b + (int64_t(p / kEach) * depth + k) * 16 + p % kEach * kWidth);
 #pragma GCC unroll 8
     for (int i = 0; i < LINES; i++)
 #pragma GCC unroll 4
       for (int p = 0; p < kWide; p++) sums[i][p] += a[i * lda + k] * right[p];
   }
   for (int i = 0; i < LINES; i++)
-    for (int p = 0; p < kWide; p++) write(c + i * ldc + kNative * p, sums[i][p]);
+    for (int p = 0; p < kWide; p++) write(c + i * ldc + kWidth * p, sums[i][p]);
 }
 
 #if defined(__AVX512BF16__)
@@ -59,6 +59,8 @@ template <int LINES, int PANELS> inline void block(bool add, int depth, const ui
 // Lines and panels of a block: sums, right sides and a left side fit the registers.
 #if defined(__AVX512F__)
 constexpr int kBlockLines = 8, kBlockPanels = 2;
+#elif defined(__x86_64__) && !defined(__AVX2__)
+constexpr int kBlockLines = 2, kBlockPanels = 1;
 #else
 constexpr int kBlockLines = 4, kBlockPanels = 1;
 #endif

@@ -1,8 +1,9 @@
-// Vectors of the processor's width for arithmetic, and of 16 floats for loads that convert the formats of queries and caches.
-// GCC keeps vectors that are wider than the processor's in memory. Compiled once per instruction set.
+// Vectors of the processor's width, and loads that convert the formats of queries and caches. GCC keeps wider vectors in memory
+// and compares them value by value. Compiled once per instruction set.
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -13,23 +14,20 @@ namespace chunkattn {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kNativeBytes = 64;
+constexpr int kVectorBytes = 64;
 #elif defined(__AVX2__)
-constexpr int kNativeBytes = 32;
+constexpr int kVectorBytes = 32;
 #else
-constexpr int kNativeBytes = 16;
+constexpr int kVectorBytes = 16;
 #endif
-typedef float Native __attribute__((vector_size(kNativeBytes)));
-typedef int32_t NativeInts __attribute__((vector_size(kNativeBytes)));
-typedef uint32_t NativeWords __attribute__((vector_size(kNativeBytes)));
-constexpr int kNative = kNativeBytes / 4;  // values
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef uint8_t Bytes __attribute__((vector_size(16)));
+constexpr int kWidth = kVectorBytes / 4;  // floats of a vector; it divides 16
+typedef float Floats __attribute__((vector_size(kVectorBytes)));
+typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
 
-template <class V = Native> inline V splat(float x) { return x - V{}; }
+inline Floats splat(float x) { return x - Floats{}; }
 
 template <class V> inline V read(const void *from) {
   V x;
@@ -38,7 +36,7 @@ template <class V> inline V read(const void *from) {
 }
 template <class V> inline void write(void *to, const V &x) { memcpy(to, &x, sizeof x); }
 
-inline Native larger(Native a, Native b) {
+inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
 #elif defined(__AVX2__)
@@ -48,27 +46,28 @@ inline Native larger(Native a, Native b) {
 #endif
 }
 
-inline float sum_of(Native x) {
+inline float sum_of(Floats x) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps(x);
 #else
-  for (int half = kNative / 2; half; half /= 2)
+  for (int half = kWidth / 2; half; half /= 2)
     for (int i = 0; i < half; i++) x[i] += x[i + half];
   return x[0];
 #endif
 }
 
-inline float largest_of(Native x) {
+inline float largest_of(Floats x) {
 #ifdef __AVX512F__
   return _mm512_reduce_max_ps(x);
 #else
-  for (int half = kNative / 2; half; half /= 2)
+  for (int half = kWidth / 2; half; half /= 2)
     for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
   return x[0];
 #endif
 }
 
 #ifdef __AVX512F__
+typedef __m512i Line;  // of a matrix to transpose
 inline void transpose(__m512i r[16]) {  // a 16 x 16 matrix
   __m512i t[16];
   for (int i = 0; i < 8; i++)
@@ -86,20 +85,40 @@ inline void transpose(__m512i r[16]) {  // a 16 x 16 matrix
     r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88), r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
   }
 }
+#else
+typedef Words Line;
+// Transposes a matrix of kWidth lines: rounds that exchange halves of ever smaller blocks.
+template <int HALF, size_t... I> inline void exchange(Words &a, Words &b, std::index_sequence<I...>) {
+#ifdef __clang__
+  const Words low = __builtin_shufflevector(a, b, (int(I) & HALF ? kWidth + int(I) - HALF : int(I))...);
+  b = __builtin_shufflevector(a, b, (int(I) & HALF ? kWidth + int(I) : int(I) + HALF)...), a = low;
+#else
+  const Words low = __builtin_shuffle(a, b, Ints{(int(I) & HALF ? kWidth + int(I) - HALF : int(I))...});
+  b = __builtin_shuffle(a, b, Ints{(int(I) & HALF ? kWidth + int(I) : int(I) + HALF)...}), a = low;
+#endif
+}
+template <int HALF = kWidth / 2> inline void transpose(Words r[kWidth]) {
+  if constexpr (HALF > 0) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kWidth; i++)
+      if (!(i & HALF)) exchange<HALF>(r[i], r[i + HALF], std::make_index_sequence<kWidth>());
+    transpose<HALF / 2>(r);
+  }
+}
 #endif
 
 // 2^x with a relative error below 2e-7, for x from -126 to 127; 2^-126 for smaller x, and anything for larger x.
-inline Native exp2_of(Native x) {
+inline Floats exp2_of(Floats x) {
   x = larger(x, splat(-126.f));
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
-  const Native shifted = x + kRound, f = x - (shifted - kRound);
-  Native p = splat(1.32647285e-3f);
+  const Floats shifted = x + kRound, f = x - (shifted - kRound);
+  Floats p = splat(1.32647285e-3f);
   p = p * f + 9.67151299e-3f;
   p = p * f + 5.55073358e-2f;
   p = p * f + 2.40222424e-1f;
   p = p * f + 6.93147004e-1f;
   p = p * f + 1.f;
-  return (Native)((NativeWords)p + ((NativeWords)shifted << 23));
+  return (Floats)((Words)p + ((Words)shifted << 23));
 }
 
 template <Format F> struct Stored;
@@ -131,7 +150,8 @@ template <> struct Stored<Format::f16> {
 template <> struct Stored<Format::fp8> {
   using Type = uint8_t;
   static Floats load(const uint8_t *from) {
-    return widened<3, 4, 0x7f>(__builtin_convertvector(read<Bytes>(from), Words));
+    // GCC converts four-fold value by value.
+    return widened<3, 4, 0x7f>(__builtin_convertvector(__builtin_convertvector(read<Bytes>(from), Halves), Words));
   }
 };
 
