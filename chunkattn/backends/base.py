@@ -185,7 +185,7 @@ class AttentionBackend(ABC):
         heads_first: whether a page of the default cache holds the tokens of a KV head side by side.
         checked_by_auto: whether an engine with `attention_backend="auto"` first compares the backend with `xla` on its device.
         smallest_step: rows to which smaller steps are padded.
-        step_rows: number of rows whose products take as long as what every step takes anyway, mostly to read the weights.
+        step_rows: rows whose matrix products take about as long as a step's fixed work, mostly reading the weights.
         max_rows: maximum number of rows of a step; the engine sets it for the backends of `ON_REQUEST`.
     """
 

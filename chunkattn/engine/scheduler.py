@@ -260,7 +260,7 @@ class Scheduler:
         filling = [s for s, count in left.items() if count > 1 and s.parts]
         tokens = len(decoding) + sum(left[s] for s in filling)
         budget = trimmed(tokens, self.token_buckets, self.step_rows)
-        if budget <= len(decoding):  # prompts would wait for the end of the decodes
+        if 2 * (budget - len(decoding)) < tokens - len(decoding):  # the decodes come back, and prompts would creep
             budget = tokens
         budget = min(budget, self.max_num_batched_tokens)
         if beside_decodes is not None and filling and any(s.output_ids for s in decoding):

@@ -36,7 +36,7 @@ def trimmed(tokens: int, sizes: Sequence[int], step_rows: int) -> int:
 
     Args:
         tokens: number of tokens that can run in the step.
-        sizes: buckets, ascending, each at most twice the one before.
+        sizes: buckets, ascending, each twice the one before except the first and the last.
         step_rows: see `AttentionBackend`.
 
     >>> trimmed(1100, (512, 1024, 2048), 256), trimmed(1600, (512, 1024, 2048), 256)
@@ -44,15 +44,14 @@ def trimmed(tokens: int, sizes: Sequence[int], step_rows: int) -> int:
     """
     tokens = min(tokens, sizes[-1])
     size = bucket_for(tokens, sizes)
-    smaller = max((s for s in sizes if s < size), default=0)
-    return smaller if smaller and smaller + step_rows + _rows_of(tokens - smaller, sizes, step_rows) < size else tokens
+    return tokens if _rows_of(tokens, sizes, step_rows) == size else max(s for s in sizes if s < size)
 
 
 def _rows_of(tokens: int, sizes: Sequence[int], step_rows: int) -> int:
     """Return the rows that `tokens` take, padding included, and `step_rows` for every step but one."""
-    taken = trimmed(tokens, sizes, step_rows)
-    rest = tokens - taken
-    return bucket_for(taken, sizes) + (step_rows + _rows_of(rest, sizes, step_rows) if rest else 0)
+    size = bucket_for(tokens, sizes)
+    smaller = max((s for s in sizes if s < size), default=0)
+    return min(size, smaller + step_rows + _rows_of(tokens - smaller, sizes, step_rows)) if smaller else size
 
 
 class Span(NamedTuple):

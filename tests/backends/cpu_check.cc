@@ -210,6 +210,26 @@ struct Case {
   }
 };
 
+// The largest error of a random product of few rows.
+double product_error(const Kernel &kernel, Threads &threads) {
+  const int rows = draw(1, 16), in = 32 * draw(1, 12), outputs = draw(1, 90);
+  const Bytes x = numbers(Format::bf16, rows * in), weight = numbers(Format::bf16, outputs * in);
+  std::vector<float> out(rows * outputs, std::nanf(""));
+  const auto halves = [](const Bytes &from) { return reinterpret_cast<const uint16_t *>(from.data()); };
+  multiply({halves(x), halves(weight), out.data(), rows, in, outputs, chance(0.5), chance(0.5) ? 32 * draw(1, 4) : 1 << 30}, kernel,
+           threads);
+  double worst = 0;
+  for (int row = 0; row < rows; row++)
+    for (int o = 0; o < outputs; o++) {
+      double expected = 0;
+      for (int k = 0; k < in; k++)
+        expected += value_of(Format::bf16, halves(x) + row * in + k) * value_of(Format::bf16, halves(weight) + o * in + k);
+      const double error = std::fabs(out[row * outputs + o] - expected);
+      if (!(error <= worst)) worst = error;
+    }
+  return worst;
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -239,7 +259,14 @@ int main(int argc, char **argv) {
         double &of = worst[format == Format::bf16];
         of = std::max(of, error);
       }
-    printf("%-12s largest error %.2g, bfloat16 %.2g\n", name, worst[0], worst[1]);
+    double product = 0;
+    for (int i = 0; i < 10 * cases; i++) {
+      Pool pool(draw(1, 5));
+      const double error = product_error(*kernel, pool);
+      if (!(error <= 1e-4)) printf("%s, product %d: error %g\n", name, i, error), failed = true;
+      product = std::max(product, error);
+    }
+    printf("%-12s largest error %.2g, bfloat16 %.2g, products %.2g\n", name, worst[0], worst[1], product);
   }
   return failed;
 }

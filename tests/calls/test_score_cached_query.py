@@ -91,7 +91,7 @@ def test_a_choice_follows_the_cache_and_changes_no_bit(llm):
 
 
 def test_lists_of_queries_are_asked_for_together(llm, monkeypatch):
-    pairs = [draw(seed, query=70) for seed in range(10, 13)]
+    pairs = [draw(seed) for seed in range(10, 13)]
     llm.precompute(pairs[1][0], [], use_tqdm=False)
     asked, look_up = [], llm.core.look_up
     monkeypatch.setattr(llm.core, "look_up", lambda request, **how: asked.append(request) or look_up(request, **how))

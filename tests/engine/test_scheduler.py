@@ -212,16 +212,17 @@ def test_steps_are_cut_where_that_costs_least(sizes, step_rows):
         assert cost == least[tokens], tokens
 
 
-def test_a_prompt_moves_on_beside_any_number_of_decodes():
-    """Also where the cheapest step would have no row left for it."""
-    steps = Steps(step_rows=1, max_num_batched_tokens=64)
-    for number in range(35):
+@pytest.mark.parametrize(("step_rows", "decodes", "tokens"), [(1, 35, 2), (32, 63, 16), (32, 60, 20)])
+def test_a_prompt_does_not_creep_beside_decodes(step_rows, decodes, tokens):
+    """The decodes are computed again in every step, so the cheapest cut of prompts alone is not the cheapest."""
+    steps = Steps(step_rows=step_rows, max_num_batched_tokens=128)
+    for number in range(decodes):
         steps.add(str(number), [number + 1] * 3, max_tokens=60)
     steps.step()
     while not all(sample.output_ids for request in steps.scheduler.running for sample in request.samples):
         steps.step()
-    steps.add("late", [99] * 2)
-    assert ("late", 0, 2) in steps.step()
+    steps.add("late", [99] * tokens)
+    assert ("late", 0, tokens) in steps.step()
 
 
 def test_steps_that_text_waits_for_are_short():
