@@ -73,6 +73,9 @@ constexpr int kProductLines = kBlockLines;
 #endif
 
 #if defined(__AMX_BF16__)
+// GCC's tile intrinsics do not say which memory they read, so it drops or delays stores before them. This makes it write them.
+inline void finish_stores(const void *memory) { asm volatile("" : : "r"(memory) : "memory"); }
+
 // Tiles 0 to 3 hold sums, 4 and 5 the left side, 6 and 7 the right side. The caller's configuration is put back.
 class TileRegisters {
  public:
@@ -81,9 +84,11 @@ class TileRegisters {
     all[0] = 1;
     for (int i = 0; i < 8; i++) all[16 + 2 * i] = 64, all[48 + i] = 16;
     _tile_storeconfig(saved_);
+    finish_stores(all);
     _tile_loadconfig(all);
   }
   ~TileRegisters() {
+    finish_stores(saved_);
     if (saved_[0])
       _tile_loadconfig(saved_);
     else
@@ -97,6 +102,7 @@ class TileRegisters {
 template <bool ADD> inline void amx_product(int lines, int panels, int depth, const uint16_t *a, int lda, const uint16_t *b,
                                             float *c, int ldc) {
   const int64_t a_bytes = lda * 2, c_bytes = ldc * 4;
+  finish_stores(a);
   for (int line = 0; line < lines; line += 32)
     for (int p = 0; p < panels; p += 2) {
       const bool both = lines - line > 16;
