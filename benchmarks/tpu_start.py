@@ -22,7 +22,7 @@ from benchmarks.tpu.step import WIDEST, compile_step
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
 from chunkattn.cli.progress import say
 from chunkattn.config import EngineConfig
-from chunkattn.engine.step import buckets
+from chunkattn.engine.step_sizes import buckets
 
 FORMER = 32
 """Pages of the narrowest page table that every backend had once."""

@@ -29,8 +29,8 @@ from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.pallas_gpu.shape import Shape
 from chunkattn.bench.score import matmul_rate, read_rate
 from chunkattn.config import EngineConfig
-from chunkattn.engine.scheduler import EXTRA_SPANS, SMALLEST_STEP
-from chunkattn.engine.step import bucket_for, buckets
+from chunkattn.engine.scheduler import EXTRA_SPANS
+from chunkattn.engine.step_sizes import SMALLEST_STEP, bucket_for, buckets
 from chunkattn.errors import BackendError
 
 BUDGET = 8192

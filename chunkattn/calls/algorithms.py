@@ -16,7 +16,7 @@ from jaxtyping import Int32, Int64
 from chunkattn.engine.limits import ITEMS
 from chunkattn.engine.messages import StepRates
 from chunkattn.engine.rates import TILE_ROWS, TILE_SLOTS
-from chunkattn.engine.step import bucket_for, buckets, trimmed
+from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.layout import ChunkLayout, Names
 from chunkattn.rope.positions import make_layout
@@ -253,18 +253,16 @@ def groups(lens: Sequence[int], most: int, room: int = 1 << 31, unit: int = 1) -
         yield first, len(lens)
 
 
-def predict(call: ScoreInputs, rates: StepRates, budget: int, step_rows: int, *, query_cached: bool) -> dict[str, float]:
+def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes, *, query_cached: bool) -> dict[str, float]:
     """Return the predicted seconds of every algorithm of `AUTO`, by name.
 
     Args:
         call: query and items.
         rates: the engine's rates.
-        budget: maximum number of rows of a step.
-        step_rows: see `AttentionBackend`.
+        steps: sizes of the engine's steps.
         query_cached: whether `prefill_extend` finds the query in the cache.
     """
     query, lens = call.query_len, [len(item) for item in call.items]
-    sizes = buckets(8, max(budget, 8), 2)
 
     def seconds(rows: Sequence[int], area: float) -> float:
         """Return the time in seconds of parts that run one at a time.
@@ -273,7 +271,7 @@ def predict(call: ScoreInputs, rates: StepRates, budget: int, step_rows: int, *,
             rows: rows of each part.
             area: tile area of all parts together.
         """
-        padded = [size for part in rows for size in _steps(part, sizes, step_rows)]
+        padded = [size for part in rows for size in steps.cut(part)]
         return rates.step * len(padded) + rates.row * sum(padded) + rates.area * area
 
     filled = [n for n in lens if n]
@@ -296,16 +294,6 @@ def predict(call: ScoreInputs, rates: StepRates, budget: int, step_rows: int, *,
         again = (query - 1) % call.block_size + 1
         costs["prefill_extend"] += seconds([again], _behind(query - again, [again]))
     return costs
-
-
-def _steps(rows: int, sizes: Sequence[int], step_rows: int) -> list[int]:
-    """Return the padded sizes of the steps that `rows` rows of one part take."""
-    steps = []
-    while rows > 0:
-        taken = trimmed(rows, sizes, step_rows)
-        steps.append(bucket_for(taken, sizes))
-        rows -= taken
-    return steps
 
 
 def _causal(tokens: int) -> int:

@@ -153,10 +153,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
         if all(name in refused for name in names) and (over := [name for name in names if name in costly]):
             text = f"algorithm {over[-1]!r} cannot serve this request: {costly[over[-1]]}; "
             raise CapacityError(f"{text}send fewer or shorter {self.names.chunks}", param=self.names.chunks)
-        costs, cached = (
-            predict(self, self._memory.rates, config.max_num_batched_tokens, limits.step_rows, query_cached=known)
-            for known in (False, True)
-        )
+        costs, cached = (predict(self, self._memory.rates, limits.steps, query_cached=known) for known in (False, True))
         extend = cached["prefill_extend"]
         self._select = partial(select_algorithm, wanted, refused, costs, extend, item_first=self.item_first)
         self._query, self._shape = digests(self, self._salt_key)

@@ -32,6 +32,7 @@ from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.step import SampleRow, Span, Step, StepBuilder
+from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.engine.warmup import NotCompiledError, WarmUp
 from chunkattn.errors import RequestError
 
@@ -68,28 +69,26 @@ class EngineCore:
             vocab_size=runner.spec.vocab_size,
             sliding_window=runner.spec.sliding_window,
             rates=self.meter.rates,
+            steps=StepSizes.of(runner.backend, config.max_num_batched_tokens, one_size=runner.invariance.one_size),
             longest_table=runner.backend.max_table_pages,
             num_labels=runner.spec.num_labels,
             backends={name: backend.supports(backend.spec) for name, backend in named.items()},
             batch_invariant=runner.invariance.holds,
-            step_rows=runner.backend.step_rows,
             items_on_pages=runner.invariance.own_pages and runner.spec.sliding_window is None,
             config=config,
         )
         self.scheduler = Scheduler(
             BlockTrie(runner.pool.num_pages),
             block_size=runner.backend.spec.block_size,
+            sizes=self.limits.steps,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            smallest_step=runner.backend.smallest_step,
-            one_size=runner.invariance.one_size,
-            step_rows=runner.backend.step_rows,
         )
         self.isolation = Isolation(self.scheduler)
         self.builder = StepBuilder(
             runner.backends,
-            token_buckets=self.scheduler.token_buckets,
+            token_buckets=self.limits.steps.buckets,
             max_spans=self.scheduler.max_spans,
             max_table_pages=self.limits.max_table_pages,
             block_size=runner.backend.spec.block_size,

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from chunkattn.backends.base import AttentionBackend, KVCache
 from chunkattn.engine.host_calls import ALONE, CopyPages, Hosts, ResetPool
 from chunkattn.engine.sampling import READ_ROWS, ROW_BUCKETS
-from chunkattn.engine.step import bucket_for, buckets
+from chunkattn.engine.step_sizes import bucket_for, buckets
 from chunkattn.errors import BackendError
 from chunkattn.models.shards import KV_HEADS, ONE_DEVICE, WHOLE, Shards, divided
 

@@ -12,6 +12,7 @@ import numpy as np
 from chunkattn.cache.slots import num_slots
 from chunkattn.config import EngineConfig
 from chunkattn.engine.messages import GenerateRequest, Message, ScoreRequest, StepRates
+from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import PREFIX_ID, ChunkLayout, Names, Segment
 
@@ -32,11 +33,11 @@ class EngineLimits:
         vocab_size: number of token ids.
         sliding_window: sliding window of the checkpoint in tokens, or None.
         rates: cost model of the engine's steps, as known at the start.
+        steps: sizes of the engine's steps.
         longest_table: page table entries that the attention backend supports.
         num_labels: classes of a sequence classifier, None for a language model.
         backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None.
         batch_invariant: whether the bits of a result depend on its request alone.
-        step_rows: see `AttentionBackend`.
         items_on_pages: whether every scored item begins on a page of its own; not under a sliding window, whose slots equal
             positions.
         config: options of the engine, which hold the other limits.
@@ -50,11 +51,11 @@ class EngineLimits:
     vocab_size: int
     sliding_window: int | None
     rates: StepRates
+    steps: StepSizes
     longest_table: int = 1 << 31
     num_labels: int | None = None
     backends: dict[str, str | None] = field(default_factory=dict)
     batch_invariant: bool = False
-    step_rows: int = 256
     items_on_pages: bool = False
     config: EngineConfig = field(default_factory=EngineConfig)
 

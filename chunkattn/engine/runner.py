@@ -45,7 +45,8 @@ from chunkattn.engine.sampling import (
     read,
     read_labels,
 )
-from chunkattn.engine.step import StepArrays, bucket_for
+from chunkattn.engine.step import StepArrays
+from chunkattn.engine.step_sizes import bucket_for
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.shards import WHOLE
 from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD

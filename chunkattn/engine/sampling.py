@@ -11,7 +11,8 @@ import numpy as np
 
 from chunkattn.backends.base import StepArray
 from chunkattn.engine.request import Sample
-from chunkattn.engine.step import SampleRow, bucket_for, buckets
+from chunkattn.engine.step import SampleRow
+from chunkattn.engine.step_sizes import bucket_for, buckets
 from chunkattn.models.linear import sums
 
 READ_ROWS = 64

@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
-from chunkattn.engine.step import Span, buckets, trimmed
+from chunkattn.engine.step import Span
+from chunkattn.engine.step_sizes import StepSizes
 
 _LEAST_ROWS = 128
 """Minimum rows of a step that computes prompts beside decodes: fewer save little time, as all weights are read anyway."""
-SMALLEST_STEP = 8
-"""Rows of the smallest step, unless the attention backend has a smaller one."""
 EXTRA_SPANS = 32
 """Spans that a step has room for beyond one per sample, since cached parts split the tokens of a sample."""
 
@@ -36,8 +35,7 @@ class Scheduler:
     """Queues of waiting and running requests, both in order, and the blocks of the requests.
 
     Attributes:
-        token_buckets: sizes `T` of a step's arrays.
-        step_rows: see `AttentionBackend`.
+        sizes: sizes of the steps.
         trie: cache of blocks, which owns every page.
         waiting: requests that are not placed yet, or are preempted.
         running: requests that hold their blocks.
@@ -53,20 +51,14 @@ class Scheduler:
         trie: BlockTrie,
         *,
         block_size: int,
+        sizes: StepSizes,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int | None = None,
-        smallest_step: int = SMALLEST_STEP,
-        one_size: bool = False,
-        step_rows: int = 256,
     ) -> None:
-        self.trie, self.block_size = trie, block_size
+        self.trie, self.block_size, self.sizes = trie, block_size, sizes
         self.placement = Placement(trie, block_size)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        sizes = buckets(SMALLEST_STEP, max(max_num_batched_tokens, SMALLEST_STEP), 2)
-        if smallest_step < SMALLEST_STEP:
-            sizes = (smallest_step, *sizes)
-        self.token_buckets, self.step_rows = sizes[-1:] if one_size else sizes, step_rows
         self.max_spans = max_num_seqs + EXTRA_SPANS
         self.threshold = long_prefill_token_threshold
         self.waiting: list[Request] = []
@@ -259,13 +251,13 @@ class Scheduler:
         decoding = [s for s in decoding if s.parts]  # drops preempted samples
         filling = [s for s, count in left.items() if count > 1 and s.parts]
         tokens = len(decoding) + sum(left[s] for s in filling)
-        budget = trimmed(tokens, self.token_buckets, self.step_rows)
+        budget = self.sizes.trimmed(tokens)
         if 2 * (budget - len(decoding)) < tokens - len(decoding):  # the decodes come back, and prompts would creep
             budget = tokens
         budget = min(budget, self.max_num_batched_tokens)
         if beside_decodes is not None and filling and any(s.output_ids for s in decoding):
             most = max(beside_decodes(), _LEAST_ROWS, 2 * len(decoding))
-            budget = min(budget, max(size for size in self.token_buckets if size <= max(most, self.token_buckets[0])))
+            budget = min(budget, max(size for size in self.sizes.buckets if size <= max(most, self.sizes.buckets[0])))
         for sample in decoding:
             budget -= self._advance(sample, 1, spans)
         for sample, limit in self._prefill_turns(filling, left, budget):

@@ -1,8 +1,8 @@
-"""`Step`: what one step computes, reads and for whom; its builder; and the few array sizes that steps are padded to."""
+"""`Step`: what one step computes, reads and for whom; and its builder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,47 +11,7 @@ import numpy as np
 from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatch, Metadata, Weighing
 from chunkattn.engine.rates import tile_area
 from chunkattn.engine.request import Request, Sample
-
-
-def buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    """Return array sizes from `smallest` by `factor` up to exactly `largest`.
-
-    >>> buckets(8, 100, 4)
-    (8, 32, 100)
-    """
-    sizes = []
-    while smallest < largest:
-        sizes.append(smallest)
-        smallest *= factor
-    return (*sizes, largest)
-
-
-def bucket_for(size: int, sizes: Sequence[int]) -> int:
-    """Return the smallest bucket that holds `size`."""
-    return next(s for s in sizes if s >= size)
-
-
-def trimmed(tokens: int, sizes: Sequence[int], step_rows: int) -> int:
-    """Return how many of `tokens` a step should compute, so that padding and further steps take least.
-
-    Args:
-        tokens: number of tokens that can run in the step.
-        sizes: buckets, ascending, each twice the one before except the first and the last.
-        step_rows: see `AttentionBackend`.
-
-    >>> trimmed(1100, (512, 1024, 2048), 256), trimmed(1600, (512, 1024, 2048), 256)
-    (1024, 1600)
-    """
-    tokens = min(tokens, sizes[-1])
-    size = bucket_for(tokens, sizes)
-    return tokens if _rows_of(tokens, sizes, step_rows) == size else max(s for s in sizes if s < size)
-
-
-def _rows_of(tokens: int, sizes: Sequence[int], step_rows: int) -> int:
-    """Return the rows that `tokens` take, padding included, and `step_rows` for every step but one."""
-    size = bucket_for(tokens, sizes)
-    smaller = max((s for s in sizes if s < size), default=0)
-    return min(size, smaller + step_rows + _rows_of(tokens - smaller, sizes, step_rows)) if smaller else size
+from chunkattn.engine.step_sizes import bucket_for, buckets
 
 
 class Span(NamedTuple):

@@ -16,8 +16,8 @@ import jax
 from chunkattn.engine.host_calls import ALONE
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.runner import Runner
-from chunkattn.engine.scheduler import SMALLEST_STEP
-from chunkattn.engine.step import StepBuilder, bucket_for
+from chunkattn.engine.step import StepBuilder
+from chunkattn.engine.step_sizes import SMALLEST_STEP, bucket_for
 
 logger = logging.getLogger(__name__)
 

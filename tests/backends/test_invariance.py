@@ -126,7 +126,7 @@ def test_steps_of_one_size(checkpoint, monkeypatch):
     monkeypatch.setattr(invariance, "rows_agree", lambda *_: False)
     options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 48, "max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20}
     llm = LLM(str(checkpoint("qwen3")), batch_invariant=True, **options)
-    assert llm.core.scheduler.token_buckets == (48,)
+    assert llm.core.scheduler.sizes.buckets == (48,)
     forward, sizes = llm.core.runner.forward, set()
     monkeypatch.setattr(llm.core.runner, "forward", lambda batch: sizes.add(len(batch.token_ids)) or forward(batch))
     found = llm.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[7], use_tqdm=False)

@@ -204,7 +204,7 @@ def test_steps_are_as_large_as_the_engines():
     assert rows == [8192, 8192, 128, 8192, 8, 16, 64]
     bench = ScoreBench("small", 256, dtype="float32", max_num_batched_tokens=8192)
     assert {len(batch.prefix_end) for batch in sizes.values()} == {bench.core.scheduler.max_spans}
-    assert set(rows) <= set(bench.core.scheduler.token_buckets)
+    assert set(rows) <= set(bench.core.scheduler.sizes.buckets)
 
 
 def test_xla_is_timed_with_the_engines_pages(monkeypatch):

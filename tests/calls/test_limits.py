@@ -21,6 +21,7 @@ from chunkattn.calls.score_inputs import score_call
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import StepRates
+from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.models.loader import open_files
 from chunkattn.parsers import arguments
@@ -48,8 +49,8 @@ def frontend(files):
         config = EngineConfig(enable_chunk_aware=True, **options)
         made = Frontend(config, files)
         vocab = files.spec.vocab_size
-        rates = StepRates(1e-3, 1e-5, 1e-9)
-        made.connect(EngineLimits(4096, 16, 1, 16384, 20, vocab, None, rates, backends={"packed_dense": None}, config=config))
+        rates, sizes, dense = StepRates(1e-3, 1e-5, 1e-9), StepSizes((2048,), 256), {"packed_dense": None}
+        made.connect(EngineLimits(4096, 16, 1, 16384, 20, vocab, None, rates, sizes, backends=dense, config=config))
         return made
 
     return make

@@ -25,6 +25,7 @@ from chunkattn.calls.score_memory import digests
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, StepRates
 from chunkattn.engine.rates import tile_area
+from chunkattn.engine.step_sizes import StepSizes, buckets
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
 from chunkattn.rope.positions import make_layout
@@ -285,7 +286,7 @@ SLOW = StepRates(step=1e-3, row=1e-3, area=1e-9)
 
 def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
     refused = refusals(job, **{"sliding_window": None, "caching": True, "backends": {}, **options})
-    costs, extend = (predict(job, rates, budget, 256, query_cached=known) for known in (False, True))
+    costs, extend = (predict(job, rates, StepSizes(buckets(8, budget, 2), 256), query_cached=known) for known in (False, True))
     extended = extend["prefill_extend"]
     return select_algorithm("auto", refused, costs, extended, query_cached=cached, item_first=job.item_first)[0]
 

@@ -23,6 +23,7 @@ from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, StepRates
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.sampling import apply_edits, argmax, edit_input, truncate
+from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.models.loader import DEMO_FOLDER
 
 V = 300
@@ -52,7 +53,7 @@ def test_truncation(logits, top_k, top_p, min_p):
 
 
 def rows_for(params, prompt, output):
-    limits = EngineLimits(1000, 16, 1, 4000, 20, V, None, StepRates(0, 0, 0))
+    limits = EngineLimits(1000, 16, 1, 4000, 20, V, None, StepRates(0, 0, 0), StepSizes((8,), 256))
     request = Request.of(GenerateRequest("r", make_layout([], [], prompt), params, (2,)), limits, arrival=0)
     return [(0, Sample(request, 0, output_ids=output), 0)]
 

@@ -11,7 +11,7 @@ from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, StepRates
 from chunkattn.engine.request import Request
 from chunkattn.engine.scheduler import EXTRA_SPANS, Scheduler
-from chunkattn.engine.step import bucket_for, buckets, trimmed
+from chunkattn.engine.step_sizes import StepSizes, buckets
 from chunkattn.errors import CapacityError
 
 
@@ -20,15 +20,15 @@ class Steps:
 
     def __init__(self, num_pages=1000, step_rows=256, **options):
         self.config = EngineConfig(**{"max_num_batched_tokens": 256, "max_num_seqs": 64, **options})
-        rates = StepRates(0, 0, 0)
-        self.limits = EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, None, rates, config=self.config)
+        sizes = StepSizes(buckets(8, self.config.max_num_batched_tokens, 2), step_rows)
+        self.limits = EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, None, StepRates(0, 0, 0), sizes, config=self.config)
         self.scheduler = Scheduler(
             BlockTrie(num_pages),
             block_size=16,
+            sizes=sizes,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
-            step_rows=step_rows,
         )
         self.requests, self.finished = {}, {}
         self.beside_decodes = None
@@ -199,17 +199,13 @@ def test_everybody_ends_with_every_token_computed_once(requests, num_pages, budg
 @pytest.mark.parametrize("step_rows", [1, 32, 256])
 def test_steps_are_cut_where_that_costs_least(sizes, step_rows):
     """Against the least cost of all ways to cut the tokens into buckets."""
-    least = [0]
+    steps, least = StepSizes(sizes, step_rows), [0]
     for tokens in range(1, sizes[-1] + 1):
         least.append(min(size + step_rows + least[max(tokens - size, 0)] for size in sizes))
     for tokens in range(1, sizes[-1] + 1):
-        cost, rest = 0, tokens
-        while rest:
-            taken = trimmed(rest, sizes, step_rows)
-            assert 0 < taken <= rest
-            cost += bucket_for(taken, sizes) + step_rows
-            rest -= taken
-        assert cost == least[tokens], tokens
+        cut = steps.cut(tokens)
+        assert sum(cut) >= tokens
+        assert sum(cut) + step_rows * len(cut) == least[tokens], tokens
 
 
 @pytest.mark.parametrize(("step_rows", "decodes", "tokens"), [(1, 35, 2), (32, 63, 16), (32, 60, 20)])

@@ -15,6 +15,7 @@ import zmq
 from chunkattn import EngineConfig, SamplingParams, make_layout
 from chunkattn.engine import messages
 from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.models.loader import open_files
 from chunkattn.remote import messages as remote
 from chunkattn.remote.messages import decode, encode
@@ -67,7 +68,8 @@ def random_messages(rng):
     )
     cached = messages.CachedTokens(3, tuple(ids(4)), 5)
     rates = messages.StepRates(*rng.random(3).tolist())
-    limits = EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates, 2**20, maybe(3), {text(): maybe(text())})
+    sizes = StepSizes((1, *ids(3)), int(rng.integers(256)))
+    limits = EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates, sizes, 2**20, maybe(3), {text(): maybe(text())})
     config = EngineConfig(model=maybe(text()), kv_cache_memory_bytes=maybe(2**40), engine_hang_timeout_s=1 + rng.random())
     checkpoint = remote.Checkpoint.of(open_files(EngineConfig(skip_tokenizer_init=True)))
     n, lists = int(rng.integers(1, 6)), (tuple(ids(2)), tuple(ids(3)))
