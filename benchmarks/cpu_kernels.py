@@ -22,7 +22,7 @@ import numpy as np
 
 from chunkattn.backends.base import AttentionBatch, AttentionSpec, Weighing
 from chunkattn.backends.cpu import library
-from chunkattn.backends.cpu import linear as few_rows
+from chunkattn.backends.cpu import linear as native
 from chunkattn.backends.registry import get_backend
 from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed
@@ -178,15 +178,15 @@ def main() -> None:
                 compare(name, {first: calls[first], second: calls[second]}, args.rounds, LAYERS)
     if "products" in wanted:
         print("products with the weights of Qwen3-0.6B; ratio: xla over native")
-        for rows in (1, 2, 4, 8, 16, 32):
+        for rows in (1, 2, 4, 8, 16, 32, *((128, 512, 2048) if native.any_rows() else ())):
             for name in ("attention and MLP", "vocabulary"):
-                calls = {"native": product(rows, name, few_rows.multiply), "xla": product(rows, name, linear.dot)}
+                calls = {"native": product(rows, name, native.multiply), "xla": product(rows, name, linear.dot)}
                 compare(f"{rows} rows, {name}", calls, args.rounds)
     if "joined" in wanted:
         print("native products of joined and of separate projections; ratio: apart over joined")
         for rows in (1, 8, 16):
             names = {"joined": "attention and MLP", "apart": "apart"}
-            compare(f"{rows} rows", {kind: product(rows, name, few_rows.multiply) for kind, name in names.items()}, args.rounds)
+            compare(f"{rows} rows", {kind: product(rows, name, native.multiply) for kind, name in names.items()}, args.rounds)
 
 
 if __name__ == "__main__":

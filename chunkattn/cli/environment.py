@@ -58,7 +58,7 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "attention backend", f"auto is {backend.name} for heads of 128 in bfloat16"
     yield "native CPU kernel", library.kernel_name() or f"none: {library.refusal()}"
     enable_compile_cache()
-    yield "products of few rows", _few_rows()
+    yield "products of bfloat16", _products()
     yield "same bits", _same_bits(backend)
     yield "compile cache", str(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
     for name in sorted(os.environ):
@@ -85,17 +85,19 @@ def _auto() -> AttentionBackend:
     return make_backend("auto", AttentionSpec(16, 8, 128, jnp.dtype("bfloat16"), 16))
 
 
-def _few_rows() -> str:
-    """Return what computes products of up to 16 rows in bfloat16, and the order of additions."""
+def _products() -> str:
+    """Return what computes products in bfloat16, and the order of additions."""
     import jax
 
     from chunkattn.backends.cpu import library, linear
 
     if jax.default_backend() != "cpu" or library.refusal() is not None:
         return "XLA computes them"
+    if linear.any_rows():
+        return "native, on AMX tiles"
     if (order := linear.order()) is None:
-        return "XLA computes them, because the native kernel lacks its order of additions"
-    return f"native, in XLA's order: {order}"
+        return "XLA computes them, because the native kernel lacks its order of additions for few rows"
+    return f"few rows are native, in XLA's order: {order}"
 
 
 def _same_bits(backend: AttentionBackend) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from chunkattn.backends.cpu import linear as few_rows
+from chunkattn.backends.cpu import linear as native
 
 _COLUMNS = 8
 """Least columns of a product: XLA:CPU adds up a product of fewer in an order that follows the number of rows."""
@@ -30,15 +30,15 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return `x @ weight.T`, computed in the weight's dtype and accumulated in float32.
 
     Float32 results are more exact than bfloat16, and come from XLA:CPU's only fast bfloat16 dot. On CPUs, a native operator
-    multiplies few rows.
+    multiplies few rows, and any number with AMX.
 
     Args:
         x: `[N, in]`.
         weight: `[out, in]`, as in checkpoints; XLA:CPU reads it twice as fast as `[in, out]` for few rows.
     """
     x = x.astype(weight.dtype)
-    if few_rows.serves(x, weight):
-        return jax.lax.platform_dependent(x, weight, cpu=few_rows.multiply, default=dot)
+    if native.serves(x, weight):
+        return jax.lax.platform_dependent(x, weight, cpu=native.multiply, default=dot)
     return dot(x, weight)
 
 

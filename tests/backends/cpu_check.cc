@@ -210,9 +210,11 @@ struct Case {
   }
 };
 
-// The largest error of a random product of few rows.
-double product_error(const Kernel &kernel, Threads &threads) {
-  const int rows = draw(1, 16), in = 32 * draw(1, 12), outputs = draw(1, 90);
+// The largest error of a random product.
+double product_error(Kernel kernel, Threads &threads) {
+  const bool any_rows = !strcmp(kernel.name, "amx");
+  const int rows = draw(1, any_rows && chance(0.5) ? 150 : 16), in = 32 * draw(1, 12), outputs = draw(1, 90);
+  if (any_rows && chance(0.5)) kernel.packed_bytes = 64 * in;  // blocks of 32 rows
   const Bytes x = numbers(Format::bf16, rows * in), weight = numbers(Format::bf16, outputs * in);
   std::vector<float> out(rows * outputs, std::nanf(""));
   const auto halves = [](const Bytes &from) { return reinterpret_cast<const uint16_t *>(from.data()); };

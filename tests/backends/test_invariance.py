@@ -11,11 +11,11 @@ import pytest
 from chunkattn import LLM
 from chunkattn.backends import AttentionSpec, get_backend, make_backend, registry
 from chunkattn.backends.cpu import build, library
-from chunkattn.backends.cpu import linear as few_rows
+from chunkattn.backends.cpu import linear as native
 from chunkattn.engine import invariance
 from chunkattn.engine.invariance import Invariance, rows_agree
 from chunkattn.errors import ConfigError
-from chunkattn.models.linear import dot, rms_norm, sums
+from chunkattn.models.linear import dot, multiply, rms_norm, sums
 from tests.cpu_kernels import use
 from tests.tiled_backend import OwnSequences
 
@@ -26,10 +26,13 @@ SPEC = AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)
 def kernel(request):
     if reason := use(request.param):
         pytest.skip(f"{request.param}: {reason}")
-    few_rows.order.cache_clear()
+    if request.param != "amx" and not use("amx"):
+        use("")
+        pytest.skip("XLA multiplies on AMX tiles here, whose order no other kernel has")
+    native.order.cache_clear()
     yield request.param
     use("")
-    few_rows.order.cache_clear()
+    native.order.cache_clear()
 
 
 @pytest.mark.skipif(library.refusal() is not None, reason="no native library")
@@ -38,32 +41,38 @@ def test_few_rows_have_the_bits_of_many(kernel, depth, outputs):
     rng = np.random.default_rng(depth)
     weight = jnp.asarray(0.02 * rng.standard_normal((outputs, depth)), jnp.bfloat16)
     x = jnp.asarray(rng.standard_normal((200, depth)), jnp.bfloat16)
-    expected = np.asarray(jax.jit(dot)(x, weight))
-    assert few_rows.order() is not None, "XLA adds up products of this machine in an order that no kernel has"
-    multiply = jax.jit(few_rows.multiply)
-    for rows in range(1, few_rows.MAX_ROWS + 1):
-        np.testing.assert_array_equal(multiply(x[:rows], weight), expected[:rows])
+    if native.any_rows():
+        expected = np.asarray(jax.jit(native.multiply)(x, weight))
+        np.testing.assert_allclose(expected, np.float64(x) @ np.float64(weight).T, atol=1e-4)
+    else:
+        expected = np.asarray(jax.jit(dot)(x, weight))
+        assert native.order() is not None, "XLA adds up products of this machine in an order that no kernel has"
+    few = jax.jit(native.multiply)
+    for rows in range(1, native.MAX_ROWS + 1):
+        np.testing.assert_array_equal(few(x[:rows], weight), expected[:rows])
 
 
-@pytest.mark.skipif(library.refusal() is not None, reason="no native library")
+@pytest.mark.skipif(library.refusal() is not None or native.any_rows(), reason="no kernel that multiplies few rows alone")
 def test_deep_products_of_few_outputs_are_left_to_xla():
-    x, found = jnp.zeros((2, 8192 + 32), jnp.bfloat16), few_rows.order()
+    x, found = jnp.zeros((2, 8192 + 32), jnp.bfloat16), native.order()
     blocks = found.block < x.shape[1]
-    assert few_rows.serves(x, jnp.zeros((64, x.shape[1]), jnp.bfloat16))
-    assert few_rows.serves(x, jnp.zeros((63, x.shape[1]), jnp.bfloat16)) == (not blocks)
+    assert native.serves(x, jnp.zeros((64, x.shape[1]), jnp.bfloat16))
+    assert native.serves(x, jnp.zeros((63, x.shape[1]), jnp.bfloat16)) == (not blocks)
 
 
 def test_another_order_is_noticed(monkeypatch):
-    """Where XLA adds up in an order that the operator does not have, XLA computes few rows, too."""
+    """Where XLA adds up in an order that the operator does not have, XLA computes few rows, too; AMX tiles compute all."""
+    monkeypatch.setattr(native, "any_rows", lambda: False)
+    native.order.cache_clear()
     x, weight = jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((32, 64), jnp.bfloat16)
-    assert few_rows.serves(x, weight) == (library.refusal() is None)
-    few_rows.order.cache_clear()
-    monkeypatch.setattr(few_rows, "_xla", lambda x, weight: dot(x[:, ::-1], weight[:, ::-1]))
+    assert native.serves(x, weight) == (library.refusal() is None)
+    native.order.cache_clear()
+    monkeypatch.setattr(native, "_xla", lambda x, weight: dot(x[:, ::-1], weight[:, ::-1]))
     try:
-        assert few_rows.order() is None
-        assert not few_rows.serves(x, weight)
+        assert native.order() is None
+        assert not native.serves(x, weight)
     finally:
-        few_rows.order.cache_clear()
+        native.order.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -71,7 +80,7 @@ def test_another_order_is_noticed(monkeypatch):
 def test_products_and_sums_have_one_order(dtype, depth, outputs):
     rng = np.random.default_rng(depth + outputs)
     weight, x = (jnp.asarray(rng.standard_normal((n, depth)), dtype) for n in (outputs, 300))
-    compute = jax.jit(lambda x: (dot(x, weight), sums(x.astype(jnp.float32))))
+    compute = jax.jit(lambda x: (multiply(x, weight), sums(x.astype(jnp.float32))))
     for whole, *some in zip(compute(x), *(compute(x[:rows]) for rows in (1, 2, 3, 4, 9, 64))):
         for part in some:
             np.testing.assert_array_equal(part, whole[: len(part)])

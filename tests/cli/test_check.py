@@ -35,8 +35,8 @@ def test_env_names_what_is_in_use(monkeypatch):
     assert lines["native CPU kernel"].strip() == expected
     assert lines["CHUNKATTN_API_KEY"].strip() == "(set)"
     assert "very secret" not in result.output
-    few_rows = "XLA computes them" if library.refusal() else f"native, in XLA's order: {linear.order()}"
-    assert lines["products of few rows"].strip() == few_rows
+    native = "native, on AMX tiles" if linear.any_rows() else f"few rows are native, in XLA's order: {linear.order()}"
+    assert lines["products of bfloat16"].strip() == ("XLA computes them" if library.refusal() else native)
     assert lines["same bits"].strip() == (
         f"kept by {'xla' if library.refusal() else 'cpu'} in float32, bfloat16 and float16: XLA's rows agree for any number of "
         "rows in products of depth 3,072 or sums of 1,000"
@@ -55,9 +55,12 @@ def test_env_tells_where_bits_are_not_kept(monkeypatch):
     assert str(linear.Order(ascending=True, block=1 << 30)) == "value by value in one block"
     monkeypatch.setattr(library, "refusal", lambda: None)
     monkeypatch.setattr(linear, "order", lambda: None)
-    assert environment._few_rows() == "XLA computes them, because the native kernel lacks its order of additions"
+    monkeypatch.setattr(library, "kernel_name", lambda: "avx2")
+    assert environment._products() == "XLA computes them, because the native kernel lacks its order of additions for few rows"
+    monkeypatch.setattr(library, "kernel_name", lambda: "amx")
+    assert environment._products() == "native, on AMX tiles"
     monkeypatch.setattr(library, "refusal", lambda: "no compiler")
-    assert environment._few_rows() == "XLA computes them"
+    assert environment._products() == "XLA computes them"
 
 
 @pytest.fixture

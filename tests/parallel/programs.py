@@ -26,7 +26,7 @@ def compiled_step(llm: Any, rows: int) -> jax.stages.Compiled:
 def compiled_readouts(llm: Any, size: int) -> dict[str, jax.stages.Compiled]:
     """Programs that read picked rows, by name."""
     runner = llm.core.runner
-    picked = runner.shards.put(np.zeros((size, runner.spec.hidden_size), np.float32))
+    picked = runner.shards.zeros((size, runner.spec.hidden_size))
     return {
         "sample": runner._sample.lower(runner._params, picked, None, with_logprobs=True).compile(),
         "labels": runner._read_labels.lower(runner._params, picked, np.zeros((size, 2), np.int32)).compile(),

@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight, which a native operator computes at the speed of the memory."""
+"""Products of rows with a weight, which a native operator computes: a few rows, and any number on processors with AMX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32
 from chunkattn.backends.cpu import library
 
 MAX_ROWS = 16
-"""Rows up to which the operator is faster than XLA's own product."""
+"""Rows up to which the operator is faster than XLA's own product, without AMX."""
 IN_STEP = 32
 LEAST_OUTPUTS = 32
 """Outputs below which XLA computes the product, which then has another order of additions."""
@@ -45,19 +45,31 @@ class Order(NamedTuple):
         return f"{'value by value' if self.ascending else 'pair by pair'} {blocks}"
 
 
+_ONLY = Order(ascending=False, block=_ONE_BLOCK)
+"""Stands for the one order of AMX tiles, which the operator does not choose."""
+
+
 def serves(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> bool:
     """Return whether the operator computes this product on CPUs."""
-    fits = x.dtype == weight.dtype == jnp.bfloat16 and len(x) <= MAX_ROWS
-    fits = fits and x.shape[1] % IN_STEP == 0 and len(weight) >= LEAST_OUTPUTS
+    fits = x.dtype == weight.dtype == jnp.bfloat16 and x.shape[1] % IN_STEP == 0
     if not fits or library.refusal() is not None or jax.default_backend() != "cpu":
+        return False
+    if any_rows():
+        return True
+    if len(x) > MAX_ROWS or len(weight) < LEAST_OUTPUTS:
         return False
     found = order()
     return found is not None and (x.shape[1] <= found.block or len(weight) >= LEAST_DEEP_OUTPUTS)
 
 
+def any_rows() -> bool:
+    """Return whether the operator computes any number of rows: on AMX tiles, where XLA's order may follow their number."""
+    return library.kernel_name() == "amx"
+
+
 @cache
 def order() -> Order | None:
-    """Return the order in which XLA adds up products of many rows on this machine.
+    """Return the order in which XLA adds up products of many rows on this machine, for kernels that compute few.
 
     None means that the operator has no such order. XLA then computes few rows, too.
     """
@@ -80,7 +92,7 @@ def multiply(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> Float32
         x: bfloat16 rows.
         weight: bfloat16 weight.
     """
-    found = order()
+    found = _ONLY if any_rows() else order()
     assert found is not None
     return _native(x, weight, found)
 

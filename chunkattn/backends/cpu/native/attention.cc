@@ -248,13 +248,19 @@ void attention(const Step &step, const Kernel &kernel, Threads &threads) {
   parallel(threads, int(tasks.size()), [&](int i) { divided[tasks[i].first]->attend(step, kernel, tasks[i].second); });
 }
 
-void multiply(const FewRows &given, const Kernel &kernel, Threads &threads) {
-  // Few tasks, since each waits for its first piece of the weight, and several a thread, since threads are not equally fast.
-  constexpr int kTasksPerThread = 4, kGranule = 16;
-  const int tasks = threads.count() * kTasksPerThread, pieces = (given.outputs + kGranule - 1) / kGranule;
-  const int outputs = std::max(4, (pieces + tasks - 1) / tasks) * kGranule;
-  parallel(threads, (given.outputs + outputs - 1) / outputs, [&](int task) {
-    kernel.multiply(given, task * outputs, std::min(given.outputs, (task + 1) * outputs));
+void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads) {
+  // Few tasks, since each packs its rows and waits for its first piece of the weight, and several a thread, since threads are not
+  // equally fast.
+  constexpr int kTasksPerThread = 4, kGranule = 32;
+  const int most = std::max(kGranule, kernel.packed_bytes / (2 * given.in) / kGranule * kGranule);
+  const int blocks = (given.rows + most - 1) / most, pieces = (given.outputs + kGranule - 1) / kGranule;
+  const int wanted = std::max(1, threads.count() * kTasksPerThread / blocks);
+  const int outputs = std::max(2, (pieces + wanted - 1) / wanted) * kGranule, parts = (given.outputs + outputs - 1) / outputs;
+  parallel(threads, blocks * parts, [&](int task) {
+    const int row = task / parts * most, first = task % parts * outputs;
+    RowProduct part = given;
+    part.x += int64_t(row) * given.in, part.out += int64_t(row) * given.outputs, part.rows = std::min(most, given.rows - row);
+    kernel.multiply(part, first, std::min(given.outputs, first + outputs));
   });
 }
 

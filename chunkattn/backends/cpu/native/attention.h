@@ -17,7 +17,7 @@ class Threads {
 void attention(const Step &step, const Kernel &kernel, Threads &threads);
 
 // Computes a product of a few rows.
-void multiply(const FewRows &given, const Kernel &kernel, Threads &threads);
+void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads);
 
 // The best kernel that this processor and operating system run.
 const Kernel *best_kernel();

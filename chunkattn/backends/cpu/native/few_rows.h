@@ -8,17 +8,20 @@
 #include <algorithm>
 
 #include "arena.h"
+#include "packing.h"
 #include "products.h"
 
 namespace chunkattn {
 namespace {
+
+constexpr int kPackedBytes = 1 << 30;
 
 #if defined(__AVX512BF16__)
 constexpr int kLine = 64;  // bytes
 
 // Outputs [output, output + 16) of ROWS rows from `row` on. `ahead`: bytes from a piece of the weight to the piece that is called
 // from memory while it is in use; 0 calls none. Returns the row after them.
-template <int ROWS> inline int some_rows(const FewRows &given, int row, int output, int64_t ahead) {
+template <int ROWS> inline int some_rows(const RowProduct &given, int row, int output, int64_t ahead) {
   const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
   const char *next = reinterpret_cast<const char *>(w) + ahead;  // in the order of memory, unlike what is in use
   float *to = given.out + int64_t(row) * given.outputs + output;
@@ -50,22 +53,6 @@ template <int ROWS> inline int some_rows(const FewRows &given, int row, int outp
   return row + ROWS;
 }
 
-// The pairs of the LANES rows from `row` on, side by side: [in / 2][LANES], zeros after the last row.
-template <int LANES> inline void pack_rows(const FewRows &given, int row, uint32_t *to) {
-  const uint16_t *x = given.x + int64_t(row) * given.in;
-  for (int k = 0; k < given.in; k += 32, to += 16 * LANES) {
-    __m512i lines[16];
-    for (int r = 0; r < 16; r++)
-      lines[r] = r < std::min(LANES, given.rows - row) ? _mm512_loadu_si512(x + int64_t(r) * given.in + k) : _mm512_setzero_si512();
-    transpose(lines);
-    for (int i = 0; i < 16; i++)
-      if constexpr (LANES == 16)
-        _mm512_store_si512(to + i * LANES, lines[i]);
-      else
-        _mm256_store_si256(reinterpret_cast<__m256i *>(to + i * LANES), _mm512_castsi512_si256(lines[i]));
-  }
-}
-
 inline __m512 add_pair(__m512 sum, __m512i rows, int32_t pair) {
   return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)rows);
 }
@@ -74,7 +61,7 @@ inline __m256 add_pair(__m256 sum, __m256i rows, int32_t pair) {
 }
 
 // Outputs [output, output + 16) of the LANES rows from `row` on, which have a lane each: the weight needs no packing.
-template <int LANES> inline void rows_in_lanes(const FewRows &given, const uint32_t *rows, int row, int output, int64_t ahead) {
+template <int LANES> inline void rows_in_lanes(const RowProduct &given, const uint32_t *rows, int row, int output, int64_t ahead) {
   using Sum = std::conditional_t<LANES == 16, __m512, __m256>;
   using Pairs = std::conditional_t<LANES == 16, __m512i, __m256i>;
   const uint16_t *w = given.weight + int64_t(output) * given.in;
@@ -106,7 +93,7 @@ template <int LANES> inline void rows_in_lanes(const FewRows &given, const uint3
 }
 
 // Outputs [output, last), fewer than 16, of one row.
-inline void rest(const FewRows &given, int row, int output, int last) {
+inline void rest(const RowProduct &given, int row, int output, int last) {
   const uint16_t *x = given.x + int64_t(row) * given.in, *w = given.weight + int64_t(output) * given.in;
   __m512 total = _mm512_setzero_ps();
   for (int begin = 0; begin < given.in; begin += given.block) {
@@ -126,7 +113,7 @@ inline void rest(const FewRows &given, int row, int output, int last) {
 }
 
 // Outputs [output, output + 16) of few rows, of which the weight is packed for as many as fit the registers.
-inline void by_packed_weight(const FewRows &given, int output, int64_t ahead) {
+inline void by_packed_weight(const RowProduct &given, int output, int64_t ahead) {
   for (int row = 0; row < given.rows; ahead = 0) {
     const int left = given.rows - row;
     row = left >= 4   ? some_rows<4>(given, row, output, ahead)
@@ -135,7 +122,7 @@ inline void by_packed_weight(const FewRows &given, int output, int64_t ahead) {
   }
 }
 
-void multiply(const FewRows &given, int first, int last) {
+void multiply(const RowProduct &given, int first, int last) {
   const int64_t piece = int64_t(16) * given.in * 2;
   const char *begin = reinterpret_cast<const char *>(given.weight + int64_t(first) * given.in);
   if (last - first >= 16)
@@ -160,7 +147,7 @@ constexpr int kOutputs = kPieces * kWidth;
 
 // Outputs [output, output + count) of ROWS rows of x from `row` on; `count` is at most kOutputs. Returns the row after them. A
 // product of bfloat16 is exact in float32.
-template <int ROWS, bool ASCENDING> inline int some_rows(const FewRows &given, const float *all, int row, int output, int count) {
+template <int ROWS, bool ASCENDING> inline int some_rows(const RowProduct &given, const float *all, int row, int output, int count) {
   const float *x = all + int64_t(row) * given.in;
   const uint16_t *w = given.weight + int64_t(output) * given.in;
   Floats totals[ROWS][kPieces];
@@ -197,7 +184,7 @@ template <int ROWS, bool ASCENDING> inline int some_rows(const FewRows &given, c
   return row + ROWS;
 }
 
-template <bool ASCENDING> void multiply_as(const FewRows &given, const float *x, int first, int last) {
+template <bool ASCENDING> void multiply_as(const RowProduct &given, const float *x, int first, int last) {
   for (int output = first; output < last; output += kOutputs)
     for (int row = 0; row < given.rows;) {
       const int left = given.rows - row, count = std::min(kOutputs, last - output);
@@ -207,7 +194,7 @@ template <bool ASCENDING> void multiply_as(const FewRows &given, const float *x,
     }
 }
 
-void multiply(const FewRows &given, int first, int last) {
+void multiply(const RowProduct &given, int first, int last) {
   const size_t values = size_t(given.rows) * given.in;
   Arena arena(Arena::bytes<float>(values));
   float *x = arena.take<float>(values);

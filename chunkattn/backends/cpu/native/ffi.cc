@@ -64,7 +64,7 @@ ffi::Error attend(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer key
 ffi::Error multiply_few_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::BF16> weight,
                              ffi::Result<ffi::Buffer<ffi::F32>> out, bool ascending, int32_t block) {
   XlaThreads threads(pool);
-  const FewRows given{static_cast<const uint16_t *>(x.untyped_data()), static_cast<const uint16_t *>(weight.untyped_data()),
+  const RowProduct given{static_cast<const uint16_t *>(x.untyped_data()), static_cast<const uint16_t *>(weight.untyped_data()),
                       out->typed_data(), int(x.dimensions()[0]), int(x.dimensions()[1]), int(weight.dimensions()[0]),
                       ascending, block};
   multiply(given, current(), threads);

@@ -9,8 +9,12 @@
 
 #include "arena.h"
 #include "few_lines.h"
-#include "few_rows.h"
 #include "products.h"
+#if defined(__AMX_BF16__)
+#include "tile_rows.h"
+#else
+#include "few_rows.h"
+#endif
 
 namespace chunkattn {
 namespace {
@@ -193,13 +197,13 @@ void attend(const Step &step, const Portion &portion, const State &state) {
 }  // namespace
 
 #if defined(__AMX_BF16__)
-const Kernel kAmx = {"amx", attend, multiply};
+const Kernel kAmx = {"amx", attend, multiply, kPackedBytes};
 #elif defined(__AVX512BF16__)
-const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply};
+const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kPackedBytes};
 #elif defined(__AVX2__)
-const Kernel kAvx2 = {"avx2", attend, multiply};
+const Kernel kAvx2 = {"avx2", attend, multiply, kPackedBytes};
 #else
-const Kernel kPortable = {"portable", attend, multiply};
+const Kernel kPortable = {"portable", attend, multiply, kPackedBytes};
 #endif
 
 }  // namespace chunkattn

@@ -1,5 +1,7 @@
-// Tiles of K and V, packed for products. Compiled once per instruction set.
+// Tiles of K and V, and rows of bfloat16, packed for products. Compiled once per instruction set.
 #pragma once
+#include <algorithm>
+
 #include "vectors.h"
 
 namespace chunkattn {
@@ -44,6 +46,22 @@ template <Format C> void pack(const Step &step, int padded, const int64_t *place
       _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, low, y));
       _mm512_storeu_si512(to + int64_t(16) * padded, _mm512_permutex2var_epi16(x, high, y));
     }
+}
+
+// The pairs of the LANES rows from `row` on, side by side: [in / 2][LANES], zeros after the last row.
+template <int LANES> inline void pack_rows(const RowProduct &given, int row, uint32_t *to) {
+  const uint16_t *x = given.x + int64_t(row) * given.in;
+  for (int k = 0; k < given.in; k += 32, to += 16 * LANES) {
+    __m512i lines[16];
+    for (int r = 0; r < 16; r++)
+      lines[r] = r < std::min(LANES, given.rows - row) ? _mm512_loadu_si512(x + int64_t(r) * given.in + k) : _mm512_setzero_si512();
+    transpose(lines);
+    for (int i = 0; i < 16; i++)
+      if constexpr (LANES == 16)
+        _mm512_store_si512(to + i * LANES, lines[i]);
+      else
+        _mm256_store_si256(reinterpret_cast<__m256i *>(to + i * LANES), _mm512_castsi512_si256(lines[i]));
+  }
 }
 #endif
 

@@ -53,11 +53,12 @@ constexpr int kMaxLines = 256;    // of an item
 constexpr int kLineGranule = 16;  // lines of a state are padded to a multiple, as those of the widest product are
 
 // out [rows, outputs] = x [rows, in] * weight [outputs, in], bfloat16 to float32; `in` is a multiple of 32.
-struct FewRows {
+struct RowProduct {
   const uint16_t *x, *weight;
   float *out;
   int rows, in, outputs;
-  bool ascending;  // the order of a sum, where a kernel has both: value by value, or the second value of each pair first
+  // The order of a sum, for kernels that have several.
+  bool ascending;  // value by value, or the second value of each pair first
   int block;       // depth of the sums that are added in order; a multiple of 32
 };
 
@@ -66,7 +67,8 @@ struct Kernel {
   // Adds a portion to the empty state of its rows' lines.
   void (*attend)(const Step &, const Portion &, const State &);
   // Computes the outputs [first, last) of all rows.
-  void (*multiply)(const FewRows &, int first, int last);
+  void (*multiply)(const RowProduct &, int first, int last);
+  int packed_bytes;  // of rows that one call of `multiply` should pack at most
 };
 
 extern const Kernel kPortable;
