@@ -114,5 +114,5 @@ def _same_bits(backend: AttentionBackend) -> str:
     differ = [d for d in ("float32", "bfloat16", "float16") if not rows_agree(jnp.dtype(d), depth, length)]
     probed = f"products of depth {depth:,} or sums of {length:,}"
     if differ:
-        return f"not kept in {', '.join(differ)} without batch_invariant=True: XLA's rows differ by their number in {probed}"
-    return f"kept by {backend.name} in float32, bfloat16 and float16: XLA's rows agree for any number of rows in {probed}"
+        return f"not kept in {', '.join(differ)} without batch_invariant=True: rows differ by their number in {probed}"
+    return f"kept by {backend.name} in float32, bfloat16 and float16: rows agree for any number of rows in {probed}"

@@ -1,4 +1,4 @@
-"""Matrix products and norms. On CPUs a row has the same bits beside few rows and beside many."""
+"""Matrix products and norms. On CPUs a row has the same bits in `multiply` and in norms beside few rows and beside many."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return `x @ weight.T`, computed in the weight's dtype and accumulated in float32.
 
     Float32 results are more exact than bfloat16, and come from XLA:CPU's only fast bfloat16 dot. On CPUs, a native operator
-    multiplies few rows, and any number with AMX.
+    multiplies few rows, and any number with AMX. It has no derivative.
 
     Args:
         x: `[N, in]`.
@@ -45,7 +45,7 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return XLA's own product of `multiply`, for operands of one dtype.
 
-    On CPUs a row has the same bits beside any number of other rows.
+    On CPUs a row has the same bits beside any number of other rows, but in bfloat16 on processors with AMX.
     """
     rows, columns = len(x), len(weight)
     if rows == 1:  # XLA:CPU adds up a single row in another order, and takes ten times as long for one of 16 bits

@@ -26,9 +26,6 @@ SPEC = AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)
 def kernel(request):
     if reason := use(request.param):
         pytest.skip(f"{request.param}: {reason}")
-    if request.param != "amx" and not use("amx"):
-        use("")
-        pytest.skip("XLA multiplies on AMX tiles here, whose order no other kernel has")
     native.order.cache_clear()
     yield request.param
     use("")
@@ -40,16 +37,23 @@ def kernel(request):
 def test_few_rows_have_the_bits_of_many(kernel, depth, outputs):
     rng = np.random.default_rng(depth)
     weight = jnp.asarray(0.02 * rng.standard_normal((outputs, depth)), jnp.bfloat16)
-    x = jnp.asarray(rng.standard_normal((200, depth)), jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((600, depth)), jnp.bfloat16)
+    order, few = native.order(), range(1, native.MAX_ROWS + 1)
     if native.any_rows():
-        expected = np.asarray(jax.jit(native.multiply)(x, weight))
-        np.testing.assert_allclose(expected, np.float64(x) @ np.float64(weight).T, atol=1e-4)
+        multiply, others = jax.jit(native.multiply), (*few, 17, 31, 33, 161, 257, 599)
+        expected = np.asarray(multiply(x, weight))
+    elif use("amx") is None:  # XLA multiplies on tiles here, in whose order these kernels cannot add up
+        use(kernel)
+        order = native.Order(ascending=False, block=2048)
+        multiply, others = jax.jit(partial(native._native, by=order)), few
+        expected = np.asarray(multiply(x[: few[-1]], weight))
     else:
+        assert order is not None, "XLA adds up products of this machine in an order that no kernel has"
+        multiply, others = jax.jit(native.multiply), few
         expected = np.asarray(jax.jit(dot)(x, weight))
-        assert native.order() is not None, "XLA adds up products of this machine in an order that no kernel has"
-    few = jax.jit(native.multiply)
-    for rows in range(1, native.MAX_ROWS + 1):
-        np.testing.assert_array_equal(few(x[:rows], weight), expected[:rows])
+    np.testing.assert_allclose(expected, (np.float64(x) @ np.float64(weight).T)[: len(expected)], atol=1e-4)
+    for rows in others:
+        np.testing.assert_array_equal(multiply(x[:rows], weight), expected[:rows])
 
 
 @pytest.mark.skipif(library.refusal() is not None or native.any_rows(), reason="no kernel that multiplies few rows alone")
@@ -76,7 +80,7 @@ def test_another_order_is_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("depth", "outputs"), [(64, 1), (64, 3), (1024, 2), (1024, 96), (4096, 17)])
+@pytest.mark.parametrize(("depth", "outputs"), [(64, 1), (48, 3), (1024, 2), (1024, 96), (4096, 17), (1040, 40)])
 def test_products_and_sums_have_one_order(dtype, depth, outputs):
     rng = np.random.default_rng(depth + outputs)
     weight, x = (jnp.asarray(rng.standard_normal((n, depth)), dtype) for n in (outputs, 300))

@@ -38,7 +38,7 @@ def test_env_names_what_is_in_use(monkeypatch):
     native = "native, on AMX tiles" if linear.any_rows() else f"few rows are native, in XLA's order: {linear.order()}"
     assert lines["products of bfloat16"].strip() == ("XLA computes them" if library.refusal() else native)
     assert lines["same bits"].strip() == (
-        f"kept by {'xla' if library.refusal() else 'cpu'} in float32, bfloat16 and float16: XLA's rows agree for any number of "
+        f"kept by {'xla' if library.refusal() else 'cpu'} in float32, bfloat16 and float16: rows agree for any number of "
         "rows in products of depth 3,072 or sums of 1,000"
     )
 

@@ -45,25 +45,24 @@ class Order(NamedTuple):
         return f"{'value by value' if self.ascending else 'pair by pair'} {blocks}"
 
 
-_ONLY = Order(ascending=False, block=_ONE_BLOCK)
-"""Stands for the one order of AMX tiles, which the operator does not choose."""
+_IGNORED = Order(ascending=False, block=_ONE_BLOCK)
+"""AMX tiles have one order, whatever is asked for."""
 
 
 def serves(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> bool:
     """Return whether the operator computes this product on CPUs."""
-    fits = x.dtype == weight.dtype == jnp.bfloat16 and x.shape[1] % IN_STEP == 0
-    if not fits or library.refusal() is not None or jax.default_backend() != "cpu":
+    if not x.dtype == weight.dtype == jnp.bfloat16 or library.refusal() is not None or jax.default_backend() != "cpu":
         return False
     if any_rows():
         return True
-    if len(x) > MAX_ROWS or len(weight) < LEAST_OUTPUTS:
+    if len(x) > MAX_ROWS or x.shape[1] % IN_STEP or len(weight) < LEAST_OUTPUTS:
         return False
     found = order()
     return found is not None and (x.shape[1] <= found.block or len(weight) >= LEAST_DEEP_OUTPUTS)
 
 
 def any_rows() -> bool:
-    """Return whether the operator computes any number of rows: on AMX tiles, where XLA's order may follow their number."""
+    """Return whether the operator computes any shape: on AMX tiles, where XLA's order follows the number of rows."""
     return library.kernel_name() == "amx"
 
 
@@ -92,7 +91,7 @@ def multiply(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> Float32
         x: bfloat16 rows.
         weight: bfloat16 weight.
     """
-    found = _ONLY if any_rows() else order()
+    found = _IGNORED if any_rows() else order()
     assert found is not None
     return _native(x, weight, found)
 

@@ -249,17 +249,19 @@ void attention(const Step &step, const Kernel &kernel, Threads &threads) {
 }
 
 void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads) {
+  if (!given.rows || !given.outputs) return;
   // Few tasks, since each packs its rows and waits for its first piece of the weight, and several a thread, since threads are not
   // equally fast.
   constexpr int kTasksPerThread = 4, kGranule = 32;
-  const int most = std::max(kGranule, kernel.packed_bytes / (2 * given.in) / kGranule * kGranule);
-  const int blocks = (given.rows + most - 1) / most, pieces = (given.outputs + kGranule - 1) / kGranule;
-  const int wanted = std::max(1, threads.count() * kTasksPerThread / blocks);
-  const int outputs = std::max(2, (pieces + wanted - 1) / wanted) * kGranule, parts = (given.outputs + outputs - 1) / outputs;
+  const auto divided = [](int a, int b) { return (a + b - 1) / b; };
+  const int rows = divided(divided(given.rows, divided(given.rows, kernel.rows)), kGranule) * kGranule;
+  const int blocks = divided(given.rows, rows), wanted = divided(threads.count() * kTasksPerThread, blocks);
+  const int pieces = std::max(2, divided(divided(given.outputs, kGranule), wanted));
+  const int outputs = std::min(pieces * kGranule, kernel.outputs), parts = divided(given.outputs, outputs);
   parallel(threads, blocks * parts, [&](int task) {
-    const int row = task / parts * most, first = task % parts * outputs;
+    const int row = task / parts * rows, first = task % parts * outputs;
     RowProduct part = given;
-    part.x += int64_t(row) * given.in, part.out += int64_t(row) * given.outputs, part.rows = std::min(most, given.rows - row);
+    part.x += int64_t(row) * given.in, part.out += int64_t(row) * given.outputs, part.rows = std::min(rows, given.rows - row);
     kernel.multiply(part, first, std::min(given.outputs, first + outputs));
   });
 }

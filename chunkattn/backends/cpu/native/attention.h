@@ -16,7 +16,7 @@ class Threads {
 // Writes the rows' K/V to the pools, then attends to the pools. Padding rows become zero.
 void attention(const Step &step, const Kernel &kernel, Threads &threads);
 
-// Computes a product of a few rows.
+// Computes a product.
 void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads);
 
 // The best kernel that this processor and operating system run.

@@ -14,7 +14,7 @@
 namespace chunkattn {
 namespace {
 
-constexpr int kPackedBytes = 1 << 30;
+constexpr int kRowsOfCall = 16, kOutputsOfCall = 1 << 30;
 
 #if defined(__AVX512BF16__)
 constexpr int kLine = 64;  // bytes
@@ -131,7 +131,7 @@ void multiply(const RowProduct &given, int first, int last) {
   const int packs = lanes ? (given.rows + lanes - 1) / lanes : 0;
   Arena arena(Arena::bytes<uint32_t>(size_t(packed) * packs));
   uint32_t *rows = arena.take<uint32_t>(size_t(packed) * packs);
-  for (int i = 0; i < packs; i++) (lanes == 16 ? pack_rows<16> : pack_rows<8>)(given, i * lanes, rows + size_t(i) * packed);
+  for (int i = 0; i < packs; i++) (lanes == 16 ? pack_rows<16> : pack_rows<8>)(given, i * lanes, 0, given.in, rows + size_t(i) * packed);
   int output = first;
   for (; output + 16 <= last; output += 16) {
     int64_t ahead = output + 32 <= last ? piece : 0;

@@ -61,12 +61,12 @@ ffi::Error attend(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer key
   return ffi::Error::Success();
 }
 
-ffi::Error multiply_few_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::BF16> weight,
-                             ffi::Result<ffi::Buffer<ffi::F32>> out, bool ascending, int32_t block) {
+ffi::Error multiply_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::BF16> weight,
+                         ffi::Result<ffi::Buffer<ffi::F32>> out, bool ascending, int32_t block) {
   XlaThreads threads(pool);
   const RowProduct given{static_cast<const uint16_t *>(x.untyped_data()), static_cast<const uint16_t *>(weight.untyped_data()),
-                      out->typed_data(), int(x.dimensions()[0]), int(x.dimensions()[1]), int(weight.dimensions()[0]),
-                      ascending, block};
+                         out->typed_data(), int(x.dimensions()[0]), int(x.dimensions()[1]), int(weight.dimensions()[0]),
+                         ascending, block};
   multiply(given, current(), threads);
   return ffi::Error::Success();
 }
@@ -87,7 +87,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnAttention, chunkattn::attend,
                                   .Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale").Attr<int32_t>("window"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnMultiply, chunkattn::multiply_few_rows,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnMultiply, chunkattn::multiply_rows,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()

@@ -197,13 +197,13 @@ void attend(const Step &step, const Portion &portion, const State &state) {
 }  // namespace
 
 #if defined(__AMX_BF16__)
-const Kernel kAmx = {"amx", attend, multiply, kPackedBytes};
+const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall};
 #elif defined(__AVX512BF16__)
-const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kPackedBytes};
+const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall};
 #elif defined(__AVX2__)
-const Kernel kAvx2 = {"avx2", attend, multiply, kPackedBytes};
+const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall};
 #else
-const Kernel kPortable = {"portable", attend, multiply, kPackedBytes};
+const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall};
 #endif
 
 }  // namespace chunkattn

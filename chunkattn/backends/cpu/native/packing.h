@@ -48,13 +48,16 @@ template <Format C> void pack(const Step &step, int padded, const int64_t *place
     }
 }
 
-// The pairs of the LANES rows from `row` on, side by side: [in / 2][LANES], zeros after the last row.
-template <int LANES> inline void pack_rows(const RowProduct &given, int row, uint32_t *to) {
+// The pairs at the depths [begin, end) of the LANES rows from `row` on, side by side: [pairs][LANES]. Zeros follow the last row, and
+// fill the last 32 of the depth.
+template <int LANES> inline void pack_rows(const RowProduct &given, int row, int begin, int end, uint32_t *to) {
   const uint16_t *x = given.x + int64_t(row) * given.in;
-  for (int k = 0; k < given.in; k += 32, to += 16 * LANES) {
+  for (int k = begin; k < end; k += 32, to += 16 * LANES) {
+    const __mmask32 used = end - k >= 32 ? ~0u : (1u << (end - k)) - 1;
     __m512i lines[16];
     for (int r = 0; r < 16; r++)
-      lines[r] = r < std::min(LANES, given.rows - row) ? _mm512_loadu_si512(x + int64_t(r) * given.in + k) : _mm512_setzero_si512();
+      lines[r] = r < std::min(LANES, given.rows - row) ? _mm512_maskz_loadu_epi16(used, x + int64_t(r) * given.in + k)
+                                                       : _mm512_setzero_si512();
     transpose(lines);
     for (int i = 0; i < 16; i++)
       if constexpr (LANES == 16)

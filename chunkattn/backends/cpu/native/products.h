@@ -73,7 +73,7 @@ constexpr int kProductLines = kBlockLines;
 #endif
 
 #if defined(__AMX_BF16__)
-// GCC's tile intrinsics do not say which memory they read, so it drops or delays stores before them. This makes it write them.
+// GCC's intrinsics do not say which memory a tile is loaded from, so it may delay stores before them. This makes it write them.
 inline void finish_stores(const void *memory) { asm volatile("" : : "r"(memory) : "memory"); }
 
 // Tiles 0 to 3 hold sums, 4 and 5 the left side, 6 and 7 the right side. The caller's configuration is put back.
@@ -83,19 +83,20 @@ class TileRegisters {
     alignas(64) uint8_t all[64] = {};
     all[0] = 1;
     for (int i = 0; i < 8; i++) all[16 + 2 * i] = 64, all[48 + i] = 16;
-    _tile_storeconfig(saved_);
-    finish_stores(all);
-    _tile_loadconfig(all);
+    asm volatile("sttilecfg %0" : "=m"(saved_));
+    load(all);
   }
   ~TileRegisters() {
-    finish_stores(saved_);
     if (saved_[0])
-      _tile_loadconfig(saved_);
+      load(saved_);
     else
       _tile_release();
   }
 
  private:
+  // The intrinsic names eight bytes of the configuration, and GCC drops the stores of the others.
+  static void load(const uint8_t (&config)[64]) { asm volatile("ldtilecfg %0" : : "m"(config)); }
+
   alignas(64) uint8_t saved_[64];
 };
 

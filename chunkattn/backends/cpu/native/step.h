@@ -52,7 +52,8 @@ constexpr int kPortionSlots = 2048;
 constexpr int kMaxLines = 256;    // of an item
 constexpr int kLineGranule = 16;  // lines of a state are padded to a multiple, as those of the widest product are
 
-// out [rows, outputs] = x [rows, in] * weight [outputs, in], bfloat16 to float32; `in` is a multiple of 32.
+// out [rows, outputs] = x [rows, in] * weight [outputs, in], bfloat16 to float32. Other kernels than `amx` compute at most 16 rows,
+// whose `in` is a multiple of 32.
 struct RowProduct {
   const uint16_t *x, *weight;
   float *out;
@@ -68,7 +69,7 @@ struct Kernel {
   void (*attend)(const Step &, const Portion &, const State &);
   // Computes the outputs [first, last) of all rows.
   void (*multiply)(const RowProduct &, int first, int last);
-  int packed_bytes;  // of rows that one call of `multiply` should pack at most
+  int rows, outputs;  // of a call of `multiply` at most
 };
 
 extern const Kernel kPortable;

@@ -14,20 +14,41 @@
 namespace chunkattn {
 namespace {
 
-constexpr int kPackedBytes = 1 << 20;  // half of the cache of a core
-constexpr int kTile = 16;              // outputs or rows of a tile
+constexpr int kTile = 16;        // outputs or rows of a tile
+constexpr int kPair = 2 * kTile;  // outputs or rows that are computed at a time
+constexpr int kSums = kPair * kPair;
+// The rows of a call, packed for a part of the depth, and the sums of its outputs take half of a core's cache each.
+constexpr int kRowsOfCall = 256, kDepthOfPart = 2048, kOutputsOfCall = 1024;
 
-// Sums of 16 * LEFT outputs and 16 * RIGHT rows, [LEFT][2][16 outputs][16 rows]. `next`: memory that is called into the cache
-// meanwhile, as much as the weight in use; null calls none.
-template <int LEFT, int RIGHT> inline void sum_tiles(int in, const uint16_t *w, const uint32_t *rows, const char *next, float *sums) {
-  const int64_t w_bytes = int64_t(in) * 2;
-  const uint32_t *more = rows + int64_t(in) / 2 * kTile;
+// A part of the depth: of the weight from `w` on, whose rows are `stride` apart, and of packed rows.
+struct Part {
+  int depth;
+  const uint16_t *w;
+  int64_t stride;
+  const uint32_t *rows;
+  const char *next;  // memory that is called into the cache meanwhile, as much as the weight in use; null calls none
+  bool add;          // whether to begin with the sums
+};
+
+// Sums of 16 * LEFT outputs and 16 * RIGHT rows, [LEFT][2][16 outputs][16 rows].
+template <int LEFT, int RIGHT> inline void sum_tiles(const Part &part, float *sums) {
+  const int64_t w_bytes = part.stride * 2;
+  const uint16_t *w = part.w;
+  const uint32_t *rows = part.rows, *more = rows + int64_t(part.depth) / 2 * kTile;
+  const char *next = part.next;
   finish_stores(rows);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int k = 0; k < in; k += 32, w += 32, rows += 16 * kTile, more += 16 * kTile) {
+  if (part.add) {
+    _tile_loadd(0, sums, 64);
+    if constexpr (RIGHT > 1) _tile_loadd(1, sums + 256, 64);
+    if constexpr (LEFT > 1) _tile_loadd(2, sums + 512, 64);
+    if constexpr (LEFT > 1 && RIGHT > 1) _tile_loadd(3, sums + 768, 64);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int k = 0; k < part.depth; k += 32, w += 32, rows += 16 * kTile, more += 16 * kTile) {
     if (next)
       for (int i = 0; i < LEFT * kTile; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
     _tile_loadd(4, w, w_bytes);
@@ -38,7 +59,7 @@ template <int LEFT, int RIGHT> inline void sum_tiles(int in, const uint16_t *w, 
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (LEFT > 1) {
-      _tile_loadd(5, w + int64_t(in) * kTile, w_bytes);
+      _tile_loadd(5, w + part.stride * kTile, w_bytes);
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (RIGHT > 1) _tile_dpbf16ps(3, 5, 7);
     }
@@ -62,29 +83,37 @@ inline void write_tile(const RowProduct &given, const float *sums, int row, int 
 
 void multiply(const RowProduct &given, int first, int last) {
   TileRegisters registers;
-  const int in = given.in, groups = (given.rows + kTile - 1) / kTile;
-  const size_t group = size_t(in) / 2 * kTile, tile = size_t(in) * kTile;
-  Arena arena(Arena::bytes<uint32_t>(group * groups) + Arena::bytes<uint16_t>(tile) + Arena::bytes<float>(1024));
+  const int in = given.in, groups = (given.rows + kTile - 1) / kTile, pairs = (groups + 1) / 2;
+  const int padded = (in + 31) / 32 * 32, most = given.rows > kPair ? std::min(padded, kDepthOfPart) : padded;
+  const bool whole = most == padded;  // the whole depth at once
+  const size_t group = size_t(most) / 2 * kTile, rest = size_t(most) * kPair;
+  const size_t held = whole ? kSums : size_t(kSums) * pairs * ((last - first + kPair - 1) / kPair);
+  Arena arena(Arena::bytes<uint32_t>(group * groups) + Arena::bytes<uint16_t>(rest) + Arena::bytes<float>(held));
   uint32_t *rows = arena.take<uint32_t>(group * groups);
-  uint16_t *rest = arena.take<uint16_t>(tile);
-  float *sums = arena.take<float>(1024);
-  for (int g = 0; g < groups; g++) pack_rows<kTile>(given, g * kTile, rows + g * group);
-  for (int output = first, step; output < last; output += step) {
-    const int left = last - output;
-    step = left >= 2 * kTile ? 2 * kTile : kTile;
-    const uint16_t *w = given.weight + int64_t(output) * in;
-    const char *next = left >= 4 * kTile ? reinterpret_cast<const char *>(w + 2 * tile) : nullptr;
-    if (left < kTile) {
-      memcpy(rest, w, size_t(left) * in * 2), memset(rest + size_t(left) * in, 0, (tile - size_t(left) * in) * 2);
-      w = rest;
-    }
-    for (int g = 0; g < groups; g += 2, next = nullptr) {
-      const bool both = g + 1 < groups;
-      (step > kTile ? both ? sum_tiles<2, 2> : sum_tiles<2, 1> : both ? sum_tiles<1, 2> : sum_tiles<1, 1>)(
-          in, w, rows + g * group, next, sums);
-      for (int l = 0; l * kTile < step; l++)
-        for (int r = 0; r <= both; r++)
-          write_tile(given, sums + (2 * l + r) * 256, (g + r) * kTile, output + l * kTile, std::min(kTile, left - l * kTile));
+  uint16_t *copy = arena.take<uint16_t>(rest);
+  float *all = arena.take<float>(held);
+  for (int begin = 0; begin == 0 || begin < in; begin += most) {
+    const int end = std::min(in, begin + most), depth = (end - begin + 31) / 32 * 32;
+    for (int g = 0; g < groups; g++) pack_rows<kTile>(given, g * kTile, begin, end, rows + g * size_t(depth) / 2 * kTile);
+    float *sums = all;
+    for (int output = first; output < last; output += kPair) {
+      const int left = std::min(kPair, last - output);
+      Part part{depth, given.weight + int64_t(output) * in + begin, in, rows, nullptr, begin > 0};
+      if (whole && last - output >= 2 * kPair) part.next = reinterpret_cast<const char *>(part.w + int64_t(in) * kPair);
+      if (left < kPair || depth > end - begin) {  // zeros behind the last output and the last of the depth
+        memset(copy, 0, size_t(depth) * kPair * sizeof *copy);
+        for (int i = 0; i < left; i++) memcpy(copy + size_t(i) * depth, part.w + int64_t(i) * in, (end - begin) * sizeof *copy);
+        part.w = copy, part.stride = depth;
+      }
+      for (int g = 0; g < groups; g += 2, part.next = nullptr, sums += whole ? 0 : kSums) {
+        const bool two = left > kTile, both = g + 1 < groups;
+        part.rows = rows + g * size_t(depth) / 2 * kTile;
+        (two ? both ? sum_tiles<2, 2> : sum_tiles<2, 1> : both ? sum_tiles<1, 2> : sum_tiles<1, 1>)(part, sums);
+        if (end < in) continue;
+        for (int l = 0; l <= two; l++)
+          for (int r = 0; r <= both; r++)
+            write_tile(given, sums + (2 * l + r) * 256, (g + r) * kTile, output + l * kTile, left - l * kTile);
+      }
     }
   }
 }
