@@ -20,6 +20,8 @@ constexpr int kSums = kPair * kPair;
 // The rows of a call, packed for a part of the depth, and the sums of its outputs take half of a core's cache each.
 constexpr int kRowsOfCall = 256, kDepthOfPart = 2048, kOutputsOfCall = 1024;
 
+constexpr int kManyRows = 64;  // whose products are written past the caches
+
 // A part of the depth: of the weight from `w` on, whose rows are `stride` apart, and of packed rows.
 struct Part {
   int depth;
@@ -77,7 +79,13 @@ inline void write_tile(const RowProduct &given, const float *sums, int row, int 
   transpose(lines);
   const __mmask16 used = count >= 16 ? 0xffff : (1u << count) - 1;
   float *to = given.out + int64_t(row) * given.outputs + output;
-  for (int r = 0; r < std::min(kTile, given.rows - row); r++, to += given.outputs)
+  const int rows = std::min(kTile, given.rows - row);
+  const bool lines_of_memory = reinterpret_cast<uintptr_t>(to) % 64 == 0 && given.outputs % kTile == 0;
+  if (given.rows > kManyRows && lines_of_memory) {
+    for (int r = 0; r < rows; r++, to += given.outputs) _mm512_stream_ps(to, _mm512_castsi512_ps(lines[r]));
+    return;
+  }
+  for (int r = 0; r < rows; r++, to += given.outputs)
     _mm512_mask_storeu_ps(to, used, _mm512_castsi512_ps(lines[r]));
 }
 
@@ -116,6 +124,7 @@ void multiply(const RowProduct &given, int first, int last) {
       }
     }
   }
+  _mm_sfence();  // for the stores past the caches
 }
 
 }  // namespace
