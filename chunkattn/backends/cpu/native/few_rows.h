@@ -14,6 +14,7 @@
 namespace chunkattn {
 namespace {
 
+// More rows are never asked for, and outputs have no limit.
 constexpr int kRowsOfCall = 16, kOutputsOfCall = 1 << 30;
 
 #if defined(__AVX512BF16__)

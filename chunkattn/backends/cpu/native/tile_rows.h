@@ -92,7 +92,7 @@ inline void write_tile(const RowProduct &given, const float *sums, int row, int 
 void multiply(const RowProduct &given, int first, int last) {
   TileRegisters registers;
   const int in = given.in, groups = (given.rows + kTile - 1) / kTile, pairs = (groups + 1) / 2;
-  const int padded = (in + 31) / 32 * 32, most = given.rows > kPair ? std::min(padded, kDepthOfPart) : padded;
+  const int padded = std::max(1, (in + 31) / 32) * 32, most = given.rows > kPair ? std::min(padded, kDepthOfPart) : padded;
   const bool whole = most == padded;  // the whole depth at once
   const size_t group = size_t(most) / 2 * kTile, rest = size_t(most) * kPair;
   const size_t held = whole ? kSums : size_t(kSums) * pairs * ((last - first + kPair - 1) / kPair);
