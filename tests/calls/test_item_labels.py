@@ -113,11 +113,12 @@ def test_labels_of_others_change_no_bit(engine, job):
 @pytest.mark.ci
 @pytest.mark.parametrize(("whole", "expected"), [(False, {"union"}), (True, {"alone", "softmax"})])
 def test_planted_faults_are_found(whole, expected, checkpoint, job):
-    """A sum whose order follows the width of the list; and lists that are padded to the longest of the step."""
+    """A sum whose last digits follow the width of the list; and lists that are padded to the longest of the step."""
 
     def read_labels(logits, labels):
         values = jnp.exp(logits - logits.max(-1, keepdims=True))
-        total = values[:, ::-1].sum(-1, keepdims=True) if labels.shape[1] > LABEL_WIDTHS[0] else sums(values)
+        # Another order of additions would not do: on some processors it gives this sum the same bits.
+        total = sums(values) * (1 + 2**-20 * (labels.shape[1] > LABEL_WIDTHS[0]))
         return jnp.take_along_axis(logits, labels, axis=1) - logits.max(-1, keepdims=True) - jnp.log(total)
 
     def label_logprobs(self, hidden, rows, labels):
