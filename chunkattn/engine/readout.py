@@ -26,6 +26,10 @@ from chunkattn.engine.runner import Runner
 from chunkattn.engine.sampling import Readout, sampling_blocks
 from chunkattn.engine.step import SampleRow, Step
 
+PromptValues = tuple[float, int, np.ndarray, np.ndarray]
+"""Log-probability and rank of a prompt token, and ids and log-probabilities of the likeliest tokens."""
+_NOTHING = np.empty(0, np.float32)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -35,13 +39,14 @@ class StepResult:
         finite: bool `[T]`, False for rows whose hidden state, or whose logits where they are read, are not finite.
         tokens: token and, if requested, its log-probabilities for each of `Step.samples`.
         scores: float32 log-probabilities or logits of the labels, or a classifier's logits, for each of `Step.scores`.
-        prompt_logprobs: log-probabilities of the tokens that `Step.prompt_logprobs` predict, or None if there are none.
+        prompt_logprobs: log-probability and rank of the token that each of `Step.prompt_logprobs` predicts, and ids and
+            log-probabilities of the likeliest tokens. Where no rank is asked for, it is 0, and no likeliest token is there.
     """
 
     finite: np.ndarray
     tokens: list[tuple[int, TokenLogprobs | None]]
     scores: list[np.ndarray]
-    prompt_logprobs: Readout | None
+    prompt_logprobs: list[PromptValues]
 
 
 def read_step(runner: Runner, step: Step, hidden: jax.Array, finite: jax.Array) -> StepResult:
@@ -54,29 +59,47 @@ def read_step(runner: Runner, step: Step, hidden: jax.Array, finite: jax.Array) 
         finite: bool `[T]`, whether all hidden values of a row are finite.
     """
     checked: list[tuple[list[int], np.ndarray]] = []
-    tokens: list[tuple[int, TokenLogprobs | None]] = []
-    for block, given, edits in sampling_blocks(step.samples, runner.spec.vocab_size, runner.row_sizes):
+    drawn: list[tuple[int, TokenLogprobs | None]] = []
+    samples = [row for row in step.samples if not row[1].request.prompt_only]
+    for block, given, edits in sampling_blocks(samples, runner.spec.vocab_size, runner.row_sizes):
         rows, wanted = [row for row, _, _ in block], [sample.params.logprobs for _, sample, _ in block]
         with_logprobs = any(w is not None for w in wanted)
         chosen, values, fine = runner.sample(hidden, rows, given, edits, with_logprobs)
         logprobs = [None if w is None else _to_logprobs(values, i, w) for i, w in enumerate(wanted)]
-        tokens += zip(chosen[: len(rows)].tolist(), logprobs, strict=True)
+        drawn += zip(chosen[: len(rows)].tolist(), logprobs, strict=True)
         checked.append((rows, fine[: len(rows)]))
+    in_order = iter(drawn)
+    tokens = [(0, None) if sample.request.prompt_only else next(in_order) for _, sample, _ in step.samples]
     scores: list[np.ndarray] = []
-    targets = None
+    prompts: list[PromptValues] = []
     if step.scores:
         rows = [row for row, _, _ in step.scores]
         scores, fine = _read_scores(runner, step, hidden, rows)
         checked.append((rows, fine))
     if step.prompt_logprobs:
         rows = [row for row, _, _ in step.prompt_logprobs]
-        ids = [int(request.layout.token_ids[index]) for _, request, index in step.prompt_logprobs]
-        targets, fine = runner.token_logprobs(hidden, rows, ids)
+        prompts, fine = _read_prompts(runner, step, hidden, rows)
         checked.append((rows, fine))
     all_finite = np.array(finite)
     for rows, fine in checked:
         all_finite[rows] &= fine
-    return StepResult(all_finite, tokens, scores, targets)
+    return StepResult(all_finite, tokens, scores, prompts)
+
+
+def _read_prompts(runner: Runner, step: Step, hidden: jax.Array, rows: list[int]) -> tuple[list[PromptValues], np.ndarray]:
+    """Return the values of each row that predicts a prompt token, and whether its logits are finite."""
+    ids = [int(request.layout.token_ids[index]) for _, request, index in step.prompt_logprobs]
+    ranked = np.array([request.ranked for _, request, _ in step.prompt_logprobs])
+    values, finite = [(0.0, 0, _NOTHING, _NOTHING)] * len(rows), np.empty(len(rows), bool)
+    if len(places := np.flatnonzero(ranked)):
+        read, finite[places] = runner.token_logprobs(hidden, [rows[p] for p in places], [ids[p] for p in places])
+        for place, target, rank, top_ids, top in zip(places, *read, strict=True):
+            values[place] = (target, rank, top_ids, top)
+    if len(places := np.flatnonzero(~ranked)):
+        found, finite[places] = runner.label_logprobs(hidden, [rows[p] for p in places], [(ids[p],) for p in places])
+        for place, (target,) in zip(places, found, strict=True):
+            values[place] = (target, 0, _NOTHING, _NOTHING)
+    return values, finite
 
 
 def _read_scores(runner: Runner, step: Step, hidden: jax.Array, rows: list[int]) -> tuple[list[np.ndarray], np.ndarray]:
@@ -128,12 +151,10 @@ class Readouts:
             if taken[row] and (rows := self._collect(request, index, values)):
                 yield score_result(request, rows, meter.rates)
                 self.forget(request.request_id)
-        if (read := result.prompt_logprobs) is not None:
-            for i, (row, request, index) in enumerate(step.prompt_logprobs):
-                found = (read.target[i], read.rank[i], read.top_ids[i], read.top[i])
-                if taken[row] and (rows := self._collect(request, int(request.user_index[index]), found)):
-                    yield prompt_output(request, rows)
-                    self.forget(request.request_id)
+        for (row, request, index), found in zip(step.prompt_logprobs, result.prompt_logprobs, strict=True):
+            if taken[row] and (rows := self._collect(request, int(request.user_index[index]), found)):
+                yield prompt_output(request, rows)
+                self.forget(request.request_id)
 
     def _collect(self, request: Request, index: int, values: object) -> dict[int, Any] | None:
         """Collect a row. Return all rows of the request if the row was the last."""

@@ -42,6 +42,7 @@ class Request:
         weighing: chunk temperature and scale of the question's attention; None leaves it as it is.
         distinct: whether every prompt token must be computed, even in repeated chunks, for its log-probability.
         logprobs_from: token index from which prompt log-probabilities are read; None reads none.
+        ranked: whether ranks and likeliest tokens are read with prompt log-probabilities.
         prompt_only: see `GenerateRequest`.
         computed: bool `[T]`, True for prompt tokens computed for this request; other tokens came from the cache or from a
             concurrent request.
@@ -72,6 +73,7 @@ class Request:
     weighing: tuple[float, float] | None = None
     distinct: bool = False
     logprobs_from: int | None = None
+    ranked: bool = True
     prompt_only: bool = False
     samples: list[Sample] = field(default_factory=list)
     spares: list[Block] = field(default_factory=list)
@@ -353,6 +355,7 @@ def _generate_options(message: GenerateRequest, limits: EngineLimits, arrival: i
         "weighing": message.weighing or limits.weighing if limits.weighing and any(message.layout.chunk_lens) else None,
         "distinct": message.distinct,
         "logprobs_from": (message.logprobs_from or 0) if reads else None,
+        "ranked": message.logprobs_from is None,
         "prompt_only": message.prompt_only,
         "sampling": params,
         "eos_token_ids": frozenset(message.eos_token_ids),

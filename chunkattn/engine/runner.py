@@ -402,22 +402,22 @@ class Runner:
         self, raw: jax.Array, edited: jax.Array, given: SampleInput | None, with_logprobs: bool
     ) -> tuple[jax.Array, Readout | None, jax.Array]:
         tokens = choose(edited, given)
-        return tokens, read(raw, tokens, self.max_logprobs) if with_logprobs else None, finite_rows(raw)
+        return tokens, read(raw, tokens, self.max_logprobs)[0] if with_logprobs else None, finite_rows(raw)
 
     def _trace_read(self, params: Params, hidden: jax.Array, targets: jax.Array) -> tuple[Readout, jax.Array]:
         self.compiles["read"] += 1
         logits = self._model(params).logits(hidden)
-        return read(logits, targets, self.max_logprobs), finite_rows(logits)
+        return read(logits, targets, self.max_logprobs)
 
     def _trace_read_labels(self, params: Params, hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         self.compiles["read"] += 1
         logits = self._model(params).logits(hidden)
-        return read_labels(logits, labels), finite_rows(logits)
+        return read_labels(logits, labels)
 
     def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         self.compiles["read"] += 1
         logits = self._model(params).logits(hidden)
-        return normalised(logits, logits), finite_rows(logits)
+        return normalised(logits, logits)
 
     def _trace_classify(self, params: Params, hidden: jax.Array) -> jax.Array:
         self.compiles["classify"] += 1

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import StepArray
+from chunkattn.backends.cpu import normaliser as native
 from chunkattn.engine.request import Sample
 from chunkattn.engine.step import SampleRow
 from chunkattn.engine.step_sizes import bucket_for, buckets
@@ -336,8 +337,8 @@ def argmax(values: jax.Array) -> jax.Array:
     return best * width + block.argmax(-1)
 
 
-def read(logits: jax.Array, targets: jax.Array, num_top: int) -> Readout:
-    """Return the log-probabilities of `targets` int32 `[R]` and of the `num_top` likeliest tokens, in float32.
+def read(logits: jax.Array, targets: jax.Array, num_top: int) -> tuple[Readout, jax.Array]:
+    """Return the log-probabilities of `targets` int32 `[R]` and of the `num_top` likeliest tokens, and `finite_rows(logits)`.
 
     Args:
         logits: float32 `[R, V]`.
@@ -347,12 +348,12 @@ def read(logits: jax.Array, targets: jax.Array, num_top: int) -> Readout:
     target = jnp.take_along_axis(logits, targets[:, None], axis=1)
     rank = 1 + (logits > target).sum(-1)
     top, top_ids = jax.lax.top_k(logits, num_top)
-    logprobs = normalised(jnp.concatenate([target, top], axis=1), logits)
-    return Readout(logprobs[:, 0], rank, top_ids, logprobs[:, 1:])
+    logprobs, finite = normalised(jnp.concatenate([target, top], axis=1), logits)
+    return Readout(logprobs[:, 0], rank, top_ids, logprobs[:, 1:]), finite
 
 
-def read_labels(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the log-probabilities, float32 `[R, L]`, of `labels` int32 `[R, L]`.
+def read_labels(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the log-probabilities, float32 `[R, L]`, of `labels` int32 `[R, L]`, and `finite_rows(logits)`.
 
     Args:
         logits: float32 `[R, V]`.
@@ -361,7 +362,17 @@ def read_labels(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return normalised(jnp.take_along_axis(logits, labels, axis=1), logits)
 
 
-def normalised(some: jax.Array, logits: jax.Array) -> jax.Array:
-    """Return the log-softmax of some logits of each row."""
+def normalised(some: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the log-softmax of some logits of each row, and `finite_rows(logits)`."""
+    if native.serves():
+        both = jax.lax.platform_dependent(logits, cpu=native.normaliser, default=_normaliser)
+    else:
+        both = _normaliser(logits)
+    return some - both[:, :1] - both[:, 1:], jnp.isfinite(both[:, 0])
+
+
+def _normaliser(logits: jax.Array) -> jax.Array:
+    """Return what `native.normaliser` does."""
     maximum = logits.max(-1, keepdims=True)
-    return some - maximum - jnp.log(sums(jnp.exp(logits - maximum)))
+    both = jnp.concatenate([maximum, jnp.log(sums(jnp.exp(logits - maximum)))], axis=1)
+    return jnp.where(finite_rows(logits)[:, None], both, jnp.nan)

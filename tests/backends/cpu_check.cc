@@ -240,6 +240,30 @@ double product_error(Kernel kernel) {
   return worst * 400 / std::max(400, in);
 }
 
+// The largest error of both values of a row of logits, whatever the number of threads.
+double normaliser_error(const Kernel &kernel) {
+  const int rows = draw(1, 40), count = draw(1, 5000);
+  std::vector<float> logits(rows * count);
+  for (float &x : logits) x = std::uniform_real_distribution<float>(-20, 20)(randoms);
+  const auto computed = [&](int threads) {
+    std::vector<float> to(2 * rows);
+    Pool pool(threads);
+    normalise(logits.data(), rows, count, to.data(), kernel, pool);
+    return to;
+  };
+  const std::vector<float> found = computed(1);
+  if (memcmp(found.data(), computed(draw(2, 5)).data(), found.size() * sizeof(float))) return INFINITY;
+  double worst = 0;
+  for (int row = 0; row < rows; row++) {
+    const float *of = &logits[row * count], most = *std::max_element(of, of + count);
+    double total = 0;
+    for (int i = 0; i < count; i++) total += std::exp(double(of[i]) - most);
+    const double error = std::max(std::fabs(double(found[2 * row]) - most), std::fabs(found[2 * row + 1] - std::log(total)));
+    if (!(error <= worst)) worst = error;
+  }
+  return worst;
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -275,7 +299,13 @@ int main(int argc, char **argv) {
       if (!(error <= 1e-4)) printf("%s, product %d: error %g\n", name, i, error), failed = true;
       product = std::max(product, error);
     }
-    printf("%-12s largest error %.2g, bfloat16 %.2g, products %.2g\n", name, worst[0], worst[1], product);
+    double normaliser = 0;
+    for (int i = 0; i < 10 * cases; i++) {
+      const double error = normaliser_error(*kernel);
+      if (!(error <= 1e-5)) printf("%s, normaliser %d: error %g\n", name, i, error), failed = true;
+      normaliser = std::max(normaliser, error);
+    }
+    printf("%-12s largest error %.2g, bfloat16 %.2g, products %.2g, normalisers %.2g\n", name, worst[0], worst[1], product, normaliser);
   }
   return failed;
 }

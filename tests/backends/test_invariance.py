@@ -12,6 +12,7 @@ from chunkattn import LLM
 from chunkattn.backends import AttentionSpec, get_backend, make_backend, registry
 from chunkattn.backends.cpu import build, library
 from chunkattn.backends.cpu import linear as native
+from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.engine import invariance
 from chunkattn.engine.invariance import Invariance, rows_agree
 from chunkattn.errors import ConfigError
@@ -33,7 +34,7 @@ def kernel(request):
 
 
 @pytest.mark.skipif(library.refusal() is not None, reason="no native library")
-@pytest.mark.parametrize(("depth", "outputs"), [(1024, 300), (96, 43), (3072, 96), (8192 + 32, 65)])
+@pytest.mark.parametrize(("depth", "outputs"), [(1024, 300), (96, 43), (3072, 96), (8192 + 32, 65), (32, 9000)])
 def test_few_rows_have_the_bits_of_many(kernel, depth, outputs):
     rng = np.random.default_rng(depth)
     weight = jnp.asarray(0.02 * rng.standard_normal((outputs, depth)), jnp.bfloat16)
@@ -54,6 +55,25 @@ def test_few_rows_have_the_bits_of_many(kernel, depth, outputs):
     np.testing.assert_allclose(expected, (np.float64(x) @ np.float64(weight).T)[: len(expected)], atol=1e-4)
     for rows in others:
         np.testing.assert_array_equal(multiply(x[:rows], weight), expected[:rows])
+
+
+@pytest.mark.skipif(library.refusal() is not None, reason="no native library")
+@pytest.mark.parametrize("vocab", [1, 15, 1000, 151_936])
+def test_normalisers_of_few_rows_have_the_bits_of_many(kernel, vocab):
+    rng = np.random.default_rng(vocab)
+    logits = (10 * rng.standard_normal((70, vocab))).astype(np.float32)
+    logits[0], logits[1, :-1], logits[2] = 90, -3e38, np.float32(1e38) * np.linspace(-1, 1, vocab)
+    whole = np.asarray(jax.jit(normaliser)(logits))
+    exact = logits.astype(np.float64)
+    np.testing.assert_array_equal(whole[:, 0], logits.max(-1))
+    np.testing.assert_allclose(whole[:, 1], np.log(np.exp(exact - exact.max(-1, keepdims=True)).sum(-1)), rtol=1e-6, atol=1e-6)
+    for rows in (1, 2, 16, 69):
+        np.testing.assert_array_equal(jax.jit(normaliser)(logits[-rows:]), whole[-rows:])
+    for bad in (np.nan, np.inf, -np.inf):
+        logits[40, rng.integers(vocab)] = bad
+        found = np.asarray(jax.jit(normaliser)(logits))
+        assert not np.isfinite(found[40]).any()
+        np.testing.assert_array_equal(np.delete(found, 40, 0), np.delete(whole, 40, 0))
 
 
 @pytest.mark.skipif(library.refusal() is not None or native.any_rows(), reason="no kernel that multiplies few rows alone")

@@ -119,7 +119,8 @@ def test_planted_faults_are_found(whole, expected, checkpoint, job):
         values = jnp.exp(logits - logits.max(-1, keepdims=True))
         # Another order of additions would not do: on some processors it gives this sum the same bits.
         total = sums(values) * (1 + 2**-20 * (labels.shape[1] > LABEL_WIDTHS[0]))
-        return jnp.take_along_axis(logits, labels, axis=1) - logits.max(-1, keepdims=True) - jnp.log(total)
+        logprobs = jnp.take_along_axis(logits, labels, axis=1) - logits.max(-1, keepdims=True) - jnp.log(total)
+        return logprobs, jnp.isfinite(logits).all(-1)
 
     def label_logprobs(self, hidden, rows, labels):
         longest = max(map(len, labels))

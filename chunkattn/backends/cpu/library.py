@@ -12,6 +12,7 @@ from chunkattn.backends.cpu.build import LIBRARY
 
 ATTENTION = "chunkattn_attention"
 MULTIPLY = "chunkattn_multiply"
+NORMALISE = "chunkattn_normalise"
 """Names of the operators in XLA programs."""
 KERNEL_VARIABLE = "CHUNKATTN_CPU_KERNEL"
 """Environment variable that picks a kernel by name, for tests; by default the best kernel of the machine runs."""
@@ -31,7 +32,12 @@ def _load() -> ctypes.CDLL | str:
     wanted = os.environ.get(KERNEL_VARIABLE, "")
     if why := library.chunkattn_use(wanted.encode()):
         return f"{KERNEL_VARIABLE}={wanted}: {why.decode()}"
-    for name, handler in ((ATTENTION, library.ChunkattnAttention), (MULTIPLY, library.ChunkattnMultiply)):
+    handlers = {
+        ATTENTION: library.ChunkattnAttention,
+        MULTIPLY: library.ChunkattnMultiply,
+        NORMALISE: library.ChunkattnNormalise,
+    }
+    for name, handler in handlers.items():
         capsule = jax.ffi.pycapsule(handler)  # type: ignore[no-untyped-call]
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     return library

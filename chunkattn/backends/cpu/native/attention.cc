@@ -248,6 +248,10 @@ void attention(const Step &step, const Kernel &kernel, Threads &threads) {
   parallel(threads, int(tasks.size()), [&](int i) { divided[tasks[i].first]->attend(step, kernel, tasks[i].second); });
 }
 
+void normalise(const float *logits, int rows, int count, float *to, const Kernel &kernel, Threads &threads) {
+  parallel(threads, rows, [&](int row) { kernel.normalise(logits + int64_t(row) * count, count, to + 2 * row); });
+}
+
 void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads) {
   if (!given.rows || !given.outputs) return;
   // Few tasks, since each packs its rows and waits for its first piece of the weight, and several a thread, since threads are not
@@ -259,7 +263,7 @@ void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads) {
   const int pieces = std::max(2, divided(divided(given.outputs, kGranule), wanted));
   const int outputs = std::min(pieces * kGranule, kernel.outputs), parts = divided(given.outputs, outputs);
   parallel(threads, blocks * parts, [&](int task) {
-    const int row = task / parts * rows, first = task % parts * outputs;
+    const int row = task % blocks * rows, first = task / blocks * outputs;  // neighbours share a piece of the weight
     RowProduct part = given;
     part.x += int64_t(row) * given.in, part.out += int64_t(row) * given.outputs, part.rows = std::min(rows, given.rows - row);
     kernel.multiply(part, first, std::min(given.outputs, first + outputs));

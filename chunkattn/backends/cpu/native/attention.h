@@ -16,6 +16,9 @@ class Threads {
 // Writes the rows' K/V to the pools, then attends to the pools. Padding rows become zero.
 void attention(const Step &step, const Kernel &kernel, Threads &threads);
 
+// Writes two values for each of `rows` rows of logits; see normaliser.h.
+void normalise(const float *logits, int rows, int count, float *to, const Kernel &kernel, Threads &threads);
+
 // Computes a product.
 void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads);
 

@@ -71,6 +71,12 @@ ffi::Error multiply_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Bu
   return ffi::Error::Success();
 }
 
+ffi::Error normalise_rows(ffi::ThreadPool pool, Factors logits, ffi::Result<Factors> out) {
+  XlaThreads threads(pool);
+  normalise(logits.typed_data(), int(logits.dimensions()[0]), int(logits.dimensions()[1]), out->typed_data(), current(), threads);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace chunkattn
 
@@ -95,6 +101,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnMultiply, chunkattn::multiply_rows,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<bool>("ascending")
                                   .Attr<int32_t>("block"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnNormalise, chunkattn::normalise_rows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
 
 // Uses the kernel called `name`, or the best one if `name` is empty. Returns null, or why it cannot.
 extern "C" const char *chunkattn_use(const char *name) {

@@ -9,6 +9,7 @@
 
 #include "arena.h"
 #include "few_lines.h"
+#include "normaliser.h"
 #include "products.h"
 #if defined(__AMX_BF16__)
 #include "tile_rows.h"
@@ -197,13 +198,13 @@ void attend(const Step &step, const Portion &portion, const State &state) {
 }  // namespace
 
 #if defined(__AMX_BF16__)
-const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall};
+const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise};
 #elif defined(__AVX512BF16__)
-const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall};
+const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise};
 #elif defined(__AVX2__)
-const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall};
+const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise};
 #else
-const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall};
+const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise};
 #endif
 
 }  // namespace chunkattn

@@ -70,6 +70,8 @@ struct Kernel {
   // Computes the outputs [first, last) of all rows.
   void (*multiply)(const RowProduct &, int first, int last);
   int rows, outputs;  // of a call of `multiply` at most
+  // Writes two values for a row of logits; see normaliser.h.
+  void (*normalise)(const float *logits, int count, float *to);
 };
 
 extern const Kernel kPortable;

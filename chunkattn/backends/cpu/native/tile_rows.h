@@ -20,7 +20,7 @@ constexpr int kSums = kPair * kPair;
 // The rows of a call, packed for a part of the depth, and the sums of its outputs take half of a core's cache each.
 constexpr int kRowsOfCall = 256, kDepthOfPart = 2048, kOutputsOfCall = 1024;
 
-constexpr int kManyRows = 64;  // whose products are written past the caches
+constexpr int64_t kManyBytes = 8 << 20;  // of products that are written past the caches; their reader finds smaller ones there
 
 // A part of the depth: of the weight from `w` on, whose rows are `stride` apart, and of packed rows.
 struct Part {
@@ -28,8 +28,9 @@ struct Part {
   const uint16_t *w;
   int64_t stride;
   const uint32_t *rows;
-  const char *next;  // memory that is called into the cache meanwhile, as much as the weight in use; null calls none
-  bool add;          // whether to begin with the sums
+  const char *next;  // memory that is called into the cache meanwhile, `lines` cache lines for every 32 of the depth; null: none
+  int lines;
+  bool add;  // whether to begin with the sums
 };
 
 // Sums of 16 * LEFT outputs and 16 * RIGHT rows, [LEFT][2][16 outputs][16 rows].
@@ -52,7 +53,7 @@ template <int LEFT, int RIGHT> inline void sum_tiles(const Part &part, float *su
   }
   for (int k = 0; k < part.depth; k += 32, w += 32, rows += 16 * kTile, more += 16 * kTile) {
     if (next)
-      for (int i = 0; i < LEFT * kTile; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+      for (int i = 0; i < part.lines; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
     _tile_loadd(4, w, w_bytes);
     _tile_loadd(6, rows, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -81,7 +82,7 @@ inline void write_tile(const RowProduct &given, const float *sums, int row, int 
   float *to = given.out + int64_t(row) * given.outputs + output;
   const int rows = std::min(kTile, given.rows - row);
   const bool lines_of_memory = reinterpret_cast<uintptr_t>(to) % 64 == 0 && given.outputs % kTile == 0;
-  if (given.rows > kManyRows && lines_of_memory) {
+  if (int64_t(given.rows) * given.outputs * 4 > kManyBytes && lines_of_memory) {
     for (int r = 0; r < rows; r++, to += given.outputs) _mm512_stream_ps(to, _mm512_castsi512_ps(lines[r]));
     return;
   }
@@ -106,17 +107,18 @@ void multiply(const RowProduct &given, int first, int last) {
     float *sums = all;
     for (int output = first; output < last; output += kPair) {
       const int left = std::min(kPair, last - output);
-      Part part{depth, given.weight + int64_t(output) * in + begin, in, rows, nullptr, begin > 0};
+      Part part{depth, given.weight + int64_t(output) * in + begin, in, rows, nullptr, (kPair + pairs - 1) / pairs, begin > 0};
       if (whole && last - output >= 2 * kPair) part.next = reinterpret_cast<const char *>(part.w + int64_t(in) * kPair);
       if (left < kPair || depth > end - begin) {  // zeros behind the last output and the last of the depth
         memset(copy, 0, size_t(depth) * kPair * sizeof *copy);
         for (int i = 0; i < left; i++) memcpy(copy + size_t(i) * depth, part.w + int64_t(i) * in, (end - begin) * sizeof *copy);
         part.w = copy, part.stride = depth;
       }
-      for (int g = 0; g < groups; g += 2, part.next = nullptr, sums += whole ? 0 : kSums) {
+      for (int g = 0; g < groups; g += 2, sums += whole ? 0 : kSums) {
         const bool two = left > kTile, both = g + 1 < groups;
         part.rows = rows + g * size_t(depth) / 2 * kTile;
         (two ? both ? sum_tiles<2, 2> : sum_tiles<2, 1> : both ? sum_tiles<1, 2> : sum_tiles<1, 1>)(part, sums);
+        if (part.next) part.next += int64_t(part.lines) * 2 * depth;
         if (end < in) continue;
         for (int l = 0; l <= two; l++)
           for (int r = 0; r <= both; r++)
