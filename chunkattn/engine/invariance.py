@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import AttentionBackend
-from chunkattn.engine.sampling import ROW_BUCKETS
+from chunkattn.engine.sampling import ROW_BUCKETS, normalised
 from chunkattn.errors import ConfigError
 from chunkattn.models.linear import multiply, sums
 from chunkattn.models.spec import DecoderSpec
@@ -84,9 +84,9 @@ def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int) -> bool:
     weight = jnp.asarray(rng.random((_OUTPUTS, depth), np.float32) - 0.5, dtype)
     logits = rng.random((ROW_BUCKETS[-1], vocab_size), np.float32)
     compute = jax.jit(lambda x, weight: (multiply(x, weight), sums(x)))
-    add = jax.jit(lambda x: (sums(x),))
+    normalise = jax.jit(lambda logits: normalised(logits[:, :1], logits))
     found = (compute(x, weight), [(rows, compute(x[:rows], weight)) for rows in _ROWS[:-1]])
-    read = (add(logits), [(rows, add(logits[:rows])) for rows in ROW_BUCKETS[:-1]])
+    read = (normalise(logits), [(rows, normalise(logits[:rows])) for rows in ROW_BUCKETS[:-1]])
     return all(
         np.array_equal(of, by[:rows])
         for whole, parts in (found, read)

@@ -16,8 +16,12 @@ from chunkattn.engine.step import SampleRow
 from chunkattn.engine.step_sizes import bucket_for, buckets
 from chunkattn.models.linear import sums
 
-READ_ROWS = 64
-"""Limit on the rows whose logits exist at once; bounds the float32 `[rows, vocab]` array."""
+READ_ROWS = 48
+"""Limit on the rows whose logits exist at once; bounds the float32 `[rows, vocab]` array.
+
+With a vocabulary of 151,936 it takes 28 MiB. Arrays above 32 MiB glibc maps anew each time, and their page faults on CPUs
+take as long as the product.
+"""
 ROW_BUCKETS = (1, 16, READ_ROWS)
 """Sizes to which a block of sampled rows is padded. On CPUs, the head of a large vocabulary takes long for every row."""
 READ_BUCKETS = ROW_BUCKETS[1:]
