@@ -1,4 +1,4 @@
-"""Time the native CPU kernels beside XLA's: attention of one layer, and products of few rows.
+"""Time the native CPU kernels beside XLA's: attention of one layer, products of few rows, and readouts of logits.
 
     python -m benchmarks.cpu_kernels
     python -m benchmarks.cpu_kernels --only ratios --rounds 31
@@ -23,9 +23,11 @@ import numpy as np
 from chunkattn.backends.base import AttentionBatch, AttentionSpec, Weighing
 from chunkattn.backends.cpu import library
 from chunkattn.backends.cpu import linear as native
+from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.backends.registry import get_backend
 from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed
+from chunkattn.engine import sampling
 from chunkattn.models import linear
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 16
@@ -119,6 +121,13 @@ def product(rows: int, name: str, multiply: Callable[..., jax.Array]) -> Callabl
     return lambda: program(weights(name)).block_until_ready()
 
 
+def readout(rows: int, normalise: Callable[[jax.Array], jax.Array]) -> Callable[[], None]:
+    """Return a function that adds up the exponentials of `rows` rows of logits."""
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((rows, MATRICES["vocabulary"][0][0]), np.float32))
+    program = jax.jit(normalise)
+    return lambda: program(logits).block_until_ready()
+
+
 def times(case: str, calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of each call, which take turns; the first round is left out."""
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -142,11 +151,11 @@ def compare(name: str, calls: Mapping[str, Callable[[], None]], rounds: int, per
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["attention", "ratios", "products", "joined"], nargs="+")
+    parser.add_argument("--only", choices=["attention", "ratios", "products", "joined", "readouts"], nargs="+")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    wanted, dtype = args.only or ["attention", "ratios", "products", "joined"], jnp.dtype(args.dtype)
+    wanted, dtype = args.only or ["attention", "ratios", "products", "joined", "readouts"], jnp.dtype(args.dtype)
     if reason := library.refusal():
         parser.error(f"the native kernels are missing: {reason}")
     if "attention" in wanted:
@@ -187,6 +196,11 @@ def main() -> None:
         for rows in (1, 8, 16):
             names = {"joined": "attention and MLP", "apart": "apart"}
             compare(f"{rows} rows", {kind: product(rows, name, native.multiply) for kind, name in names.items()}, args.rounds)
+    if "readouts" in wanted:
+        print("maximum and sum of exponentials of 151,936 logits; ratio: xla over native")
+        for rows in (16, sampling.READ_ROWS):
+            ways = {"native": normaliser, "xla": sampling.xla_normaliser}
+            compare(f"{rows} rows", {name: readout(rows, way) for name, way in ways.items()}, args.rounds)
 
 
 if __name__ == "__main__":

@@ -369,13 +369,13 @@ def read_labels(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Ar
 def normalised(some: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the log-softmax of some logits of each row, and `finite_rows(logits)`."""
     if native.serves():
-        both = jax.lax.platform_dependent(logits, cpu=native.normaliser, default=_normaliser)
+        both = jax.lax.platform_dependent(logits, cpu=native.normaliser, default=xla_normaliser)
     else:
-        both = _normaliser(logits)
+        both = xla_normaliser(logits)
     return some - both[:, :1] - both[:, 1:], jnp.isfinite(both[:, 0])
 
 
-def _normaliser(logits: jax.Array) -> jax.Array:
+def xla_normaliser(logits: jax.Array) -> jax.Array:
     """Return what `native.normaliser` does."""
     maximum = logits.max(-1, keepdims=True)
     both = jnp.concatenate([maximum, jnp.log(sums(jnp.exp(logits - maximum)))], axis=1)
