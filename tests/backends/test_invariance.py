@@ -15,6 +15,7 @@ from chunkattn.backends.cpu import linear as native
 from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.engine import invariance
 from chunkattn.engine.invariance import Invariance, rows_agree
+from chunkattn.engine.sampling import READ_ROWS
 from chunkattn.errors import ConfigError
 from chunkattn.models.linear import dot, multiply, rms_norm, sums
 from tests.cpu_kernels import use
@@ -179,7 +180,7 @@ def test_steps_of_one_size(checkpoint, monkeypatch):
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
     assert len(llm.generate([{"prompt_token_ids": [1, 2]}], use_tqdm=False)[0].outputs[0].token_ids) > 0
     assert sizes == {48}
-    assert llm.core.runner.row_sizes == (64,)
+    assert llm.core.runner.row_sizes == (READ_ROWS,)
 
 
 @pytest.mark.slow
