@@ -290,7 +290,10 @@ class Completion(Answer):
         if new.logprobs is not None and generates:
             tail.offsets = tail.offsets or self._offsets(output, 0)
             token_logprobs = self._logprobs(new.token_ids, new.logprobs, [tail.offsets.take(t) for t in new.token_ids])
-        return self._choice(index, new.text if generates else "", token_logprobs, new.finish_reason, new.stop_reason)
+        text, reason, stop = (new.text, new.finish_reason, new.stop_reason) if generates else ("", None, None)
+        if new.finish_reason and not generates:  # the token that ended it is discarded
+            reason = "length"
+        return self._choice(index, text, token_logprobs, reason, stop)
 
     def _choice(
         self,

@@ -135,6 +135,17 @@ def test_the_prompt_of_an_answer_is_the_composed_one(http, demo):
     assert [v for v in found["token_logprobs"] if v] == pytest.approx([v for v in expected if v], abs=1e-4)
 
 
+@pytest.mark.parametrize("stop", [{"stop_token_ids": [0]}, {"stop": ["<unk>"], "skip_special_tokens": False}])
+def test_a_discarded_token_stops_nothing(http, stop):
+    body = {"chunks": CHUNKS, "echo": True, "logprobs": 0, "max_tokens": 0, **stop}
+    for stream in (False, True):
+        text = http.post(COMPLETION, json=body | {"stream": stream}).text
+        lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")] if stream else [text]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+        assert all(c["stop_reason"] is None for c in choices)
+
+
 def test_offsets_count_the_characters_of_documents_read_again(http):
     """The tokenizer puts a space before every text, which is not part of the prompt."""
     body = {"chunks": CHUNKS, "focus": {"top_n": 2, "mode": "reread"}, "max_tokens": 0, "echo": True, "logprobs": 0}

@@ -20,7 +20,7 @@ constexpr int kSums = kPair * kPair;
 // The rows of a call, packed for a part of the depth, and the sums of its outputs take half of a core's cache each.
 constexpr int kRowsOfCall = 256, kDepthOfPart = 2048, kOutputsOfCall = 1024;
 
-constexpr int64_t kManyBytes = 8 << 20;  // of products that are written past the caches; their reader finds smaller ones there
+constexpr int64_t kManyBytes = 8 << 20;  // of the outputs of a call that are written past the caches; their reader finds fewer there
 
 // A part of the depth: of the weight from `w` on, whose rows are `stride` apart, and of packed rows.
 struct Part {
