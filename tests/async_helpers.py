@@ -1,4 +1,4 @@
-"""What the tests of `AsyncLLM` share."""
+"""Prompts, parameters and waits that the tests of `AsyncLLM` share."""
 
 import asyncio
 import re
@@ -30,7 +30,7 @@ async def until(condition, seconds=60.0):
 
 
 async def idle(llm):
-    """Whether the engine holds nothing for anybody."""
+    """Return whether the engine holds nothing for anybody."""
     text = await llm.metrics()
     used = [r'chunkattn_pages{state="used"}', *(f'chunkattn_requests_now{{state="{s}"}}' for s in ("waiting", "running"))]
     return all(f"{name} 0.0" in text for name in used)

@@ -57,7 +57,7 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """Of the engine's process: the child that is no helper of Python's."""
+        """Id of the engine's process: the child that is no helper of Python's."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
         return next(pid for pid, command in commands.items() if b"resource_tracker" not in command)
@@ -86,7 +86,7 @@ def wait_until(condition, seconds=60.0):
 
 
 def is_idle(client):
-    """Whether the engine holds nothing for anybody."""
+    """Return whether the engine holds nothing for anybody."""
     text = client.get("/metrics").text
     names = ['chunkattn_pages{state="used"}', *(f'chunkattn_requests_now{{state="{s}"}}' for s in ("waiting", "running"))]
     return all(f"{name} 0.0" in text for name in names)

@@ -37,7 +37,7 @@ def contents(key: bytes) -> list[np.ndarray]:
 
 
 def same(got: list[np.ndarray], key: bytes) -> bool:
-    """Whether these are the entry's arrays, bit for bit."""
+    """Return whether these are the entry's arrays, bit for bit."""
     return [(a.shape, a.dtype, a.tobytes()) for a in got] == [(a.shape, a.dtype, a.tobytes()) for a in contents(key)]
 
 

@@ -1,4 +1,4 @@
-"""What of the image can be checked without building it."""
+"""Checks of the image that need no build."""
 
 import json
 import re
@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def values(instruction):
-    """What stands behind an instruction, each time it occurs."""
+    """Return the arguments of an instruction, each time it occurs."""
     return re.findall(rf"^{instruction} +(.+)$", DOCKERFILE.replace("\\\n", " "), flags=re.MULTILINE)
 
 

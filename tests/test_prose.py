@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DANGLING = {"Of", "What", "Who", "How", "Whether", "Those", "Whatever", "Whoever"}
+DANGLING = {"Of", "What", "Which", "Who", "Whose", "How", "Whether", "Those", "Whatever", "Whoever"}
 
 
 def dangling(source):
@@ -19,7 +19,11 @@ def dangling(source):
 
 
 def test_no_docstring_begins_with_a_dangling_clause():
-    files = [f for folder in ("chunkattn", "benchmarks", "training", "examples") for f in sorted((ROOT / folder).rglob("*.py"))]
+    files = [
+        f
+        for folder in ("chunkattn", "benchmarks", "training", "examples", "tests")
+        for f in sorted((ROOT / folder).rglob("*.py"))
+    ]
     assert files
     found = [f"{f.relative_to(ROOT)}:{line}" for f in files for line in dangling(f.read_text(encoding="utf-8"))]
     assert not found, "docstrings begin with a dangling clause:\n" + "\n".join(found)

@@ -55,7 +55,7 @@ def take(batch, rows):
 
 
 def attend(name, batch, head_dim=64):
-    """What a backend makes of a step of standard normal numbers."""
+    """Return a backend's output for a step of standard normal numbers."""
     rng, backend = np.random.default_rng(1), make_backend(name, spec_of(head_dim))
     q, k, v = (jnp.asarray(rng.standard_normal((len(batch.row_seq), h, head_dim)), jnp.float32) for h in (4, 2, 2))
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), backend.allocate(batch.block_tables.size))

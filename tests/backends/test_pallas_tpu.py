@@ -106,7 +106,7 @@ def attend_shared_pages(backends):
 
 
 def test_sequences_of_one_step_see_each_others_rows(small_tiles):
-    """What the question reads in this step was written in this step, by other sequences."""
+    """The question reads K/V that other sequences write in the same step."""
     (out, cache), (wanted, (keys, values)) = attend_shared_pages(map(get_backend, ("pallas_tpu", "reference")))
     np.testing.assert_allclose(out, wanted, atol=TOLERANCE["float32"])
     # Nothing else in the pool was touched.

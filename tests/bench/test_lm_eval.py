@@ -40,7 +40,7 @@ class Witness:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def likelihood(self, ids, known):
-        """Of what follows the first `known` ids, and whether each is the likeliest."""
+        """Log-probability of the ids behind the first `known`, and whether each is the likeliest."""
         rows = log_softmax(self.oracle.logits(ids)[known - 1 : -1], axis=-1)
         wanted = ids[known:]
         return rows[range(len(wanted)), wanted].sum(), rows.argmax(-1).tolist() == wanted

@@ -1,4 +1,4 @@
-"""What goes first when pages run out."""
+"""Order of eviction when pages run out."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which template ranks a checkpoint, and rerankers of every form against transformers and llama.cpp."""
+"""Rerankers of every form against transformers and llama.cpp, and the choice of a checkpoint's template."""
 
 import json
 import logging

@@ -369,7 +369,7 @@ def test_decodes_are_no_attention_work():
 
 
 def test_a_query_nearly_as_large_as_the_pool(engine, oracle):
-    """What does not fit behind it on pages of its own is scored another way, and refused by name alone."""
+    """An item without room behind the query is scored another way, and refused where the algorithm is named."""
     rng = np.random.default_rng(22)
     llm = engine("qwen3", max_num_batched_tokens=64, max_num_seqs=4, kv_cache_memory_bytes=12 * 16 * 1536)
     room = llm.limits.num_pages * llm.limits.block_size

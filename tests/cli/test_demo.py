@@ -63,7 +63,7 @@ def test_worlds_are_true():
 
 
 def test_the_demo_s_own_people_are_held_out():
-    """What the demo command, the examples and the README show is about names never seen in training."""
+    """The demo command, the examples and the README show names never seen in training."""
     text = " ".join([*DEMO_DOCUMENTS, *DEMO_QUESTIONS, DEMO_QUERY])
     pages = ("README.md", "docs/quickstart.md", "docs/guides/rag.md", "docs/guides/reranking.md")
     text += " ".join((ROOT / f).read_text() for f in (*pages, "examples/rag.py", "examples/rerank.py"))

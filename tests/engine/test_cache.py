@@ -1,4 +1,4 @@
-"""What the cache gives back equals what computing anew gives, in every company."""
+"""Cached K/V equals K/V computed anew, in every company."""
 
 from operator import attrgetter
 

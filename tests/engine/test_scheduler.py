@@ -1,4 +1,4 @@
-"""What runs in which step: the scheduler alone, no model."""
+"""The scheduler alone, without a model: the rows of each step."""
 
 import numpy as np
 import pytest

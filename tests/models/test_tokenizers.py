@@ -52,7 +52,7 @@ def check(folder, encode, decode, leading=(), texts=ALL):
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_ids_of_tokenizer_json(name, tmp_path):
-    """Whatever class the configuration names, and whatever the model's type, a folder has the ids of its file."""
+    """A folder has the ids of its file for every class that the configuration names, and every model type."""
     source, leading = FILES[name]
     witness = Tokenizer.from_str(source.to_str())
     witness.no_truncation()

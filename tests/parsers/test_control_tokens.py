@@ -1,4 +1,4 @@
-"""Which texts may become special tokens; the witness is a second tokenizer built without them."""
+"""Special tokens come from the template alone; the witness is a second tokenizer built without them."""
 
 from types import SimpleNamespace
 

@@ -191,7 +191,7 @@ def test_closing_at_any_time(loop, fault):
 
 
 def test_the_engine_shares_the_session_and_no_signals_of_the_terminal(loop, doomed):
-    """Of a session of its own Linux would make its threads share half of the processors."""
+    """In a session of its own, Linux would make its threads share half of the processors."""
 
     async def look():
         pid = doomed.client.pid
@@ -226,7 +226,7 @@ def test_no_worker_outlives_its_parent(fault, way):
 
 
 def _alive(pid):
-    """Whether a process runs; a zombie that its new parent has not reaped does not."""
+    """Return whether a process runs; a zombie that its new parent has not reaped does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

@@ -125,7 +125,7 @@ def test_errors_are_described():
     ],
 )
 def test_errors_look_as_described(status, method, path, config, request_options):
-    """Those that need no engine, and no luck."""
+    """Requests that need no engine, and no luck."""
     app = create_app(AsyncLLM(), ServerConfig(**config))
     answer = TestClient(app, base_url="http://localhost").request(method, path, **request_options)
     assert answer.status_code == status

@@ -464,7 +464,7 @@ def test_endless_heads(server, sent):
 
 
 def test_offsets_count_characters(client):
-    """Of the text that is sent back, whatever bytes its tokens are."""
+    """They are those of the text that is sent back, whatever bytes its tokens are."""
     asked = {
         "model": MODEL,
         "prompt": "Ana likes 油. # # Öl and 🍯. # # Ben",
@@ -487,7 +487,7 @@ def test_offsets_count_characters(client):
 
 
 def byte_level_tokenizer():
-    """Of single bytes, as byte-level BPE spells them."""
+    """Return a tokenizer of single bytes, as byte-level BPE spells them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

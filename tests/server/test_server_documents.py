@@ -167,7 +167,7 @@ def test_a_client_that_leaves_leaves_nothing(http, server):
 
 
 def test_deleted_below_a_running_request(http, server):
-    """What it goes on to compute is not kept either."""
+    """K/V that the request goes on to compute is not kept either."""
     put(http, [{"id": "a", "text": TEXTS[0]}])
     chunks = {"prefix": PREFIX, "documents": TEXTS[:1], "question": QUESTION}
     body = {"chunks": chunks, "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}

@@ -1,4 +1,4 @@
-"""How a server starts, whom it lets in, how it lives through the death of its engine, and how it ends."""
+"""A server's start, access, life through the death of its engine, and end."""
 
 import asyncio
 import json

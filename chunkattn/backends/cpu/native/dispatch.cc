@@ -1,4 +1,4 @@
-// Which kernels this processor and operating system run.
+// Choice of the kernels that this processor and operating system run.
 #include <cstring>
 
 #include "attention.h"

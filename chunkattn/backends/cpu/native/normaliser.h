@@ -1,5 +1,4 @@
-// What turns a row of logits into log-probabilities, in one walk for the maximum and one for the sum. Compiled once per
-// instruction set.
+// Normaliser of a row of logits: one walk for the maximum, one for the sum. Compiled once per instruction set.
 #pragma once
 #include <algorithm>
 #include <cmath>
