@@ -23,8 +23,9 @@ class GenerateRequest:
         salt_key: digest of the caller's `cache_salt`; only requests of equal digest share blocks.
         priority: rank in the queue; lower goes first.
         weighing: chunk temperature and scale of the question (see `chunkattn.calibration`); None takes the engine's.
-        logprobs_from: token index in the question from which the log-probabilities of prompt tokens are read, without ranks.
-            Earlier parts may then come from the cache. None reads them all, and every prompt token is computed.
+        logprobs_from: token index in the question from which the log-probabilities of prompt tokens are read. Earlier parts may
+            then come from the cache, and ranks are read only if `sampling.prompt_logprobs` is above 0. None reads them all, and
+            every prompt token is computed.
         prompt_only: whether the caller discards the generated token, which then is not sampled and needs no position below
             `max_model_len`. `sampling.max_tokens` is 1.
     """

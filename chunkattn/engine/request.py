@@ -355,7 +355,7 @@ def _generate_options(message: GenerateRequest, limits: EngineLimits, arrival: i
         "weighing": message.weighing or limits.weighing if limits.weighing and any(message.layout.chunk_lens) else None,
         "distinct": message.distinct,
         "logprobs_from": (message.logprobs_from or 0) if reads else None,
-        "ranked": message.logprobs_from is None,
+        "ranked": message.logprobs_from is None or bool(params.prompt_logprobs),
         "prompt_only": message.prompt_only,
         "sampling": params,
         "eos_token_ids": frozenset(message.eos_token_ids),

@@ -402,7 +402,9 @@ class Runner:
         self, raw: jax.Array, edited: jax.Array, given: SampleInput | None, with_logprobs: bool
     ) -> tuple[jax.Array, Readout | None, jax.Array]:
         tokens = choose(edited, given)
-        return tokens, read(raw, tokens, self.max_logprobs)[0] if with_logprobs else None, finite_rows(raw)
+        if with_logprobs:
+            return tokens, *read(raw, tokens, self.max_logprobs)
+        return tokens, None, finite_rows(raw)
 
     def _trace_read(self, params: Params, hidden: jax.Array, targets: jax.Array) -> tuple[Readout, jax.Array]:
         self.compiles["read"] += 1

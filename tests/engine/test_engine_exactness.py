@@ -4,11 +4,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.cache.disk.store import KVStore
 from chunkattn.engine.kv_pool import fingerprint
-from chunkattn.engine.messages import GenerateRequest, RequestFailed, ScoreRequest, ScoreResult, TokenOutput
+from chunkattn.engine.messages import (
+    GenerateRequest,
+    PromptLogprobsOutput,
+    RequestFailed,
+    ScoreRequest,
+    ScoreResult,
+    TokenOutput,
+)
 from chunkattn.rope.positions import make_layout
 from tests.checkpoints import VOCAB
 from tests.engine.test_cache import COLD, GREEDY, check_same, part
@@ -95,6 +103,45 @@ def test_label_lists_of_different_lengths_share_steps(engine):
         (alone,) = run_core(llm, message)
         assert found[message.request_id].shape == (len(message.rows), len(message.label_token_ids[0]))
         np.testing.assert_allclose(found[message.request_id], alone.logprobs, atol=1e-5)
+
+
+def test_ranked_and_unranked_readouts_share_a_step(engine, oracle):
+    """Prompts read with and without ranks, beside a generation that is sampled and answers that are discarded."""
+    rng, llm = np.random.default_rng(4), engine("qwen3")
+    llm.reset_prefix_cache()
+    read = {"without": (0, 12), "text": (None, None), "all": (2, None), "few": (2, 15), "plain": (0, None), "other": (0, 3)}
+    messages = {
+        name: GenerateRequest(
+            name,
+            make_layout([], [], part(rng, 20)),
+            SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=top),
+            logprobs_from=start,
+            prompt_only=start is not None,
+        )
+        for name, (top, start) in read.items()
+    }
+    steps, forward = [], llm.core.runner.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.core.runner, "forward", lambda batch: steps.append(1) or forward(batch))
+        outputs = run_core(llm, *messages.values())
+    assert len(steps) == 1
+    tokens = {o.request_id: o.token_ids for o in outputs if isinstance(o, TokenOutput)}
+    prompts = {o.request_id: o for o in outputs if isinstance(o, PromptLogprobsOutput)}
+    for name, message in messages.items():
+        ids, (top, start) = message.layout.token_ids, read[name]
+        expected = log_softmax(oracle("qwen3").logits(ids), axis=-1)
+        if start is None:
+            assert tokens[name] == (expected[-1].argmax(),)
+        if top is None:
+            continue
+        values, begin = prompts[name].logprobs, start or 1
+        assert np.flatnonzero(prompts[name].known).tolist() == [*range(begin, len(ids))]
+        rows, wanted = expected[begin - 1 : -1], ids[begin:]
+        targets = rows[np.arange(len(rows)), wanted]
+        np.testing.assert_allclose(values.target[begin:], targets, atol=1e-4)
+        if start is None or top:
+            assert (values.rank[begin:] == 1 + (rows > targets[:, None]).sum(-1)).all()
+            assert (values.top_ids[begin:, :top] == np.argsort(-rows, axis=-1)[:, :top]).all()
 
 
 def test_more_labels_than_tokens(engine):

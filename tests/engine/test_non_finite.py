@@ -155,6 +155,8 @@ SCORES = {
 def messages_of(layout):
     """A request of every kind, all with one layout, by name."""
     made = {name: GenerateRequest(name, layout, SamplingParams(max_tokens=4, **given)) for name, given in SAMPLING.items()}
+    read = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    made["likelihood"] = GenerateRequest("likelihood", layout, read, logprobs_from=len(layout) - 2, prompt_only=True)
     rows = np.asarray([len(layout) - 1])
     made |= {name: ScoreRequest(name, layout, rows, **given) for name, given in SCORES.items()}
     return made
