@@ -376,7 +376,13 @@ def normalised(some: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def xla_normaliser(logits: jax.Array) -> jax.Array:
-    """Return what `native.normaliser` does."""
+    """Return each row's maximum, and the logarithm of the sum of its exponentials relative to it, float32 `[R, 2]`.
+
+    Both are NaN where a logit is not finite, as those of `native.normaliser` are.
+
+    Args:
+        logits: float32 `[R, V]`.
+    """
     maximum = logits.max(-1, keepdims=True)
     both = jnp.concatenate([maximum, jnp.log(sums(jnp.exp(logits - maximum)))], axis=1)
     return jnp.where(finite_rows(logits)[:, None], both, jnp.nan)

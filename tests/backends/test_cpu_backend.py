@@ -83,13 +83,28 @@ def test_other_models_run_on_xla(changes, reason, caplog):
     assert f"xla on cpu, because cpu cannot serve this model: {reason}" in caplog.text
 
 
-def test_without_the_library_xla_runs(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "absent.so")
+@pytest.mark.parametrize(
+    ("there", "reason"),
+    [
+        (False, "chunkattn was installed without its native library"),
+        (True, "library.so is older than the package"),
+    ],
+    ids=["absent", "old"],
+)
+def test_without_the_library_xla_runs(there, reason, monkeypatch, caplog, tmp_path):
+    """An installation may keep a library that lacks an operator of today."""
+    path = tmp_path / "library.so"
+    if there:
+        source = 'extern "C" const char *chunkattn_use(const char *) { return 0; }'
+        subprocess.run(
+            [build.compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", path], input=source, text=True, check=True
+        )
+    monkeypatch.setattr(library, "LIBRARY", path)
     library._load.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, logger="chunkattn"):
             assert make_backend("auto", AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)).name == "xla"
-        assert "chunkattn was installed without its native library; with a C++ compiler, `python -m" in caplog.text
+        assert f"{reason}; with a C++ compiler, `python -m" in caplog.text
     finally:
         library._load.cache_clear()
 

@@ -28,15 +28,18 @@ def _load() -> ctypes.CDLL | str:
         library = ctypes.cdll.LoadLibrary(str(LIBRARY))
     except OSError as error:
         return f"{LIBRARY.name} cannot be loaded: {error}"
-    library.chunkattn_use.restype = library.chunkattn_kernel.restype = ctypes.c_char_p
+    try:
+        library.chunkattn_use.restype = library.chunkattn_kernel.restype = ctypes.c_char_p
+        handlers = {
+            ATTENTION: library.ChunkattnAttention,
+            MULTIPLY: library.ChunkattnMultiply,
+            NORMALISE: library.ChunkattnNormalise,
+        }
+    except AttributeError:
+        return f"{LIBRARY.name} is older than the package; {BUILD_HINT}"
     wanted = os.environ.get(KERNEL_VARIABLE, "")
     if why := library.chunkattn_use(wanted.encode()):
         return f"{KERNEL_VARIABLE}={wanted}: {why.decode()}"
-    handlers = {
-        ATTENTION: library.ChunkattnAttention,
-        MULTIPLY: library.ChunkattnMultiply,
-        NORMALISE: library.ChunkattnNormalise,
-    }
     for name, handler in handlers.items():
         capsule = jax.ffi.pycapsule(handler)  # type: ignore[no-untyped-call]
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")

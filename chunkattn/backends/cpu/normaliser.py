@@ -1,4 +1,4 @@
-"""What turns logits into log-probabilities, which a native operator computes in two walks over a row."""
+"""Native operator for the normaliser of a row of logits, computed in two walks over the row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chunkattn.backends.cpu import library
 
 def serves() -> bool:
     """Return whether the operator runs in this process."""
-    return library.refusal() is None and jax.default_backend() == "cpu"
+    return jax.default_backend() == "cpu" and library.refusal() is None
 
 
 def normaliser(logits: Float32[Array, "N vocab"]) -> Float32[Array, "N 2"]:
