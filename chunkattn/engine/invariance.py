@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import AttentionBackend
-from chunkattn.engine.sampling import ROW_BUCKETS, normalised
+from chunkattn.engine.sampling import READ_ROWS, ROW_BUCKETS, normalised
 from chunkattn.errors import ConfigError
 from chunkattn.models.linear import multiply, sums
 from chunkattn.models.spec import DecoderSpec
@@ -19,7 +19,7 @@ from chunkattn.models.spec import DecoderSpec
 logger = logging.getLogger(__name__)
 
 _OUTPUTS = 80
-_ROWS = (1, 2, 3, 7, 16, 64, 300, 1024)
+_ROWS = tuple(sorted({1, 2, 3, 7, 16, READ_ROWS, 64, 300, 1024}))
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,14 @@ from jax.sharding import PartitionSpec
 
 from chunkattn.backends.base import AttentionBackend, KVCache
 from chunkattn.engine.host_calls import ALONE, CopyPages, Hosts, ResetPool
-from chunkattn.engine.sampling import READ_ROWS, ROW_BUCKETS
 from chunkattn.engine.step_sizes import bucket_for, buckets
 from chunkattn.errors import BackendError
 from chunkattn.models.shards import KV_HEADS, ONE_DEVICE, WHOLE, Shards, divided
 
+_PAGES_MOVED = 64
+"""Limit on the pages that one program moves."""
+_COPY_SIZES = (1, 16, _PAGES_MOVED)
+"""Sizes to which the pages of a copy within the pool are padded."""
 KV_VERSION = 3
 """Version of the code that computes and caches K/V. Raise it with any change that may invalidate K/V on disk."""
 
@@ -58,7 +61,7 @@ class KVPool:
     ) -> None:
         self.num_pages, self._hosts = num_pages, hosts
         self._backend, self._num_layers, self._compiles = backend, num_layers, compiles
-        self._sizes = buckets(8, READ_ROWS, 2)
+        self._sizes = buckets(8, _PAGES_MOVED, 2)
         self.partitions = [_partition(backend, shards)] * num_layers
         self._allocate: Callable[[], KVCache] = partial(backend.allocate, num_pages)
         if shards.mesh is not None:  # compiled, so that no device holds more than its part
@@ -95,9 +98,9 @@ class KVPool:
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages in every layer; `pairs` holds the pages `(from, to)`."""
         self._hosts.tell(CopyPages(tuple(pairs)))
-        for first in range(0, len(pairs), READ_ROWS):
-            block = np.asarray(pairs[first : first + READ_ROWS], np.int32)
-            padding = np.full((bucket_for(len(block), ROW_BUCKETS) - len(block), 2), (0, self.num_pages), np.int32)
+        for first in range(0, len(pairs), _PAGES_MOVED):
+            block = np.asarray(pairs[first : first + _PAGES_MOVED], np.int32)
+            padding = np.full((bucket_for(len(block), _COPY_SIZES) - len(block), 2), (0, self.num_pages), np.int32)
             self.caches = self._copy(self.caches, *np.concatenate([block, padding]).T)
 
     def read_pages(self, pages: Sequence[int]) -> Callable[[], list[np.ndarray]]:
@@ -128,19 +131,19 @@ class KVPool:
         """
         treedef = jax.tree.structure(self.caches)
         for number, padded in enumerate(self._page_blocks(pages, self.num_pages)):
-            first = number * READ_ROWS
-            rows = [a[first : first + READ_ROWS] for a in arrays]
+            first = number * _PAGES_MOVED
+            rows = [a[first : first + _PAGES_MOVED] for a in arrays]
             values = [np.concatenate([r, np.zeros((len(padded) - len(r), *r.shape[1:]), r.dtype)]) for r in rows]
             self.caches = self._store(self.caches, padded, jax.tree.unflatten(treedef, values))
 
     def _page_blocks(self, pages: Sequence[int], fill: int) -> list[np.ndarray]:
         """Return the page numbers in blocks, each padded with `fill` to a bucket's size."""
-        blocks = [np.asarray(pages[first : first + READ_ROWS], np.int32) for first in range(0, len(pages), READ_ROWS)]
+        blocks = [np.asarray(pages[first : first + _PAGES_MOVED], np.int32) for first in range(0, len(pages), _PAGES_MOVED)]
         return [np.pad(b, (0, bucket_for(len(b), self._sizes) - len(b)), constant_values=fill) for b in blocks]
 
     def copies(self) -> list[Callable[[], None]]:
         """Return calls that compile the programs that copy pages."""
-        return [partial(self.copy_pages, [(0, self.num_pages)] * size) for size in ROW_BUCKETS]  # written nowhere
+        return [partial(self.copy_pages, [(0, self.num_pages)] * size) for size in _COPY_SIZES]  # written nowhere
 
     def transfers(self) -> list[Callable[[], None]]:
         """Return calls that compile the programs that copy pages to and from a KV store."""
