@@ -254,13 +254,11 @@ class Completion(Answer):
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """Return the choice of a finished sample."""
-        text, kept, reason, stop = sample.text, len(sample.token_ids), sample.finish_reason, sample.stop_reason
-        if not self.body.max_tokens:
-            text, kept, reason, stop = "", 0, "length", None
-        token_logprobs = None
-        if sample.logprobs is not None:
-            ids, offsets, end = sample.token_ids[:kept], list[int](), 0
-            entries: list[Entry] = [*sample.logprobs[:kept]]
+        sample, token_logprobs = self._kept(sample), None
+        text = sample.text
+        if self.body.logprobs is not None:
+            ids, offsets, end = sample.token_ids, list[int](), 0
+            entries: list[Entry] = [*(sample.logprobs or ())]
             if self.body.echo:
                 prompt_offsets, end = self._prompt_offsets(output)
                 offsets += prompt_offsets
@@ -271,7 +269,7 @@ class Completion(Answer):
             token_logprobs = self._logprobs(ids, entries, offsets)
         if self.body.echo:
             text = self._prompt_text(output) + text
-        return self._choice(index, text, token_logprobs, reason, stop, output)
+        return self._choice(index, text, token_logprobs, sample, output)
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """Return a choice with the prompt under `echo`, or None."""
@@ -282,34 +280,37 @@ class Completion(Answer):
             offsets, end = self._prompt_offsets(output)
             tail.offsets = self._offsets(output, end)
             token_logprobs = self._logprobs(output.prompt_token_ids, output.prompt_logprobs or [], offsets)
-        return self._choice(index, self._prompt_text(output), token_logprobs, None, None)
+        return self._choice(index, self._prompt_text(output), token_logprobs)
 
     def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
         """Return a choice with what a sample has gained."""
-        token_logprobs, generates = None, self.body.max_tokens > 0
-        if new.logprobs is not None and generates:
+        new, token_logprobs = self._kept(new), None
+        if new.logprobs is not None:
             tail.offsets = tail.offsets or self._offsets(output, 0)
             token_logprobs = self._logprobs(new.token_ids, new.logprobs, [tail.offsets.take(t) for t in new.token_ids])
-        text, reason, stop = (new.text, new.finish_reason, new.stop_reason) if generates else ("", None, None)
-        if new.finish_reason and not generates:  # the token that ended it is discarded
-            reason = "length"
-        return self._choice(index, text, token_logprobs, reason, stop)
+        return self._choice(index, new.text, token_logprobs, new)
+
+    def _kept(self, sample: CompletionOutput) -> CompletionOutput:
+        """Return a sample without the token that max_tokens 0 discards: it ended by its length."""
+        if self.body.max_tokens:
+            return sample
+        reason = sample.finish_reason and "length"
+        return replace(sample, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
 
     def _choice(
         self,
         index: int,
         text: str,
         token_logprobs: Any,
-        finish_reason: str | None,
-        stop_reason: int | str | None,
+        sample: CompletionOutput | None = None,
         output: RequestOutput | None = None,
     ) -> dict[str, Any]:
         made = {
             "index": index,
             "text": text,
             "logprobs": token_logprobs,
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
+            "finish_reason": sample and sample.finish_reason,
+            "stop_reason": sample and sample.stop_reason,
         }
         if output is not None and self.body.prompt_logprobs is not None:
             made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
