@@ -68,9 +68,10 @@ def test_python(page, capsys):
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), names)
     if page.name == "README.md":
-        answer, scores = capsys.readouterr().out.splitlines()
+        answer, scores, decided = capsys.readouterr().out.splitlines()
         assert answer.strip() == "Pegelu"
         assert [s > 0.5 for s in map(float, scores.strip("[]").split(","))] == [False, True]
+        assert decided.split()[:2] == ["baker", "Kirora"]
 
 
 RUN = (
