@@ -198,7 +198,7 @@ def main() -> None:
             compare(f"{rows} rows", {kind: product(rows, name, native.multiply) for kind, name in names.items()}, args.rounds)
     if "readouts" in wanted:
         print("maximum and sum of exponentials of 151,936 logits; ratio: xla over native")
-        for rows in (16, sampling.READ_ROWS):
+        for rows in sampling.READ_BUCKETS:
             ways = {"native": normaliser, "xla": sampling.xla_normaliser}
             compare(f"{rows} rows", {name: readout(rows, way) for name, way in ways.items()}, args.rounds)
 

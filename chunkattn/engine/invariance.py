@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import AttentionBackend
-from chunkattn.engine.sampling import READ_ROWS, ROW_BUCKETS, normalised
+from chunkattn.engine.sampling import READ_BUCKETS, SAMPLE_BUCKETS, normalised
 from chunkattn.errors import ConfigError
 from chunkattn.models.linear import multiply, sums
 from chunkattn.models.spec import DecoderSpec
@@ -19,7 +19,8 @@ from chunkattn.models.spec import DecoderSpec
 logger = logging.getLogger(__name__)
 
 _OUTPUTS = 80
-_ROWS = tuple(sorted({1, 2, 3, 7, 16, READ_ROWS, 64, 300, 1024}))
+_BLOCK_ROWS = tuple(sorted({*READ_BUCKETS, *SAMPLE_BUCKETS}))
+_ROWS = tuple(sorted({2, 3, 7, *_BLOCK_ROWS, 300, 1024}))
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int) -> bool:
     rng = np.random.default_rng(0)
     x = rng.random((_ROWS[-1], depth), np.float32) - 0.5
     weight = jnp.asarray(rng.random((_OUTPUTS, depth), np.float32) - 0.5, dtype)
-    logits = rng.random((ROW_BUCKETS[-1], vocab_size), np.float32)
+    logits = rng.random((_BLOCK_ROWS[-1], vocab_size), np.float32)
     compute = jax.jit(lambda x, weight: (multiply(x, weight), sums(x)))
     normalise = jax.jit(lambda logits: normalised(logits[:, :1], logits))
     found = (compute(x, weight), [(rows, compute(x[:rows], weight)) for rows in _ROWS[:-1]])
-    read = (normalise(logits), [(rows, normalise(logits[:rows])) for rows in ROW_BUCKETS[:-1]])
+    read = (normalise(logits), [(rows, normalise(logits[:rows])) for rows in _BLOCK_ROWS[:-1]])
     return all(
         np.array_equal(of, by[:rows])
         for whole, parts in (found, read)

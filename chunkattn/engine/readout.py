@@ -61,7 +61,7 @@ def read_step(runner: Runner, step: Step, hidden: jax.Array, finite: jax.Array) 
     checked: list[tuple[list[int], np.ndarray]] = []
     drawn: list[tuple[int, TokenLogprobs | None]] = []
     samples = [row for row in step.samples if not row[1].request.prompt_only]
-    for block, given, edits in sampling_blocks(samples, runner.spec.vocab_size, runner.row_sizes):
+    for block, given, edits in sampling_blocks(samples, runner.spec.vocab_size, runner.sample_sizes):
         rows, wanted = [row for row, _, _ in block], [sample.params.logprobs for _, sample, _ in block]
         with_logprobs = any(w is not None for w in wanted)
         chosen, values, fine = runner.sample(hidden, rows, given, edits, with_logprobs)

@@ -30,8 +30,7 @@ from chunkattn.engine.invariance import Invariance
 from chunkattn.engine.kv_pool import KVPool, fingerprint
 from chunkattn.engine.sampling import (
     READ_BUCKETS,
-    READ_ROWS,
-    ROW_BUCKETS,
+    SAMPLE_BUCKETS,
     Edits,
     Readout,
     SampleInput,
@@ -75,7 +74,8 @@ class Runner:
         max_logprobs: number of likeliest tokens that the readouts return, at most the vocabulary size.
         dtype: dtype of the model's weights.
         invariance: whether and how the bits of results are kept.
-        row_sizes: sizes to which blocks of sampled rows are padded.
+        sample_sizes: sizes to which blocks of sampled rows are padded.
+        picked_sizes: sizes of blocks that are read, and, unless the model is a classifier, `sample_sizes`.
         compiles: number of programs traced so far, by name.
         hosts: the other hosts of the model, which are told every call; `ALONE` on a host that follows.
         while_waiting: called once, before the host next waits for values of a readout; None for nothing.
@@ -103,8 +103,10 @@ class Runner:
         self.invariance = Invariance.of(batch_invariant, backend, model.spec, model.dtype)
         backend.batch_invariant = self.invariance.holds
         backend.any_table_width &= not self.invariance.own_pages  # every part of a step gets a table of its own
-        self.row_sizes = ROW_BUCKETS[-1:] if self.invariance.one_size else ROW_BUCKETS
-        self._read_sizes = ROW_BUCKETS[-1:] if self.invariance.one_size else READ_BUCKETS
+        self._read_sizes = READ_BUCKETS[-1:] if self.invariance.one_size else READ_BUCKETS
+        self.sample_sizes = self._read_sizes if self.invariance.one_size else SAMPLE_BUCKETS
+        sampled = self.sample_sizes if model.spec.num_labels is None else ()
+        self.picked_sizes = tuple(sorted({*self._read_sizes, *sampled}))
         params, pool, on_shards = [self.shards.partition(name) for name in self._names], self.pool.partitions, self.shards.map
         step = on_shards(self._trace_step, [params, pool], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
@@ -177,41 +179,42 @@ class Runner:
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
         self.hosts.tell(WarmPicks())
-        for size in self.row_sizes:
-            self._pick(hidden, [0] * size, self.row_sizes)
+        for size in self.picked_sizes:
+            self._pick(hidden, [0] * size, self.picked_sizes)
 
     def warm_readout(self, size: int, number: int) -> Any:
         """Compile a program that reads `size` picked rows, and return its values.
 
         Args:
-            size: one of `row_sizes`.
-            number: number of the program, below `num_readouts(size)`; 0 samples greedily.
+            size: one of `picked_sizes`.
+            number: number of the program, below `num_readouts(size)`; the likeliest come first.
         """
         self.hosts.tell(WarmReadout(size, number))
         return self._readouts(size)[number]()
 
     def num_readouts(self, size: int) -> int:
-        """Return the number of programs that read `size` picked rows; `size` is one of `row_sizes`."""
+        """Return the number of programs that read `size` picked rows; `size` is one of `picked_sizes`."""
         return len(self._readouts(size))
 
     def _readouts(self, size: int) -> list[Program]:
-        if self.spec.num_labels is not None:
-            size = max(size, self._read_sizes[0])
         # Results of programs lie on every device; a program compiles again for an argument that lies elsewhere.
         params, picked = self._params, self.shards.zeros((size, self.spec.hidden_size))
         if self.spec.num_labels is not None:
             return [partial(self._classify, params, picked)]
-        vocab = self.spec.vocab_size
-        logits = self.shards.zeros((size, vocab))
-        samples = [(given, logprobs) for logprobs in (False, True) for given in (None, empty_input(size, vocab))]
-        programs: list[Program] = [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
+        programs: list[Program] = []
+        edits: list[Program] = []
+        if size in self.sample_sizes:
+            vocab = self.spec.vocab_size
+            logits = self.shards.zeros((size, vocab))
+            samples = [(given, logprobs) for logprobs in (False, True) for given in (None, empty_input(size, vocab))]
+            programs += [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
+            edits += [partial(self._choose, logits, logits, g, with_logprobs=w) for g, w in samples]
+            edits += [partial(self._edit_nothing, logits, width) for width in edit_widths(vocab)]
         if size in self._read_sizes:
             programs += [partial(self._read_labels, params, picked, np.zeros((size, n), np.int32)) for n in LABEL_WIDTHS]
             programs += [partial(self._read, params, picked, np.zeros(size, np.int32))]
             programs += [partial(self._read_vocabulary, params, picked)]
-        programs += [partial(self._logits, params, picked)]
-        programs += [partial(self._choose, logits, logits, g, with_logprobs=w) for g, w in samples]
-        return programs + [partial(self._edit_nothing, logits, width) for width in edit_widths(vocab)]
+        return [*programs, partial(self._logits, params, picked), *edits]
 
     def _edit_nothing(self, logits: np.ndarray | jax.Array, width: int) -> jax.Array:
         """Compile the edits of `width`; the large arrays are made and dropped here."""
@@ -227,12 +230,12 @@ class Runner:
     def sample(
         self, hidden: jax.Array, rows: Sequence[int], given: SampleInput | None, edits: Edits | None, with_logprobs: bool
     ) -> tuple[np.ndarray, Readout | None, np.ndarray]:
-        """Choose the next token of up to `READ_ROWS` rows. Entries of padding follow those of the rows.
+        """Choose the next token of up to `sample_sizes[-1]` rows. Entries of padding follow those of the rows.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to sample from.
-            given: sampling parameters, padded to one of `row_sizes`; None if every row takes its likeliest token.
+            given: sampling parameters, padded to one of `sample_sizes`; None if every row takes its likeliest token.
             edits: changes of single logits, padded to the same size; None if no row changes a logit.
             with_logprobs: whether to read the log-probabilities of the tokens.
 
@@ -240,7 +243,7 @@ class Runner:
             Token ids, their log-probabilities or None, and whether the logits are finite.
         """
         self.hosts.tell(ReadSample(tuple(rows), given, edits, with_logprobs))
-        picked = self._pick(hidden, rows, self.row_sizes)
+        picked = self._pick(hidden, rows, self.sample_sizes)
         if edits is None:
             drawn = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
         else:  # three programs, so that each width of edits compiles only a small program
@@ -314,7 +317,7 @@ class Runner:
     def _by_block(
         self, program: Callable[..., Any], hidden: jax.Array, rows: Sequence[int], targets: np.ndarray | None = None
     ) -> Iterator[tuple[slice, Any]]:
-        """Run a program that reads rows, `READ_ROWS` at a time. Yield the places of a block in `rows`, and its values.
+        """Run a program that reads rows, a block at a time. Yield the places of a block in `rows`, and its values.
 
         Args:
             program: program that takes the parameters, picked hidden states and, if given, targets.
@@ -322,8 +325,9 @@ class Runner:
             rows: rows to read from.
             targets: token ids `[rows, ...]`, or None.
         """
-        for first in range(0, len(rows), READ_ROWS):
-            block = slice(first, min(first + READ_ROWS, len(rows)))
+        most = self._read_sizes[-1]
+        for first in range(0, len(rows), most):
+            block = slice(first, min(first + most, len(rows)))
             size, picked = block.stop - first, self._pick(hidden, rows[block])
             inputs = []
             if targets is not None:
@@ -338,7 +342,7 @@ class Runner:
         return jax.device_get(values)
 
     def _pick(self, hidden: jax.Array, rows: Sequence[int], sizes: Sequence[int] | None = None) -> jax.Array:
-        """Return the hidden states of up to `READ_ROWS` rows, padded to a bucket, so that readers compile once per bucket."""
+        """Return the hidden states of a block of rows, padded to a bucket, so that readers compile once per bucket."""
         padded = np.zeros(bucket_for(len(rows), sizes or self._read_sizes), np.int32)
         padded[: len(rows)] = rows
         return self._gather(hidden, padded)

@@ -16,16 +16,18 @@ from chunkattn.engine.step import SampleRow
 from chunkattn.engine.step_sizes import bucket_for, buckets
 from chunkattn.models.linear import sums
 
-READ_ROWS = 48
-"""Limit on the rows whose logits exist at once; bounds the float32 `[rows, vocab]` array.
+SAMPLE_BUCKETS = (1, 16, 64)
+"""Sizes to which a block of sampled rows is padded; small ones save rows of the head, which are slow on CPUs.
 
-With a vocabulary of 151,936 it takes 28 MiB. Arrays above 32 MiB glibc maps anew each time, and their page faults on CPUs
-take as long as the product.
+The last bounds the float32 `[rows, vocab]` array of logits. It is larger than the last of `READ_BUCKETS`: every block
+reads the head's weight once, and a step of decodes does little else.
 """
-ROW_BUCKETS = (1, 16, READ_ROWS)
-"""Sizes to which a block of sampled rows is padded. On CPUs, the head of a large vocabulary takes long for every row."""
-READ_BUCKETS = ROW_BUCKETS[1:]
-"""Sizes to which other blocks are padded: without 1, for fewer programs."""
+READ_BUCKETS = (16, 48)
+"""Sizes to which a block of rows that are only read is padded: without 1, for fewer programs.
+
+With a vocabulary of 151,936, the logits of 48 rows take 28 MiB. glibc maps every array above 32 MiB anew, and the page faults
+take long where block follows block, as in the readout of a prompt on a CPU.
+"""
 LOWEST_TEMPERATURE = 0.01
 """Minimum of temperatures above 0, as in vLLM: dividing by less loses the precision of the logits."""
 _LEAST_EDITS = 64
@@ -131,7 +133,7 @@ def empty_edits(size: int, width: int, vocab_size: int) -> Edits:
 def sampling_blocks(
     rows: list[SampleRow], vocab_size: int, sizes: tuple[int, ...]
 ) -> list[tuple[list[SampleRow], SampleInput | None, Edits | None]]:
-    """Return the rows to sample from in blocks of up to `READ_ROWS`, each with its parameters and edits.
+    """Return the rows to sample from in blocks of up to `sizes[-1]`, each with its parameters and edits.
 
     Edits of many tokens take long: call this after the step has been dispatched.
 
@@ -140,7 +142,7 @@ def sampling_blocks(
         vocab_size: number of token ids.
         sizes: sizes to which parameters and edits are padded.
     """
-    blocks = [rows[first : first + READ_ROWS] for first in range(0, len(rows), READ_ROWS)]
+    blocks = [rows[first : first + sizes[-1]] for first in range(0, len(rows), sizes[-1])]
     padded = [(block, bucket_for(len(block), sizes)) for block in blocks]
     return [(block, sample_input(block, size, vocab_size), edit_input(block, size, vocab_size)) for block, size in padded]
 
@@ -150,7 +152,7 @@ def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleIn
 
     Args:
         block: rows to sample from.
-        size: one of `Runner.row_sizes`.
+        size: one of `Runner.sample_sizes`.
         vocab_size: number of token ids.
     """
     params = [sample.params for _, sample, _ in block]
@@ -182,7 +184,7 @@ def edit_input(block: list[SampleRow], size: int, vocab_size: int) -> Edits | No
 
     Args:
         block: rows to sample from.
-        size: one of `Runner.row_sizes`.
+        size: one of `Runner.sample_sizes`.
         vocab_size: number of token ids.
     """
     per_row = [_edited_ids(sample) for _, sample, _ in block]

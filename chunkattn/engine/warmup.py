@@ -187,13 +187,13 @@ class WarmUp:
         short = next(size for size in sizes if size >= SMALLEST_STEP)
         decodes, others = [size for size in sizes if size < short], [size for size in sizes if size > short]
         steps = {rows: [self._first_step(rows, width), self._timed_step(rows, width)] for rows in sizes}
-        greedy, *readouts = self._readouts(self._runner.row_sizes[0])
-        parts: list[Part] = [*(steps[rows][0] for rows in (*decodes, short)), greedy]
+        likeliest, *readouts = self._readouts(self._runner.picked_sizes[0])
+        parts: list[Part] = [*(steps[rows][0] for rows in (*decodes, short)), likeliest]
         self.first = len(parts)
         parts += [steps[rows][1] for rows in (*decodes, short)] + [part for rows in others[-1:] for part in steps[rows]]
         parts += readouts
         parts += [part for rows in others[:-1] for part in steps[rows]]
-        parts += [part for size in self._runner.row_sizes[1:] for part in self._readouts(size)]
+        parts += [part for size in self._runner.picked_sizes[1:] for part in self._readouts(size)]
         parts += [Part("copy", "copies of pages", copy) for copy in self._runner.pool.copies()]
         parts += [self._step(rows, width) for width in wider for rows in sizes]
         transfers = self._runner.pool.transfers() if self._with_store else []

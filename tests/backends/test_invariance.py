@@ -15,7 +15,7 @@ from chunkattn.backends.cpu import linear as native
 from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.engine import invariance
 from chunkattn.engine.invariance import Invariance, rows_agree
-from chunkattn.engine.sampling import READ_ROWS
+from chunkattn.engine.sampling import READ_BUCKETS, normalised
 from chunkattn.errors import ConfigError
 from chunkattn.models.linear import dot, multiply, rms_norm, sums
 from tests.cpu_kernels import use
@@ -153,11 +153,23 @@ def test_what_the_option_comes_to(demo, monkeypatch, caplog):
     assert of(True) == Invariance(True, one_size=True)
 
 
+def _few_sums(x):
+    """Few rows are added up in another order."""
+    return x[:, ::-1].sum(-1, keepdims=True) if len(x) < 9 else sums(x)
+
+
+def _sampled(some, logits):
+    """More rows than are ever read together have other last digits than the rows that are."""
+    values, finite = normalised(some, logits)
+    return values * (1 + 2**-20 * (len(logits) > READ_BUCKETS[-1])), finite
+
+
 @pytest.mark.parametrize("depth", [64, 700])
-def test_rows_that_disagree_are_noticed(monkeypatch, depth):
+@pytest.mark.parametrize(("name", "fault"), [("sums", _few_sums), ("normalised", _sampled)])
+def test_rows_that_disagree_are_noticed(monkeypatch, name, fault, depth):
     rows_agree.cache_clear()
     assert rows_agree(jnp.dtype("float32"), depth, 300)
-    monkeypatch.setattr(invariance, "sums", lambda x: x[:, ::-1].sum(-1, keepdims=True) if len(x) < 9 else sums(x))
+    monkeypatch.setattr(invariance, name, fault)
     rows_agree.cache_clear()
     try:
         assert not rows_agree(jnp.dtype("float32"), depth, 300)
@@ -180,7 +192,7 @@ def test_steps_of_one_size(checkpoint, monkeypatch):
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
     assert len(llm.generate([{"prompt_token_ids": [1, 2]}], use_tqdm=False)[0].outputs[0].token_ids) > 0
     assert sizes == {48}
-    assert llm.core.runner.row_sizes == (READ_ROWS,)
+    assert llm.core.runner.picked_sizes == READ_BUCKETS[-1:]
 
 
 @pytest.mark.slow

@@ -3,12 +3,15 @@
 import threading
 
 import jax
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
-from chunkattn.engine.sampling import ROW_BUCKETS
+from chunkattn.engine.messages import ScoreRequest
+from chunkattn.engine.sampling import READ_BUCKETS, SAMPLE_BUCKETS
 from chunkattn.engine.warmup import WarmUp
+from chunkattn.rope.positions import make_layout
 from tests.checkpoints import VOCAB
 from tests.engine.test_cache import part
 
@@ -31,7 +34,7 @@ def fresh(checkpoint):
 
 @pytest.mark.ci
 def test_warm_up_compiles_every_step(fresh, rng):
-    llm = fresh(warmup=True)
+    llm = fresh(warmup=True, max_num_seqs=64, kv_cache_memory_bytes=4 << 20)
     compiles = llm.core.runner.compiles
     buckets = llm.core.builder
     assert compiles["step"] == len(buckets.token_buckets) * len(buckets.width_buckets)
@@ -53,11 +56,18 @@ def test_warm_up_compiles_every_step(fresh, rng):
         {"presence_penalty": 0.5, "seed": 1, "top_p": 0.9, "logprobs": 1},
         {"min_tokens": 3, "stop_token_ids": [*range(VOCAB - 1)]},
     ]
+    crowds = [[{"prompt_token_ids": [token]} for token in range(count)] for count in (20, 64)]
     for options in variants:
-        llm.generate(prompts, SamplingParams(**{"max_tokens": 5, **options}))
+        for some in (prompts, *crowds):
+            llm.generate(some, SamplingParams(**{"max_tokens": 5, **options}))
     for labels in (1, 3, 9, VOCAB, 3 * VOCAB):
         for algorithm in ("serial", "packed_segment", "prefill_extend"):
-            llm.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[7] * labels, algorithm=algorithm)
+            for items in ([[4], [5, 6]], [[item] for item in range(60)]):
+                llm.score([1, 2, 3], items, label_token_ids=[7] * labels, algorithm=algorithm)
+    for rows in ([9], [*range(10, 60)]):
+        llm.core.add(ScoreRequest("raw", make_layout([], [], part(rng, 60)), np.asarray(rows), ((3, 4),), raw=True))
+        while llm.core.has_work:
+            llm.core.step()
     assert dict(compiles) == before
     llm.core.metrics_text()
     assert llm.core.metrics.value("warm") == 1
@@ -106,7 +116,7 @@ def test_the_likeliest_programs_are_compiled_first(fresh, rng, monkeypatch):
         core.warm_ups.advance()
     first = dict(core.runner.compiles)
     smallest = [size for size in core.builder.token_buckets if size <= 8]  # a backend may have decode steps of one row
-    assert first == {"step": len(smallest), "gather": len(smallest) * len(ROW_BUCKETS), "sample": 1}
+    assert first == {"step": len(smallest), "gather": len(smallest) * len({*SAMPLE_BUCKETS, *READ_BUCKETS}), "sample": 1}
     llm.generate({"prompt_token_ids": part(rng, 5)}, SamplingParams(temperature=0, max_tokens=3))
     assert dict(core.runner.compiles) == first
     steps.clear()

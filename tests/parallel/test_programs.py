@@ -7,6 +7,7 @@ import pytest
 
 from chunkattn import SamplingParams, make_layout
 from chunkattn.engine.plan import Chip, plan
+from chunkattn.engine.sampling import READ_BUCKETS
 from chunkattn.models.shards import Shards
 from tests.checkpoints import Oracle
 from tests.parallel.answers import DRAWN, GREEDY, Answers, prompts
@@ -46,7 +47,7 @@ def test_sums_of_other_steps(wide, start, backend, dtype, size):
 
 @pytest.mark.ci
 def test_readouts_gather_the_logits_once(llm):
-    for name, program in compiled_readouts(llm, llm.core.runner.row_sizes[0]).items():
+    for name, program in compiled_readouts(llm, READ_BUCKETS[0]).items():
         assert collectives(program) == {"all-gather": 1}, name
 
 
