@@ -88,7 +88,7 @@ class Writer:
             self._reply(PromptLogprobsOutput(request.request_id, values, known))
         await asyncio.sleep(self.delay)
         for sample in range(params.n):
-            ids = self.token_ids[: params.max_tokens]
+            ids = () if request.prompt_only else self.token_ids[: params.max_tokens]
             told = None if params.logprobs is None else logprobs(len(ids), params.logprobs)
             self._reply(TokenOutput(request.request_id, sample, ids, told, "length", None, CachedTokens(0, (), 0)))
 

@@ -238,7 +238,7 @@ def generate_job(
         cache_salt: salt of the prompts that have none of their own.
         final_only: see `AsyncLLM.generate`.
         weighing: chunk temperature and scale instead of the engine's; only for an engine built with other values than 1.
-        prompt_only: whether the caller reads the prompt's log-probabilities alone and discards the generated token.
+        prompt_only: whether the prompt is only read, for its log-probabilities; no token is generated.
 
     Raises:
         RequestError: an argument is invalid, or the lists differ in length.
@@ -268,7 +268,7 @@ def generate_job(
         private = [param.skip_reading_prefix_cache for param in listed]
         focus = FocusJob(frontend, prompts, [prompt.cache_salt or salt for prompt in prompts], ranks, weighing, private)
     # Without max_tokens, count one token per sample.
-    tokens = sum(len(r.layout) + r.sampling.n * (r.sampling.max_tokens or 1) for r in requests)
+    tokens = sum(len(r.layout) + (0 if prompt_only else r.sampling.n * (r.sampling.max_tokens or 1)) for r in requests)
     tokens += 0 if focus is None else focus.tokens
     what = COST if focus is None else f"{COST}, with all that focus scores,"
     frontend.limits.check_tokens(tokens, what, prompts[0].names.whole(prompts[0].layout) if prompts else "prompt")

@@ -26,8 +26,8 @@ class GenerateRequest:
         logprobs_from: token index in the question from which the log-probabilities of prompt tokens are read. Earlier parts may
             then come from the cache, and ranks are read only if `sampling.prompt_logprobs` is above 0. None reads them all, and
             every prompt token is computed.
-        prompt_only: whether the caller discards the generated token, which then is not sampled and needs no position below
-            `max_model_len`. `sampling.max_tokens` is 1.
+        prompt_only: whether the prompt is only read: no token is sampled, and none needs a position below `max_model_len`.
+            `sampling.max_tokens` is 1.
     """
 
     request_id: str
@@ -173,11 +173,11 @@ class TokenOutput:
     Attributes:
         request_id: id of the request.
         sample: number of the sample in the request.
-        token_ids: new tokens, in order.
+        token_ids: new tokens, in order; none from a request that only reads its prompt.
         logprobs: log-probabilities of the `N` new tokens; None if not requested.
         finish_reason: `"stop"` or `"length"`; None while the sample continues.
         stop_reason: stop token id that ended the sample; None for an end-of-sequence token.
-        cached: cached prompt tokens; sent with the first token of every sample.
+        cached: cached prompt tokens; sent with the first output of every sample.
     """
 
     request_id: str

@@ -195,6 +195,8 @@ def accept_token(
 ) -> Sample | None:
     """Append a sampled token to its sample and to the outputs. Return the sample if the token is its last.
 
+    A request that only reads its prompt ends by its length. Its output has no token, and its sample a placeholder.
+
     Args:
         row: row that the token is sampled from.
         token: the token.
@@ -209,14 +211,17 @@ def accept_token(
     if length == 1:
         cached = cached_tokens(request)
         if number == 0:
-            if not request.prompt_only:  # its token is discarded
+            if not request.prompt_only:
                 metrics.first_token.observe(now - request.added_at)
             metrics.count_cached(cached, prompt_tokens(request))
     else:
         metrics.inter_token.observe(now - sample.last_token_at)
     sample.last_token_at = now
+    tokens: tuple[int, ...] = (token,)
     finish_reason, stop_reason = None, None
-    if length > params.min_tokens:
+    if request.prompt_only:  # nothing was sampled
+        tokens, finish_reason = (), "length"
+    elif length > params.min_tokens:
         if token in params.stop_token_ids:
             finish_reason, stop_reason = "stop", token
         elif token in request.eos_token_ids and not params.ignore_eos:
@@ -225,7 +230,7 @@ def accept_token(
         finish_reason = "length"
     # Adjacent statements leave an interrupt little time between them.
     sample.output_ids.append(token)
-    outputs.append(TokenOutput(request.request_id, number, (token,), logprobs, finish_reason, stop_reason, cached))
+    outputs.append(TokenOutput(request.request_id, number, tokens, logprobs, finish_reason, stop_reason, cached))
     return sample if finish_reason else None
 
 

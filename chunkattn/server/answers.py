@@ -247,18 +247,12 @@ class Completion(Answer):
         self.state.llm.frontend.limits.check_tokens(sum(job.tokens for job in jobs), COST, "prompt")
         return jobs
 
-    def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
-        """Return the usage; max_tokens 0 reports no completion tokens."""
-        generated = None if self.body.max_tokens else 0  # the engine generates one token to read the prompt's logprobs
-        return usage(outputs, generated=generated, chunks=self.body.return_chunk_usage, moved=self.moved(outputs))
-
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """Return the choice of a finished sample."""
-        sample, token_logprobs = self._kept(sample), None
-        text = sample.text
-        if self.body.logprobs is not None:
+        text, token_logprobs = sample.text, None
+        if sample.logprobs is not None:
             ids, offsets, end = sample.token_ids, list[int](), 0
-            entries: list[Entry] = [*(sample.logprobs or ())]
+            entries: list[Entry] = [*sample.logprobs]
             if self.body.echo:
                 prompt_offsets, end = self._prompt_offsets(output)
                 offsets += prompt_offsets
@@ -284,18 +278,11 @@ class Completion(Answer):
 
     def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
         """Return a choice with what a sample has gained."""
-        new, token_logprobs = self._kept(new), None
+        token_logprobs = None
         if new.logprobs is not None:
             tail.offsets = tail.offsets or self._offsets(output, 0)
             token_logprobs = self._logprobs(new.token_ids, new.logprobs, [tail.offsets.take(t) for t in new.token_ids])
         return self._choice(index, new.text, token_logprobs, new)
-
-    def _kept(self, sample: CompletionOutput) -> CompletionOutput:
-        """Return a sample without the token that max_tokens 0 discards: it ended by its length."""
-        if self.body.max_tokens:
-            return sample
-        reason = sample.finish_reason and "length"
-        return replace(sample, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
 
     def _choice(
         self,

@@ -246,19 +246,16 @@ def prompt_logprobs(entries: Sequence[Entry] | None) -> list[dict[str, Any] | No
     return [None if entry is None else {str(t): asdict(value) for t, value in entry.items()} for entry in entries]
 
 
-def usage(
-    outputs: Sequence[RequestOutput], *, generated: int | None = None, chunks: bool = False, moved: Collection[int] = ()
-) -> dict[str, object]:
+def usage(outputs: Sequence[RequestOutput], *, chunks: bool = False, moved: Collection[int] = ()) -> dict[str, object]:
     """Return OpenAI's `usage` object. Under `focus`, its counts are those of the prompt that shows the choice.
 
     Args:
         outputs: output of each prompt.
-        generated: completion tokens to report instead of the generated tokens.
         chunks: whether to report the cached tokens of every chunk.
         moved: numbers of the documents of the only prompt that are stored after another prefix.
     """
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
-    completion = sum(len(s.token_ids) for o in outputs for s in o.outputs) if generated is None else generated
+    completion = sum(len(s.token_ids) for o in outputs for s in o.outputs)
     details: dict[str, object] = {"cached_tokens": sum(o.num_cached_tokens for o in outputs)}
     if moved := _shown(outputs, moved):
         details["other_prefix_documents"] = len(moved)

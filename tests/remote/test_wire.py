@@ -79,7 +79,7 @@ def random_messages(rng):
             text(), layout, np.arange(n), lists, maybe(np.arange(n) % 2), True, n, "serial", maybe("salt"), 1, maybe("x")
         ),
         messages.PrecomputeRequest(text(), layout, maybe(text()), True),
-        messages.TokenOutput(text(), 1, tuple(ids(n)), maybe(logprobs(n)), maybe("stop"), maybe(7), maybe(cached)),
+        messages.TokenOutput(text(), 1, tuple(ids(n - 1)), maybe(logprobs(n - 1)), maybe("stop"), maybe(7), maybe(cached)),
         messages.PromptLogprobsOutput(text(), logprobs(n), rng.random(n) < 0.5),
         messages.ScoreResult(text(), rng.normal(size=(n, 2)).astype(np.float32), rates, n),
         messages.PrecomputeResult(text(), cached),

@@ -136,7 +136,7 @@ def test_the_prompt_of_an_answer_is_the_composed_one(http, demo):
 
 
 @pytest.mark.parametrize("stop", [{"stop_token_ids": [0]}, {"stop": ["<unk>"], "skip_special_tokens": False}])
-def test_a_discarded_token_stops_nothing(http, stop):
+def test_a_prompt_that_is_only_read_ends_by_its_length(http, stop):
     body = {"chunks": CHUNKS, "echo": True, "logprobs": 0, "max_tokens": 0, **stop}
     for stream in (False, True):
         text = http.post(COMPLETION, json=body | {"stream": stream}).text

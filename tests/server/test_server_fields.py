@@ -244,9 +244,11 @@ def test_a_prompt_as_long_as_the_model_is_read_by_the_engine(demo):
     """The log-probabilities are those of two shorter prompts: of its tokens, and of its last tokens as an answer."""
     ids = [5 + n * 7 % 300 for n in range(demo.limits.max_model_len)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    (found,) = demo.run(
-        generate_job(demo.frontend, demo.frontend.parse([{"prompt_token_ids": ids}], None), params, prompt_only=True)
-    )
+    parsed = demo.frontend.parse([{"prompt_token_ids": ids}], None)
+    job = generate_job(demo.frontend, parsed, params, prompt_only=True)
+    assert job.tokens == len(ids)
+    (found,) = demo.run(job)
+    assert not found.outputs[0].token_ids
     (short,) = demo.generate([{"prompt_token_ids": ids[:-1]}], params)
     values = [entry[token].logprob for token, entry in zip(ids[1:], found.prompt_logprobs[1:])]
     expected = [entry[token].logprob for token, entry in zip(ids[1:-1], short.prompt_logprobs[1:])]
