@@ -95,7 +95,8 @@ def test_without_the_library_xla_runs(there, reason, monkeypatch, caplog, tmp_pa
     """An installation may keep a library that lacks an operator of today."""
     path = tmp_path / "library.so"
     if there:
-        source = 'extern "C" const char *chunkattn_use(const char *) { return 0; }'
+        names = ["chunkattn_use", "chunkattn_kernel", "ChunkattnAttention", "ChunkattnMultiply"]
+        source = "".join(f'extern "C" const char *{name}() {{ return 0; }}\n' for name in names)
         subprocess.run(
             [build.compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", path], input=source, text=True, check=True
         )
