@@ -57,7 +57,7 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """Id of the engine's process: the child that is no helper of Python's."""
+        """Return the id of the engine's process, the only child beside Python's resource tracker."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
         return next(pid for pid, command in commands.items() if b"resource_tracker" not in command)

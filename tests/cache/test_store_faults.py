@@ -112,7 +112,7 @@ except ConfigError as error:
 @pytest.mark.parametrize("name", ["data.mdb", "lock.mdb"])
 @pytest.mark.parametrize("length", [0, 5000])
 def test_a_truncated_file_ends_no_process(tmp_path, name, length):
-    """No later call to the store ends it, nor does closing the store, nor its exit."""
+    """The process survives every later call to the store, closes the store and exits in order."""
     output = run(
         f"""
 from chunkattn.cache.disk.writer import StoreWriter

@@ -191,7 +191,7 @@ def test_closing_at_any_time(loop, fault):
 
 
 def test_the_engine_shares_the_session_and_no_signals_of_the_terminal(loop, doomed):
-    """In a session of its own, Linux would make its threads share half of the processors."""
+    """Linux would make the threads of an engine in a session of its own share half of the processors."""
 
     async def look():
         pid = doomed.client.pid

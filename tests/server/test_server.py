@@ -464,7 +464,7 @@ def test_endless_heads(server, sent):
 
 
 def test_offsets_count_characters(client):
-    """They are those of the text that is sent back, whatever bytes its tokens are."""
+    """Offsets are places in the text that is sent back, whatever bytes its tokens are."""
     asked = {
         "model": MODEL,
         "prompt": "Ana likes 油. # # Öl and 🍯. # # Ben",
