@@ -23,6 +23,7 @@ import numpy as np
 from chunkattn.backends.base import AttentionBatch, AttentionSpec, Weighing
 from chunkattn.backends.cpu import library
 from chunkattn.backends.cpu import linear as native
+from chunkattn.backends.cpu import readout as at_once
 from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.backends.registry import get_backend
 from chunkattn.bench.measure import round_name
@@ -128,6 +129,24 @@ def readout(rows: int, normalise: Callable[[jax.Array], jax.Array]) -> Callable[
     return lambda: program(logits).block_until_ready()
 
 
+def labels_at_once(rows: int) -> Callable[[], None]:
+    """Return a function that reads two labels of `rows` rows and keeps no logits."""
+    (head,) = weights("vocabulary")
+    program = jax.jit(at_once.read_labels)
+    hidden, labels = jnp.ones((rows, head.shape[1]), jnp.float32), np.zeros((rows, 2), np.int32)
+    return lambda: jax.block_until_ready(program(hidden, head, labels))
+
+
+def labels_of_logits(rows: int) -> Callable[[], None]:
+    """Return a function that reads two labels of `rows` rows from their logits, a block at a time."""
+    (head,) = weights("vocabulary")
+    program = jax.jit(lambda hidden, head, labels: sampling.read_labels(linear.multiply(hidden, head), labels))
+    most = sampling.READ_BUCKETS[-1]
+    sizes = [min(most, rows - first) for first in range(0, rows, most)]
+    blocks = [(jnp.ones((size, head.shape[1]), jnp.float32), np.zeros((size, 2), np.int32)) for size in sizes]
+    return lambda: jax.block_until_ready([program(hidden, head, labels) for hidden, labels in blocks])
+
+
 def times(case: str, calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of each call, which take turns; the first round is left out."""
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -201,6 +220,10 @@ def main() -> None:
         for rows in sampling.READ_BUCKETS:
             ways = {"native": normaliser, "xla": sampling.xla_normaliser}
             compare(f"{rows} rows", {name: readout(rows, way) for name, way in ways.items()}, args.rounds)
+        if at_once.serves(weights("vocabulary")[0]):
+            print("labels of rows, from their hidden states; ratio: from logits over at once")
+            for rows in (16, 48, 240):
+                compare(f"{rows} rows", {"at once": labels_at_once(rows), "logits": labels_of_logits(rows)}, args.rounds)
 
 
 if __name__ == "__main__":

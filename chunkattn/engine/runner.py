@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
+from chunkattn.backends.cpu import readout
 from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.host_calls import (
     ALONE,
@@ -43,6 +44,7 @@ from chunkattn.engine.sampling import (
     normalised,
     read,
     read_labels,
+    relative,
 )
 from chunkattn.engine.step import StepArrays
 from chunkattn.engine.step_sizes import bucket_for
@@ -105,8 +107,10 @@ class Runner:
         backend.any_table_width &= not self.invariance.own_pages  # every part of a step gets a table of its own
         self._read_sizes = READ_BUCKETS[-1:] if self.invariance.one_size else READ_BUCKETS
         self.sample_sizes = self._read_sizes if self.invariance.one_size else SAMPLE_BUCKETS
+        self._reads_at_once = model.spec.num_labels is None and model.shards.size == 1 and readout.serves(model.head)
+        self._label_sizes = (self._read_sizes[0], readout.MAX_ROWS) if self._reads_at_once else self._read_sizes
         sampled = self.sample_sizes if model.spec.num_labels is None else ()
-        self.picked_sizes = tuple(sorted({*self._read_sizes, *sampled}))
+        self.picked_sizes = tuple(sorted({*self._read_sizes, *self._label_sizes, *sampled}))
         params, pool, on_shards = [self.shards.partition(name) for name in self._names], self.pool.partitions, self.shards.map
         step = on_shards(self._trace_step, [params, pool], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
@@ -210,11 +214,14 @@ class Runner:
             programs += [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
             edits += [partial(self._choose, logits, logits, g, with_logprobs=w) for g, w in samples]
             edits += [partial(self._edit_nothing, logits, width) for width in edit_widths(vocab)]
-        if size in self._read_sizes:
+        if size in self._label_sizes:
             programs += [partial(self._read_labels, params, picked, np.zeros((size, n), np.int32)) for n in LABEL_WIDTHS]
+        if size in self._read_sizes:
             programs += [partial(self._read, params, picked, np.zeros(size, np.int32))]
             programs += [partial(self._read_vocabulary, params, picked)]
-        return [*programs, partial(self._logits, params, picked), *edits]
+        if size in {*self.sample_sizes, *self._read_sizes}:
+            programs += [partial(self._logits, params, picked)]
+        return programs + edits
 
     def _edit_nothing(self, logits: np.ndarray | jax.Array, width: int) -> jax.Array:
         """Compile the edits of `width`; the large arrays are made and dropped here."""
@@ -271,12 +278,12 @@ class Runner:
         for place, ids in enumerate(labels):
             by_width.setdefault(next((width for width in LABEL_WIDTHS if len(ids) <= width), 0), []).append(place)
         for width, places in by_width.items():
-            program, targets = self._read_vocabulary, None
+            program, sizes, targets = self._read_vocabulary, self._read_sizes, None
             if width:
-                program, targets = self._read_labels, np.zeros((len(places), width), np.int32)
+                program, sizes, targets = self._read_labels, self._label_sizes, np.zeros((len(places), width), np.int32)
                 for target, place in zip(targets, places, strict=True):
                     target[: len(labels[place])] = labels[place]
-            for block, (values, fine) in self._by_block(program, hidden, [rows[place] for place in places], targets):
+            for block, (values, fine) in self._by_block(program, hidden, [rows[place] for place in places], sizes, targets):
                 for place, some in zip(places[block], values, strict=True):
                     found[place] = some[: len(labels[place])] if width else some[list(labels[place])]
                 finite[places[block]] = fine
@@ -285,7 +292,7 @@ class Runner:
     def label_logits(self, hidden: jax.Array, rows: Sequence[int], labels: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Return the logits of each row's labels, picked on the host; `label_logprobs` tells which are finite."""
         self.hosts.tell(ReadLabels(tuple(rows), tuple(labels), raw=True))
-        blocks = self._by_block(self._logits, hidden, rows)
+        blocks = self._by_block(self._logits, hidden, rows, self._read_sizes)
         return [some[list(ids)] for block, values in blocks for some, ids in zip(values, labels[block], strict=True)]
 
     def class_logits(self, hidden: jax.Array, rows: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
@@ -296,7 +303,7 @@ class Runner:
             rows: rows to read from.
         """
         self.hosts.tell(ReadClasses(tuple(rows)))
-        logits = np.concatenate([values for _, values in self._by_block(self._classify, hidden, rows)])
+        logits = np.concatenate([values for _, values in self._by_block(self._classify, hidden, rows, self._read_sizes)])
         return [*logits], np.isfinite(logits).all(-1)
 
     def token_logprobs(self, hidden: jax.Array, rows: Sequence[int], targets: Sequence[int]) -> tuple[Readout, np.ndarray]:
@@ -308,14 +315,19 @@ class Runner:
             targets: token id to read from each row.
         """
         self.hosts.tell(ReadTokens(tuple(rows), tuple(targets)))
-        blocks = self._by_block(self._read, hidden, rows, np.asarray(targets, np.int32))
+        blocks = self._by_block(self._read, hidden, rows, self._read_sizes, np.asarray(targets, np.int32))
         found: tuple[Readout, np.ndarray] = jax.tree.map(
             lambda *parts: np.concatenate(parts), *(values for _, values in blocks)
         )
         return found
 
     def _by_block(
-        self, program: Callable[..., Any], hidden: jax.Array, rows: Sequence[int], targets: np.ndarray | None = None
+        self,
+        program: Callable[..., Any],
+        hidden: jax.Array,
+        rows: Sequence[int],
+        sizes: Sequence[int],
+        targets: np.ndarray | None = None,
     ) -> Iterator[tuple[slice, Any]]:
         """Run a program that reads rows, a block at a time. Yield the places of a block in `rows`, and its values.
 
@@ -323,15 +335,17 @@ class Runner:
             program: program that takes the parameters, picked hidden states and, if given, targets.
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
-            targets: token ids `[rows, ...]`, or None.
+            sizes: sizes to which blocks are padded.
+            targets: token ids `[rows, ...]`, or None; those of padding are -1.
         """
-        most = self._read_sizes[-1]
+        most = sizes[-1]
         for first in range(0, len(rows), most):
             block = slice(first, min(first + most, len(rows)))
-            size, picked = block.stop - first, self._pick(hidden, rows[block])
+            size, picked = block.stop - first, self._pick(hidden, rows[block], sizes)
             inputs = []
             if targets is not None:
-                inputs = [np.pad(targets[block], ((0, len(picked) - size), *[(0, 0)] * (targets.ndim - 1)))]
+                padding = ((0, len(picked) - size), *[(0, 0)] * (targets.ndim - 1))
+                inputs = [np.pad(targets[block], padding, constant_values=-1)]
             yield block, jax.tree.map(itemgetter(slice(size)), self._fetch(program(self._params, picked, *inputs)))
 
     def _fetch(self, values: Any) -> Any:
@@ -341,9 +355,9 @@ class Runner:
             meanwhile()
         return jax.device_get(values)
 
-    def _pick(self, hidden: jax.Array, rows: Sequence[int], sizes: Sequence[int] | None = None) -> jax.Array:
+    def _pick(self, hidden: jax.Array, rows: Sequence[int], sizes: Sequence[int]) -> jax.Array:
         """Return the hidden states of a block of rows, padded to a bucket, so that readers compile once per bucket."""
-        padded = np.zeros(bucket_for(len(rows), sizes or self._read_sizes), np.int32)
+        padded = np.zeros(bucket_for(len(rows), sizes), np.int32)
         padded[: len(rows)] = rows
         return self._gather(hidden, padded)
 
@@ -417,12 +431,18 @@ class Runner:
 
     def _trace_read_labels(self, params: Params, hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         self.compiles["read"] += 1
-        logits = self._model(params).logits(hidden)
-        return read_labels(logits, labels)
+        model = self._model(params)
+        if self._reads_at_once:
+            return relative(*readout.read_labels(hidden, model.head, labels))
+        return read_labels(model.logits(hidden), labels)
 
     def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         self.compiles["read"] += 1
-        logits = self._model(params).logits(hidden)
+        model = self._model(params)
+        logits = model.logits(hidden)
+        if self._reads_at_once:  # for the bits of shorter lists
+            _, normalisers = readout.read_labels(hidden, model.head, jnp.zeros((len(hidden), 1), jnp.int32))
+            return relative(logits, normalisers)
         return normalised(logits, logits)
 
     def _trace_classify(self, params: Params, hidden: jax.Array) -> jax.Array:

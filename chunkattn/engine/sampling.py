@@ -374,7 +374,17 @@ def normalised(some: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array
         both = jax.lax.platform_dependent(logits, cpu=native.normaliser, default=xla_normaliser)
     else:
         both = xla_normaliser(logits)
-    return some - both[:, :1] - both[:, 1:], jnp.isfinite(both[:, 0])
+    return relative(some, both)
+
+
+def relative(some: jax.Array, normalisers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return some logits of each row relative to its normaliser, and bool `[R]`, whether all logits of the row are finite.
+
+    Args:
+        some: float32 `[R, N]` logits.
+        normalisers: float32 `[R, 2]`, as `xla_normaliser` returns.
+    """
+    return some - normalisers[:, :1] - normalisers[:, 1:], jnp.isfinite(normalisers[:, 0])
 
 
 def xla_normaliser(logits: jax.Array) -> jax.Array:

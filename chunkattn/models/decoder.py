@@ -43,6 +43,11 @@ class Decoder:
         """Return the dtype of the parameters."""
         return self.weights[EMBEDDING].dtype
 
+    @property
+    def head(self) -> jax.Array:
+        """Return the weight of the logits of a language model, `[vocab, hidden]`."""
+        return self.weights[EMBEDDING if self.spec.tie_embeddings else HEAD]
+
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """Return the hidden states after the final norm, float32 `[T, hidden]`.
 
@@ -68,8 +73,7 @@ class Decoder:
         """
         if self.spec.num_labels is not None:
             return multiply(hidden, self.weights[CLASSES])
-        name = EMBEDDING if self.spec.tie_embeddings else HEAD
-        return self.shards.gather(multiply(hidden, self.weights[name]), self.spec.vocab_size)
+        return self.shards.gather(multiply(hidden, self.head), self.spec.vocab_size)
 
     def _attention(
         self,

@@ -264,6 +264,45 @@ double normaliser_error(const Kernel &kernel) {
   return worst;
 }
 
+// The largest error of the normalisers of products, or infinity where a label's logit is not the product's, or where the cut into
+// tasks changes a bit.
+double reading_error(Kernel kernel) {
+  const int rows = draw(1, 90), outputs = draw(1, 2500), in = draw(1, 150), num_labels = draw(1, 4);
+  const Bytes x = numbers(Format::bf16, rows * in), weight = numbers(Format::bf16, outputs * in);
+  std::vector<int32_t> labels(rows * num_labels);
+  for (int32_t &label : labels) label = draw(-1, outputs);
+  RowProduct given{};
+  given.x = reinterpret_cast<const uint16_t *>(x.data()), given.weight = reinterpret_cast<const uint16_t *>(weight.data());
+  given.rows = rows, given.in = in, given.outputs = outputs;
+  const auto computed = [&](int threads) {
+    std::vector<float> out(rows * (num_labels + 2), -1e9f);
+    Pool pool(threads);
+    read_labels(given, labels.data(), num_labels, out.data() + 2 * rows, out.data(), kernel, pool);
+    return out;
+  };
+  const std::vector<float> found = computed(1);
+  kernel.rows = 32 * draw(1, 3);
+  if (memcmp(found.data(), computed(draw(1, 5)).data(), found.size() * sizeof(float))) return INFINITY;
+  std::vector<float> logits(rows * outputs);
+  Pool alone(1);
+  given.out = logits.data();
+  multiply(given, kernel, alone);
+  double worst = 0;
+  for (int row = 0; row < rows; row++) {
+    const float *of = &logits[row * outputs], most = *std::max_element(of, of + outputs);
+    double total = 0;
+    for (int i = 0; i < outputs; i++) total += std::exp(double(of[i]) - most);
+    const double error = std::fabs(found[2 * row + 1] - std::log(total));
+    if (found[2 * row] != most || !(error <= worst)) worst = found[2 * row] == most ? error : INFINITY;
+    for (int i = 0; i < num_labels; i++) {
+      const int label = labels[row * num_labels + i];
+      const float expected = label < 0 || label == outputs ? -1e9f : of[label];
+      if (found[2 * rows + row * num_labels + i] != expected) return INFINITY;
+    }
+  }
+  return worst;
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -303,6 +342,11 @@ int main(int argc, char **argv) {
     for (int i = 0; i < 10 * cases; i++) {
       const double error = normaliser_error(*kernel);
       if (!(error <= 1e-5)) printf("%s, normaliser %d: error %g\n", name, i, error), failed = true;
+      normaliser = std::max(normaliser, error);
+    }
+    for (int i = 0; kernel->read && i < 10 * cases; i++) {
+      const double error = reading_error(*kernel);
+      if (!(error <= 1e-5)) printf("%s, reading %d: error %g\n", name, i, error), failed = true;
       normaliser = std::max(normaliser, error);
     }
     printf("%-12s largest error %.2g, bfloat16 %.2g, products %.2g, normalisers %.2g\n", name, worst[0], worst[1], product, normaliser);

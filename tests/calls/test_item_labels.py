@@ -106,8 +106,9 @@ def differences(llm, job):
     return found
 
 
-def test_labels_of_others_change_no_bit(engine, job):
-    assert differences(engine("qwen3"), job) == set()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_labels_of_others_change_no_bit(engine, job, dtype):
+    assert differences(engine("qwen3", dtype=dtype), job) == set()
 
 
 @pytest.mark.ci
@@ -143,9 +144,9 @@ def test_a_long_list_reads_its_own_row_alone(engine, job, monkeypatch):
     labels = [[3]] * 30 + [[4] * 9] * 29 + [[5] * (LABEL_WIDTHS[-1] + 1)]
     by_block = core._by_block
 
-    def spy(program, hidden, rows, targets=None):
+    def spy(program, hidden, rows, sizes, targets=None):
         seen["vocabulary" if program is core._read_vocabulary else targets.shape[1]] += len(rows)
-        return by_block(program, hidden, rows, targets)
+        return by_block(program, hidden, rows, sizes, targets)
 
     monkeypatch.setattr(core, "_by_block", spy)
     options = {"label_token_ids": labels, "algorithm": "packed_segment", "cache_salt": "spied"}

@@ -13,6 +13,7 @@ from chunkattn.backends.cpu.build import LIBRARY
 ATTENTION = "chunkattn_attention"
 MULTIPLY = "chunkattn_multiply"
 NORMALISE = "chunkattn_normalise"
+READ = "chunkattn_read"
 """Names of the operators in XLA programs."""
 KERNEL_VARIABLE = "CHUNKATTN_CPU_KERNEL"
 """Environment variable that picks a kernel by name, for tests; by default the best kernel of the machine runs."""
@@ -34,6 +35,7 @@ def _load() -> ctypes.CDLL | str:
             ATTENTION: library.ChunkattnAttention,
             MULTIPLY: library.ChunkattnMultiply,
             NORMALISE: library.ChunkattnNormalise,
+            READ: library.ChunkattnRead,
         }
     except AttributeError:
         return f"{LIBRARY.name} is older than the package; {BUILD_HINT}"

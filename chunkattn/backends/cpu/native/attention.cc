@@ -12,6 +12,12 @@
 namespace chunkattn {
 namespace {
 
+// Of products: few tasks, since each packs its rows and waits for its first piece of the weight, and several a thread, since
+// threads are not equally fast.
+constexpr int kTasksPerThread = 4, kGranule = 32;
+
+int divided(int a, int b) { return (a + b - 1) / b; }
+
 int bytes_of(Format format) { return format == Format::f32 ? 4 : format == Format::fp8 ? 1 : 2; }
 
 // Calls `work(0)` to `work(count - 1)`. The caller takes part, and never waits for a helper that has not begun.
@@ -254,10 +260,6 @@ void normalise(const float *logits, int rows, int count, float *to, const Kernel
 
 void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads) {
   if (!given.rows || !given.outputs) return;
-  // Few tasks, since each packs its rows and waits for its first piece of the weight, and several a thread, since threads are not
-  // equally fast.
-  constexpr int kTasksPerThread = 4, kGranule = 32;
-  const auto divided = [](int a, int b) { return (a + b - 1) / b; };
   const int rows = divided(divided(given.rows, divided(given.rows, kernel.rows)), kGranule) * kGranule;
   const int blocks = divided(given.rows, rows), wanted = divided(threads.count() * kTasksPerThread, blocks);
   const int pieces = std::max(2, divided(divided(given.outputs, kGranule), wanted));
@@ -268,6 +270,31 @@ void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads) {
     part.x += int64_t(row) * given.in, part.out += int64_t(row) * given.outputs, part.rows = std::min(rows, given.rows - row);
     kernel.multiply(part, first, std::min(given.outputs, first + outputs));
   });
+}
+
+void read_labels(const RowProduct &given, const int32_t *labels, int num_labels, float *logits, float *normalisers,
+                 const Kernel &kernel, Threads &threads) {
+  if (!given.rows || !given.outputs) return;
+  constexpr int kPackedBytes = 1 << 20;  // of the rows of a task: half of a core's cache
+  const int most = std::clamp(kPackedBytes / std::max(1, 2 * given.in) / kGranule * kGranule, kGranule, kernel.rows);
+  const int parts = divided(given.outputs, kernel.outputs), blocks = divided(given.rows, most);
+  const int pieces = divided(parts, divided(threads.count() * kTasksPerThread, blocks));
+  std::vector<float> sums(size_t(2) * given.rows * parts);
+  parallel(threads, blocks * divided(parts, pieces), [&](int task) {
+    const int row = task % blocks * most, first = task / blocks * pieces, place = row * num_labels;
+    RowReading some{given, labels + place, num_labels, logits + place, sums.data() + size_t(2) * row * parts, parts};
+    some.product.x += int64_t(row) * given.in, some.product.rows = std::min(most, given.rows - row);
+    kernel.read(some, first, std::min(parts, first + pieces));
+  });
+  for (int row = 0; row < given.rows; row++) {
+    const float *of = sums.data() + size_t(2) * row * parts;
+    float maximum = of[0];
+    for (int part = 1; part < parts; part++) maximum = std::max(maximum, of[2 * part]);
+    double total = 0;
+    for (int part = 0; part < parts; part++) total += of[2 * part + 1] * std::exp(double(of[2 * part]) - maximum);
+    normalisers[2 * row] = std::isfinite(total) ? maximum : std::nanf("");
+    normalisers[2 * row + 1] = float(std::log(total));
+  }
 }
 
 }  // namespace chunkattn

@@ -22,6 +22,11 @@ void normalise(const float *logits, int rows, int count, float *to, const Kernel
 // Computes a product.
 void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads);
 
+// Computes the logits of labels, [rows, num_labels], and the normaliser of every row, as `normalise` does: [rows, 2]. Labels beyond
+// the outputs keep the logit that is there. The kernel must have `read`.
+void read_labels(const RowProduct &given, const int32_t *labels, int num_labels, float *logits, float *normalisers,
+                 const Kernel &kernel, Threads &threads);
+
 // The best kernel that this processor and operating system run.
 const Kernel *best_kernel();
 // The kernel called `name`; null where it is unknown or cannot run here, and then `*why` says so.

@@ -1,5 +1,7 @@
 // The operators as calls of XLA's foreign function interface, and the functions that Python reads by ctypes.
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 
 #include "attention.h"
 #include "xla/ffi/api/ffi.h"
@@ -71,6 +73,23 @@ ffi::Error multiply_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Bu
   return ffi::Error::Success();
 }
 
+ffi::Error read_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::BF16> weight, Numbers labels,
+                     ffi::Result<Factors> logits, ffi::Result<Factors> normalisers) {
+  if (!current().read) return ffi::Error::InvalidArgument("only the kernel amx reads rows in one call");
+  XlaThreads threads(pool);
+  const int num_labels = int(labels.dimensions()[1]);
+  const int32_t *from = labels.typed_data(), *to = from + labels.element_count();
+  while (to != from && to[-1] < 0) to--;
+  RowProduct given{};
+  given.x = static_cast<const uint16_t *>(x.untyped_data()), given.weight = static_cast<const uint16_t *>(weight.untyped_data());
+  given.rows = num_labels ? int((to - from + num_labels - 1) / num_labels) : 0;
+  given.in = int(x.dimensions()[1]), given.outputs = int(weight.dimensions()[0]);
+  std::fill_n(logits->typed_data(), logits->element_count(), std::nanf(""));
+  std::fill_n(normalisers->typed_data(), normalisers->element_count(), std::nanf(""));
+  read_labels(given, from, num_labels, logits->typed_data(), normalisers->typed_data(), current(), threads);
+  return ffi::Error::Success();
+}
+
 ffi::Error normalise_rows(ffi::ThreadPool pool, Factors logits, ffi::Result<Factors> out) {
   XlaThreads threads(pool);
   normalise(logits.typed_data(), int(logits.dimensions()[0]), int(logits.dimensions()[1]), out->typed_data(), current(), threads);
@@ -106,6 +125,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnNormalise, chunkattn::normalise_rows,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnRead, chunkattn::read_rows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<chunkattn::Numbers>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
 // Uses the kernel called `name`, or the best one if `name` is empty. Returns null, or why it cannot.

@@ -12,7 +12,7 @@
 #include "normaliser.h"
 #include "products.h"
 #if defined(__AMX_BF16__)
-#include "tile_rows.h"
+#include "readout.h"
 #else
 #include "few_rows.h"
 #endif
@@ -198,13 +198,13 @@ void attend(const Step &step, const Portion &portion, const State &state) {
 }  // namespace
 
 #if defined(__AMX_BF16__)
-const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise};
+const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, read_outputs};
 #elif defined(__AVX512BF16__)
-const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise};
+const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr};
 #elif defined(__AVX2__)
-const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise};
+const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr};
 #else
-const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise};
+const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr};
 #endif
 
 }  // namespace chunkattn

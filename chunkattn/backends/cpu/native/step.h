@@ -63,6 +63,16 @@ struct RowProduct {
   int block;       // depth of the sums that are added in order; a multiple of 32
 };
 
+// The product of rows with a head, of which only the logits of `labels` are kept, and sums over parts of the outputs.
+struct RowReading {
+  RowProduct product;     // its `out` is not written
+  const int32_t *labels;  // [rows, num_labels]
+  int num_labels;
+  float *logits;     // [rows, num_labels]; of labels beyond the outputs as they were
+  float *parts;      // [rows, parts_of_row, 2]: maximum, and the sum of exponentials relative to it
+  int parts_of_row;
+};
+
 struct Kernel {
   const char *name;
   // Adds a portion to the empty state of its rows' lines.
@@ -72,6 +82,8 @@ struct Kernel {
   int rows, outputs;  // of a call of `multiply` at most
   // Writes two values for a row of logits; see normaliser.h.
   void (*normalise)(const float *logits, int count, float *to);
+  // Computes the parts [first, last) of `outputs` outputs each, and the logits of their labels. Null in other kernels than `amx`.
+  void (*read)(const RowReading &, int first, int last);
 };
 
 extern const Kernel kPortable;

@@ -73,6 +73,27 @@ template <int LEFT, int RIGHT> inline void sum_tiles(const Part &part, float *su
   if constexpr (LEFT > 1 && RIGHT > 1) _tile_stored(3, sums + 768, 64);
 }
 
+// Returns the part [begin, end) of the depth of up to kPair outputs of [output, last), for sums of `pairs` pairs of groups of rows.
+// `copy`, [kPair][depth], gets zeros behind the last output and the last of the depth.
+inline Part part_of(const RowProduct &given, int begin, int end, int output, int last, int pairs, bool calls_next, uint16_t *copy) {
+  const int in = given.in, left = std::min(kPair, last - output), depth = (end - begin + 31) / 32 * 32;
+  Part part{depth, given.weight + int64_t(output) * in + begin, in, nullptr, nullptr, (kPair + pairs - 1) / pairs, begin > 0};
+  if (calls_next && last - output >= 2 * kPair) part.next = reinterpret_cast<const char *>(part.w + int64_t(in) * kPair);
+  if (left < kPair || depth > end - begin) {
+    memset(copy, 0, size_t(depth) * kPair * sizeof *copy);
+    for (int i = 0; i < left; i++) memcpy(copy + size_t(i) * depth, part.w + int64_t(i) * in, (end - begin) * sizeof *copy);
+    part.w = copy, part.stride = depth;
+  }
+  return part;
+}
+
+// Sums of one or two tiles of outputs and one or two of packed rows.
+inline void sum_pairs(Part &part, const uint32_t *rows, bool two, bool both, float *sums) {
+  part.rows = rows;
+  (two ? both ? sum_tiles<2, 2> : sum_tiles<2, 1> : both ? sum_tiles<1, 2> : sum_tiles<1, 1>)(part, sums);
+  if (part.next) part.next += int64_t(part.lines) * 2 * part.depth;
+}
+
 // Writes the sums of `count` outputs, at most 16, and of the rows from `row` on, at most 16.
 inline void write_tile(const RowProduct &given, const float *sums, int row, int output, int count) {
   __m512i lines[16];
@@ -107,18 +128,10 @@ void multiply(const RowProduct &given, int first, int last) {
     float *sums = all;
     for (int output = first; output < last; output += kPair) {
       const int left = std::min(kPair, last - output);
-      Part part{depth, given.weight + int64_t(output) * in + begin, in, rows, nullptr, (kPair + pairs - 1) / pairs, begin > 0};
-      if (whole && last - output >= 2 * kPair) part.next = reinterpret_cast<const char *>(part.w + int64_t(in) * kPair);
-      if (left < kPair || depth > end - begin) {  // zeros behind the last output and the last of the depth
-        memset(copy, 0, size_t(depth) * kPair * sizeof *copy);
-        for (int i = 0; i < left; i++) memcpy(copy + size_t(i) * depth, part.w + int64_t(i) * in, (end - begin) * sizeof *copy);
-        part.w = copy, part.stride = depth;
-      }
+      Part part = part_of(given, begin, end, output, last, pairs, whole, copy);
       for (int g = 0; g < groups; g += 2, sums += whole ? 0 : kSums) {
         const bool two = left > kTile, both = g + 1 < groups;
-        part.rows = rows + g * size_t(depth) / 2 * kTile;
-        (two ? both ? sum_tiles<2, 2> : sum_tiles<2, 1> : both ? sum_tiles<1, 2> : sum_tiles<1, 1>)(part, sums);
-        if (part.next) part.next += int64_t(part.lines) * 2 * depth;
+        sum_pairs(part, rows + g * size_t(depth) / 2 * kTile, two, both, sums);
         if (end < in) continue;
         for (int l = 0; l <= two; l++)
           for (int r = 0; r <= both; r++)
