@@ -137,11 +137,10 @@ def labels_at_once(rows: int) -> Callable[[], None]:
     return lambda: jax.block_until_ready(program(hidden, head, labels))
 
 
-def labels_of_logits(rows: int) -> Callable[[], None]:
-    """Return a function that reads two labels of `rows` rows from their logits, a block at a time."""
+def labels_of_logits(rows: int, most: int = sampling.READ_BUCKETS[-1]) -> Callable[[], None]:
+    """Return a function that reads two labels of `rows` rows from their logits, `most` rows at a time."""
     (head,) = weights("vocabulary")
     program = jax.jit(lambda hidden, head, labels: sampling.read_labels(linear.multiply(hidden, head), labels))
-    most = sampling.READ_BUCKETS[-1]
     sizes = [min(most, rows - first) for first in range(0, rows, most)]
     blocks = [(jnp.ones((size, head.shape[1]), jnp.float32), np.zeros((size, 2), np.int32)) for size in sizes]
     return lambda: jax.block_until_ready([program(hidden, head, labels) for hidden, labels in blocks])
@@ -220,6 +219,10 @@ def main() -> None:
         for rows in sampling.READ_BUCKETS:
             ways = {"native": normaliser, "xla": sampling.xla_normaliser}
             compare(f"{rows} rows", {name: readout(rows, way) for name, way in ways.items()}, args.rounds)
+        few, many = sampling.READ_BUCKETS[-1], sampling.SAMPLE_BUCKETS[-1]
+        print("labels of rows from their logits, in blocks; ratio: large over small")
+        blocks = {f"{size} rows": labels_of_logits(few * many // 16, size) for size in (few, many)}
+        compare(f"{few * many // 16} rows", blocks, args.rounds)
         if at_once.serves(weights("vocabulary")[0]):
             print("labels of rows, from their hidden states; ratio: from logits over at once")
             for rows in (16, 48, 240):
