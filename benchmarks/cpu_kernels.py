@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import AttentionBatch, AttentionSpec, Weighing
-from chunkattn.backends.cpu import library
+from chunkattn.backends.cpu import label_readout, library
 from chunkattn.backends.cpu import linear as native
-from chunkattn.backends.cpu import readout as at_once
 from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.backends.registry import get_backend
 from chunkattn.bench.measure import round_name
@@ -132,7 +131,7 @@ def readout(rows: int, normalise: Callable[[jax.Array], jax.Array]) -> Callable[
 def labels_at_once(rows: int) -> Callable[[], None]:
     """Return a function that reads two labels of `rows` rows and keeps no logits."""
     (head,) = weights("vocabulary")
-    program = jax.jit(at_once.read_labels)
+    program = jax.jit(label_readout.read_labels)
     hidden, labels = jnp.ones((rows, head.shape[1]), jnp.float32), np.zeros((rows, 2), np.int32)
     return lambda: jax.block_until_ready(program(hidden, head, labels))
 
@@ -223,7 +222,7 @@ def main() -> None:
         print("labels of rows from their logits, in blocks; ratio: large over small")
         blocks = {f"{size} rows": labels_of_logits(few * many // 16, size) for size in (few, many)}
         compare(f"{few * many // 16} rows", blocks, args.rounds)
-        if at_once.serves(weights("vocabulary")[0]):
+        if label_readout.serves(weights("vocabulary")[0]):
             print("labels of rows, from their hidden states; ratio: from logits over at once")
             for rows in (16, 48, 240):
                 compare(f"{rows} rows", {"at once": labels_at_once(rows), "logits": labels_of_logits(rows)}, args.rounds)

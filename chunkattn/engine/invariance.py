@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import AttentionBackend
+from chunkattn.backends.cpu import label_readout
 from chunkattn.engine.sampling import READ_BUCKETS, SAMPLE_BUCKETS, normalised
 from chunkattn.errors import ConfigError
 from chunkattn.models.linear import multiply, sums
@@ -88,9 +89,13 @@ def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int) -> bool:
     normalise = jax.jit(lambda logits: normalised(logits[:, :1], logits))
     found = (compute(x, weight), [(rows, compute(x[:rows], weight)) for rows in _ROWS[:-1]])
     read = (normalise(logits), [(rows, normalise(logits[:rows])) for rows in _BLOCK_ROWS[:-1]])
+    probes = [found, read]
+    if label_readout.serves(weight):
+        label = jax.jit(lambda x, weight: label_readout.read_labels(x, weight, jnp.zeros((len(x), 1), jnp.int32)))
+        probes += [(label(x, weight), [(rows, label(x[:rows], weight)) for rows in _ROWS[:-1]])]
     return all(
         np.array_equal(of, by[:rows])
-        for whole, parts in (found, read)
+        for whole, parts in probes
         for rows, some in parts
         for of, by in zip(some, whole, strict=True)
     )

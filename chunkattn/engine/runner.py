@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
-from chunkattn.backends.cpu import readout
+from chunkattn.backends.cpu import label_readout
 from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.host_calls import (
     ALONE,
@@ -107,8 +107,9 @@ class Runner:
         backend.any_table_width &= not self.invariance.own_pages  # every part of a step gets a table of its own
         self._read_sizes = READ_BUCKETS[-1:] if self.invariance.one_size else READ_BUCKETS
         self.sample_sizes = self._read_sizes if self.invariance.one_size else SAMPLE_BUCKETS
-        self._reads_at_once = model.spec.num_labels is None and model.shards.size == 1 and readout.serves(model.head)
-        self._label_sizes = (self._read_sizes[0], readout.MAX_ROWS) if self._reads_at_once else self._read_sizes
+        self._reads_at_once = model.spec.num_labels is None and model.shards.size == 1 and label_readout.serves(model.head)
+        many = self._reads_at_once and not self.invariance.one_size
+        self._label_sizes = (READ_BUCKETS[0], label_readout.MAX_ROWS) if many else self._read_sizes
         sampled = self.sample_sizes if model.spec.num_labels is None else ()
         self.picked_sizes = tuple(sorted({*self._read_sizes, *self._label_sizes, *sampled}))
         params, pool, on_shards = [self.shards.partition(name) for name in self._names], self.pool.partitions, self.shards.map
@@ -280,7 +281,7 @@ class Runner:
         for width, places in by_width.items():
             program, sizes, targets = self._read_vocabulary, self._read_sizes, None
             if width:
-                program, sizes, targets = self._read_labels, self._label_sizes, np.zeros((len(places), width), np.int32)
+                program, sizes, targets = self._read_labels, self._label_sizes, np.full((len(places), width), -1, np.int32)
                 for target, place in zip(targets, places, strict=True):
                     target[: len(labels[place])] = labels[place]
             for block, (values, fine) in self._by_block(program, hidden, [rows[place] for place in places], sizes, targets):
@@ -433,7 +434,7 @@ class Runner:
         self.compiles["read"] += 1
         model = self._model(params)
         if self._reads_at_once:
-            return relative(*readout.read_labels(hidden, model.head, labels))
+            return relative(*label_readout.read_labels(hidden, model.head, labels))
         return read_labels(model.logits(hidden), labels)
 
     def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -441,7 +442,7 @@ class Runner:
         model = self._model(params)
         logits = model.logits(hidden)
         if self._reads_at_once:  # for the bits of shorter lists
-            _, normalisers = readout.read_labels(hidden, model.head, jnp.zeros((len(hidden), 1), jnp.int32))
+            _, normalisers = label_readout.read_labels(hidden, model.head, jnp.zeros((len(hidden), 1), jnp.int32))
             return relative(logits, normalisers)
         return normalised(logits, logits)
 

@@ -23,7 +23,8 @@ The last bounds the float32 `[rows, vocab]` array of logits. It is larger than t
 reads the head's weight once, and a step of decodes does little else.
 """
 READ_BUCKETS = (16, 48)
-"""Sizes to which a block of rows that are only read is padded: without 1, for fewer programs.
+"""Sizes to which a block of rows that are only read is padded, labels read by `label_readout` excepted: without 1, for fewer
+programs.
 
 With a vocabulary of 151,936, the logits of 48 rows take 28 MiB. glibc maps every array above 32 MiB anew, and the page faults
 take long where block follows block, as in the readout of a prompt on a CPU.

@@ -10,7 +10,7 @@ import pytest
 
 from chunkattn import LLM
 from chunkattn.backends import AttentionSpec, get_backend, make_backend, registry
-from chunkattn.backends.cpu import build, library
+from chunkattn.backends.cpu import build, label_readout, library
 from chunkattn.backends.cpu import linear as native
 from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.engine import invariance
@@ -177,11 +177,30 @@ def test_rows_that_disagree_are_noticed(monkeypatch, name, fault, depth):
         rows_agree.cache_clear()
 
 
+@pytest.mark.skipif(not native.any_rows(), reason="no AMX, on whose tiles alone labels are read without logits")
+def test_label_readouts_that_disagree_are_noticed(monkeypatch):
+    def fault(hidden, head, labels):
+        logits, normalisers = read_labels(hidden, head, labels)
+        return logits, normalisers * (1 + 2**-20 * (len(hidden) < 9))
+
+    rows_agree.cache_clear()
+    assert rows_agree(jnp.dtype("bfloat16"), 64, 300)
+    read_labels = label_readout.read_labels
+    monkeypatch.setattr(label_readout, "read_labels", fault)
+    rows_agree.cache_clear()
+    try:
+        assert not rows_agree(jnp.dtype("bfloat16"), 64, 300)
+    finally:
+        rows_agree.cache_clear()
+
+
 @pytest.mark.ci
-def test_steps_of_one_size(checkpoint, monkeypatch):
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_steps_of_one_size(checkpoint, monkeypatch, dtype, error):
     """On a machine whose products depend on the number of rows, True pads every step and every block of rows read."""
     monkeypatch.setattr(invariance, "rows_agree", lambda *_: False)
     options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 48, "max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20}
+    options["dtype"] = dtype
     llm = LLM(str(checkpoint("qwen3")), batch_invariant=True, **options)
     assert llm.core.scheduler.sizes.buckets == (48,)
     forward, sizes = llm.core.runner.forward, set()
@@ -189,7 +208,7 @@ def test_steps_of_one_size(checkpoint, monkeypatch):
     found = llm.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[7], use_tqdm=False)
     free = LLM(str(checkpoint("qwen3")), **options)
     expected = free.score([1, 2, 3], [[4], [5, 6]], label_token_ids=[7], use_tqdm=False)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=error)
     assert len(llm.generate([{"prompt_token_ids": [1, 2]}], use_tqdm=False)[0].outputs[0].token_ids) > 0
     assert sizes == {48}
     assert llm.core.runner.picked_sizes == READ_BUCKETS[-1:]

@@ -34,7 +34,7 @@ def fresh(checkpoint):
 
 @pytest.mark.ci
 def test_warm_up_compiles_every_step(fresh, rng):
-    llm = fresh(warmup=True, max_num_seqs=64, kv_cache_memory_bytes=4 << 20)
+    llm = fresh(warmup=True, dtype="bfloat16", max_num_seqs=64, kv_cache_memory_bytes=4 << 20)
     compiles = llm.core.runner.compiles
     buckets = llm.core.builder
     assert compiles["step"] == len(buckets.token_buckets) * len(buckets.width_buckets)

@@ -75,7 +75,8 @@ ffi::Error multiply_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Bu
 
 ffi::Error read_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::BF16> weight, Numbers labels,
                      ffi::Result<Factors> logits, ffi::Result<Factors> normalisers) {
-  if (!current().read) return ffi::Error::InvalidArgument("only the kernel amx reads rows in one call");
+  const Kernel &kernel = current();
+  if (!kernel.read) return ffi::Error::InvalidArgument("only the kernel amx reads rows in one call");
   XlaThreads threads(pool);
   const int num_labels = int(labels.dimensions()[1]);
   const int32_t *from = labels.typed_data(), *to = from + labels.element_count();
@@ -86,7 +87,7 @@ ffi::Error read_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer
   given.in = int(x.dimensions()[1]), given.outputs = int(weight.dimensions()[0]);
   std::fill_n(logits->typed_data(), logits->element_count(), std::nanf(""));
   std::fill_n(normalisers->typed_data(), normalisers->element_count(), std::nanf(""));
-  read_labels(given, from, num_labels, logits->typed_data(), normalisers->typed_data(), current(), threads);
+  read_labels(given, from, num_labels, logits->typed_data(), normalisers->typed_data(), kernel, threads);
   return ffi::Error::Success();
 }
 

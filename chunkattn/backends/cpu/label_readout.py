@@ -9,12 +9,12 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int32
 from chunkattn.backends.cpu import library, linear
 
 MAX_ROWS = 256
-"""Rows of a call that share one walk over the head."""
+"""Rows that are read at a time: up to a hidden size of 2,048 they share one walk over the head."""
 
 
 def serves(head: Array) -> bool:
     """Return whether the operator reads rows of this head, `[vocab, hidden]`: in bfloat16, on AMX tiles."""
-    return head.dtype == jnp.bfloat16 and linear.serves(head, head) and linear.any_rows()
+    return linear.serves(head, head) and linear.any_rows()
 
 
 def read_labels(
@@ -22,7 +22,7 @@ def read_labels(
     head: BFloat16[Array, "vocab hidden"],
     labels: Int32[Array, "N L"],
 ) -> tuple[Float32[Array, "N L"], Float32[Array, "N 2"]]:
-    """Return the logits of labels, and what `normaliser` returns for the logits of the row, which are not kept.
+    """Return the logits of labels and, up to rounding, what `normaliser` returns for the whole row. No logits are kept.
 
     A row has the same bits beside any number of other rows. Rows behind the last that has a label are not computed: their
     values are NaN, as are the logits of ids outside the vocabulary.

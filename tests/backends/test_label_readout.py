@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkattn.backends.cpu import linear, readout
+from chunkattn.backends.cpu import label_readout, linear
 
 pytestmark = pytest.mark.skipif(not linear.any_rows(), reason="no AMX, on whose tiles alone rows are read at once")
-read_labels = jax.jit(readout.read_labels)
+read_labels = jax.jit(label_readout.read_labels)
 
 
 def numbers(rng, rows, columns, scale=1.0):
@@ -27,6 +27,8 @@ def test_labels_and_normalisers_are_those_of_the_logits(rows, depth, vocab, widt
     logits = np.float64(hidden) @ np.float64(head).T
     found, both = map(np.asarray, read_labels(hidden, head, labels))
     np.testing.assert_allclose(found, np.take_along_axis(logits, labels, 1), rtol=1e-5, atol=1e-4)
+    same = np.asarray(jax.jit(linear.multiply)(hidden, head))  # longer lists take their logits from the product
+    np.testing.assert_array_equal(found, np.take_along_axis(same, labels, 1))
     most = logits.max(-1)
     np.testing.assert_allclose(both[:, 0], most, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(both.sum(-1), most + np.log(np.exp(logits - most[:, None]).sum(-1)), rtol=1e-5, atol=1e-4)
