@@ -441,7 +441,7 @@ class Runner:
         self.compiles["read"] += 1
         model = self._model(params)
         logits = model.logits(hidden)
-        if self._reads_at_once:  # for the bits of shorter lists
+        if self._reads_at_once:  # for the bits of shorter lists, though the head is multiplied twice
             _, normalisers = label_readout.read_labels(hidden, model.head, jnp.zeros((len(hidden), 1), jnp.int32))
             return relative(logits, normalisers)
         return normalised(logits, logits)

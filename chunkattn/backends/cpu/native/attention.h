@@ -22,8 +22,8 @@ void normalise(const float *logits, int rows, int count, float *to, const Kernel
 // Computes a product.
 void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads);
 
-// Computes the logits of labels, [rows, num_labels], and the normaliser of every row, [rows, 2], as `normalise` but for rounding. Labels beyond
-// the outputs keep the logit that is there. The kernel must have `read`.
+// Computes the logits of labels, [rows, num_labels], and the normaliser of every row, [rows, 2], as `normalise` but for rounding.
+// Labels beyond the outputs keep the logit that is there. The kernel must have `read`.
 void read_labels(const RowProduct &given, const int32_t *labels, int num_labels, float *logits, float *normalisers,
                  const Kernel &kernel, Threads &threads);
 
