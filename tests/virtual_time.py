@@ -30,9 +30,9 @@ class _Selector(selectors.DefaultSelector):
         return super().select(0)
 
 
-def run_virtually(work):
+def run_virtually(work, loop_factory=VirtualLoop):
     """Run `work(loop)` to its end on a new loop and return its result."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         loop = runner.get_loop()
 
         async def main():

@@ -26,7 +26,7 @@ from chunkattn.cli import app
 from chunkattn.models.loader import load_tokenizer
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
-from tests.virtual_time import run_virtually
+from tests.virtual_time import VirtualLoop, run_virtually
 
 # The schedule
 
@@ -100,6 +100,24 @@ def test_latency_counts_from_the_scheduled_arrival():
     assert found.lag_ms.max == pytest.approx(0)
     assert not found.is_overloaded
     assert found.notes == ()
+
+
+def test_no_request_is_sent_before_its_time():
+    class Coarse(VirtualLoop):
+        """Counts whole milliseconds, as uvloop does."""
+
+        def time(self):
+            return math.floor(1000 * self.now) / 1000
+
+    async def answer(body, record):
+        record.status = OK
+
+    async def work(loop):
+        return await run(poisson(300.0, 1.0, seed=0), repeat(b""), answer, max_in_flight=9, drain_s=1, clock=lambda: loop.now)
+
+    observed = run_virtually(work, Coarse)
+    assert len(observed.records) > 200
+    assert all(0 <= r.sent - r.due <= r.ended - r.due for r in observed.records)
 
 
 def test_a_stall_of_the_server_meets_every_request_that_arrives_meanwhile():

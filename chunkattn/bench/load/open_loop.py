@@ -102,19 +102,18 @@ async def run(
         ask: sends a request.
         max_in_flight: the arrivals end when this many requests have no answer.
         drain_s: longest wait in seconds for answers after the last arrival. Later answers are cancelled.
-        clock: current time in seconds.
+        clock: current time in seconds, for the schedule and for `Record`; `ask` must use the same one.
     """
     made = Run(len(arrivals), clock())
     watch = asyncio.create_task(_watch(made, clock))
     pending: set[asyncio.Task[None]] = set()
     try:
         for due in arrivals:
-            body = next(bodies)
-            await asyncio.sleep(max(0.0, made.began + due - clock()))
+            body, record = next(bodies), Record(made.began + due)
+            await _until(record.due, clock)
             if len(pending) >= max_in_flight:
                 made.is_full = True
                 break
-            record = Record(made.began + due)
             made.records.append(record)
             task = asyncio.create_task(_send(body, record, ask, clock))
             pending.add(task)
@@ -129,6 +128,12 @@ async def run(
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
     return made
+
+
+async def _until(due: float, clock: Callable[[], float]) -> None:
+    """Wait until the clock reaches a time. Timers of uvloop count whole milliseconds and may end early."""
+    while (left := due - clock()) > 0:
+        await asyncio.sleep(left)
 
 
 async def _send(body: bytes, record: Record, ask: Ask, clock: Callable[[], float]) -> None:
