@@ -13,8 +13,10 @@ run-real: .venv/.installed $(SMOLLM2)  ## SmolLM2-135M-Instruct answers question
 		--calibration examples/smollm2_calibration.json
 
 # In two parts: XLA maps memory for every kernel it compiles for a CPU, and a process can have 65,530 maps on Linux.
-# Two workers, for compiling takes longest, and mostly one core.
-PARALLEL := -n 2 --dist loadfile
+# Two workers, for compiling takes longest, and mostly one core. `make test ORDER= WORKERS=1`: in a random order, whose seed is printed.
+WORKERS ?= 2
+ORDER ?= -p no:randomly
+PARALLEL := -n $(WORKERS) --dist loadfile $(ORDER)
 APART := not tpu and not browser
 QUICK := $(PARALLEL) -m "not ci and not slow and not exhaustive and $(APART)"
 FIRST := $(addprefix tests/,backends bench cache calls cli) chunkattn

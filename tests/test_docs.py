@@ -373,6 +373,15 @@ def test_every_page_begins_with_what_its_reader_can_do():
             assert re.match(r"# .+\n\nAfter this page ", page.read_text(encoding="utf-8")), page.name
 
 
+def test_every_version_of_the_changelog_lists_its_breaks():
+    versions = re.findall(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", read("CHANGELOG.md"), re.MULTILINE)
+    assert versions[0] == tomllib.loads(read("pyproject.toml"))["project"]["version"]
+    assert versions == sorted(versions, key=lambda version: [*map(int, version.split("."))], reverse=True)
+    assert [first for _, first in re.findall(r"^## (.*)\n\n### (.*)$", read("CHANGELOG.md"), re.MULTILINE)] == [
+        "Breaking"
+    ] * len(versions)
+
+
 def test_a_decision_has_three_short_lines():
     sections = re.split(r"^###? .*\n", read("docs/decisions.md"), flags=re.MULTILINE)[1:]
     starts = ["- **Decision.**", "- **Reason.**", "- **What would change it.**"]
