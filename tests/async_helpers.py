@@ -5,6 +5,7 @@ import re
 from contextlib import aclosing
 
 from chunkattn import SamplingParams
+from tests.patience import PATIENCE_S
 
 OPTIONS = {"enable_chunk_aware": True, "kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 512, "warmup": False}
 PROMPT = "Read the notes. # # Ana lives in Oslo. # # Ben lives in Rome. # # Where does Ana live?"
@@ -22,8 +23,8 @@ async def last(outputs):
     return found
 
 
-async def until(condition, seconds=60.0):
-    """Wait for a condition, plain or awaitable. The time is that of a machine that does much else."""
+async def until(condition, seconds=PATIENCE_S):
+    """Wait for a condition, plain or awaitable."""
     async with asyncio.timeout(seconds):
         while not (await found if asyncio.iscoroutine(found := condition()) else found):
             await asyncio.sleep(0.01)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.patience import PATIENCE_S
+
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 SMALL = ("--enable-chunk-aware", "--max-num-batched-tokens=512", f"--kv-cache-memory-bytes={32 << 20}", "--no-warmup")
 
@@ -35,13 +37,13 @@ class ServerProcess:
         self.log: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.url = self.wait_for(r"is ready at (http://\S+)", 120)[1]
+        self.url = self.wait_for(r"is ready at (http://\S+)")[1]
 
     def _read(self) -> None:
         assert self.process.stdout
         self.log.extend(iter(self.process.stdout.readline, ""))
 
-    def wait_for(self, pattern: str, seconds: float) -> re.Match[str]:
+    def wait_for(self, pattern: str, seconds: float = PATIENCE_S) -> re.Match[str]:
         """A line of its output."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and (self.process.poll() is None or self._reader.is_alive()):
@@ -53,7 +55,7 @@ class ServerProcess:
 
     def client(self, **options) -> httpx.Client:
         """For requests to it."""
-        return httpx.Client(base_url=self.url, timeout=60, **options)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **options)
 
     @property
     def engine_pid(self) -> int:
@@ -71,14 +73,14 @@ class ServerProcess:
         if self.process.poll() is None:
             self.signal()
         try:
-            return self.process.wait(60)
+            return self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
 
 
-def wait_until(condition, seconds=60.0):
-    """Wait for a condition; the time is that of a machine that does much else."""
+def wait_until(condition, seconds=PATIENCE_S):
+    """Wait for a condition."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it did not come about"

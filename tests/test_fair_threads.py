@@ -28,7 +28,8 @@ def test_an_owner_with_much_work_delays_only_itself():
     async def main():
         threads, held, ran = FairThreads(4), threading.Event(), []
         blocked = [run_as(threads, "a", lambda: ran.append(1) or held.wait(30)) for _ in range(16)]
-        await asyncio.sleep(0.05)
+        while len(ran) < 2:
+            await asyncio.sleep(0.01)
         assert await asyncio.wait_for(run_as(threads, "b", lambda: "done"), 10) == "done"
         assert (len(ran), threads.busy) == (2, 2)
         held.set()
