@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 BUILD = Path(__file__).parent / "chunkattn" / "backends" / "cpu" / "build.py"
 NEWEST_PYTHON = (3, 14)
-"""Newest Python for which the oldest supported jaxlib has wheels. Newer ones take the headers of the newest supported jaxlib."""
+"""Newest Python for which the oldest supported jaxlib has wheels. Newer ones take the newest supported headers."""
 
 
 def _build_module() -> ModuleType:
