@@ -12,8 +12,18 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore")
 """Files that an installation needs beside the package."""
 LIBRARY = Path("chunkattn", "backends", "cpu", "_native.so")
-ASK = "from chunkattn.backends.cpu import library; print(library.refusal(), library.kernel_name())"
-"""Program that prints why the native library is not used, and its kernel."""
+ASK = """
+import importlib.metadata, platform
+import jax.numpy as jnp
+from chunkattn.backends import AttentionSpec, make_backend
+from chunkattn.backends.cpu import library
+
+print(f"Python {platform.python_version()}")
+print(*(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")), sep="\\n")
+print(make_backend("auto", AttentionSpec(16, 8, 128, jnp.dtype("bfloat16"), 16)).name)
+print(library.kernel_name() or library.refusal())
+"""
+"""Program that prints versions, the backend that `auto` takes, and the native kernel or why there is none."""
 
 
 def copy_checkout(to: Path) -> Path:
@@ -48,6 +58,7 @@ class Environment:
             AssertionError: the program fails.
         """
         variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "CHUNKATTN_CPU_KERNEL")}
+        variables["PIP_NO_COMPILE"] = "1"
         path = f"{self.bin}{os.pathsep}{variables['PATH']}" if compiler else str(self.bin)
         if not compiler:
             variables.pop("CXX", None)
@@ -62,10 +73,9 @@ class Environment:
         """Install with pip."""
         self.run("python", "-m", "pip", "--quiet", "install", *arguments, compiler=compiler)
 
-    def facts(self) -> dict[str, str]:
-        """Return the lines of `chunkattn env`."""
-        lines = self.run("chunkattn", "env").stdout.splitlines()
-        return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
+    def facts(self) -> list[str]:
+        """Return the lines of `ASK`."""
+        return self.run("python", "-c", ASK).stdout.splitlines()
 
     def resolves_to(self, requirement: str) -> str:
         """Return the version that pip would install for a requirement without its own requirements."""
