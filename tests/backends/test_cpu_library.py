@@ -57,7 +57,7 @@ CASES = [(name, "refusal") for name in FILES if name != "of a newer JAX"] + [("o
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What the calls return with each file, in processes of their own."""
+    """Results of the calls with each file, in processes of their own."""
     arguments = []
     for number, (name, first) in enumerate(CASES):
         path = tmp_path_factory.mktemp("library") / f"{number}.so"
