@@ -77,7 +77,7 @@ def _try_call() -> None:
     """Call one operator, because JAX may find only at a call that it cannot run a handler."""
     out = jax.ShapeDtypeStruct((1, 2), jnp.float32)  # type: ignore[no-untyped-call]
     with jax.ensure_compile_time_eval():  # the caller may be tracing
-        jax.block_until_ready(jax.ffi.ffi_call(NORMALISE, out)(np.zeros((1, 2), np.float32)))
+        np.asarray(jax.ffi.ffi_call(NORMALISE, out)(np.zeros((1, 2), np.float32)))
 
 
 def _loaded() -> ctypes.CDLL | str:
