@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-ray test-ray-all test-vllm test-vllm-ci test-llama test-clients test-all lint reference docs eval clean
+.PHONY: run run-real test test-ci test-slow test-tpu test-tpu-all test-gpu test-gpu-all test-browser test-ray test-ray-all test-vllm test-vllm-ci test-llama test-clients test-installs test-all lint reference docs eval clean
 
 run: .venv/.installed  ## install and run the demo
 	@$(BIN)/chunkattn demo
@@ -85,11 +85,14 @@ CLIENTS_ENV ?= .cache/clients-env
 test-clients: .venv/.installed $(filter .cache/clients-env/%,$(CLIENTS_ENV)/.installed)  ## the server driven by LangChain, LlamaIndex, Haystack, LiteLLM and others
 	SERVER_PYTHON=$(BIN)/python PYTHONPATH=. $(CLIENTS_ENV)/bin/python -m pytest --confcutdir=tests/clients tests/clients
 
+test-installs: .venv/.installed-test  ## pip install over versions of Python and JAX, with and without a compiler
+	$(BIN)/python -m pytest tests/installs -m slow -rA
+
 test-all: .venv/.installed-test  ## lint and every test there is
 	$(MAKE) lint
 	$(BIN)/python -m pytest $(QUICK) $(FIRST)
 	$(BIN)/python -m pytest $(QUICK) $(SECOND)
-	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-ray-all test-vllm test-llama test-clients
+	$(MAKE) test-slow test-tpu-all test-gpu-all test-browser test-ray-all test-vllm test-llama test-clients test-installs
 
 test-browser: .venv/.installed-test  ## the page in Chromium; needs Debian's packages chromium and chromium-driver
 	$(BIN)/python -m pytest -m browser tests/server/browser

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.requirements import Requirement
 
 BUILD = Path(__file__).parent / "chunkattn" / "backends" / "cpu" / "build.py"
-JAXLIB = "jaxlib>=0.10.2,<0.13"
-"""Requirement of the build, for XLA's headers: the versions of jax in pyproject.toml."""
+NEWEST_PYTHON = (3, 14)
+"""Newest Python for which the oldest supported jaxlib has wheels. Newer ones take the newest supported headers."""
 
 
 def _build_module() -> ModuleType:
@@ -25,12 +27,27 @@ def _build_module() -> ModuleType:
     return module
 
 
+def headers(dependencies: list[str], python: tuple[int, int] = sys.version_info[:2]) -> str:
+    """Return the build's requirement of jaxlib, for XLA's headers: the oldest version that the package supports.
+
+    XLA calls libraries that were compiled with older headers and refuses those of newer ones. So one library serves every
+    supported version of jax, and environments with different versions can share the folder of an editable installation.
+
+    Args:
+        dependencies: requirements of the package.
+        python: version of the interpreter.
+    """
+    (supported,) = (r.specifier for r in map(Requirement, dependencies) if r.name == "jax")
+    (oldest,) = (bound.version for bound in supported if bound.operator == ">=")
+    return f"jaxlib=={oldest}" if python <= NEWEST_PYTHON else f"jaxlib{supported}"
+
+
 class NativeHook(BuildHookInterface):
     """Adds the compiled operator to wheels and editable installs."""
 
     def dependencies(self) -> list[str]:
         """Return what the build needs beside hatchling; nothing without a compiler."""
-        return [JAXLIB] if _build_module().compiler() else []
+        return [headers(self.metadata.core.dependencies)] if _build_module().compiler() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the operator. A failure is a warning: the `xla` backend serves instead."""

@@ -3,7 +3,6 @@
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -83,33 +82,6 @@ def test_other_models_run_on_xla(changes, reason, caplog):
     assert f"xla on cpu, because cpu cannot serve this model: {reason}" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("there", "reason"),
-    [
-        (False, "chunkattn was installed without its native library"),
-        (True, "library.so is older than the package"),
-    ],
-    ids=["absent", "old"],
-)
-def test_without_the_library_xla_runs(there, reason, monkeypatch, caplog, tmp_path):
-    """An installation may keep a library that lacks an operator of today."""
-    path = tmp_path / "library.so"
-    if there:
-        names = ["chunkattn_use", "chunkattn_kernel", "ChunkattnAttention", "ChunkattnMultiply"]
-        source = "".join(f'extern "C" const char *{name}() {{ return 0; }}\n' for name in names)
-        subprocess.run(
-            [build.compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", path], input=source, text=True, check=True
-        )
-    monkeypatch.setattr(library, "LIBRARY", path)
-    library._load.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, logger="chunkattn"):
-            assert make_backend("auto", AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)).name == "xla"
-        assert f"{reason}; with a C++ compiler, `python -m" in caplog.text
-    finally:
-        library._load.cache_clear()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_neighbours_and_spans_change_no_bit(kernel, dtype):
     """Every row gets the same bits, whatever else is in its step and wherever its span was cut."""
@@ -183,11 +155,3 @@ def test_sanitizers_find_nothing(tmp_path, sanitizers):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "largest error" in done.stdout
     assert not done.stderr
-
-
-def test_the_build_needs_a_compiler(monkeypatch, tmp_path):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler; install g\+\+ or clang\+\+"):
-        build.build(tmp_path / "_native.so")
-    assert not list(tmp_path.iterdir())

@@ -19,7 +19,7 @@ def interpreters(tmp_path, monkeypatch):
             python.write_text(f"#!/bin/sh\n{answer}\n")
             python.chmod(0o755)
             found.append(python)
-        monkeypatch.setattr(install, "candidates", lambda: found)
+        monkeypatch.setattr(install, "candidates", lambda versions: found)
         return found
 
     return make
@@ -41,7 +41,7 @@ def test_this_interpreter_and_those_of_path_and_pyenv_are_tried(tmp_path, monkey
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     (tmp_path / "versions" / "3.12.9").mkdir(parents=True)
-    found = list(install.candidates())
+    found = list(install.candidates(install.PYTHONS))
     assert found[0] == Path(sys.executable)
     assert tmp_path / "bin" / "python3.13" in found
     assert tmp_path / "versions" / "3.12.9" / "bin" / "python" in found

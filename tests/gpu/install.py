@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PYTHONS = (3, 12), (3, 13)
@@ -30,23 +30,23 @@ PROJECT = (
 )
 
 
-def candidates() -> Iterator[Path]:
+def candidates(versions: Sequence[tuple[int, int]]) -> Iterator[Path]:
     """Yield interpreters: this one, those on PATH, and those that pyenv installed."""
     yield Path(sys.executable)
-    names = [f"python{major}.{minor}" for major, minor in PYTHONS]
+    names = [f"python{major}.{minor}" for major, minor in versions]
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         yield from (Path(folder) / name for name in names)
-    versions = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
-    for major, minor in PYTHONS:
-        yield from (found / "bin" / "python" for found in sorted(versions.glob(f"{major}.{minor}*")))
+    installed = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    for major, minor in versions:
+        yield from (found / "bin" / "python" for found in sorted(installed.glob(f"{major}.{minor}*")))
 
 
-def find_python() -> Path | None:
-    """Return the first interpreter of a version in `PYTHONS`, or None. A shim of pyenv may exist and refuse to run."""
-    for python in candidates():
+def find_python(versions: Sequence[tuple[int, int]] = PYTHONS) -> Path | None:
+    """Return the first interpreter of one of the versions, or None. A shim of pyenv may exist and refuse to run."""
+    for python in candidates(versions):
         if python.is_file():
             done = subprocess.run([python, "-c", VERSION], capture_output=True, text=True, check=False)
-            if done.returncode == 0 and tuple(map(int, done.stdout.split())) in PYTHONS:
+            if done.returncode == 0 and tuple(map(int, done.stdout.split())) in versions:
                 return python
     return None
 
@@ -73,8 +73,7 @@ def main(directory: Path, project: Path) -> None:
     run(*pip, "--upgrade", "pip")
     run(*pip, JAX, *TOOLS, *requirements)
     run(*pip, "--no-deps", *PLUGIN, *CUDA)
-    # The tests run against the checkout and need only its version. An editable installation would build the checkout's native
-    # library for this JAX, and the project's own environment would have to build it again.
+    # The tests run against the checkout and need only its version. An editable installation would compile the native library.
     metadata = Path(run("-c", PACKAGES).strip()) / f"chunkattn-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: chunkattn\nVersion: {version}\n")

@@ -6,8 +6,11 @@ library, so that it runs before the package's dependencies are installed.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,7 +42,7 @@ class BuildError(Exception):
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler: `$CXX`, or the first of the usual names that is installed, or None."""
+    """Return the command of the C++ compiler: `$CXX`, or the first of the usual names that is installed, or None."""
     named = os.environ.get("CXX")
     return named or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
 
@@ -49,6 +52,17 @@ def kernels() -> dict[str, tuple[str, ...]]:
     return KERNELS if platform.machine().lower() in ("x86_64", "amd64") else {"portable": ()}
 
 
+def sources_digest() -> str:
+    """Return a digest of the sources and their flags, which the library keeps; "" where a package has no sources."""
+    files = sorted(file for file in SOURCES.glob("*") if file.suffix in (".cc", ".h"))
+    if not files:
+        return ""
+    digest = hashlib.sha256(repr((FLAGS, KERNELS)).encode())
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
 def ffi_headers() -> Path:
     """Return the folder of XLA's headers, which jaxlib brings.
 
@@ -56,16 +70,16 @@ def ffi_headers() -> Path:
         BuildError: jaxlib is not installed.
     """
     spec = find_spec("jaxlib")
-    if spec is None or spec.origin is None:
+    if spec is None or not spec.submodule_search_locations:
         raise BuildError("jaxlib is not installed; its headers are needed")
-    return Path(spec.origin).parent / "include"
+    return Path(spec.submodule_search_locations[0]) / "include"
 
 
 def objects(cxx: str, folder: Path, names: tuple[str, ...], flags: tuple[str, ...] = FLAGS) -> list[Path]:
     """Compile every kernel and the given sources, and return the object files.
 
     Args:
-        cxx: compiler.
+        cxx: command of the compiler, which may have arguments.
         folder: folder for the object files.
         names: sources beside the kernels, without `.cc`.
         flags: flags of all files.
@@ -74,12 +88,13 @@ def objects(cxx: str, folder: Path, names: tuple[str, ...], flags: tuple[str, ..
         BuildError: the compiler refuses a file; the message is its own.
     """
     jobs = [("kernel", name, extra) for name, extra in kernels().items()]
-    jobs += [(name, name, ("-isystem", str(ffi_headers())) if name == "ffi" else ()) for name in names]
+    for_ffi = ("-isystem", str(ffi_headers()), f'-DCHUNKATTN_SOURCES="{sources_digest()}"') if "ffi" in names else ()
+    jobs += [(name, name, for_ffi if name == "ffi" else ()) for name in names]
 
     def one(job: tuple[str, str, tuple[str, ...]]) -> Path:
         source, name, extra = job
         to = folder / f"{name}.o"
-        _run([cxx, *flags, *WARNINGS, *extra, "-c", str(SOURCES / f"{source}.cc"), "-o", str(to)])
+        _run([*shlex.split(cxx), *flags, *WARNINGS, *extra, "-c", str(SOURCES / f"{source}.cc"), "-o", str(to)])
         return to
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -93,7 +108,7 @@ def build(to: Path = LIBRARY) -> Path:
         to: file of the library; it is replaced in one step, so that running processes keep the old one.
 
     Raises:
-        BuildError: no compiler, no headers, or the compiler refuses a file.
+        BuildError: no compiler, no headers, the compiler refuses a file, or its library cannot be loaded here.
     """
     cxx = compiler()
     if cxx is None:
@@ -102,7 +117,11 @@ def build(to: Path = LIBRARY) -> Path:
         made = Path(folder) / to.name
         found = objects(cxx, Path(folder), ("attention", "dispatch", "ffi"))
         runtime = () if sys.platform == "darwin" else ("-static-libstdc++", "-static-libgcc", "-Wl,--strip-all")
-        _run([cxx, "-shared", "-pthread", *runtime, *map(str, found), "-o", str(made)])
+        _run([*shlex.split(cxx), "-shared", "-pthread", *runtime, *map(str, found), "-o", str(made)])
+        try:
+            ctypes.CDLL(str(made))
+        except OSError as error:
+            raise BuildError(f"{cxx} made a library that cannot be loaded here: {error}") from error
         made.replace(to)
     return to
 

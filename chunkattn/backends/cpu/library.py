@@ -7,8 +7,12 @@ import os
 from functools import cache
 
 import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
 
-from chunkattn.backends.cpu.build import LIBRARY
+from chunkattn.backends.cpu.build import LIBRARY, sources_digest
+from chunkattn.errors import BackendError
 
 ATTENTION = "chunkattn_attention"
 MULTIPLY = "chunkattn_multiply"
@@ -22,39 +26,73 @@ BUILD_HINT = "with a C++ compiler, `python -m chunkattn.backends.cpu.build` make
 
 @cache
 def _load() -> ctypes.CDLL | str:
-    """Return the loaded library, or the reason why there is none."""
+    """Return the library after registration with JAX, or the reason why there is none.
+
+    Needs JAX's backends. Before JAX makes them, it only queues registrations, and their errors end its initialisation.
+    """
+    try:
+        return _register()
+    except BackendError as error:
+        return str(error)
+    except Exception as error:  # JAX refuses handlers of another version, when they are registered or when they are called
+        problem = str(error).partition("\n")[0]
+        return f"{LIBRARY.name} cannot be used with jaxlib {jaxlib.__version__}: {problem}; {BUILD_HINT}"
+
+
+def _register() -> ctypes.CDLL:
+    """Load the library, register its operators and call one.
+
+    Raises:
+        BackendError: the library is missing, is not of this package, or lacks the kernel that is named.
+        Exception: the system cannot load the library, or JAX cannot use it.
+    """
     if not LIBRARY.exists():
-        return f"chunkattn was installed without its native library; {BUILD_HINT}"
+        raise BackendError(f"chunkattn was installed without its native library; {BUILD_HINT}")
+    library = ctypes.cdll.LoadLibrary(str(LIBRARY))
     try:
-        library = ctypes.cdll.LoadLibrary(str(LIBRARY))
-    except OSError as error:
-        return f"{LIBRARY.name} cannot be loaded: {error}"
-    try:
-        library.chunkattn_use.restype = library.chunkattn_kernel.restype = ctypes.c_char_p
+        texts = library.chunkattn_use, library.chunkattn_kernel, library.chunkattn_sources
         handlers = {
             ATTENTION: library.ChunkattnAttention,
             MULTIPLY: library.ChunkattnMultiply,
             NORMALISE: library.ChunkattnNormalise,
             READ: library.ChunkattnRead,
         }
-    except AttributeError:
-        return f"{LIBRARY.name} is older than the package; {BUILD_HINT}"
+    except AttributeError as error:
+        raise BackendError(f"{LIBRARY.name} is older than the package; {BUILD_HINT}") from error
+    for function in texts:
+        function.restype = ctypes.c_char_p
+    if (digest := sources_digest()) and library.chunkattn_sources() != digest.encode():
+        raise BackendError(f"{LIBRARY.name} was compiled from other sources than the package has; {BUILD_HINT}")
     wanted = os.environ.get(KERNEL_VARIABLE, "")
     if why := library.chunkattn_use(wanted.encode()):
-        return f"{KERNEL_VARIABLE}={wanted}: {why.decode()}"
+        raise BackendError(f"{KERNEL_VARIABLE}={wanted}: {why.decode()}")
     for name, handler in handlers.items():
         capsule = jax.ffi.pycapsule(handler)  # type: ignore[no-untyped-call]
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    _try_call()
     return library
 
 
+def _try_call() -> None:
+    """Call one operator, because JAX may find only at a call that it cannot run a handler."""
+    out = jax.ShapeDtypeStruct((1, 2), jnp.float32)  # type: ignore[no-untyped-call]
+    with jax.ensure_compile_time_eval():  # the caller may be tracing
+        np.asarray(jax.ffi.ffi_call(NORMALISE, out)(np.zeros((1, 2), np.float32)))
+
+
+def _loaded() -> ctypes.CDLL | str:
+    """Return the library, or the reason why this process does not use it. Asking for the platform makes JAX's backends."""
+    platform = jax.default_backend()
+    return _load() if platform == "cpu" else f"it runs on CPUs only, and JAX computes on {platform}"
+
+
 def refusal() -> str | None:
-    """Return the reason why the operator cannot run in this process, or None if it can."""
-    found = _load()
+    """Return the reason why the operators cannot run in this process, or None if they can."""
+    found = _loaded()
     return found if isinstance(found, str) else None
 
 
 def kernel_name() -> str | None:
-    """Return the name of the kernel in use, or None without the library."""
-    found = _load()
+    """Return the name of the kernel in use, or None where the operators cannot run."""
+    found = _loaded()
     return None if isinstance(found, str) else found.chunkattn_kernel().decode()

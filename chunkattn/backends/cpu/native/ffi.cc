@@ -148,4 +148,9 @@ extern "C" const char *chunkattn_use(const char *name) {
 extern "C" const char *chunkattn_kernel() {
   return chunkattn::current().name;
 }
+
+// Digest of the sources that the library was compiled from (`build.sources_digest`).
+extern "C" const char *chunkattn_sources() {
+  return CHUNKATTN_SOURCES;
+}
 #pragma GCC visibility pop
