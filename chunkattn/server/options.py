@@ -59,6 +59,8 @@ class ServerConfig:
         min_label_mass: label mass below which `/v1/decisions` answers a question with a refusal; 0 refuses none.
         stream_heartbeat_s: time in seconds after which a silent stream gets a comment line, so that proxies keep it open; 0
             sends none. An error within that time of a request's start has its HTTP status, a later error is an event.
+        timeout_keep_alive: time in seconds after which an idle connection is closed. Choose it longer than the pools of clients
+            and proxies keep one, such as 620 behind Google Cloud's load balancers.
         write_timeout_s: period in seconds in which a client must read 256 bytes of its answer per second on average; a slower
             client is disconnected.
         allowed_origins: origins whose pages may call the server from a browser (CORS), such as `https://app.example`; `*` for
@@ -95,6 +97,7 @@ class ServerConfig:
     max_connections: int = 2048
     header_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
+    timeout_keep_alive: float = 120.0
     write_timeout_s: float = 60.0
     max_answer_values: int = 1_000_000
     min_label_mass: float = 0.0
