@@ -50,8 +50,8 @@ def check_framing(method: bytes, version: str, headers: Sequence[Header]) -> Non
         headers: names in lower case, and values.
 
     Raises:
-        BadRequestError: 501 for CONNECT and for transfer codings other than `chunked`; 505 for HTTP/0.9 and HTTP/2; 400 for
-            a transfer coding in HTTP/1.0 or beside a Content-Length.
+        BadRequestError: 501 for CONNECT and for transfer codings before `chunked`; 505 for HTTP/0.9 and HTTP/2; 400 for a
+            transfer coding in HTTP/1.0, beside a Content-Length, or that does not end with `chunked`.
     """
     if version not in _VERSIONS:
         raise BadRequestError(505, f"HTTP/{version} is not served; send HTTP/1.1", "http_version_not_supported")
@@ -64,7 +64,10 @@ def check_framing(method: bytes, version: str, headers: Sequence[Header]) -> Non
         raise BadRequestError(400, "HTTP/1.0 has no Transfer-Encoding; send a Content-Length, or HTTP/1.1", "invalid_http")
     if any(name == b"content-length" for name, _ in headers):
         raise BadRequestError(400, "the request has Content-Length and Transfer-Encoding; send one of them", "invalid_http")
-    if b",".join(codings).strip().lower() != b"chunked":
+    listed = [coding.strip().lower() for coding in b",".join(codings).split(b",")]
+    if listed[-1] != b"chunked":
+        raise BadRequestError(400, "a Transfer-Encoding must end with chunked, else the body has no end", "invalid_http")
+    if len(listed) > 1:
         text = "the only transfer coding that is read is chunked; compress a body with Content-Encoding instead"
         raise BadRequestError(501, text, "unsupported_transfer_encoding")
 

@@ -280,7 +280,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._refuse(400, msg, "invalid_http")
 
     def _refuse(self, status: int, text: str, code: str, *, linger: bool = True) -> None:
-        """Answer what is being received with an error, after the answers before it, and close. An answer that has begun is cut."""
+        """Answer what is being received with an error, after the answers before it, and close; cut an answer that has begun."""
         self._is_deaf = True
         answer, running = _error_answer(status, text, code), self._running
         if self._phase == "body":
@@ -345,13 +345,9 @@ class BoundedHttp(HttpToolsProtocol):
         if target.authority is not None:  # replaces the Host header (RFC 9112, 3.2.2)
             self.headers[:] = [(b"host", target.authority), *(h for h in self.headers if h[0] != b"host")]
         path = urllib.parse.unquote(target.path.decode("ascii"))
-        self.scope.update(
-            method=method.decode("ascii"),
-            http_version=version,
-            path=self.root_path + path,
-            raw_path=self.root_path.encode("ascii") + target.path,
-            query_string=target.query,
-        )
+        self.scope["method"], self.scope["http_version"] = method.decode("ascii"), version
+        self.scope["path"], self.scope["raw_path"] = self.root_path + path, self.root_path.encode("ascii") + target.path
+        self.scope["query_string"] = target.query
         self._await("body")
         self._take(version)
 
@@ -373,12 +369,15 @@ class BoundedHttp(HttpToolsProtocol):
             on_response=self.on_response_complete,
         )
         if self._running is None:
-            self._running = cycle
-            self._start_asgi_task(cycle, self.app)
+            self._start(cycle, self.app)
             return
         self.pipeline.appendleft((cycle, self.app))
         if len(self.pipeline) >= _MOST_WAITING:
             self.flow.hold()
+
+    def _start(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        self._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """Add a piece of the body."""
@@ -408,8 +407,8 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self.flow.release()
         if self.pipeline:
-            self._running, app = self.pipeline.pop()
-            self._start_asgi_task(self._running, app)
+            cycle, app = self.pipeline.pop()
+            self._start(cycle, app)
         elif self._last_words or self._half_closed:
             self.transport.write(self._last_words)
             self.transport.close()

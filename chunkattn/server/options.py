@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError
 from chunkattn.options import options_of
+from chunkattn.server.names import origin
 
 LOG_FORMATS = ("text", "json")
 _FROM_ZERO = ("priority_range", "stream_heartbeat_s", "min_label_mass")
@@ -64,7 +65,7 @@ class ServerConfig:
         write_timeout_s: period in seconds in which a client must read 256 bytes of its answer per second on average; a slower
             client is disconnected.
         allowed_origins: origins whose pages may call the server from a browser (CORS), such as `https://app.example`; `*` for
-            every page. By default no page of another origin may.
+            every page, `null` for files. By default no page of another origin may.
         allowed_methods: methods that such pages may use.
         allowed_headers: request headers that such pages may send.
         document_store: file in which the documents of `/v1/cache/documents` survive a restart of the server, made when absent.
@@ -116,6 +117,8 @@ class ServerConfig:
         for option in options:
             if option.kind is tuple:
                 object.__setattr__(self, option.name, _texts(option.name, getattr(self, option.name)))
+        object.__setattr__(self, "allowed_origins", tuple(dict.fromkeys(map(origin, self.allowed_origins))))
+        object.__setattr__(self, "allowed_methods", tuple(method.upper() for method in self.allowed_methods))
         if self.allow_credentials and "*" in self.allowed_origins:
             text = "allow_credentials with allowed_origins * would let every web page use the credentials of its visitors"
             raise ConfigError(f"{text}; name the origins")
