@@ -153,13 +153,11 @@ def test_a_base_url_with_a_path_and_a_request_below_a_root_path():
     run(case)
 
 
-@pytest.mark.parametrize("target", ["*", "localhost:80"])
-def test_a_target_that_is_no_path_is_a_400(target):
+def test_a_target_that_is_no_path_is_a_400():
     async def case():
         a = Replica()
         async with rig(a) as made:
-            method = "OPTIONS" if target == "*" else "CONNECT"
-            status, _, _ = parts(await made.exchange(raw(method, target)))
+            status, _, _ = parts(await made.exchange(raw("OPTIONS", "*")))
             assert status == 400
             assert not a.calls
             assert made.gateway.watch.ready() == [a.url]

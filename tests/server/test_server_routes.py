@@ -144,7 +144,7 @@ def test_every_name_is_listed_and_accepted_and_the_first_answers():
     ],
 )
 def test_options_of_several_texts(given, expected):
-    assert ServerConfig(allowed_origins=given).allowed_origins == expected
+    assert ServerConfig(served_model_name=given).served_model_name == expected
 
 
 @pytest.mark.parametrize("given", ["", ["a", ""], "[", '["a", 5]', '["a"', [5]])
