@@ -183,7 +183,7 @@ CODINGS = [
 def test_codings_in_several_headers_are_one_list_at_both_ends(headers, encode, is_good):
     """The server and the gateway read the same body, or refuse it with the same error."""
     listed = [("content-encoding", value) for value in headers]
-    body = json.dumps({"model": "the-model", "prompt": "x", "chunks": {"prefix": "a", "documents": ["b"], "question": "c"}})
+    body = json.dumps({"model": "the-model", "chunks": {"prefix": "a", "documents": ["b"], "question": "c"}})
     content = encode(body.encode())
     app = TestClient(create_app(AsyncLLM(), ServerConfig()), base_url="http://localhost")
     told = app.post(COMPLETE, content=content, headers=[("content-type", "application/json"), *listed])
