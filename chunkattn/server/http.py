@@ -108,6 +108,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._limits = limits
         self.timeout_keep_alive = limits.config.timeout_keep_alive  # type: ignore[assignment]
         self._keep_alive_header = b"keep-alive", b"timeout=%d" % int(limits.config.timeout_keep_alive)
+        self.url = b""
         self._moved = False
         self._fed = self._told = 0
         self._phase: str | None = "headers"  # awaited from the client: "headers", "body" or nothing
