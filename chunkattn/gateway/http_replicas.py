@@ -207,11 +207,13 @@ class HttpReplicas:
         if header != b"location":
             return value
         with suppress(ValueError):
-            base, place = _place(self._names[name]), _place(value.decode("latin-1"))
-            prefix = base[-1]
-            if base[:-1] == place[:-1] and str(place[-1]).startswith(str(prefix)):
-                path = urlsplit(value.decode("latin-1"))._replace(scheme="", netloc="")
-                return (path._replace(path=path.path[len(str(prefix)) :]).geturl() or "/").encode("latin-1")
+            *base, prefix = _place(self._names[name])
+            given = urlsplit(value.decode("latin-1"))
+            *place, path = _place(value.decode("latin-1"))
+            below = str(path).removeprefix(str(prefix)) or "/"
+            if base == place and str(path).startswith(str(prefix)) and below.startswith("/"):
+                below = "/" + below.lstrip("/")  # two slashes would begin the name of a host
+                return given._replace(scheme="", netloc="", path=below).geturl().encode("latin-1")
         return value
 
     async def _request(self, name: str, request: Outgoing) -> aiohttp.ClientResponse:

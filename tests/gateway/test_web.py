@@ -83,6 +83,7 @@ def test_redirects_of_a_replica_lead_to_the_gateway():
                 (a.url, "/"),
                 (a.url.upper().replace("HTTP", "Http") + "/UP", "/UP"),
                 ("/v1/models", "/v1/models"),
+                (f"{a.url}//evil.example/x", "/evil.example/x"),
                 ("v1/models", "v1/models"),
                 ("https://elsewhere.example/x", "https://elsewhere.example/x"),
                 (f"http://127.0.0.1:{a.port + 1}/x", f"http://127.0.0.1:{a.port + 1}/x"),
@@ -91,6 +92,9 @@ def test_redirects_of_a_replica_lead_to_the_gateway():
                 a.answer = lambda call, given=given: call.reply(307, [("location", given)])
                 answer = await made.http.get("/x", follow_redirects=False)
                 assert (answer.status_code, answer.headers["location"]) == (307, expected)
+            made.gateway.replicas._names[a.url] += "/llm"
+            for path, expected in (("/llm/x", "/x"), ("/llm", "/"), ("/llmx", f"{a.url}/llmx"), ("/", f"{a.url}/")):
+                assert made.gateway.replicas._seen(a.url, b"location", f"{a.url}{path}".encode()) == expected.encode()
 
     run(case)
 
