@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,17 @@ class LingeringTransport:
     def is_closing(self) -> bool:
         """Return whether the connection is closed, or will be."""
         return self._is_closing or self._transport.is_closing()
+
+    def has_input(self) -> bool:
+        """Return whether bytes of the client, or its end, have arrived that the event loop has not read."""
+        socket = self._transport.get_extra_info("socket")
+        if socket is None or socket.fileno() < 0:
+            return False
+        if not hasattr(select, "poll"):  # Windows
+            return bool(select.select([socket.fileno()], [], [], 0)[0])
+        poll = select.poll()
+        poll.register(socket.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def write(self, data: bytes) -> None:
         """Send bytes; after `close` they are dropped."""

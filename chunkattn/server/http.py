@@ -32,10 +32,7 @@ _H2_PREFACE = (b"PRI", b"*")
 _LINGER_S, _LAST_LINGER_S = 2.0, 0.25
 """Seconds for which a closed connection is read, while the server runs and while it stops."""
 _LATE_S, _LATEST_S = 0.1, 0.5
-"""Seconds from the decision to close an idle connection to its end. A request that arrives meanwhile is answered.
-
-A stopping server waits longer for a request of which some bytes have come.
-"""
+"""Seconds for which a stopping server waits for requests on an idle connection; longer if some bytes of one have come."""
 _MOST_WAITING = 16
 """Requests that may wait on a connection for the answers before theirs; then the connection is not read."""
 _CHECK_S = 0.25
@@ -224,12 +221,17 @@ class BoundedHttp(HttpToolsProtocol):
         self.loop.call_later(_LATEST_S if self._fed else _LATE_S, self._close_unless_running)
 
     def _close_unless_running(self) -> None:
-        if self._running is None:
+        if self._running is None and self.transport.has_input():
+            self.loop.call_later(_LATE_S, self._close_unless_running)
+        elif self._running is None:
             self.transport.close_now()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection. The event loop first reads what has arrived, because its timers may run before."""
-        self.timeout_keep_alive_task = self.loop.call_later(_LATE_S, self.transport.close)
+        """Close an idle connection, unless bytes have arrived that the event loop has not read: its timers may run first."""
+        if self.transport.has_input():
+            self.timeout_keep_alive_task = self.loop.call_later(_LATE_S, self.timeout_keep_alive_handler)
+        else:
+            self.transport.close()
 
     # Time
 
