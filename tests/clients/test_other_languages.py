@@ -57,7 +57,7 @@ def test_node(node, post):
     ranked = ranking(post("/v1/rerank", RERANK))
     assert content
     assert node["openai"].pop("models") > 0
-    fault = {"status": 400, "param": "temperature", "type": "invalid_request_error"}
+    fault = {"status": 400, "param": "top_p", "type": "invalid_request_error"}
     assert node["openai"] == {"chat": content, "completion": completion, "fault": fault}
     assert node["aiSdk"] == {"chat": content, "streamed": content, "tokens": chat["usage"]["completion_tokens"]}
     assert node["langchain"] == {"chat": content, "streamed": content, "completion": completion}

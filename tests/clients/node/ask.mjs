@@ -17,7 +17,7 @@ async function openai() {
   for await (const event of stream) completion += event.choices[0]?.text ?? "";
   let fault;
   try {
-    await client.chat.completions.create({ model, messages, temperature: 99 });
+    await client.chat.completions.create({ model, messages, top_p: 9 });
   } catch (error) {
     fault = { status: error.status, param: error.param, type: error.type };
   }
