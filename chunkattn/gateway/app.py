@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, ProcessCollector, generate_latest
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -22,6 +23,7 @@ from chunkattn.gateway.watch import Watch
 from chunkattn.routing.document_records import DocumentRecords
 from chunkattn.routing.policy import POLICIES
 from chunkattn.server.body_shares import BodyShares
+from chunkattn.server.cors import cors_options
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Keys, Shares
 from chunkattn.server.middleware import METRICS_PATH, REPORT_PATH, Gate, HttpMetrics, route_path
@@ -123,9 +125,12 @@ class Gateway:
             max_body_bytes=config.max_body_bytes,
             documents=self.documents,
             measure=self._measure,
+            relays_cors=not config.allowed_origins,
         )
         shares = Shares(_MOST_PLACES, BodyShares(config.max_body_bytes_per_client))
         self.app: ASGIApp = Gate(self._route, config, self.state.metrics, self.keys, shares)
+        if cors := cors_options(config):
+            self.app = CORSMiddleware(self.app, **cors)
 
     async def open(self) -> None:
         """Connect to the replicas and start to watch them."""

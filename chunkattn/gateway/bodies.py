@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope
 
-from chunkattn.server.content_codings import expanded
+from chunkattn.server.content_codings import codings_of, expanded
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller
 
@@ -54,18 +54,18 @@ async def read_body(scope: Scope, receive: Receive, most: int, timeout_s: float)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def expanded_body(body: bytes, headers: Mapping[bytes, bytes], most: int) -> bytes:
+def expanded_body(body: bytes, headers: Iterable[tuple[bytes, bytes]], most: int) -> bytes:
     """Return a body without its Content-Encoding.
 
     Args:
         body: the body as it was sent.
-        headers: headers of the request, with names in lower case.
+        headers: headers of the request: names in lower case, and values.
         most: limit on the bytes of the expanded body.
 
     Raises:
         ApiError: the coding is unknown, or the body is damaged or too large.
     """
-    codings = headers.get(b"content-encoding", b"").decode("latin-1").lower()
+    codings = codings_of(headers)
     return expanded(body, codings, most) if codings else body
 
 

@@ -24,6 +24,7 @@ from chunkattn.gateway.document_ids import salt_of, with_texts
 from chunkattn.gateway.document_places import DOCUMENTS, Answer, Credentials, Owners, Places
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
+from chunkattn.server.content_codings import codings_of
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Keys
 from chunkattn.server.middleware import route_path
@@ -133,9 +134,8 @@ class GatewayDocuments:
             ApiError: the body cannot be read, or the client has left.
         """
         body = await read_body(scope, receive, self._config.max_body_bytes, self._config.request_timeout_s)
-        headers = dict(scope["headers"])
-        if b"content-encoding" in headers:
-            body = await asyncio.to_thread(expanded_body, body, headers, self._config.max_body_bytes)
+        if codings_of(scope["headers"]):
+            body = await asyncio.to_thread(expanded_body, body, scope["headers"], self._config.max_body_bytes)
         query = scope.get("query_string", b"")
         request = Outgoing(scope["method"], route_path(scope), query, scope["headers"], body)
         answer = await self.answer(request)

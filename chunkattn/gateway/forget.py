@@ -48,7 +48,7 @@ async def forget(
             return None
 
     answers = dict(zip(names, await asyncio.gather(*map(tell, names)), strict=True))
-    given = decoded_json(expanded_body(body, dict(scope["headers"]), max_body_bytes))
+    given = decoded_json(expanded_body(body, scope["headers"], max_body_bytes))
     authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
     if isinstance(given, dict):
         documents, own = given.get("documents"), keys_of(_STORED, given, authorization).pieces

@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from chunkattn.errors import ConfigError
-from chunkattn.gateway.replicas import Message, Outgoing, ReplicaGoneError, Report
+from chunkattn.gateway.replicas import BadStatusError, Message, Outgoing, ReplicaGoneError, Report
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ _KEEP_ALIVE_S = 4.0
 _LONGEST_HEAD = 1 << 16
 """Bytes of one header of an answer."""
 _ERRORS = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, EOFError)
+_FINAL = range(200, 600)
+"""Statuses that end a request. 101 would end HTTP, and other numbers of three digits mean nothing to a client."""
 _WITHOUT_REPORT = (401, 403, 404, 405)
 _PORTS = {"http": 80, "https": 443}
 _SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -62,7 +64,7 @@ def check_url(url: str) -> str:
 def _place(url: str) -> tuple[object, ...]:
     """Return what two URLs of one replica have in common."""
     parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or _PORTS[parts.scheme], parts.path
+    return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme), parts.path
 
 
 class _Running:
@@ -164,6 +166,7 @@ class HttpReplicas:
 
         Raises:
             ReplicaGoneError: the replica is gone.
+            BadStatusError: the status of its answer ends no request.
         """
         if name not in self._names:
             raise ReplicaGoneError(f"{name} is no replica any more")
@@ -178,7 +181,8 @@ class HttpReplicas:
             if protocol is not None and (closed := protocol.closed) is not None:
                 closed.add_done_callback(running.drop)
                 closed.add_done_callback(_retrieve)
-            headers = [(key.lower(), value) for key, value in answer.raw_headers]
+            _check_status(name, answer.status)
+            headers = [(key.lower(), self._seen(name, key.lower(), value)) for key, value in answer.raw_headers]
             yield {"type": "http.response.start", "status": answer.status, "headers": headers}
             while piece := await running.wait(answer.content.readany()):
                 yield {"type": "http.response.body", "body": piece, "more_body": True}
@@ -197,6 +201,20 @@ class HttpReplicas:
                     answer.release()
                 else:
                     answer.close()  # the replica sees that nobody waits any more
+
+    def _seen(self, name: str, header: bytes, value: bytes) -> bytes:
+        """Return the value of a header as clients see it: a redirect to the replica leads to the same path at the gateway."""
+        if header != b"location":
+            return value
+        with suppress(ValueError):
+            *base, prefix = _place(self._names[name])
+            given = urlsplit(value.decode("latin-1"))
+            *place, path = _place(value.decode("latin-1"))
+            below = str(path).removeprefix(str(prefix)) or "/"
+            if base == place and str(path).startswith(str(prefix)) and below.startswith("/"):
+                below = "/" + below.lstrip("/")  # two slashes would begin the name of a host
+                return given._replace(scheme="", netloc="", path=below).geturl().encode("latin-1")
+        return value
 
     async def _request(self, name: str, request: Outgoing) -> aiohttp.ClientResponse:
         """Send a request; once more on a new connection if the replica had closed an idle one."""
@@ -286,6 +304,7 @@ class HttpReplicas:
     async def _get(self, name: str, path: str) -> tuple[int, bytes]:
         try:
             async with self._session.get(self._names[name] + path, headers=self._headers, allow_redirects=False) as answer:
+                _check_status(name, answer.status)
                 return answer.status, await _whole(answer.content)
         except KeyError:
             raise ReplicaGoneError(f"{name} is no replica any more") from None
@@ -339,6 +358,16 @@ async def _whole(content: aiohttp.StreamReader) -> bytes:
         if len(body) > _MOST_REPORT:
             raise ReplicaGoneError(f"its report or metrics exceed {_MOST_REPORT} bytes")
     return bytes(body)
+
+
+def _check_status(name: str, status: int) -> None:
+    """Check that a status ends a request.
+
+    Raises:
+        BadStatusError: it does not.
+    """
+    if status not in _FINAL:
+        raise BadStatusError(f"the replica {name} answers with status {status}, which ends no request; 200 to 599 do")
 
 
 def _told(name: str, error: BaseException) -> str:

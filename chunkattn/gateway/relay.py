@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from chunkattn.gateway.bodies import decoded_json, expanded_body, read_body
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
+from chunkattn.gateway.replicas import BadStatusError, Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
 from chunkattn.routing.keys import Keys, keys_of
@@ -33,6 +33,7 @@ _BODILESS = (204, 304)
 """Statuses without a body. The length that a 304 may tell is that of another answer, which uvicorn would wait for."""
 _MOST_REFUSAL = 1 << 16
 """Bytes of a refusal that is kept until another replica answers; longer ones are relayed."""
+_CORS = b"access-control-"
 _DONE = b"data: [DONE]\n\n"
 _RETRY_AFTER = {"Retry-After": "1"}
 
@@ -78,6 +79,7 @@ class Relay:
         max_body_bytes: limit on the bytes of a body.
         documents: stored documents; None relays their ids.
         measure: takes samples of documents.
+        relays_cors: whether replicas decide which pages of other origins may read their answers.
     """
 
     def __init__(
@@ -92,10 +94,11 @@ class Relay:
         max_body_bytes: int,
         documents: Documents | None = None,
         measure: TextMeasure | None = None,
+        relays_cors: bool = True,
     ) -> None:
         self._replicas, self._policy, self._watch, self._options = replicas, policy, watch, options
         self._metrics, self._timeout_s, self._most = metrics, timeout_s, max_body_bytes
-        self._documents, self._measure = documents, measure
+        self._documents, self._measure, self._relays_cors = documents, measure, relays_cors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request. If the client leaves, the request to the replica is aborted.
@@ -133,16 +136,16 @@ class Relay:
         """Return the request to a replica, and its routing keys.
 
         Raises:
-            ApiError: the target is no path, or the body cannot be read or names a document that is not stored.
+            ApiError: the body cannot be read or names a document that is not stored.
         """
-        path, headers = scope["path"], dict(scope["headers"])
-        if not path.startswith("/"):
-            raise ApiError(400, f"the target of a request must be a path, got {path[:100]!r}", code="invalid_path")
-        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        path = scope["path"]
+        authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
         listed = outgoing_headers(scope)
         keys = Keys()
         if body and scope["method"] == "POST":
-            given = decoded_json(expanded_body(body, headers, self._most))  # None: the replica answers with the proper error
+            given = decoded_json(
+                expanded_body(body, scope["headers"], self._most)
+            )  # None: the replica answers with the proper error
             if given is not None:
                 resolved = given if self._documents is None else self._documents.resolve(path, given, authorization)
                 if resolved is not given:
@@ -170,6 +173,7 @@ class Relay:
             ApiError: no replica has answered, or an answer ended early.
         """
         tried, refusal, reason = set[str](), None, "no replica takes requests"
+        bad_status: BadStatusError | None = None
         for number in range(self._options.max_tries):
             names = [name for name in self._watch.candidates() if name not in tried]
             if not names:
@@ -181,6 +185,10 @@ class Relay:
             more = number + 1 < self._options.max_tries and len(names) > 1
             try:
                 refusal = await self._try(name, request, keys, send, progress, more)
+            except BadStatusError as error:
+                bad_status, refusal = error, None
+                self._metrics.retries.labels("502").inc()
+                continue
             except ReplicaGoneError as error:
                 self._watch.note_lost(name)
                 if progress.complete:
@@ -200,6 +208,8 @@ class Relay:
             for message in refusal:
                 await send(message)
             return
+        if bad_status is not None:
+            raise ApiError(502, str(bad_status), code="bad_gateway")
         code = "engine_not_ready" if tried else "no_replica"
         raise ApiError(503, f"{reason}; try again", code=code, **_RETRY_AFTER)
 
@@ -210,6 +220,7 @@ class Relay:
 
         Raises:
             ReplicaGoneError: the replica is gone.
+            BadStatusError: the status of its answer ends no request.
         """
         self._metrics.sent.labels(name).inc()
         missing = self._policy.missing(name, keys)
@@ -222,7 +233,7 @@ class Relay:
                 async for message in messages:
                     if not progress.status:
                         if more and message["status"] in _ELSEWHERE:
-                            kept: list[Message] = [_headed(message, name)]
+                            kept: list[Message] = [_headed(message, name, self._relays_cors)]
                             size = 0
                             async for part in messages:
                                 kept.append(dict(part))
@@ -234,7 +245,7 @@ class Relay:
                                 await send(held)
                                 _note(progress, held)
                             continue
-                        message = _headed(message, name)
+                        message = _headed(message, name, self._relays_cors)
                         computed = message["status"] < 400
                     await send(message)  # type: ignore[arg-type]
                     _note(progress, message)
@@ -260,13 +271,13 @@ def _named_by_connection(headers: Any) -> set[bytes]:
     return {part.strip().lower() for name, value in headers if name == b"connection" for part in value.split(b",")}
 
 
-def _headed(message: Any, name: str) -> dict[str, Any]:
+def _headed(message: Any, name: str, relays_cors: bool) -> dict[str, Any]:
     """Return the start of an answer with the headers to relay, and the replica's name."""
     given = [(key.lower(), value) for key, value in message["headers"]]
     dropped = _ONE_HOP | _named_by_connection(given) | _OWN
     if message["status"] not in _BODILESS:
         dropped -= {b"content-length"}
-    listed = [(key, value) for key, value in given if key not in dropped]
+    listed = [(key, value) for key, value in given if key not in dropped and (relays_cors or not key.startswith(_CORS))]
     return {**message, "headers": [*listed, (_REPLICA, name.encode("latin-1", "replace"))]}
 
 

@@ -14,6 +14,10 @@ class ReplicaGoneError(Exception):
     """The replica cannot be reached, or has died before the end of its answer."""
 
 
+class BadStatusError(ReplicaGoneError):
+    """The replica has answered with a status that ends no request, and is not taken for an answer."""
+
+
 @dataclass(frozen=True)
 class Outgoing:
     """Request to a replica, with its whole body.

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 import chunkattn
 from chunkattn.errors import ConfigError
 from chunkattn.server import errors
+from chunkattn.server.cors import cors_options
 from chunkattn.server.middleware import METRICS_PATH, Gate, HeadAsGet
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.routes import decisions, documents, generation, page, reports, scoring, status, systemone, tokens
@@ -78,6 +79,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         description="LLM inference for prompts made of many independent pieces.",
         docs_url=None,  # the docs pages load scripts from other hosts
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would name the address of this server, whatever is in front
         responses=errors.error_responses(401, 403, 413, 500),
     )
     app.state.server = state
@@ -87,15 +89,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     errors.install(app, RouteTable(routers).refusal)
     app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, config=state.config, metrics=state.metrics, keys=state.keys, shares=state.shares)
-    if origins := state.config.allowed_origins:  # outside the gate: a preflight request carries no API key
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=state.config.allowed_methods,
-            allow_headers=state.config.allowed_headers,
-            allow_credentials=state.config.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
+    if cors := cors_options(state.config):
+        app.add_middleware(CORSMiddleware, **cors)
     work = errors.error_responses(400, 404, 429, 503, 504)
     app.include_router(generation.router, responses=_STREAM | work)
     for module in (scoring, decisions, systemone, documents):

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from chunkattn.server.cache_report import Noted
-from chunkattn.server.content_codings import expanded
+from chunkattn.server.content_codings import codings_of, expanded
 from chunkattn.server.errors import ApiError
 from chunkattn.server.json_shape import Shape, measure
 from chunkattn.server.keys import Caller
@@ -79,9 +79,9 @@ async def _read(request: Request, field: Any) -> None:
     body = await _received(request, caller, config)
     if not body or not _is_json(request):
         return  # the handler answers with its own error
-    if coding := request.headers.get("content-encoding", "").strip().lower():
+    if codings := codings_of(request.scope["headers"]):
         await caller.hold_bytes(config.max_body_bytes, config.request_timeout_s)
-        body = await threads.run(expanded, body, coding, config.max_body_bytes)
+        body = await threads.run(expanded, body, codings, config.max_body_bytes)
         caller.keep_bytes(len(body) if len(body) > SMALL_BODY else 0)
 
     reports, authorization = state.reports, request.headers.get("authorization", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from chunkattn.fair_threads import check_wanted
 from chunkattn.server.errors import ApiError, too_large
@@ -23,22 +23,32 @@ _WINDOW_LOG = 23
 """Base-2 logarithm of the largest zstd window, which is memory that a frame makes the decoder take (RFC 9659: 8 MiB)."""
 
 
-def expanded(body: bytes, codings: str, most: int) -> bytes:
+def codings_of(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """Return the content codings of a body in the order in which they were applied, without `identity`.
+
+    Args:
+        headers: names in lower case, and values. Several headers are one list (RFC 9110, 5.3).
+    """
+    values = [value.decode("latin-1") for name, value in headers if name == b"content-encoding"]
+    listed = [coding.strip().lower() for value in values for coding in value.split(",")]
+    return [coding for coding in listed if coding not in ("", "identity")]
+
+
+def expanded(body: bytes, codings: Sequence[str], most: int) -> bytes:
     """Return the content of an encoded body.
 
     Args:
         body: body as it was sent.
-        codings: value of the Content-Encoding header.
+        codings: result of `codings_of`.
         most: limit on the bytes of the content.
 
     Raises:
         ApiError: 415, a coding is unknown; 413, the content exceeds `most`; 400, the body does not match the coding.
     """
-    listed = [c.strip() for c in codings.split(",") if c.strip() not in ("", "identity")]
-    if len(listed) > _MAX_CODINGS:
-        text = f"the body has {len(listed)} content codings, at most {_MAX_CODINGS} are read"
+    if len(codings) > _MAX_CODINGS:
+        text = f"the body has {len(codings)} content codings, at most {_MAX_CODINGS} are read"
         raise ApiError(415, text, code="unsupported_encoding")
-    for coding in reversed(listed):
+    for coding in reversed(codings):
         if coding not in _CODINGS:
             text = f"the content coding {coding[:40]!r} is not supported; send the body as it is, or with gzip, deflate or zstd"
             raise ApiError(415, text, code="unsupported_encoding", **{"Accept-Encoding": ACCEPTED})

@@ -28,13 +28,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_KEEP_ALIVE_S = 75
-"""Idle time in seconds before the server closes a connection, longer than clients keep a connection (httpx: 5 s).
-
-A server that closes first may lose a request that the client is about to send.
-"""
-
-
 _ACCEPTS = 16
 """Connections accepted in one pass of the event loop. uvloop accepts one per listening socket, so the socket is duplicated."""
 _OTHER_FILES = 128
@@ -56,11 +49,14 @@ class Drained(Protocol):
 
 
 class Server(uvicorn.Server):
-    """HTTP server that drains at the first signal and stops at the second. A draining server finishes running requests."""
+    """HTTP server that drains at the first signal and stops at the second.
 
-    def __init__(self, config: uvicorn.Config, state: Drained) -> None:
+    A draining server finishes running requests. Each of its answers ends its connection, so clients go elsewhere.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: Drained, limits: ConnectionLimits) -> None:
         super().__init__(config)
-        self._state = state
+        self._state, self._limits = state, limits
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -68,7 +64,7 @@ class Server(uvicorn.Server):
         if self._state.draining or not self.started:
             self.should_exit = self.force_exit = True
             return
-        self._state.draining = True
+        self._state.draining = self._limits.draining = True
         logger.warning("draining: %d requests are being answered", self._state.metrics.running)
         asyncio.get_running_loop().call_soon_threadsafe(self._drain)
 
@@ -106,10 +102,9 @@ class Listener:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
-            timeout_keep_alive=_KEEP_ALIVE_S,
             http=partial(BoundedHttp, limits=self._limits),  # type: ignore[arg-type]
         )
-        self.server = Server(http, state)
+        self.server = Server(http, state, self._limits)
         self._sockets = [listening, *(listening.dup() for _ in range(_ACCEPTS - 1))]
         self.serving: asyncio.Task[None] | None = None
 

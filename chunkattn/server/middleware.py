@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import re
 import secrets
@@ -10,12 +9,13 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chunkattn.fair_threads import OWNER
 from chunkattn.server.errors import ApiError, api_error, too_large
 from chunkattn.server.keys import Caller, Keys, Shares
+from chunkattn.server.names import is_host, is_loopback, names_this_machine
 from chunkattn.server.options import ServerConfig
 
 logger = logging.getLogger("chunkattn.server.access")
@@ -29,6 +29,8 @@ REPLICA_HEADER = "x-chunkattn-replica"
 """Header in which a gateway names the server that answered."""
 _TYPESAFE_PATHS = ("/v1/systemone", "/v1/models")
 """Routes of TypeSafe's clients, which read the request id from a header of their own."""
+_SINGLE = ("host", "authorization")
+"""Headers of which two would be read differently by two servers."""
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
 
 
@@ -62,12 +64,13 @@ class Gate:
     """ASGI middleware around the whole app.
 
     The gate gives every request an id (the client's own `X-Request-Id` if it is printable), checks the API key, and cuts off
-    long bodies. It answers an uncaught exception with a 500 that holds the request id alone.
+    long bodies. It serves a path with a slash at its end as the path without it. It answers an uncaught exception with a 500
+    that holds the request id alone.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: HttpMetrics, keys: Keys, shares: Shares) -> None:
         self.app, self.config, self.metrics, self.keys, self.shares = app, config, metrics, keys, shares
-        self._local_only = not keys.needed and _is_loopback(config.host)
+        self._local_only = not keys.needed and is_loopback(config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or pass it to the app."""
@@ -75,6 +78,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers, began, status, replica = Headers(scope=scope), time.perf_counter(), 0, None
+        _drop_last_slash(scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         holder = self.keys.holder(headers.get("authorization", "")) if self.keys.needed else None
@@ -109,6 +113,8 @@ class Gate:
         try:
             if refusal := self._refuse(scope, headers, holder is not None):
                 await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, noted)
+            elif (root := scope.get("root_path")) and scope["path"] == root:  # the page's links are relative to the slash
+                await Response(None, 307, {"Location": f"{root}/"})(scope, receive, noted)
             else:
                 await self.app(scope, limited, noted)
         except Exception as error:
@@ -122,18 +128,29 @@ class Gate:
 
     def _refuse(self, scope: Scope, headers: Headers, known: bool) -> ApiError | None:
         """Return the refusal of a request before routing, or None. `known` tells whether it brings an API key."""
-        if len(headers.getlist("host")) > 1:
-            return ApiError(400, "the request has several Host headers; send one", code="invalid_host")
+        for name in _SINGLE:
+            if len(headers.getlist(name)) > 1:
+                code = "invalid_host" if name == "host" else "invalid_header"
+                return ApiError(400, f"the request has several {name.title()} headers; send one", code=code)
+        host = headers.get("host")
+        if (host is None and scope.get("http_version", "1.1") == "1.1") or not is_host(host or ""):
+            text = "the Host header must be a name or an address, and perhaps a port"
+            return ApiError(400, f"{text}, got {'none' if host is None else ascii(host[:100])}", code="invalid_host")
         path = route_path(scope)
+        if not path.startswith("/"):
+            return ApiError(400, f"the target of a request must be a path, got {path[:100]!a}", code="invalid_path")
         if path in (METRICS_PATH, REPORT_PATH):
             known = self.keys.open_metrics(headers.get("authorization", ""))
         if not known and path not in OPEN_PATHS and (self.keys.needed or path in (METRICS_PATH, REPORT_PATH)):
             kind = "metrics key" if path in (METRICS_PATH, REPORT_PATH) and self.config.metrics_key is not None else "API key"
             text = f"a valid {kind} is needed: send 'Authorization: Bearer KEY'"
             return ApiError(401, text, code="invalid_api_key", **{"WWW-Authenticate": 'Basic realm="chunkattn"'})
-        if self._local_only and not _names_this_machine(headers.get("host", "")):
+        if self._local_only and not names_this_machine(host or ""):
             text = "this server answers to localhost alone; start it with another host, or with an API key"
             return ApiError(403, text, code="host_not_allowed")
+        if scope["method"] == "GET" and _offers_websocket(headers):
+            text = "websockets are not served; send the request without an upgrade, and with stream=true for a stream of events"
+            return ApiError(400, text, code="websocket_not_supported")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.config.max_body_bytes:
             return too_large(self.config.max_body_bytes)
@@ -154,22 +171,19 @@ class Gate:
         logger.log(level, text, fields, extra={"request": fields})
 
 
-def _names_this_machine(host: str) -> bool:
-    """Return whether a Host header names this machine. A DNS-rebinding page sends its own name."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    return _is_loopback(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
+def _offers_websocket(headers: Headers) -> bool:
+    """Return whether a request opens a websocket (RFC 6455, 4.1). Offers of other protocols are ignored."""
+    offered = {part.partition("/")[0].strip().lower() for value in headers.getlist("upgrade") for part in value.split(",")}
+    options = {part.strip().lower() for value in headers.getlist("connection") for part in value.split(",")}
+    return "websocket" in offered and "upgrade" in options
 
 
-def _is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address or name."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+def _drop_last_slash(scope: Scope) -> None:
+    """Take slashes off the end of a path; encoded ones stay, because they belong to a name."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    if raw.endswith(b"/") and route_path(scope) != "/":
+        count = len(raw) - len(raw.rstrip(b"/"))
+        scope["path"], scope["raw_path"] = scope["path"][:-count] or "/", raw[:-count] or b"/"
 
 
 class HeadAsGet:

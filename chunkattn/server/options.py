@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError
 from chunkattn.options import options_of
+from chunkattn.server.names import origin
 
 LOG_FORMATS = ("text", "json")
 _FROM_ZERO = ("priority_range", "stream_heartbeat_s", "min_label_mass")
@@ -59,10 +60,12 @@ class ServerConfig:
         min_label_mass: label mass below which `/v1/decisions` answers a question with a refusal; 0 refuses none.
         stream_heartbeat_s: time in seconds after which a silent stream gets a comment line, so that proxies keep it open; 0
             sends none. An error within that time of a request's start has its HTTP status, a later error is an event.
+        timeout_keep_alive: time in seconds after which an idle connection is closed. Choose it longer than the pools of clients
+            and proxies keep one, such as 620 behind Google Cloud's load balancers.
         write_timeout_s: period in seconds in which a client must read 256 bytes of its answer per second on average; a slower
             client is disconnected.
         allowed_origins: origins whose pages may call the server from a browser (CORS), such as `https://app.example`; `*` for
-            every page. By default no page of another origin may.
+            every page, `null` for files. By default no page of another origin may.
         allowed_methods: methods that such pages may use.
         allowed_headers: request headers that such pages may send.
         document_store: file in which the documents of `/v1/cache/documents` survive a restart of the server, made when absent.
@@ -95,6 +98,7 @@ class ServerConfig:
     max_connections: int = 2048
     header_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
+    timeout_keep_alive: float = 120.0
     write_timeout_s: float = 60.0
     max_answer_values: int = 1_000_000
     min_label_mass: float = 0.0
@@ -113,6 +117,8 @@ class ServerConfig:
         for option in options:
             if option.kind is tuple:
                 object.__setattr__(self, option.name, _texts(option.name, getattr(self, option.name)))
+        object.__setattr__(self, "allowed_origins", tuple(dict.fromkeys(map(origin, self.allowed_origins))))
+        object.__setattr__(self, "allowed_methods", tuple(method.upper() for method in self.allowed_methods))
         if self.allow_credentials and "*" in self.allowed_origins:
             text = "allow_credentials with allowed_origins * would let every web page use the credentials of its visitors"
             raise ConfigError(f"{text}; name the origins")

@@ -15,6 +15,8 @@ import pytest
 
 from tests.server_helpers import SMALL, ServerProcess
 
+PYTHON = str(Path(os.environ.get("SERVER_PYTHON", ".venv/bin/python")).absolute())
+
 NAMES = (
     "chunkattn-demo",
     # the default models of clients whose model cannot be left out
@@ -33,9 +35,22 @@ NAMES = (
 @pytest.fixture(scope="session")
 def server():
     """Server of the demo model, started with the main environment's Python."""
-    python = Path(os.environ.get("SERVER_PYTHON", ".venv/bin/python")).absolute()
     names = [f"--served-model-name={name}" for name in NAMES]
-    made = ServerProcess(*SMALL, *names, python=str(python), HF_HUB_OFFLINE="1")
+    made = ServerProcess(*SMALL, *names, python=PYTHON, HF_HUB_OFFLINE="1")
+    yield made.url
+    assert made.close() == 0
+
+
+class Gateway(ServerProcess):
+    """`chunkattn route` on a free port."""
+
+    command = "route"
+
+
+@pytest.fixture(scope="session")
+def gateway(server):
+    """Gateway before the server."""
+    made = Gateway(server, python=PYTHON)
     yield made.url
     assert made.close() == 0
 

@@ -15,8 +15,8 @@ from uvicorn.server import ServerState
 from chunkattn.gateway.app import Gateway
 from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.server.http import BoundedHttp, ConnectionLimits
 from chunkattn.server.options import ServerConfig
+from tests.http_rig import listening
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -247,29 +247,22 @@ async def rig(*replicas, urls=None, server=None, transport=None, wait=True, **op
     )
     gateway = Gateway(connection, given, config)
     await gateway.open()
-    web = uvicorn.Config(gateway.app, interface="asgi3", log_config=None, access_log=False, lifespan="off", proxy_headers=False)
-    web.load()
-    state, limits = ServerState(), ConnectionLimits(config, config.max_connections)
-    state.default_headers = [(b"date", b"Fri, 02 Jan 1970 00:00:00 GMT"), (b"server", b"gateway")]
-    make = partial(BoundedHttp, limits=limits, config=web, server_state=state, app_state={})
-    listening = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
-    checking = asyncio.create_task(limits.watch(state.connections))
-    port = listening.sockets[0].getsockname()[1]
-    http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False, trust_env=False)
-    made = Rig(gateway, http, port)
+    headers = [(b"date", b"Fri, 02 Jan 1970 00:00:00 GMT"), (b"server", b"gateway")]
     try:
-        if wait and transport is None:
-            await made.ready(*replicas)
-        yield made
+        async with listening(gateway.app, config, headers) as (port, _), client(port) as http:
+            made = Rig(gateway, http, port)
+            if wait and transport is None:
+                await made.ready(*replicas)
+            yield made
     finally:
-        await http.aclose()
-        checking.cancel()
-        listening.close()
-        for connected in list(state.connections):
-            connected.transport.abort()
         await gateway.close()
         for replica in replicas:
             replica.kill()
+
+
+def client(port):
+    """Return a client of a port of this machine."""
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False, trust_env=False)
 
 
 def events(text):

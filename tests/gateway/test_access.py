@@ -130,7 +130,7 @@ def test_routes_about_all_clients_are_not_relayed():
     async def case():
         a = Replica()
         async with rig(a) as made:
-            for path in ("/v1/cache/report", "/metrics/", "/metrics/other"):
+            for path in ("/v1/cache/report", "/v1/cache/report/", "/metrics/other", "/metrics%2F"):
                 assert (await made.http.get(path)).status_code == 404
         assert a.calls == []
 

@@ -153,13 +153,11 @@ def test_a_base_url_with_a_path_and_a_request_below_a_root_path():
     run(case)
 
 
-@pytest.mark.parametrize("target", ["*", "localhost:80"])
-def test_a_target_that_is_no_path_is_a_400(target):
+def test_a_target_that_is_no_path_is_a_400():
     async def case():
         a = Replica()
         async with rig(a) as made:
-            method = "OPTIONS" if target == "*" else "CONNECT"
-            status, _, _ = parts(await made.exchange(raw(method, target)))
+            status, _, _ = parts(await made.exchange(raw("OPTIONS", "*")))
             assert status == 400
             assert not a.calls
             assert made.gateway.watch.ready() == [a.url]
@@ -231,20 +229,6 @@ def test_a_chunked_body_arrives_whole():
             assert a.calls[0].body == b"x" * 300_000
             assert a.calls[0].header("content-length") == ["300000"]
             assert not a.calls[0].header("transfer-encoding")
-
-    run(case)
-
-
-def test_a_body_of_two_lengths_is_refused():
-    """Such a request would be two at a server that reads the other length."""
-
-    async def case():
-        a = Replica()
-        async with rig(a) as made:
-            body = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
-            for header in ("Transfer-Encoding: chunked", "Content-Length: 5"):
-                assert parts(await made.exchange(raw("POST", "/x", header, body=body)))[0] == 400
-            assert not a.calls
 
     run(case)
 

@@ -49,22 +49,13 @@ def test_a_local_model_is_shown_by_its_folder_s_name(tmp_path):
     assert ServerState(AsyncLLM("org/name"), ServerConfig()).model_name == "org/name"
 
 
-def test_two_hosts_are_refused():
+def test_two_headers_of_one_kind_are_refused():
     for config in (ServerConfig(), ServerConfig(api_key="k"), ServerConfig(host="0.0.0.0")):
         client = client_of(config)
-        answer = client.get("/livez", headers=[("Host", "localhost"), ("Host", "evil.example")])
-        assert answer.status_code == 400
-        assert "Host" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("host", ["127.0.0.2", "::1", "localhost", "::ffff:127.0.0.1"])
-def test_every_loopback_address_checks_names(host):
-    client = TestClient(create_app(AsyncLLM(), ServerConfig(host=host)), base_url="http://evil.example:8000")
-    assert client.get("/v1/models").status_code == 403
-    for name in ("localhost", "127.0.0.2:80", "[::1]:80", "127.0.0.1"):
-        assert client.get("/v1/models", headers={"Host": name}).status_code == 200
-    for name in ("127.0.0.1.evil.example", "localhost.evil.example", "[::1", "1.2.3.4"):
-        assert client.get("/v1/models", headers={"Host": name}).status_code == 403
+        for name, values in (("Host", ("localhost", "evil.example")), ("Authorization", ("Bearer k", "Bearer l"))):
+            answer = client.get("/livez", headers=[("Host", "localhost")][name == "Host" :] + [(name, v) for v in values])
+            assert answer.status_code == 400
+            assert f"several {name}" in answer.json()["error"]["message"]
 
 
 def test_answers_are_what_they_say_they_are():

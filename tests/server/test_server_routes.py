@@ -77,6 +77,34 @@ def test_unknown_paths_and_methods_are_named():
             assert all(word in error["message"] for word in (path, *allowed))
 
 
+EVERY = sorted(
+    {(m, r.path) for r in ROUTES for m in r.methods} | {("HEAD", path) for path in READS} | {("GET", "/openapi.json")}
+)
+
+
+@pytest.mark.parametrize(("method", "path"), [(method, path) for method, path in EVERY if path != "/"])
+def test_a_slash_at_the_end_is_served_as_none(method, path):
+    """A redirect would name the address of the server itself, which clients behind a proxy cannot reach."""
+    path = path.replace("{name:path}", "chunkattn-demo").replace("{name}", "page.js").replace("{document_id}", "x")
+    for root in ("", "/llm"):
+        http = client(metrics_key="scrape", root_path=root)
+        headers = {"Host": "10.0.0.7:8000", "X-Request-Id": "one"} if root else {"X-Request-Id": "one"}
+        plain, slash, twice = (
+            http.request(method, root + path + end, headers=headers, follow_redirects=False) for end in ("", "/", "//")
+        )
+        assert (plain.status_code, plain.status_code) == (slash.status_code, twice.status_code)
+        assert plain.status_code not in (*range(300, 400), 405)
+        if path not in ("/health", "/readyz"):  # which tell the time
+            assert plain.content == slash.content
+
+
+def test_the_page_below_a_proxys_path_has_its_slash():
+    http = client(root_path="/llm")
+    answer = http.get("/llm", headers={"Host": "localhost"}, follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (307, "/llm/")
+    assert http.get("/llm").text == http.get("/llm/").text == http.get("/").text
+
+
 # Other origins
 
 PREFLIGHT = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
@@ -144,7 +172,7 @@ def test_every_name_is_listed_and_accepted_and_the_first_answers():
     ],
 )
 def test_options_of_several_texts(given, expected):
-    assert ServerConfig(allowed_origins=given).allowed_origins == expected
+    assert ServerConfig(served_model_name=given).served_model_name == expected
 
 
 @pytest.mark.parametrize("given", ["", ["a", ""], "[", '["a", 5]', '["a"', [5]])

@@ -10,10 +10,11 @@ from unittest.mock import Mock
 import pytest
 import uvicorn
 from packaging.requirements import Requirement
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from chunkattn.server import http, listening
+from chunkattn.server import exchange, http, listening
 
 ROOT = Path(__file__).parents[2]
 REQUEST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n"
@@ -58,8 +59,8 @@ def test_what_the_protocol_reads_exists():
         names = read_from(cls, "self") - own
         assert {"cycle", "flow", "pipeline", "connections", "transport", "loop"} <= names
         assert [name for name in sorted(names) if not hasattr(protocol, name)] == []
-        for part in ("cycle", "flow"):
-            names = read_from(cls, f"self.{part}")
+        for part, added in (("cycle", {"drop"}), ("flow", {"hold", "release"})):
+            names = read_from(cls, f"self.{part}") - added
             assert names
             assert [name for name in sorted(names) if not hasattr(getattr(protocol, part), name)] == []
         for task in protocol.tasks:
@@ -70,7 +71,12 @@ def test_what_the_protocol_reads_exists():
 
 @pytest.mark.parametrize(
     ("module", "name", "base", "ours"),
-    [(http, "BoundedHttp", HttpToolsProtocol, {"check_time"} | HTTPTOOLS), (listening, "Server", uvicorn.Server, set())],
+    [
+        (http, "BoundedHttp", HttpToolsProtocol, {"check_time"} | HTTPTOOLS),
+        (exchange, "Exchange", RequestResponseCycle, {"drop"}),
+        (exchange, "HeldFlow", FlowControl, {"hold", "release"}),
+        (listening, "Server", uvicorn.Server, set()),
+    ],
 )
 def test_what_is_overridden_exists(module, name, base, ours):
     overridden = {method for method in methods(class_of(module, name)) if not method.startswith("_")} - ours

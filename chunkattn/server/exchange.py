@@ -1,0 +1,138 @@
+"""`Exchange`: one request on a connection with its answer, and `LingeringTransport`, which closes without losing an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+
+class LingeringTransport:
+    """Transport whose `close` ends the sending, and reads on until the client closes as well.
+
+    Closing a socket whose client still sends resets the connection, and a reset may destroy an answer that the client has not
+    read (RFC 9112, 9.6).
+
+    Args:
+        transport: transport of the connection.
+        loop: its event loop.
+        linger_s: function that returns how long to read on, in seconds.
+
+    Attributes:
+        client_ended: whether the client has ended its sending, so there is nothing to read on for.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, linger_s: Callable[[], float]) -> None:
+        self._transport, self._loop, self._linger_s = transport, loop, linger_s
+        self._is_closing = self.client_ended = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Return whether the connection is closed, or will be."""
+        return self._is_closing or self._transport.is_closing()
+
+    def has_input(self) -> bool:
+        """Return whether bytes of the client, or its end, have arrived that the event loop has not read."""
+        socket = self._transport.get_extra_info("socket")
+        if socket is None or socket.fileno() < 0:
+            return False
+        if not hasattr(select, "poll"):  # Windows
+            return bool(select.select([socket.fileno()], [], [], 0)[0])
+        poll = select.poll()
+        poll.register(socket.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def write(self, data: bytes) -> None:
+        """Send bytes; after `close` they are dropped."""
+        if not self.is_closing():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """End the sending, and close once the client has closed or the time is over."""
+        if self.is_closing():
+            return
+        self._is_closing = True
+        if self.client_ended or not self._transport.can_write_eof():
+            self._transport.close()
+            return
+        try:
+            self._transport.write_eof()
+            if not self._transport.is_reading():
+                self._transport.resume_reading()
+        except (OSError, RuntimeError):  # the client has reset the connection, or has sent its end before
+            self._transport.close()
+            return
+        self._loop.call_later(self._linger_s(), self._transport.close)
+
+    def close_now(self) -> None:
+        """Close once everything is sent, without waiting for the client."""
+        self._is_closing = True
+        self._transport.close()
+
+
+class HeldFlow(FlowControl):
+    """Flow control whose reading stays paused while it is held, whatever a request that reads its body asks for."""
+
+    def __init__(self, transport: Any) -> None:
+        super().__init__(transport)
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Pause reading until `release`."""
+        self._is_held = True
+        self.pause_reading()
+
+    def release(self) -> None:
+        """Read again."""
+        self._is_held = False
+        self.resume_reading()
+
+    def resume_reading(self) -> None:
+        """Read again unless held."""
+        if not self._is_held:
+            super().resume_reading()
+
+
+class Exchange(RequestResponseCycle):
+    """One request with its answer.
+
+    Args:
+        is_draining: function that returns whether the answer should be the last one of its connection.
+        keep_alive_header: header of answers after which the connection stays open.
+        **options: arguments of uvicorn's class.
+    """
+
+    def __init__(self, *, is_draining: Callable[[], bool], keep_alive_header: tuple[bytes, bytes], **options: Any) -> None:
+        super().__init__(**options)
+        self._is_draining, self._keep_alive_header = is_draining, keep_alive_header
+        self._ends_with_connection = False
+
+    async def send(self, message: Any) -> None:
+        """Send a part of the answer."""
+        if message["type"] == "http.response.start" and not self.response_started:
+            self._prepare(message)
+        elif self._ends_with_connection:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+    def _prepare(self, message: Any) -> None:
+        """Decide how the answer ends, and whether the connection goes on."""
+        names = {name.lower() for name, _ in message.get("headers", ())}
+        asks_first = self.waiting_for_100_continue and self.more_body  # its body may come next, or another request
+        if asks_first or self._is_draining():
+            self.keep_alive = False
+        if self.scope["http_version"] == "1.0" and not names & {b"content-length", b"transfer-encoding"}:
+            self._ends_with_connection, self.chunked_encoding = True, False  # HTTP/1.0 has no chunks
+        if self.keep_alive and b"connection" not in names:
+            self.default_headers = [*self.default_headers, self._keep_alive_header]
+
+    def drop(self) -> None:
+        """End the request: its application sees a client that has left, and sends nothing more."""
+        self.disconnected = True
+        self.message_event.set()

@@ -1,0 +1,183 @@
+"""Life of a connection: idle time, what arrives while the server closes, and answers that a closing server does not lose."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+import uvloop
+
+from chunkattn.server.options import ServerConfig
+from tests.http_rig import listening, read_answer
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def hello(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"hi"})
+
+
+def run(case):
+    async def bounded():
+        async with asyncio.timeout(30):
+            await case()
+
+    uvloop.run(bounded())
+
+
+async def ask(reader, writer, request=GET):
+    writer.write(request)
+    return await read_answer(reader, "GET")
+
+
+def test_an_idle_connection_closes_after_the_time_that_its_answers_tell():
+    async def case():
+        async with listening(hello, ServerConfig(timeout_keep_alive=1)) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(3):
+                assert (await ask(reader, writer)).headers["keep-alive"] == "timeout=1"
+                await asyncio.sleep(0.5)  # each request starts the time again
+            assert await reader.read() == b""
+            writer.close()
+
+    run(case)
+
+
+def test_pools_of_go_end_before_the_default():
+    assert ServerConfig().timeout_keep_alive > 90
+
+
+def test_a_request_that_has_arrived_is_answered_after_the_idle_time():
+    """uvloop runs all timers that are due before it reads: here one that sends a request, then the connection's own."""
+
+    async def case():
+        loop = asyncio.get_running_loop()
+        async with listening(hello, ServerConfig(timeout_keep_alive=0.3)) as (port, _):
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+
+                def answer():
+                    found = b""
+                    while not found.endswith(b"hi"):
+                        found += (more := client.recv(1000))
+                        assert more, found
+                    return found
+
+                client.sendall(GET)
+                await asyncio.to_thread(answer)
+                loop.call_later(0.25, client.sendall, GET)
+                await asyncio.sleep(0.2)
+                time.sleep(0.3)
+                assert (await asyncio.to_thread(answer)).startswith(b"HTTP/1.1 200 ")
+
+    run(case)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 8000000\r\n\r\n",
+    ],
+    ids=["no request", "early answer"],
+)
+def test_a_client_that_still_sends_reads_its_answer(head):
+    """Closing at once would reset the connection, and with it the answer that the client has not read."""
+
+    async def case():
+        async with listening(hello, ServerConfig()) as (port, _):
+
+            def client():
+                with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+                    connection.sendall(head)
+                    time.sleep(0.1)
+                    for _ in range(20):
+                        connection.sendall(b"x" * 100_000)
+                        time.sleep(0.002)
+                    return connection.recv(1 << 16)
+
+            assert (await asyncio.to_thread(client)).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 200 "))
+
+    run(case)
+
+
+def test_a_server_that_stops_answers_what_is_on_its_way():
+    async def case():
+        async with listening(hello, ServerConfig()) as (port, connections):
+            pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            for reader, writer in pairs:
+                assert "connection" not in (await ask(reader, writer)).headers
+            protocols = list(connections)
+            pairs[0][1].write(GET)
+            pairs[1][1].write(GET[:9])
+            await asyncio.sleep(0.01)
+            for protocol in protocols:
+                protocol.shutdown()
+            await asyncio.sleep(0.02)
+            pairs[1][1].write(GET[9:])
+            for reader, writer in pairs[:2]:
+                assert (await read_answer(reader, "GET")).body == b"hi"
+                writer.close()
+            reader, writer = pairs[2]
+            writer.write(GET)
+            answer = await read_answer(reader, "GET")
+            assert (answer.body, answer.headers["connection"]) == (b"hi", "close")
+            assert await reader.read() == b""
+            writer.close()
+            assert await pairs[1][0].read() == b""
+
+    run(case)
+
+
+def test_a_client_that_asks_first_may_send_no_body():
+    """Its next bytes may be the body or another request, so an answer without the interim one ends the connection."""
+
+    async def reads(scope, receive, send):
+        await receive()
+        await hello(scope, receive, send)
+
+    async def case():
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n"
+        for app, last in ((hello, "close"), (reads, None)):
+            async with listening(app, ServerConfig()) as (port, _):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(head)
+                if app is reads:
+                    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                    writer.write(b"abc")
+                assert (await read_answer(reader, "POST")).headers.get("connection") == last
+                writer.close()
+
+    run(case)
+
+
+def test_pipelined_requests_are_bounded_and_end_with_their_client():
+    """A client that sends on while its first request runs is not read, and its leaving ends the first request."""
+    left, started = [], []
+
+    async def slow(scope, receive, send):
+        started.append(scope)
+        while (message := await receive())["type"] != "http.disconnect":
+            if not message.get("more_body"):
+                await asyncio.sleep(0)
+        left.append(scope)
+
+    async def case():
+        async with listening(slow, ServerConfig()) as (port, connections):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(GET)
+            await asyncio.sleep(0.1)
+            for _ in range(200):
+                writer.write(GET * 1000)
+            await asyncio.sleep(0.3)
+            assert writer.transport.get_write_buffer_size() > 0
+            (protocol,) = connections
+            assert len(protocol.pipeline) < 10_000
+            writer.transport.abort()
+            for protocol in list(connections):
+                protocol.transport.abort()
+            while not left:
+                await asyncio.sleep(0.01)
+            assert len(started) == 1
+
+    run(case)
