@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +194,9 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise ModelError(f"{file} cannot be read: {error}") from error
 
 
-def load_model_tokenizer(model: str | None, tokenizer: str | None = None) -> PreTrainedTokenizerBase:
+def load_model_tokenizer(
+    model: str | PathLike[str] | None, tokenizer: str | PathLike[str] | None = None
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer that `open_files` would load, without the checkpoint.
 
     Args:
@@ -204,7 +207,7 @@ def load_model_tokenizer(model: str | None, tokenizer: str | None = None) -> Pre
         ModelError: the tokenizer cannot be loaded.
     """
     is_local = model is None or Path(model).expanduser().exists()
-    return load_tokenizer(tokenizer or (str(resolve_path(model)) if is_local else str(model)))
+    return load_tokenizer(tokenizer or (resolve_path(model) if is_local else str(model)))
 
 
 def _checkpoint_dtype(config: PretrainedConfig) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from glob import escape
+from os import PathLike
 from pathlib import Path
 
 from chunkattn.errors import ModelError
@@ -24,7 +25,9 @@ CHECKPOINT_FILES = ("model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja
 """Patterns of the files of a checkpoint on the hub."""
 
 
-def resolve_path(model: str | None, revision: str | None = None, files: Sequence[str] = CHECKPOINT_FILES) -> Path:
+def resolve_path(
+    model: str | PathLike[str] | None, revision: str | None = None, files: Sequence[str] = CHECKPOINT_FILES
+) -> Path:
     """Return the local folder or GGUF file of a model; download a hub id to the hub's cache first.
 
     Args:
@@ -38,13 +41,13 @@ def resolve_path(model: str | None, revision: str | None = None, files: Sequence
     """
     if model is None:
         return DEMO_FOLDER
-    local = Path(model).expanduser()
+    local, model = Path(model).expanduser(), str(model)
     if is_present(local):
         return _folder(local) if local.is_dir() else _file(local)
     place, quant = split_quant(model)
     if quant is not None and is_present(folder := Path(place).expanduser()):
         return _quant_of_folder(folder, quant)
-    if reason := explain_name(place):
+    if reason := explain_name(model):
         raise ModelError(f"model {model!r} is no local folder or file and no hub id: {reason}")
     return _checkpoint(model, revision, files) if quant is None else _quant_of_hub(place, quant, revision)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,7 +55,7 @@ _PROBES = (
 """Texts whose ids and decoded texts are compared with those of the file's own tokenizer."""
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str | PathLike[str]) -> PreTrainedTokenizerBase:
     """Return a tokenizer from a folder, a GGUF file or the hub.
 
     Args:
