@@ -111,17 +111,15 @@ def test_a_field_of_a_body_left_out_or_null_has_the_default(name, kind, content)
 
 
 def test_calls_without_parameters_take_the_defaults(chat_folder, tmp_path):
-    """Greedy, with a penalty that shows. `max_new_tokens` bounds what fits, and given parameters count as they are."""
-    folder = write(
-        shutil.copytree(chat_folder, tmp_path / "model"), {"temperature": 0.0, "repetition_penalty": 90.0, "max_new_tokens": 9}
-    )
+    """The likeliest tokens at a high temperature, by `top_k`. `max_new_tokens` bounds what fits, and given parameters count as they are."""
+    folder = write(shutil.copytree(chat_folder, tmp_path / "model"), {"temperature": 3.0, "top_k": 1, "max_new_tokens": 9})
     llm = LLM(folder, **CHAT_OPTIONS)
-    expected = SamplingParams(temperature=0, repetition_penalty=90, max_tokens=9)
+    expected = SamplingParams(temperature=3, top_k=1, max_tokens=9)
     assert llm.get_default_sampling_params() == expected
     messages = [{"role": "user", "content": "Paris is a city."}]
     for call, prompt in ((llm.generate, "Paris is a city"), (llm.chat, messages)):
         found, same, plain = (
-            call(prompt, params)[0].outputs[0].token_ids for params in (None, expected, SamplingParams(temperature=0))
+            call(prompt, params)[0].outputs[0].token_ids for params in (None, expected, SamplingParams(temperature=3))
         )
         assert found == same
         assert found != plain[: len(found)]
