@@ -111,7 +111,7 @@ def test_a_field_of_a_body_left_out_or_null_has_the_default(name, kind, content)
 
 
 def test_calls_without_parameters_take_the_defaults(chat_folder, tmp_path):
-    """The likeliest tokens at a high temperature, by `top_k`. `max_new_tokens` bounds what fits, and given parameters count as they are."""
+    """The likeliest tokens at a high temperature, by `top_k`. `max_new_tokens` bounds what fits; given parameters are whole."""
     folder = write(shutil.copytree(chat_folder, tmp_path / "model"), {"temperature": 3.0, "top_k": 1, "max_new_tokens": 9})
     llm = LLM(folder, **CHAT_OPTIONS)
     expected = SamplingParams(temperature=3, top_k=1, max_tokens=9)

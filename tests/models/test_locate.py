@@ -60,7 +60,7 @@ NOT_LOADED = {
 
 
 def test_what_is_downloaded(hub, make):
-    """Of a model: its card too. Of a tokenizer: no weights. Of a quantisation: all shards of one file, and nothing else."""
+    """A model's card is among its files, a tokenizer has no weights, and a quantisation is all shards of one file."""
     hub.add("some/model", make(dict.fromkeys(LOADED | NOT_LOADED, b"{}")))
     resolve_path("some/model")
     assert {*hub.taken} == LOADED
