@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from dataclasses import replace
 from functools import partial
 from numbers import Real
+from os import PathLike
 from secrets import token_hex
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, Unpack, overload
@@ -66,7 +67,7 @@ class AsyncLLM:
         ConfigError: an option is unknown or invalid.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
         self.config = make_config(model, options)
         if self.config.host_index:
             raise ConfigError(f"host {self.config.host_index} of several takes no requests; run `chunkattn serve` on it")
@@ -77,7 +78,7 @@ class AsyncLLM:
     # Start and stop
 
     @classmethod
-    async def start(cls, model: str | None = None, **options: Any) -> AsyncLLM:
+    async def start(cls, model: str | PathLike[str] | None = None, **options: Any) -> AsyncLLM:
         """Start an engine. The caller closes it with `close`.
 
         Args:
@@ -179,6 +180,10 @@ class AsyncLLM:
 
     # Generation
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of calls that give none; see `LLM.get_default_sampling_params`."""
+        return self.frontend.default_sampling
+
     def generate(
         self,
         prompt: Prompt | ParsedPrompt,
@@ -200,7 +205,7 @@ class AsyncLLM:
 
         Args:
             prompt: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt`, `DocumentPrompt` or `ParsedPrompt`.
-            sampling_params: parameters of the text; None uses the defaults.
+            sampling_params: parameters of the text; None uses `get_default_sampling_params`.
             request_id: id for `abort`; None makes one up.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             focus: see `LLM.generate`; a `ParsedPrompt` has its own instead.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from chunkattn.errors import ConfigError, shown
+from chunkattn.gguf_names import GGUF_SUFFIX, has_quant, split_quant
 from chunkattn.local_files import read_object
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def calibration_of(model: str | None, option: str | None, revision: str | None =
     names another file.
 
     Args:
-        model: local folder, local file or hub id; None for the bundled demo model.
+        model: local folder, local file, hub id or `MODEL:QUANT`; None for the bundled demo model.
         option: path of a calibration file, `"off"` for none, or None to look into the model's folder.
         revision: revision of the model on the hub.
 
@@ -117,20 +118,22 @@ def _calibration_file(model: str | None, option: str | None, revision: str | Non
         return Path(option).expanduser()
     if model is None:
         return None
-    place = Path(model).expanduser()
+    name, quant = (model, None) if Path(model).expanduser().exists() else split_quant(model)
+    place = Path(name).expanduser()
     if place.exists():
         file: Path | None = (place if place.is_dir() else place.parent) / FILE_NAME
     else:
-        file = _hub_file(model, revision)
+        file = _hub_file(name, revision)
     if file is None or not file.exists():
         return None
     named = _object(file).get("model")
-    if place.is_file() and isinstance(named, str) and not _is_named(place, named):
+    is_of_another = not _has_quant(named, quant) if quant else place.is_file() and not _is_named(place, named)
+    if is_of_another:
         logger.warning(
             "%s is ignored: it is the calibration of %r, not of %s; to use it anyway, name the file in chunk_calibration",
             file,
             named,
-            place.name,
+            model if quant else place.name,
         )
         return None
     return file
@@ -138,7 +141,7 @@ def _calibration_file(model: str | None, option: str | None, revision: str | Non
 
 def _hub_file(model: str, revision: str | None) -> Path | None:
     """Return the calibration file of a model on the hub, or None if there is none or the hub cannot be asked."""
-    if Path(model).suffix.lower() == ".gguf":  # a local file that is missing
+    if Path(model).suffix.lower() == GGUF_SUFFIX:  # a local file that is missing
         return None
     from huggingface_hub import hf_hub_download
 
@@ -149,9 +152,16 @@ def _hub_file(model: str, revision: str | None) -> Path | None:
         return None
 
 
-def _is_named(file: Path, name: str) -> bool:
+def _has_quant(named: Any, quant: str) -> bool:
+    """Return whether a calibration's `model` may name a GGUF file of a quantisation: a folder or hub id names them all."""
+    return not isinstance(named, str) or not named.lower().endswith(GGUF_SUFFIX) or has_quant(Path(named).as_posix(), quant)
+
+
+def _is_named(file: Path, name: Any) -> bool:
     """Return whether a calibration's `model` names this GGUF file, or the folder that holds it."""
-    return any(Path(name).name in (place.name, place.parent.name) for place in (file, file.resolve()))
+    return not isinstance(name, str) or any(
+        Path(name).name in (place.name, place.parent.name) for place in (file, file.resolve())
+    )
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -13,9 +13,11 @@ import numpy as np
 
 from chunkattn.calibration import Calibration, calibration_of, checked
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.options import options_of
+from chunkattn.options import options_of, take_paths
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+GENERATION_AUTO, GENERATION_NONE = "auto", ("none", "vllm")
+"""Values of `generation_config`: the model's sampling defaults, or none; vLLM writes "vllm" for none."""
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 
 # Limits on the lists of a request, checked before any work per entry.
@@ -35,10 +37,14 @@ class EngineConfig:
     """Options of one engine, under vLLM's names where vLLM has one.
 
     Attributes:
-        model: local Hugging Face folder, GGUF file or hub id; by default the bundled demo model.
+        model: local Hugging Face folder, GGUF file or hub id; `MODEL:QUANT`, such as `owner/name:Q4_K_M`, is one GGUF file of a
+            folder or hub id. By default the bundled demo model.
         tokenizer: folder, GGUF file or hub id of the tokenizer; by default the model's own.
         revision: revision of the model on the hub.
         skip_tokenizer_init: load no tokenizer. Prompts must then be token ids.
+        generation_config: sampling defaults of requests that leave a parameter out: `"auto"` takes those of the model
+            (`generation_config.json`, or the metadata of a GGUF file), `"none"` takes those of `SamplingParams`, and a folder
+            takes those of its `generation_config.json`.
         dtype: dtype of weights, activations and KV: `"auto"` (the checkpoint's own), `"float32"`, `"bfloat16"` or `"float16"`.
         kv_cache_dtype: dtype of the KV pool. `"auto"` is `dtype`; `"fp8"` and `"fp8_e4m3"` store one byte per value, at
             scale 1.
@@ -113,6 +119,7 @@ class EngineConfig:
     tokenizer: str | None = None
     revision: str | None = None
     skip_tokenizer_init: bool = False
+    generation_config: str = "auto"
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
@@ -157,10 +164,10 @@ class EngineConfig:
     engine_hang_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.kv_store, os.PathLike):
-            object.__setattr__(self, "kv_store", os.fspath(self.kv_store))
-        if self.kv_store == "":
-            raise ConfigError("kv_store must be a folder or None, got ''")
+        take_paths(self)
+        for name in ("model", "tokenizer", "kv_store", "generation_config"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} must not be empty; leave it out instead")
         for option in options_of(type(self)).values():
             if not option.accepts(value := getattr(self, option.name)):
                 raise ConfigError(f"{option.name} must be of type {option.type_name}, got {value!r}")
@@ -325,11 +332,11 @@ def _listed(name: str, value: Any, most: int) -> list[Any]:
     return list(value)
 
 
-def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
+def make_config(model: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> EngineConfig:
     """Return the configuration of an engine.
 
     Args:
-        model: local folder, GGUF file or hub id; None for the bundled demo model.
+        model: see `EngineConfig`; a text or a `pathlib.Path`.
         options: other fields of `EngineConfig`, by name.
 
     Raises:
@@ -339,13 +346,14 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
     if unknown := sorted(options.keys() - known.keys()):
         raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(known))}")
     given = {name: value for name, value in options.items() if value is not None or name not in _CALIBRATED}
-    config = EngineConfig(model=model, **given)
-    if not (found := calibration_of(model, config.chunk_calibration, config.revision)):
+    given["model"] = model
+    config = EngineConfig(**given)
+    if not (found := calibration_of(config.model, config.chunk_calibration, config.revision)):
         return config
     filled = asdict(found)
     if config.position_strategy != "shared":
         del filled["chunk_position_gap"]
-    return EngineConfig(model=model, **{**filled, **given})
+    return EngineConfig(**{**filled, **given})
 
 
 @dataclass(frozen=True, kw_only=True)

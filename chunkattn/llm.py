@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any, TypeVar, Unpack, overload
 
 from tqdm import tqdm
@@ -43,7 +44,7 @@ class LLM:
         >>> llm.generate("Read. # # A document. # # Another. # # A question?")  # doctest: +SKIP
 
     Args:
-        model: local Hugging Face folder, GGUF file or hub id; None for the bundled demo model.
+        model: local Hugging Face folder, GGUF file, hub id or `MODEL:QUANT`; None for the bundled demo model.
         **options: other fields of `chunkattn.config.EngineConfig`, by name.
 
     Raises:
@@ -52,7 +53,7 @@ class LLM:
         BackendError: the attention backend is unknown or does not support the model.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
         self.config = make_config(model, options)
         if self.config.num_hosts > 1:
             raise ConfigError(f"num_hosts={self.config.num_hosts} needs `AsyncLLM` or `chunkattn serve`, not `LLM`")
@@ -85,6 +86,10 @@ class LLM:
 
     # Generation
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of calls that give none: the model's defaults, as `generation_config` says."""
+        return self.frontend.default_sampling
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -100,7 +105,7 @@ class LLM:
 
         Args:
             prompts: text, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `ChunkedPrompt` or `DocumentPrompt`, one or a list.
-            sampling_params: one set of parameters for all prompts, or one each; None uses the defaults.
+            sampling_params: one set of parameters for all prompts, or one each; None uses `get_default_sampling_params`.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             focus: number of documents that each prompt chooses by its question, or a `chunkattn.focus.Focus`; for prompts that
                 have none of their own. None shows all documents alike.

@@ -95,9 +95,18 @@ def cause_of(path: Path, error: object) -> object:
         path: path of the file.
         error: error of the reader.
     """
+    return pointer_of_lfs(path) or error
+
+
+def pointer_of_lfs(path: Path) -> str | None:
+    """Return that a file is a pointer of Git LFS and what to do, or None for any other file.
+
+    Args:
+        path: path of the file.
+    """
     try:
         with path.open("rb") as file:
             is_pointer = file.read(40).startswith(b"version https://git-lfs")
     except OSError:
-        return error
-    return "it is a pointer of Git LFS: run `git lfs pull`" if is_pointer else error
+        return None
+    return "it is a pointer of Git LFS: run `git lfs pull`" if is_pointer else None

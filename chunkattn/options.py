@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from dataclasses import Field, fields
@@ -65,6 +66,17 @@ def options_of(cls: type) -> dict[str, Option]:
         hints, texts = get_type_hints(cls), descriptions(cls)
         _found[cls] = {f.name: _option(f, hints[f.name], texts.get(f.name, "")) for f in fields(cls)}
     return _found[cls]
+
+
+def take_paths(options: Any) -> None:
+    """Replace `pathlib.Path` and the like by their texts, in the options of type `str` of a frozen dataclass.
+
+    Args:
+        options: instance of a class for `options_of`.
+    """
+    for option in options_of(type(options)).values():
+        if option.kind is str and isinstance(value := getattr(options, option.name), os.PathLike):
+            object.__setattr__(options, option.name, os.fspath(value))
 
 
 def _option(field: Field[Any], hint: Any, text: str) -> Option:

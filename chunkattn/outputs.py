@@ -142,7 +142,8 @@ class RerankResult:
 
     Attributes:
         index: place of the document in the request.
-        relevance_score: probability of the positive label, normalised over the two labels, or the sigmoid of a single logit.
+        relevance_score: probability of the positive label, normalised over the two labels, or the sigmoid of a single logit;
+            with an `activation_fn` in the model's files, that function of `logit`.
         document: text of the document, or its token ids if they were given.
         logit: log-odds of the relevance, whose sigmoid is `relevance_score`: the single logit, or the difference of the two
             labels' logits.

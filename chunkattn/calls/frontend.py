@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from numbers import Integral
@@ -16,7 +17,7 @@ from chunkattn.calls.decide_questions import AnswerLabels
 from chunkattn.calls.detokenizer import token_decoder
 from chunkattn.calls.rerank_template import RerankTemplate, default_template
 from chunkattn.calls.score_memory import ScoreMemory
-from chunkattn.config import EngineConfig
+from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import ConfigError, RequestError, shown
 from chunkattn.focus import FocusLike
@@ -41,6 +42,7 @@ class Frontend:
         tokenizer: tokenizer, or None for an engine without one.
         eos_token_ids: tokens that end a text.
         reranker: rerank template and class names of the checkpoint.
+        sampling_defaults: the model's defaults of `SamplingParams`, by name.
         parser: parser from prompts to layouts.
         decode: function that returns the text of a token id, None without a tokenizer.
         scores: what scoring calls leave for later ones.
@@ -51,6 +53,7 @@ class Frontend:
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self.config = config
         self.tokenizer, self.eos_token_ids, self.reranker = files.tokenizer, files.eos_token_ids, files.reranker
+        self.sampling_defaults = files.sampling
         self.parser = self.make_parser()
         if config.multi_item_scoring_delimiter is not None:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
@@ -83,7 +86,7 @@ class Frontend:
     @cached_property
     def rerank_template(self) -> RerankTemplate:
         """Return the template of reranks that name none. If no trait tells of a reranker, the first use warns."""
-        return default_template(self.config.rerank_template, self.reranker.template, self.config.model, self.parser.encode)
+        return default_template(self.config.rerank_template, self.reranker, self.config.model, self.parser.encode)
 
     @cached_property
     def plain(self) -> PlainEncoder:
@@ -111,6 +114,27 @@ class Frontend:
         while len(self._labels) > _MAX_TEMPLATES:
             self._labels.popitem(last=False)
         return found
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """Return the parameters of calls that give none."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def sampling(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        """Return one set of parameters for each of `count` prompts.
+
+        Args:
+            params: one set for all prompts, or one each; None takes the model's defaults. Their limit on tokens becomes None:
+                it bounds what fits, instead of being refused where less fits.
+            count: number of prompts.
+
+        Raises:
+            RequestError: as `one_each`.
+        """
+        given = self.default_sampling if params is None else params
+        if params is None and "max_tokens" in self.sampling_defaults:
+            given = replace(self.default_sampling, max_tokens=None)
+        return one_each(given, SamplingParams, count, "sampling_params")
 
     def connect(self, limits: EngineLimits) -> None:
         """Store the limits of an engine with an empty cache."""

@@ -24,7 +24,7 @@ from chunkattn.engine.messages import (
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ParsedPrompt
-from chunkattn.parsers.arguments import check_salt, one_each, salt_key
+from chunkattn.parsers.arguments import check_salt, salt_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -227,18 +227,20 @@ def generate_job(
     final_only: bool = False,
     weighing: tuple[float, float] | None = None,
     prompt_only: bool = False,
+    most_tokens: int | None = None,
 ) -> GenerateJob:
     """Check the arguments of `generate`, and return the job with its requests.
 
     Args:
         frontend: frontend of the engine.
         prompts: parsed prompts.
-        params: one set of parameters for all prompts, or one each; None uses the defaults.
+        params: one set of parameters for all prompts, or one each; None uses the model's defaults.
         priority: one priority for all prompts, or one each.
         cache_salt: salt of the prompts that have none of their own.
         final_only: see `AsyncLLM.generate`.
         weighing: chunk temperature and scale instead of the engine's; only for an engine built with other values than 1.
         prompt_only: whether the prompt is only read, for its log-probabilities; no token is generated.
+        most_tokens: limit on the tokens of parameters without `max_tokens`; without `params`, the model's own.
 
     Raises:
         RequestError: an argument is invalid, or the lists differ in length.
@@ -246,7 +248,8 @@ def generate_job(
             with its longest documents.
     """
     salt = check_salt(cache_salt)
-    listed = one_each(SamplingParams() if params is None else params, SamplingParams, len(prompts), "sampling_params")
+    listed = frontend.sampling(params, len(prompts))
+    most_tokens = frontend.sampling_defaults.get("max_tokens") if params is None else most_tokens
     ranks, gap = check_priorities(priority, len(prompts)), frontend.config.calibration.chunk_position_gap
     requests = []
     for prompt, param, rank in zip(prompts, listed, ranks, strict=True):
@@ -261,6 +264,7 @@ def generate_job(
             rank,
             weighing,
             prompt_only=prompt_only,
+            most_tokens=most_tokens,
         )
         requests.append(check_longest(frontend.limits, request, prompt, gap))
     focus = None

@@ -11,7 +11,6 @@ from chunkattn.config import SamplingParams
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.outputs import RequestOutput
 from chunkattn.parsers import ParsedPrompt
-from chunkattn.parsers.arguments import one_each
 
 _POOL_SHARE = 0.75
 """Share of the KV pool that the prompts of one group may take; the rest is for the reads of their questions."""
@@ -64,13 +63,17 @@ def generate_batch(
     """
     if all(prompt.focus is None for prompt in prompts):
         return generate_job(frontend, prompts, params, priority, cache_salt=cache_salt)
-    listed = one_each(SamplingParams() if params is None else params, SamplingParams, len(prompts), "sampling_params")
+    listed = frontend.sampling(params, len(prompts))
     ranks = check_priorities(priority, len(prompts))
     order = sorted(range(len(prompts)), key=ranks.__getitem__)
     groups = list(_groups(prompts, order, frontend.limits))
     jobs = [
         generate_job(
-            frontend, [prompts[n] for n in group], [listed[n] for n in group], [ranks[n] for n in group], cache_salt=cache_salt
+            frontend,
+            [prompts[n] for n in group],
+            None if params is None else [listed[n] for n in group],
+            [ranks[n] for n in group],
+            cache_salt=cache_salt,
         )
         for group in groups
     ]

@@ -12,6 +12,8 @@ from functools import partial
 from numbers import Integral
 from typing import Any, TypedDict
 
+import numpy as np
+
 from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.items_first import ItemsFirst, items_first_job
@@ -21,6 +23,7 @@ from chunkattn.calls.score_calls import ScoreCalls
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
+from chunkattn.models.activation import ACTIVATIONS
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput
 from chunkattn.parsers.arguments import document_of
 from chunkattn.parsers.encode import PlainEncoder
@@ -148,7 +151,9 @@ def rerank_call(
     shared, items = (after, [before + own for own in cut]) if first else (before, [own + after for own in cut])
     frontend.limits.check_ids(labels, "template")
     frontend.limits.check_items(shared, items, names)
+    activation = frontend.reranker.activation if len(classes) < 2 else "Sigmoid"
     finish = partial(rank, documents=given, truncated=truncated, template=picked.name, column=column, top_n=top_n)
+    finish = finish if frontend.reranker.activation is None else partial(finish, activation=activation)
     lists = [labels] * len(items) if labels else []
     how: dict[str, Any] = {"apply_softmax": True, "cache_salt": cache_salt, "priority": priority}
     how |= {"raw": len(labels) == 1, "names": names}
@@ -213,7 +218,7 @@ def fill_template(
         for name, own in ((names.prefix, query), ("instruction", instruction or "")):
             plain(own, name, name)  # raises for the text at fault
         raise
-    leading = plain.encode.leading_ids
+    leading = plain.encode.leading_ids if template.add_special_tokens else []
     return before if before[: len(leading)] == leading else leading + before, contents, after
 
 
@@ -231,6 +236,9 @@ def label_ids(plain: PlainEncoder, template: RerankTemplate, order: str = "query
     tail = template.tail(order)
     found, end = [], plain.fill([tail])
     for label in template.labels:
+        if isinstance(label, int):
+            found.append(label)
+            continue
         ids = plain.fill([tail + label])
         if len(ids) != len(end) + 1 or ids[:-1] != end:
             raise RequestError(
@@ -310,6 +318,7 @@ def rank(
     template: str,
     column: int = 0,
     top_n: int | None = None,
+    activation: str | None = None,
 ) -> RerankOutput:
     """Return the documents sorted by score, best first; equal scores keep their order.
 
@@ -320,11 +329,14 @@ def rank(
         template: name of the template.
         column: place of the relevance in a row of scores.
         top_n: number of best documents to return; None returns all.
+        activation: name in `ACTIVATIONS` of the function that makes a relevance of log-odds; None takes the scores.
     """
-    relevance = [row[column] for row in output.scores]
-    order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[:top_n]
     # A single logit is the log-odds already; of two classes or labels, the odds are the ratio of their probabilities.
     raw = output.logprobs if output.logits is None else output.logits
     logits = [row[0] if len(row) == 1 else row[column] - row[1 - column] for row in raw or []]
+    relevance = [row[column] for row in output.scores]
+    if activation is not None:
+        relevance = ACTIVATIONS[activation](np.asarray(logits, np.float64)[:, None])[:, 0].tolist() if logits else []
+    order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[:top_n]
     results = [RerankResult(i, relevance[i], documents[i], logits[i], truncated[i]) for i in order]
     return RerankOutput(results, template, output.algorithm, output.usage)

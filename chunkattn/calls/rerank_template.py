@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from chunkattn.errors import RequestError
+from chunkattn.models.reranker import RerankerTraits
 from chunkattn.parsers.encode import PartEncoder
 
 logger = logging.getLogger(__name__)
@@ -30,13 +32,14 @@ class RerankTemplate:
             between parts that the model's authors tokenize apart: no token crosses it.
         labels: answers for relevant and not relevant, in the form that follows the text; each must be one more token. A
             document's relevance is the probability of the first against the second; with the first alone, the sigmoid of its
-            logit.
+            logit. An integer is the token id itself.
         instruction: default for `{instruction}`, `""` for none; None if the text has no such place.
         control_tokens: parts of the text that must be single tokens in the model's tokenizer.
         instruction_line: text that takes the place of `{instruction}` in `text`, with `{instruction}` once; left out if the
             instruction is empty.
         document_first: text of the other order, with the places of `text` and `{document}` before the others; None if the
             template has no such form. The document is tokenized apart from the text behind it.
+        add_special_tokens: begin the prompt with the tokenizer's leading special tokens, unless the text does.
 
     Raises:
         RequestError: a place is missing, repeated or out of order.
@@ -44,11 +47,12 @@ class RerankTemplate:
 
     name: str
     text: str
-    labels: tuple[str, str] | tuple[str] = ("yes", "no")
+    labels: tuple[str | int, str | int] | tuple[str | int] = ("yes", "no")
     instruction: str | None = None
     control_tokens: tuple[str, ...] = ()
     instruction_line: str = "{instruction}"
     document_first: str | None = None
+    add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         slots = _SLOT.split(self.text)[1::2]
@@ -71,8 +75,9 @@ class RerankTemplate:
                 param="template",
             )
         listed = isinstance(self.labels, (tuple, list)) and len(self.labels) in (1, 2)
-        if not (listed and all(isinstance(label, str) for label in self.labels)):
-            raise RequestError(f"the labels of template {self.name!r} must be one or two strings", param="template")
+        if not (listed and all(isinstance(label, str) or (type(label) is int and label >= 0) for label in self.labels)):
+            text = f"the labels of template {self.name!r} must be one or two strings or token ids"
+            raise RequestError(text, param="template")
         if _SLOT.findall(self.instruction_line) != ["instruction"]:
             raise RequestError(f"instruction_line of template {self.name!r} must hold {{instruction}} once", param="template")
 
@@ -208,12 +213,12 @@ def pick_template(wanted: RerankTemplate | str, encode: PartEncoder) -> RerankTe
     return found
 
 
-def default_template(option: str | None, trait: str | None, model: str | None, encode: PartEncoder) -> RerankTemplate:
+def default_template(option: str | None, traits: RerankerTraits, model: str | None, encode: PartEncoder) -> RerankTemplate:
     """Return the template of calls that name none. A warning tells where only the generic template is left.
 
     Args:
         option: the engine's `rerank_template`: the name or the text of a template; None takes the checkpoint's.
-        trait: name or text of the template that the checkpoint calls for, or None.
+        traits: traits of the checkpoint, which may call for a template.
         model: name of the model for the warning.
         encode: encoder with the model's tokenizer.
 
@@ -222,8 +227,8 @@ def default_template(option: str | None, trait: str | None, model: str | None, e
     """
     if option is not None:
         return pick_template(_named(option), encode)
-    if trait is not None:
-        found = _named(trait)
+    if traits.template is not None:
+        found = _of_traits(traits)
         if not (missing := _missing(found, encode)):
             logger.info("rerank template %r, for the model %r", found.name, model)
             return found
@@ -242,8 +247,21 @@ def default_template(option: str | None, trait: str | None, model: str | None, e
     return GENERIC
 
 
-def _named(value: str) -> RerankTemplate:
+def _of_traits(traits: RerankerTraits) -> RerankTemplate:
+    """Return the template that a checkpoint calls for, with its own labels and instruction."""
+    found = _named(traits.template or "", traits.instruction)
+    changes: dict[str, Any] = {"add_special_tokens": False} if traits.is_whole else {}
+    if traits.labels:
+        changes["labels"] = traits.labels
+    return replace(found, **changes) if changes else found
+
+
+def _named(value: str, instruction: str | None = None) -> RerankTemplate:
     """Return a template by its name, or of a text with `{query}` and `{document}`.
+
+    Args:
+        value: name or text.
+        instruction: default of `{instruction}` in a text; None for none.
 
     Raises:
         RequestError: `value` is neither.
@@ -251,7 +269,10 @@ def _named(value: str) -> RerankTemplate:
     if value in TEMPLATES:
         return TEMPLATES[value]
     for template in TEMPLATES.values():
-        if value == template.text.replace("{instruction}", template.instruction or ""):
+        text = template.text.replace(_APART, "")  # texts of files do not say what is tokenized apart
+        if value in (template.text, text) and "{instruction}" in text:
+            return template if instruction is None else replace(template, instruction=instruction)
+        if value in (whole.replace("{instruction}", template.instruction or "") for whole in (template.text, text)):
             return template
     if not _SLOT.search(value):
         known = ", ".join(TEMPLATES)
@@ -259,7 +280,7 @@ def _named(value: str) -> RerankTemplate:
             f"rerank_template must be one of {known}, or a text with {{query}} and {{document}}, got {value!r}",
             param="rerank_template",
         )
-    return RerankTemplate("own", value, instruction="" if "{instruction}" in value else None)
+    return RerankTemplate("own", value, instruction=(instruction or "") if "{instruction}" in value else None)
 
 
 def _missing(template: RerankTemplate, encode: PartEncoder) -> list[str]:

@@ -37,6 +37,7 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.errors import CapacityError
 from chunkattn.layout import Names
+from chunkattn.models.activation import ACTIVATIONS
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import salt_key
 from chunkattn.rope.positions import make_layout
@@ -321,6 +322,8 @@ class ScoreCall(ScoreInputs, Generic[T]):
 
     def _scores(self, values: np.ndarray) -> np.ndarray:
         """Return the scores of rows of log-probabilities or logits, float64 `[items, labels]`."""
+        if (name := self._frontend.reranker.activation) is not None and self._frontend.limits.num_labels is not None:
+            return np.asarray(ACTIVATIONS[name](values))
         if self._is_logits and values.shape[1] == 1:
             return np.asarray(expit(values))
         return np.asarray(softmax(values, axis=1)) if self._is_logits or self.apply_softmax else np.exp(values)

@@ -30,7 +30,9 @@ app = _new_group(
 )
 console = Console(highlight=False)
 
-Model = Annotated[str | None, typer.Option(help="Local folder, GGUF file or hub id; the bundled demo model when left out.")]
+Model = Annotated[
+    str | None, typer.Option(help="Local folder, GGUF file, hub id or MODEL:QUANT; the bundled demo model when left out.")
+]
 Tokenizer = Annotated[
     str | None, typer.Option(help="Folder, GGUF file or hub id of the tokenizer; the model's own when left out.")
 ]

@@ -16,7 +16,7 @@ from chunkattn.options import options_of
 from chunkattn.server.options import ServerConfig
 
 _PANELS = {
-    "Model": "tokenizer revision skip_tokenizer_init dtype attention_backend seed max_logprobs",
+    "Model": "tokenizer revision skip_tokenizer_init generation_config dtype attention_backend seed max_logprobs",
     "Devices": "tensor_parallel_size num_hosts host_index coordinator",
     "Prompts and scoring": (
         "enable_chunk_aware chunk_separator document_template rerank_template special_tokens_in_documents "

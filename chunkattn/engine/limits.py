@@ -243,8 +243,8 @@ class EngineLimits:
             end: slots of the prompt, including unused slots at the ends of pages.
 
         Returns:
-            Limit on generated tokens per sample: the caller's limit, or as many as positions and pages allow; page table
-            entries of one sample at its longest; pages of all samples at their longest.
+            Limit on generated tokens per sample: the caller's limit, or as many as positions, pages and `most_tokens` allow;
+            page table entries of one sample at its longest; pages of all samples at their longest.
         """
         layout, size = message.layout, self.block_size
         full, repeated, samples, longest = end // size, 0, 1, 0  # all samples share the full pages of the prompt
@@ -256,7 +256,7 @@ class EngineLimits:
             samples = message.sampling.n
             most = ((self.num_pages - full + repeated) // samples + full) * size - end + 1
             room = self.max_model_len - layout.next_position
-            longest = message.sampling.max_tokens or max(min(most, room), 1)
+            longest = message.sampling.max_tokens or max(min(most, room, message.most_tokens or room), 1)
         entries = -(-(end + max(longest - 1, 0)) // size)  # the last generated token is never computed
         return longest, entries, full - repeated + samples * (entries - full)
 

@@ -28,6 +28,8 @@ class GenerateRequest:
             every prompt token is computed.
         prompt_only: whether the prompt is only read: no token is sampled, and none needs a position below `max_model_len`.
             `sampling.max_tokens` is 1.
+        most_tokens: limit on generated tokens where `sampling.max_tokens` is None, or as many as fit where that is less; None
+            for no other limit.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class GenerateRequest:
     weighing: tuple[float, float] | None = None
     logprobs_from: int | None = None
     prompt_only: bool = False
+    most_tokens: int | None = None
 
     @property
     def distinct(self) -> bool:

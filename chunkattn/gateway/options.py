@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError
+from chunkattn.options import take_paths
 from chunkattn.routing.policy import POLICIES
 
 
@@ -40,6 +41,7 @@ class GatewayOptions:
     document_store: str | None = None
 
     def __post_init__(self) -> None:
+        take_paths(self)
         if self.policy not in POLICIES:
             raise ConfigError(f"policy {self.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         if self.max_tries < 1:

@@ -6,7 +6,6 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from chunkattn.errors import ModelError
+from chunkattn.gguf_names import GGUF_SUFFIX, SHARD, example_quant, gguf_models
+from chunkattn.local_files import pointer_of_lfs
 from chunkattn.models.gguf_metadata import VERSIONS, GGUFMetadata, StoredArray, StoredTensor
 
-GGUF_SUFFIX = ".gguf"
-_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _EVERY = slice(None)
 _PIECE = 1 << 22
 """Elements that are dequantised at a time: 16 MiB of float32."""
@@ -32,12 +31,13 @@ def find_gguf(folder: Path) -> Path | None:
     Raises:
         ModelError: the folder has several models.
     """
-    files = sorted(folder.glob(f"*{GGUF_SUFFIX}"))
-    models = [file for file in files if (shard := _SHARD.search(file.name)) is None or int(shard[1]) == 1]
+    models = gguf_models(file.name for file in folder.glob(f"*{GGUF_SUFFIX}"))
     if len(models) > 1:
-        names = ", ".join(file.name for file in models)
-        raise ModelError(f"{folder} holds {len(models)} GGUF models ({names}); pass the path of one file")
-    return next(iter(models or files), None)
+        names = [files[0] for files in models.values()]
+        quant = example_quant(names)
+        how = "" if quant is None else f", or the folder with a quantisation, such as '{folder}:{quant}'"
+        raise ModelError(f"{folder} holds {len(models)} GGUF models ({', '.join(names)}); pass the path of one file{how}")
+    return next((folder / files[0] for files in models.values()), None)
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,9 @@ def open_gguf(path: Path) -> GGUFFile:
     Raises:
         ModelError: a file is missing, damaged, truncated, or no GGUF file.
     """
-    shard = _SHARD.search(path.name)
+    shard = SHARD.search(path.name)
     if shard is not None and int(shard[1]) != 1:
-        first = _SHARD.sub(f"-00001-of-{shard[2]}.gguf", path.name)
+        first = SHARD.sub(f"-00001-of-{shard[2]}.gguf", path.name)
         raise ModelError(f"{path} is shard {int(shard[1])} of {int(shard[2])}; pass the first shard, {first}")
     metadata = _read(path)
     whole = GGUFFile(path, metadata, dict(metadata.tensors))
@@ -195,7 +195,7 @@ def open_gguf(path: Path) -> GGUFFile:
         if shard is None or int(shard[2]) != count:
             raise ModelError(f"{path} is the first of {count} shards, so its name must end in -00001-of-{count:05}.gguf")
         for number in range(2, count + 1):
-            other = path.with_name(_SHARD.sub(f"-{number:05}-of-{count:05}.gguf", path.name))
+            other = path.with_name(SHARD.sub(f"-{number:05}-of-{count:05}.gguf", path.name))
             if not other.is_file():
                 raise ModelError(f"shard {other} is missing; put all {count} shards into one folder")
             whole.tensors.update(_read(other).tensors)
@@ -207,7 +207,8 @@ def _read(path: Path) -> GGUFMetadata:
         with path.open("rb") as file:
             head = file.read(8)
         if head[:4] != b"GGUF":
-            raise ModelError(f"{path} is no GGUF file: it begins with {head[:4]!r} instead of b'GGUF'; get it again")
+            reason = pointer_of_lfs(path) or f"it begins with {head[:4]!r} instead of b'GGUF'; get it again"
+            raise ModelError(f"{path} is no GGUF file: {reason}")
         version = int.from_bytes(head[4:], "little")
         if len(head) == 8 and version not in VERSIONS:
             raise ModelError(f"{path}: GGUF version {version} is not supported, only little-endian files of version 2 or 3 are")

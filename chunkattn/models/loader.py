@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import xxhash
 
 from chunkattn.errors import ModelError
 from chunkattn.local_files import is_present, read_object
-from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, find_gguf, open_gguf
+from chunkattn.models.foreign_files import explain_folder
+from chunkattn.models.generation_defaults import read_generation_config, sampling_defaults
+from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
+from chunkattn.models.locate import DEMO_FOLDER, resolve_path
 from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import FAMILIES, DecoderSpec, spec_from_config, unsupported
@@ -32,8 +36,6 @@ logger = logging.getLogger(__name__)
 _PIECES, _PIECE_BYTES = 256, 4096
 """Number and size of the pieces of a file that `ModelFiles.sample` reads."""
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
-DEMO_FOLDER = Path(__file__).parent / "demo"
-"""Folder of the bundled demo model, in Hugging Face's format."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class ModelFiles:
         eos_token_ids: tokens that end a text.
         gguf: opened GGUF file, or None for a folder.
         reranker: rerank template and class names of the checkpoint.
+        sampling: the model's defaults of `SamplingParams`, by name.
     """
 
     path: Path
@@ -57,6 +60,7 @@ class ModelFiles:
     eos_token_ids: tuple[int, ...]
     gguf: GGUFFile | None = None
     reranker: RerankerTraits = field(default_factory=RerankerTraits)
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     def load(self, shards: Shards = ONE_DEVICE) -> Decoder:
         """Return the decoder with its weights.
@@ -108,15 +112,18 @@ def open_files(options: EngineConfig) -> ModelFiles:
     elif file is not None:
         reranker = traits_of_gguf(file, config, spec)
     else:
-        reranker = traits_of_folder(path, options.model, config, spec, getattr(loaded, "chat_template", None))
+        reranker = traits_of_folder(path, options.model, config, spec, loaded)
+    generation_file, generation = read_generation_config(options.generation_config, path)
+    generates = spec.num_labels is None
     return ModelFiles(
         path=path,
         spec=spec,
         dtype=_dtype(config, options),
         tokenizer=loaded,
-        eos_token_ids=_eos_token_ids(path, config, loaded),
+        eos_token_ids=_eos_token_ids(generation_file, generation, config, loaded),
         gguf=file,
         reranker=reranker,
+        sampling=sampling_defaults(options.generation_config, generation_file, generation, file) if generates else {},
     )
 
 
@@ -139,7 +146,7 @@ def _configuration(path: Path) -> tuple[GGUFFile | None, PretrainedConfig, Decod
     Raises:
         ModelError: the configuration cannot be read, or is not supported.
     """
-    if path.suffix.lower() == GGUF_SUFFIX:
+    if path.is_file():
         file = open_gguf(path)
         config = config_from_gguf(file)
         return file, config, spec_from_gguf(file, config)
@@ -152,44 +159,6 @@ def _configuration(path: Path) -> tuple[GGUFFile | None, PretrainedConfig, Decod
 
 def _dtype(config: PretrainedConfig, options: EngineConfig) -> jnp.dtype:
     return jnp.dtype(_checkpoint_dtype(config) if options.dtype == "auto" else options.dtype)
-
-
-# Skips "consolidated.safetensors" and the like, which are second copies of the weights.
-_CHECKPOINT = ("model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
-
-
-def resolve_path(model: str | None, revision: str | None = None, files: Sequence[str] = _CHECKPOINT) -> Path:
-    """Return the local folder or GGUF file of a model; download a hub id to the hub's cache first.
-
-    Args:
-        model: local folder, GGUF file or hub id; None for the bundled demo model.
-        revision: revision on the hub.
-        files: patterns of the files to download.
-
-    Raises:
-        ModelError: `model` is neither a folder, a GGUF file nor a model on the hub, or it is a folder of several GGUF files.
-    """
-    if model is None:
-        return DEMO_FOLDER
-    local = Path(model).expanduser()
-    if local.suffix.lower() == GGUF_SUFFIX:
-        if not local.is_file():
-            raise ModelError(f"there is no file {local}; pass the path of a GGUF file that exists")
-        return local
-    if local.is_dir():
-        return local if (local / "config.json").exists() else find_gguf(local) or local
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
-    except Exception as error:  # the hub client raises many classes: not found, offline, invalid id
-        raise ModelError(f"model {model!r} is no local folder and cannot be loaded from the hub: {error}") from error
-    if not (folder / "config.json").exists():
-        raise ModelError(
-            f"model {model!r} on the hub has no config.json. Of a repository of GGUF files, download the one you want "
-            f"(`hf download {model} FILE.gguf`) and pass its path"
-        )
-    return folder
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -205,9 +174,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
     file = folder / "config.json"
     if not is_present(file):
-        adapter = (folder / "adapter_config.json").exists()
-        hint = "it holds a PEFT adapter; merge it into its base model" if adapter else "is this a Hugging Face model folder?"
-        raise ModelError(f"{folder}: no config.json; {hint}")
+        raise ModelError(f"{folder}: no config.json; {explain_folder(folder) or 'is this a Hugging Face model folder?'}")
     found = read_object(file, ModelError)
     kind, named = found.get("model_type"), found.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
@@ -227,7 +194,9 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise ModelError(f"{file} cannot be read: {error}") from error
 
 
-def load_model_tokenizer(model: str | None, tokenizer: str | None = None) -> PreTrainedTokenizerBase:
+def load_model_tokenizer(
+    model: str | PathLike[str] | None, tokenizer: str | PathLike[str] | None = None
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer that `open_files` would load, without the checkpoint.
 
     Args:
@@ -238,7 +207,7 @@ def load_model_tokenizer(model: str | None, tokenizer: str | None = None) -> Pre
         ModelError: the tokenizer cannot be loaded.
     """
     is_local = model is None or Path(model).expanduser().exists()
-    return load_tokenizer(tokenizer or (str(resolve_path(model)) if is_local else str(model)))
+    return load_tokenizer(tokenizer or (resolve_path(model) if is_local else str(model)))
 
 
 def _checkpoint_dtype(config: PretrainedConfig) -> str:
@@ -248,15 +217,24 @@ def _checkpoint_dtype(config: PretrainedConfig) -> str:
     return dtype
 
 
-def _eos_token_ids(folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Return the end-of-sequence ids: the generation configuration's, or else the model's, and the tokenizer's."""
-    found, file = config.eos_token_id, folder / "generation_config.json"
-    if is_present(file):
-        from_file = read_object(file, ModelError).get("eos_token_id")
-        found = found if from_file is None else from_file
+def _eos_token_ids(
+    file: Path, generation: Mapping[str, Any], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[int, ...]:
+    """Return the end-of-sequence ids: the generation configuration's, or else the model's, and the tokenizer's.
+
+    Args:
+        file: file of the generation configuration, for the message.
+        generation: the generation configuration.
+        config: configuration of the checkpoint.
+        tokenizer: tokenizer of the model, or None.
+
+    Raises:
+        ModelError: an id is no integer.
+    """
+    found = config.eos_token_id if generation.get("eos_token_id") is None else generation["eos_token_id"]
     ids = list(found) if isinstance(found, (list, tuple)) else [found]
     ids.append(None if tokenizer is None else tokenizer.eos_token_id)
     ids = [i for i in ids if i is not None]
     if not all(type(i) is int for i in ids):
-        raise ModelError(f"{folder}: eos_token_id must be integers, got {found!r}")
+        raise ModelError(f"{file.parent}: eos_token_id must be integers, got {found!r}")
     return tuple(dict.fromkeys(ids))

@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from chunkattn.models.cross_encoder import read_cross_encoder
 from chunkattn.models.gguf_file import GGUFFile
 from chunkattn.models.spec import DecoderSpec
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _QWEN3, _MXBAI = "qwen3-reranker", "mxbai-rerank-v2"
 _SENTENCES = {
@@ -32,14 +33,26 @@ class RerankerTraits(NamedTuple):
     Attributes:
         template: name of a rerank template, or its text with `{query}` and `{document}`; None if nothing tells.
         class_names: names of the classes of a sequence classifier, in order; empty for a language model.
+        instruction: default of the template's `{instruction}`; None for the template's own.
+        labels: token ids of the answers for relevant and not relevant, instead of the template's; empty for the template's.
+        activation: name in `chunkattn.models.activation.ACTIVATIONS` of the function of logits; None for sigmoid and softmax.
+        is_whole: whether `template` is a text that holds the leading special tokens.
     """
 
     template: str | None = None
     class_names: tuple[str, ...] = ()
+    instruction: str | None = None
+    labels: tuple[int, ...] = ()
+    activation: str | None = None
+    is_whole: bool = False
 
 
 def traits_of_folder(
-    folder: Path, model: str | None, config: PretrainedConfig, spec: DecoderSpec, chat_template: Any
+    folder: Path,
+    model: str | None,
+    config: PretrainedConfig,
+    spec: DecoderSpec,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> RerankerTraits:
     """Return the traits of a Hugging Face checkpoint.
 
@@ -48,9 +61,19 @@ def traits_of_folder(
         model: folder or hub id that the user gave.
         config: configuration of the checkpoint.
         spec: shape of its decoder.
-        chat_template: chat template of its tokenizer: a text, texts by name, or None.
+        tokenizer: tokenizer of the model, or None.
+
+    Raises:
+        ModelError: as `read_cross_encoder`.
     """
-    return _traits(config, spec, str(chat_template or ""), _names_of_folder(folder, model))
+    chat_template = str(getattr(tokenizer, "chat_template", None) or "")  # a text, or texts by name
+    traits = _traits(config, spec, chat_template, _names_of_folder(folder, model))
+    if (found := read_cross_encoder(folder, config, tokenizer)) is None:
+        return traits
+    traits = traits._replace(labels=found.labels, activation=found.activation)
+    if found.text is None:
+        return traits
+    return traits._replace(template=found.text, instruction=found.instruction, is_whole=True)
 
 
 def traits_of_gguf(file: GGUFFile, config: PretrainedConfig, spec: DecoderSpec) -> RerankerTraits:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from chunkattn.errors import ModelError
 from chunkattn.local_files import cause_of, is_present
+from chunkattn.models.foreign_files import explain_folder
 
 logger = logging.getLogger(__name__)
 
@@ -197,15 +198,4 @@ def _open(file: Path, stack: ExitStack) -> Any:
 def _no_weights(folder: Path) -> str:
     """Return the error of a folder without safetensors weights, with a remedy for what the folder has."""
     text = f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors checkpoints are read"
-    if any(folder.glob("pytorch_model*.bin")):
-        return text + (
-            ". To convert the folder's .bin files, with PyTorch installed: python -c \"from transformers import "
-            f"AutoModelForCausalLM as M; M.from_pretrained('{folder}').save_pretrained('{folder}')\""
-        )
-    if (folder / "adapter_config.json").exists():
-        return text + ". The folder holds a PEFT adapter; merge it into its base model (merge_and_unload) and save that"
-    if any(folder.glob("consolidated*.safetensors")):
-        return text + ". consolidated.safetensors has Mistral's own names; get the files model*.safetensors"
-    if shards := sorted(folder.glob("model-*.safetensors")):
-        return text + f". {shards[0].name} is one of several shards; get {INDEX_FILE}, too"
-    return text
+    return text if (reason := explain_folder(folder)) is None else f"{text}; {reason}"

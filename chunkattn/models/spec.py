@@ -229,8 +229,9 @@ def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) 
     """Raise if a key that every class of transformers obeys asks for something that the decoder does not compute."""
     if config.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {config.hidden_act!r} is not supported by {architecture}; only 'silu' is")
-    if getattr(config, "quantization_config", None):
-        raise ModelError("quantized checkpoints (quantization_config) are not supported; use an unquantized one")
+    for key in ("quantization_config", "quantization"):  # the second is MLX's
+        if getattr(config, key, None):
+            raise ModelError(f"quantized checkpoints ({key}) are not supported; use an unquantized one")
     if not getattr(config, "is_causal", True):
         raise ModelError(f"configuration: is_causal is {config.is_causal}: bidirectional attention is not supported")
     if getattr(config, "is_heterogeneous", False):

@@ -7,25 +7,34 @@ compared with it. Special tokens and chat templates are those of transformers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from chunkattn.errors import ModelError
+from chunkattn.gguf_names import split_quant
 from chunkattn.local_files import cause_of, is_present, read_object
-from chunkattn.models.gguf_file import GGUF_SUFFIX, find_gguf, open_gguf
+from chunkattn.models.foreign_files import explain_name
+from chunkattn.models.gguf_file import find_gguf, open_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
+from chunkattn.models.locate import download, resolve_path
 from chunkattn.models.sentencepiece_backend import CONTROL, UNKNOWN, USER_DEFINED, Pieces, sentencepiece_backend
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _JSON, _SENTENCEPIECE, _VOCAB, _MERGES = "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"
 _CONFIG = "tokenizer_config.json"
 _CONFIGS = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
 _FILES = (_JSON, _SENTENCEPIECE, _VOCAB, *_CONFIGS, "config.json")
-_HUB_PATTERNS = [*_FILES, _MERGES, "*.jinja", "*.gguf"]
+_HUB_PATTERNS = [*_FILES, _MERGES, "*.jinja"]
+"""Files of a tokenizer on the hub: neither weights nor GGUF files."""
 _ADVICE = "pass tokenizer=... with another folder or hub id, or skip_tokenizer_init=True to work with token ids only"
 
 _PROBES = (
@@ -46,24 +55,22 @@ _PROBES = (
 """Texts whose ids and decoded texts are compared with those of the file's own tokenizer."""
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str | PathLike[str]) -> PreTrainedTokenizerBase:
     """Return a tokenizer from a folder, a GGUF file or the hub.
 
     Args:
-        name: local folder, GGUF file or hub id. A folder of one GGUF model without tokenizer files stands for that model.
+        name: local folder, GGUF file or hub id, or either with the quantisation of a GGUF file, such as `owner/name:Q4_K_M`. A
+            folder of one GGUF model without tokenizer files stands for that model.
 
     Raises:
         ModelError: the tokenizer cannot be loaded, or its ids differ from those of its file.
     """
-    folder = Path(name).expanduser()
+    place = Path(name).expanduser()
+    folder = place if place.is_dir() else _elsewhere(str(name))
     if folder.is_dir() and not any((folder / file).exists() for file in _FILES):
         folder = find_gguf(folder) or folder
-    if folder.suffix.lower() == GGUF_SUFFIX:
-        if not folder.is_file():
-            raise ModelError(f"there is no file {folder}; pass the path of a GGUF file that exists")
+    if folder.is_file():
         return tokenizer_from_gguf(open_gguf(folder))
-    if not folder.is_dir():
-        folder = _from_hub(name)
     configs = {file: read_object(folder / file, ModelError) for file in _CONFIGS if is_present(folder / file)}
     config = configs.get(_CONFIG, {})
     if is_present(folder / _JSON):
@@ -75,7 +82,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     else:
         raise ModelError(
             f"{folder} has no vocabulary: none of {_JSON}, {_SENTENCEPIECE}, or {_VOCAB} with {_MERGES}. Is the download "
-            f"complete? Get it again, or {_ADVICE}"
+            f"complete, or are these GGUF files? Get it again, name a GGUF file as MODEL:QUANT, or {_ADVICE}"
         )
     _check_declared(tokenizer, folder, configs)
     return tokenizer
@@ -103,12 +110,12 @@ def check_rows(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> None
         )
 
 
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
+def _elsewhere(name: str) -> Path:
+    """Return the GGUF file of a tokenizer, or the folder of its files, downloaded from the hub without weights."""
+    is_hub_id = split_quant(name)[1] is None and explain_name(name) is None and not Path(name).expanduser().exists()
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
-    except Exception as error:  # the hub client raises many classes: not found, offline, invalid id
+        return download(name, _HUB_PATTERNS) if is_hub_id else resolve_path(name)
+    except ModelError as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {error}; {_ADVICE}") from error
 
 
@@ -119,12 +126,16 @@ def _from_json(folder: Path) -> PreTrainedTokenizerBase:
 
     file = folder / _JSON
     witness = _load(file, lambda: Tokenizer.from_file(str(file)))
+    is_random = _without_dropout(witness)
     witness.no_truncation()
     witness.no_padding()
     if not witness.get_vocab_size(with_added_tokens=False):
         raise ModelError(f"{file} has an empty vocabulary; get it again, or {_ADVICE}")
     options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False, "split_special_tokens": False}
     tokenizer = _load(file, lambda: PreTrainedTokenizerFast.from_pretrained(folder, **options))
+    if is_random:
+        logger.info("%s splits words at random, as training wants it; here it always splits them alike", file)
+        _without_dropout(tokenizer.backend_tokenizer)
     special = [token.content for token in witness.get_added_tokens_decoder().values() if token.special]
     _compare(
         tokenizer,
@@ -134,6 +145,15 @@ def _from_json(folder: Path) -> PreTrainedTokenizerBase:
         lambda ids: witness.decode(ids, skip_special_tokens=False),
     )
     return tokenizer
+
+
+def _without_dropout(tokenizer: Tokenizer) -> bool:
+    """Switch off the random splits of a tokenizer, which are for training; return whether it had them."""
+    model = tokenizer.model
+    if not getattr(model, "dropout", None):
+        return False
+    model.dropout = None
+    return True
 
 
 def _from_sentencepiece(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBase:

@@ -15,7 +15,7 @@ from safetensors.flax import save_file
 
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
-from chunkattn.models.gguf_file import GGUF_SUFFIX, GGUFFile, open_gguf
+from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
@@ -45,7 +45,7 @@ def load_weights(spec: DecoderSpec, source: Path | GGUFFile, dtype: jnp.dtype, s
     Raises:
         ModelError: a file or tensor is missing, unreadable, of the wrong shape or not finite.
     """
-    if isinstance(source, Path) and source.suffix.lower() == GGUF_SUFFIX and source.is_file():
+    if isinstance(source, Path) and source.is_file():
         source = open_gguf(source)
     if isinstance(source, GGUFFile):
         return fill(spec, GGUFTensors(source, spec), dtype, shards)

@@ -191,7 +191,8 @@ class Completion(Answer):
         self.prompts = body.prompts({number: document.chunk for number, document in self.stored.items()})
         self._known_offsets: dict[str, tuple[list[int], int]] = {}
         echoed = body.logprobs if body.echo else None
-        self.params = body.sampling(max_tokens=body.max_tokens or 1, logprobs=body.logprobs, prompt_logprobs=echoed)
+        defaults, limit = state.llm.frontend.sampling_defaults, body.max_tokens or 1
+        self.params = body.sampling(defaults, max_tokens=limit, logprobs=body.logprobs, prompt_logprobs=echoed)
 
     @property
     def num_prompts(self) -> int:
@@ -334,7 +335,7 @@ class Chat(Answer):
         self.stored = state.documents.named(named_documents(body.documents), caller.salt(body.cache_salt))
         self.documents = body.chunks({number: document.chunk for number, document in self.stored.items()})
         wanted = (body.top_logprobs or 0) if body.logprobs else None
-        self.params = body.sampling(max_tokens=body.limit, logprobs=wanted)
+        self.params = body.sampling(state.llm.frontend.sampling_defaults, max_tokens=body.limit, logprobs=wanted)
 
     @property
     def prompt_size(self) -> int:
@@ -352,7 +353,10 @@ class Chat(Answer):
         messages = [m.plain() for m in body.messages]
         (parsed,) = frontend.parse_chat([messages], self.documents, body.template_options(), self.focus)
         prompt, salt, final_only = self.with_sources(parsed), self.caller.salt(body.cache_salt), not body.stream
-        job = generate_job(frontend, [prompt], self.params, body.priority, cache_salt=salt, final_only=final_only)
+        most = frontend.sampling_defaults.get("max_tokens")
+        job = generate_job(
+            frontend, [prompt], self.params, body.priority, cache_salt=salt, final_only=final_only, most_tokens=most
+        )
         self.check_generated(job, prompt)
         return job
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError
-from chunkattn.options import options_of
+from chunkattn.options import options_of, take_paths
 from chunkattn.server.names import origin
 
 LOG_FORMATS = ("text", "json")
@@ -111,6 +111,7 @@ class ServerConfig:
     allow_credentials: bool = False
 
     def __post_init__(self) -> None:
+        take_paths(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         options = options_of(type(self)).values()

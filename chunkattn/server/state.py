@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from fastapi import Depends, Request
 
 from chunkattn.fair_threads import FairThreads
+from chunkattn.gguf_names import split_quant
 from chunkattn.parsers import PromptParser
 from chunkattn.routing.document_records import DocumentRecords
 from chunkattn.server.body_shares import BodyShares
@@ -90,8 +91,11 @@ class ServerState:
     def model_name(self) -> str:
         """Return the model's name in answers; for a local folder or GGUF file the last part of its path."""
         model = self.llm.config.model
+        name, quant = (None, None) if model is None else split_quant(model)
         if model is not None and (local := Path(model).expanduser()).exists():
             model = local.resolve().name if local.is_dir() else local.stem
+        elif name is not None and (local := Path(name).expanduser()).is_dir():
+            model = f"{local.resolve().name}:{quant}"
         return next(iter(self.config.served_model_name), None) or model or DEMO_NAME
 
     @property

@@ -163,7 +163,7 @@ def test_leading_special_tokens_begin_the_prompt(encode, plain):
         ({"text": "{query}{document}", "instruction": "i"}, "default instruction"),
         ({"text": "{query}{document}", "labels": ()}, "two strings"),
         ({"text": "{query}{document}", "labels": "no"}, "two strings"),
-        ({"text": "{query}{document}", "labels": (1, 2)}, "two strings"),
+        ({"text": "{query}{document}", "labels": (1.5, True)}, "two strings or token ids"),
     ],
     ids=str,
 )

@@ -66,7 +66,7 @@ def bare(tmp_path_factory):
 def picked(folder, **options):
     """The template of a folder's reranks."""
     files = open_files(EngineConfig(model=str(folder), **options))
-    return default_template(None, files.reranker.template, str(folder), PartEncoder(files.tokenizer)).name
+    return default_template(None, files.reranker, str(folder), PartEncoder(files.tokenizer)).name
 
 
 CAUSAL, CLASSIFIER = "Qwen3ForCausalLM", "Qwen3ForSequenceClassification"
@@ -310,7 +310,7 @@ def test_a_pooling_head_ranks_as_in_llama_cpp(ranked):
 def test_the_template_of_a_gguf_file(headed):
     def template(change):
         files = open_files(EngineConfig(model=str(headed("other", change).path)))
-        return default_template(None, files.reranker.template, None, PartEncoder(files.tokenizer))
+        return default_template(None, files.reranker, None, PartEncoder(files.tokenizer))
 
     assert template(add_head) is QWEN3_RERANKER
     own = template(partial(add_head, template="{query} is in {document}"))

@@ -60,6 +60,7 @@ KEYS = {
         "rope_scaling": {"type": "linear", "factor": 2.0},
     },
     "keys of other families": {"logit_scale": 2.0, "attention_multiplier": 0.5, "final_logit_softcapping": 1.0},
+    "an activation of sentence-transformers": {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
     "repository code": {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}},
     "no architecture": {"architectures": None},
     "no number of heads": {"num_key_value_heads": None},

@@ -191,8 +191,8 @@ def test_an_unlisted_tensor_in_two_shards_is_refused(model, tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["pytorch_model.bin"], r"To convert .* python -c .*save_pretrained"),
-        (["pytorch_model-00001-of-00002.bin"], r"To convert .* python -c .*save_pretrained"),
+        (["pytorch_model.bin"], r"pickled weights .* python -c .*save_pretrained"),
+        (["pytorch_model-00001-of-00002.bin"], r"pickled weights .* python -c .*save_pretrained"),
         (["consolidated.safetensors"], "Mistral's own names"),
         (["model-00001-of-00002.safetensors"], "get model.safetensors.index.json, too"),
         (["adapter_config.json", "adapter_model.safetensors"], "PEFT adapter; merge it"),

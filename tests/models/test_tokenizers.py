@@ -2,8 +2,8 @@
 
 import io
 import json
-import shutil
 import sys
+from functools import partial
 
 import pytest
 import sentencepiece
@@ -310,12 +310,11 @@ def test_no_code_of_a_repository_runs(layout, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_hub_id(tmp_path, monkeypatch):
-    """Only the tokenizer's files are downloaded."""
-    folder = make_folder(tmp_path / "snapshot", {}, json=GOOD.to_str())
-    asked = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: asked.append(options) or str(folder))
-    assert load_tokenizer("some/model").get_vocab() == GOOD.get_vocab()
-    assert "tokenizer.json" in asked[0]["allow_patterns"]
-    assert not any("safetensors" in pattern for pattern in asked[0]["allow_patterns"])
-    shutil.rmtree(folder)
+def test_random_splits_are_switched_off(tmp_path):
+    """BPE dropout is for training. The witness is the file without it."""
+    source = json.loads(GOOD.to_str())
+    source["model"]["dropout"] = 0.5
+    folder = make_folder(tmp_path / "model", {}, json=json.dumps(source))
+    encode = partial(GOOD.encode, add_special_tokens=False)
+    decode = partial(GOOD.decode, skip_special_tokens=False)
+    check(folder, lambda text: encode(text).ids, decode, FILES["qwen2"][1], TEXTS)

@@ -18,6 +18,7 @@ from typing import Any
 
 from chunkattn.config import make_config
 from chunkattn.errors import ConfigError, EngineDeadError
+from chunkattn.gguf_names import split_quant
 from chunkattn.integrations.ray import check_ray
 from chunkattn.integrations.ray.logs import LogServer
 from chunkattn.integrations.ray.options import ELSEWHERE, AppOptions, environment
@@ -272,10 +273,13 @@ def _kv_bytes(given: int | None, count: int, resources: Mapping[str, Any]) -> in
 def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with absolute paths: replicas may run in another folder. A model may also be a hub id."""
     made = dict(options)
-    for name in ("model", "tokenizer", "chunk_calibration", "kv_store", "api_key_file"):
-        if not isinstance(made.get(name), str):
+    for name in ("model", "tokenizer", "generation_config", "chunk_calibration", "kv_store", "api_key_file"):
+        if not isinstance(made.get(name), (str, os.PathLike)):
             continue
-        path = Path(made[name]).expanduser()
+        path = Path(given := os.fspath(made[name])).expanduser()
+        folder, quant = split_quant(given)
         if path.exists() or name in ("kv_store", "api_key_file"):
             made[name] = str(path.resolve())
+        elif quant and (place := Path(folder).expanduser()).exists():
+            made[name] = f"{place.resolve()}:{quant}"
     return made

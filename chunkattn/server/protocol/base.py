@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -140,10 +141,18 @@ class Sampling(Body):
             raise ValueError("prompt_logprobs are not streamed; leave one of them out")
         return self
 
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+    def sampling(
+        self,
+        defaults: Mapping[str, Any],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
         """Return the engine's parameters.
 
         Args:
+            defaults: the model's sampling defaults, for the fields that the body leaves out.
             max_tokens: number of tokens to generate at most; None generates as many as fit.
             logprobs: number of likeliest tokens to report per generated token; None reports no log-probabilities.
             prompt_logprobs: default for a body without `prompt_logprobs`.
@@ -155,6 +164,7 @@ class Sampling(Body):
             int(k) if k.isdecimal() and len(k) < _MAX_ID_DIGITS else k: v for k, v in self.logit_bias.items()
         }
         given = {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in Sampling.model_fields}
+        given |= {name: value for name, value in defaults.items() if name in given and name not in self.model_fields_set}
         given |= {"logit_bias": bias, "max_tokens": max_tokens, "logprobs": logprobs}
         if self.prompt_logprobs is None:
             given["prompt_logprobs"] = prompt_logprobs
