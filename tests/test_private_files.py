@@ -3,7 +3,6 @@
 import logging
 import os
 import stat
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,9 @@ from chunkattn.cache.disk.store import KVStore, entry_key
 from chunkattn.private_files import Reserve
 from chunkattn.remote.process import _private_folder
 from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
+from tests.small_disk import fill
+
+pytest_plugins = ["tests.small_disk"]
 
 LIKE = [((16, 1024), np.dtype(np.float32))]
 
@@ -34,30 +36,6 @@ def open_umask():
     before = os.umask(0)
     yield
     os.umask(before)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A disk of 6 MiB, which only root can mount."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "chunkattn-test", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a disk needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(disk):
-    """Take all space that is left."""
-    with (disk / "filler").open("ab", buffering=0) as file:
-        for size in (1 << 16, 1 << 12):
-            try:
-                while file.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                continue
-    assert os.statvfs(disk).f_bavail == 0
 
 
 # Modes
