@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from functools import partial
 
 import pytest
 
@@ -18,8 +19,13 @@ def disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.fixture
 def fill(disk):
-    """Take all space that is left."""
+    """Return a function that takes all space that is left on the disk."""
+    return partial(_fill, disk)
+
+
+def _fill(disk):
     with (disk / "filler").open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12):
             try:

@@ -12,7 +12,6 @@ from chunkattn.cache.disk.store import KVStore, entry_key
 from chunkattn.private_files import Reserve
 from chunkattn.remote.process import _private_folder
 from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
-from tests.small_disk import fill
 
 pytest_plugins = ["tests.small_disk"]
 
@@ -87,7 +86,7 @@ class DocumentRecordsOf(DocumentRecords):
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("size", [10, 5_000, 100_000])
-def test_records_are_removed_on_a_full_disk(size, restarted, disk):
+def test_records_are_removed_on_a_full_disk(size, restarted, disk, fill):
     path = disk / "documents"
     records = DocumentRecords(path)
     kept = []
@@ -98,25 +97,25 @@ def test_records_are_removed_on_a_full_disk(size, restarted, disk):
             said = str(error)
             break
         if size == 10 and number == 500:
-            fill(disk)
+            fill()
     assert "is full" in said or "no room" in said
     assert len(kept) > 3
-    fill(disk)
+    fill()
     if restarted:
         records.close()
-        fill(disk)
+        fill()
         records = DocumentRecords(path)
         kept = sorted(records, key=lambda own: int(own.id))
     while len(kept) > 2:
         going, kept = kept[0], kept[1:]
         records.remove([going])
-        fill(disk)
+        fill()
         assert records.get(going.scope, going.id) is None
         if len(kept) > 40:
             kept = [own for own in records.owned({own.scope.owner for own in kept[::3]}) if own in kept]
             records.remove(set(records) - set(kept))  # many at once
     records.close()
-    fill(disk)
+    fill()
     with DocumentRecordsOf(path) as again:
         assert [found.id for found in again] == [own.id for own in kept]
         again.remove(list(again))
@@ -125,11 +124,11 @@ def test_records_are_removed_on_a_full_disk(size, restarted, disk):
         assert [found.id for found in again] == ["new"]
 
 
-def test_a_store_opens_on_a_disk_that_was_full_before_it_had_a_reserve(disk, caplog):
+def test_a_store_opens_on_a_disk_that_was_full_before_it_had_a_reserve(disk, fill, caplog):
     with DocumentRecordsOf(disk / "documents") as records:
         records.put([record(1)])
     (disk / "documents-reserve").unlink()
-    fill(disk)
+    fill()
     with caplog.at_level(logging.WARNING), DocumentRecordsOf(disk / "documents") as records:
         assert "takes no new documents until space is free" in caplog.text
         with pytest.raises(RecordsError, match="the disk is full"):
@@ -140,20 +139,20 @@ def test_a_store_opens_on_a_disk_that_was_full_before_it_had_a_reserve(disk, cap
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_cached_entries_are_deleted_on_a_full_disk(restarted, disk):
+def test_cached_entries_are_deleted_on_a_full_disk(restarted, disk, fill):
     store = KVStore(disk / "kv", max_bytes=32 << 20)
     for number in range(60):
         put(store, number)
-    fill(disk)
+    fill()
     if restarted:
         store.close()
-        fill(disk)
+        fill()
         store = KVStore(disk / "kv", max_bytes=32 << 20)
     found = [number for number in range(60) if store.contains(key(number))]
     assert len(found) > 10
     for number in found:
         assert store.delete(key(number))
-        fill(disk)
+        fill()
         assert not store.contains(key(number))
     store.close()
     with KVStore(disk / "kv", max_bytes=32 << 20) as again:

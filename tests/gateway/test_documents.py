@@ -18,7 +18,6 @@ from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.options import ServerConfig
-from tests.small_disk import fill
 
 pytest_plugins = ["tests.told_engine", "tests.small_disk"]
 
@@ -448,12 +447,12 @@ def test_records_that_the_disk_refuses_are_withdrawn(llm, tmp_path):
     asyncio.run(main())
 
 
-def test_documents_are_deleted_on_a_full_disk(llm, disk):
+def test_documents_are_deleted_on_a_full_disk(llm, disk, fill):
     async def main():
         async with Cluster(llm, disk / "documents") as cluster:
             await cluster.post(*named(*TEXTS), pin=True)
             for number in range(len(TEXTS)):
-                fill(disk)
+                fill()
                 assert (await cluster.call("DELETE", f"{URL}/note-{number}")).status == 200
             assert await cluster.listed() == []
             assert cluster.replicas.pinned() == {}

@@ -12,7 +12,6 @@ from chunkattn.parsers import PromptParser
 from chunkattn.server.app import create_app
 from chunkattn.server.options import ServerConfig
 from tests.server_helpers import SMALL, ServerProcess, wait_until
-from tests.small_disk import fill
 
 pytest_plugins = ["tests.told_engine", "tests.small_disk"]
 
@@ -269,18 +268,18 @@ def test_a_full_disk_stores_nothing_and_loses_nothing(restarts):
     asyncio.run(main())
 
 
-def test_documents_are_deleted_on_a_full_disk(restarts, disk):
+def test_documents_are_deleted_on_a_full_disk(restarts, disk, fill):
     restarts.options["document_store"] = str(disk / "documents")
 
     async def main():
         http = await restarts.restored()
         await put(http, *({"id": name, "text": f"{name} lives in Oslo."} for name in "abc"), pin=True)
-        fill(disk)
+        fill()
         assert (await http.delete(f"{URL}/a")).status_code == 200
-        fill(disk)
+        fill()
         http = await restarts.restored()
         assert [d["id"] for d in await listed(http)] == ["b", "c"]
-        fill(disk)
+        fill()
         assert (await http.delete(f"{URL}/b")).status_code == 200
         answer = await http.post(URL, json={"documents": [{"id": "d", "text": "Ben. " * 99}]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "document_store_failed")
