@@ -25,6 +25,7 @@ export function tokensIn(choice) {
 
 export class TokenText {
   #tokens = [];
+  #held = []; // tokens whose text has not come yet, as of an incomplete character
   #chosen = null;
 
   /**
@@ -49,17 +50,21 @@ export class TokenText {
 
   clear() {
     this.#tokens = [];
+    this.#held = [];
     this.#chosen = null;
     this.output.replaceChildren();
     setText(this.readout, "");
   }
 
   /** Add a piece of the answer and its tokens; a piece that its tokens do not spell becomes one token. */
-  append(piece, tokens) {
+  append(piece, added) {
+    const tokens = [...this.#held, ...added];
+    this.#held = piece ? [] : tokens;
+    if (!piece) return;
     const spelled = tokens.map(({ text }) => text).join("") === piece;
     const parts = spelled || !tokens.length ? tokens : [{ ...tokens.at(-1), text: piece, count: tokens.length }];
     if (!parts.length) {
-      if (piece) this.output.append(piece);
+      this.output.append(piece);
       return;
     }
     for (const part of parts) {

@@ -251,7 +251,7 @@ def test_an_error_leaves_the_toolbar_as_it_is_and_goes_with_its_cause(page):
     assert page.run(PLACES)[:-1] == before[:-1]  # all but the status
     assert field.get_attribute("aria-invalid") == "true"
     assert field.get_attribute("aria-errormessage") == error.get_attribute("id")
-    field.send_keys(Keys.BACKSPACE, "0")  # below the least value
+    field.send_keys(Keys.HOME, "-")  # below the least value
     assert page.find("error") == [error]
     field.send_keys(Keys.BACKSPACE)
     assert page.find("error") == []
@@ -299,7 +299,7 @@ def test_earlier_answers_stay(page):
         page.get("prompt-text").send_keys(SEPARATOR.join(["Read.", *documents, asked]))
         answers.append(page.generate()[0])
     assert len(page.find("earlier")) == 1
-    page.get("focus").send_keys("999999999999")
+    page.get("max-tokens").send_keys("99999")
     page.get("generate").click()
     WebDriverWait(page.driver, 60).until(lambda _: page.find("error"))
     page.driver.get_log("browser")
@@ -329,19 +329,18 @@ def test_rerank(page, server):
         assert bar["number"] == f"{result['relevance_score']:.4f}"
         assert bar["share"] == pytest.approx(result["relevance_score"], abs=0.02)
     page.get("top-n").send_keys("2")
-    page.get("instruction").send_keys("Judge kindly.")
     page.get("rerank").click()
     page.wait(lambda: len(page.find("ranked")) == 2)
     assert len(page.driver.find_elements(By.CSS_SELECTOR, "#earlier-rankings details")) == 1
-    body = page.sent("/v1/rerank")[-1]
-    assert body == {"query": query, "documents": documents, "instruction": "Judge kindly.", "top_n": 2}
+    assert page.sent("/v1/rerank")[-1] == {"query": query, "documents": documents, "top_n": 2}
 
-    page.get("rerank-query").clear()
+    page.get("instruction").send_keys("Judge kindly.")  # the demo model's template has no place for one
     page.get("rerank").click()
     WebDriverWait(page.driver, 60).until(lambda _: page.find("error"))
     page.driver.get_log("browser")
-    assert page.get("rerank-query").get_attribute("aria-invalid") == "true"
-    page.get("rerank-query").send_keys("a")
+    assert page.sent("/v1/rerank")[-1]["instruction"] == "Judge kindly."
+    assert page.get("instruction").get_attribute("aria-invalid") == "true"
+    page.get("instruction").clear()
     assert page.find("error") == []
 
 
